@@ -1,0 +1,30 @@
+"""kasoku in a loop of your own: plain objects, techniques applied, ten lines."""
+
+from kasoku.core import Cosine, Job
+from kasoku.data import Augment, digits, loader, sample
+from kasoku.device import Device, choose
+from kasoku.evaluate import evaluate
+from kasoku.models import cifarnet
+from kasoku.optim import EMA, Rate, sgd
+
+
+def main(epochs: int = 20) -> float:
+    data, device = digits(), choose(Device())
+    model = cifarnet(in_channels=1, widths=(32, 64))
+    model.prepare(sample(data, 1000))
+    model.to(device.device)
+    job = Job(model, lambda m: sgd(m, lr=0.05, nesterov=True), loader=loader(data, "train", 64, device=device.device))
+    job.apply(*device.techniques, Augment(translate=1), Rate(Cosine(epochs=epochs, warmup=1)), EMA(0.98))
+    for _ in range(epochs):
+        for x_NCHW, y_N in job.loader:
+            job.loss(job.model(x_NCHW), y_N).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+    with job.evaluation() as judged:
+        scores = evaluate(judged, loader(data, "test", 360, device=device.device))
+    print(f"top-1 {scores.top1:.2%} of {scores.images} test images")
+    return scores.top1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The command: kasoku train | eval | predict | export | list.
+
+Exit codes: 0 done, 1 a fault of kasoku's own, 2 something given cannot be used, 3 the training diverged,
+75 stopped by SIGINT or SIGTERM with a checkpoint written (go on with --resume).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kasoku.core import InputError, process_start
+from kasoku.device import tune_malloc
+
+STOPPED = 75
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    tune_malloc()  # before the first tensor
+    arguments = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    from kasoku.watch import DivergedError
+
+    try:
+        return run(arguments)
+    except InputError as error:
+        print(f"kasoku: {error}", file=sys.stderr)
+        return 2
+    except DivergedError as error:
+        print(f"kasoku: {error}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        print("kasoku: interrupted at once; the last checkpoint stands", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kasoku", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    train = commands.add_parser("train", help="train from a recipe, or on a folder of photos")
+    train.add_argument("recipe", nargs="?", type=Path, help="a recipe file (TOML)")
+    train.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of the recipe"
+    )
+    train.add_argument("--out", type=Path, metavar="DIR", help="the run folder (default: runs/NAME-N)")
+    train.add_argument("--resume", type=Path, metavar="DIR", help="go on with the run in DIR")
+    train.add_argument("--data", type=Path, metavar="DIR", help="without a recipe: a folder with one folder a class")
+    train.add_argument("--weights", type=Path, metavar="FILE", help="with --data: published weights to start from")
+    train.add_argument("--freeze", type=int, default=0, metavar="K", help="with --weights: leave the first K blocks")
+    train.add_argument("--quiet", action="store_true", help="no progress bar")
+    train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser("eval", help="top-1 and top-5 of runs, alone and as an ensemble")
+    evaluate.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    evaluate.add_argument(
+        "--data", type=Path, metavar="DIR", help="other test images: a folder with one folder a class"
+    )
+    evaluate.set_defaults(run=_eval)
+
+    predict = commands.add_parser("predict", help="the five likeliest classes of images, as CSV")
+    predict.add_argument("trained", type=Path, metavar="RUN")
+    predict.add_argument("images", nargs="+", type=Path, metavar="IMAGE|DIR")
+    predict.set_defaults(run=_predict)
+
+    export = commands.add_parser("export", help="write a trained network for other programs")
+    export.add_argument("trained", type=Path, metavar="RUN")
+    export.add_argument("--format", choices=("safetensors", "torch-export", "onnx"), required=True)
+    export.add_argument("--out", type=Path, metavar="FILE", help="where to (default: in the run folder)")
+    export.set_defaults(run=_export)
+
+    listing = commands.add_parser("list", help="models, data sources, techniques, recipes, one line each")
+    listing.set_defaults(run=_list)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from kasoku import recipe as recipes
+    from kasoku.auto import recipe_for
+    from kasoku.core.run import RunFolder
+    from kasoku.report import print_table
+    from kasoku.runs import describe, free_folder
+    from kasoku.trainer import fit, prepare
+
+    given = [name for name in ("recipe", "resume", "data") if getattr(arguments, name)]
+    if len(given) != 1:
+        raise InputError(f"kasoku train: {' and '.join(given) or 'nothing'} given: one of RECIPE, --resume, --data")
+    if arguments.resume and arguments.out:
+        raise InputError("--out beside --resume: a resumed run stays in its folder; leave --out away")
+    if (arguments.weights or arguments.freeze) and not arguments.data:
+        raise InputError(
+            "--weights and --freeze go with --data; in a recipe use the technique kasoku.models.Pretrained"
+        )
+    _import_path(arguments.recipe)
+    resume = arguments.resume is not None
+    if resume:
+        folder: Path = arguments.resume
+        run = RunFolder(folder, resume=True)
+        recipe = recipes.load(folder / "recipe.toml", arguments.set)
+    else:
+        if arguments.data:
+            recipe = recipe_for(arguments.data, arguments.weights, freeze=arguments.freeze, settings=arguments.set)
+        else:
+            recipe = recipes.load(arguments.recipe, arguments.set)
+        folder = arguments.out or free_folder((arguments.recipe or arguments.data).resolve().stem)
+        run = RunFolder(folder)
+    training = prepare(recipe)
+    if not resume:
+        describe(run, training)
+    if not arguments.quiet:
+        print(f"{training.chosen}\n{training.total_steps} steps, run folder {folder}", flush=True)
+    result = fit(training, run, started=process_start(), resume=resume, quiet=arguments.quiet)
+    run.close()
+    if result.stopped:
+        print(f"kasoku: stopped by {result.stopped}; go on with: kasoku train --resume {folder}", file=sys.stderr)
+        return STOPPED
+    if not arguments.quiet:
+        print_table("", result.rows(folder))
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from kasoku.runs import evaluate_runs
+
+    return evaluate_runs(arguments.runs, arguments.data)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from kasoku.runs import predict
+
+    return predict(arguments.trained, arguments.images)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from kasoku.export import export
+
+    print(export(arguments.trained, arguments.format, arguments.out))
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from kasoku.listing import listing
+
+    listing()
+    return 0
+
+
+def _import_path(recipe: Path | None) -> None:
+    """Lets a recipe name the user's own modules: beside it, or in the current folder."""
+    for folder in (Path.cwd(), *([recipe.resolve().parent] if recipe else [])):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

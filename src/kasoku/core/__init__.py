@@ -1,0 +1,39 @@
+"""The five nouns of kasoku and what serves them: torch, safetensors and the standard library only."""
+
+from kasoku.core.clock import Clock, Wall, process_start
+from kasoku.core.comm import Comm, DeadlockError, Solo, Threads, Work
+from kasoku.core.errors import InputError
+from kasoku.core.job import Batch, Hyper, Job, Stateful
+from kasoku.core.schedule import ArcCotangent, Constant, Cosine, Linear, Polynomial, Schedule, Step, linear_scaling
+from kasoku.core.technique import Stage, Technique
+from kasoku.core.toml import Factory
+from kasoku.core.trace import Span, Trace
+
+__all__ = [
+    "ArcCotangent",
+    "Batch",
+    "Clock",
+    "Comm",
+    "Constant",
+    "Cosine",
+    "DeadlockError",
+    "Factory",
+    "Hyper",
+    "InputError",
+    "Job",
+    "Linear",
+    "Polynomial",
+    "Schedule",
+    "Solo",
+    "Span",
+    "Stage",
+    "Stateful",
+    "Step",
+    "Technique",
+    "Threads",
+    "Trace",
+    "Wall",
+    "Work",
+    "linear_scaling",
+    "process_start",
+]

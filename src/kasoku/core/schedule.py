@@ -1,0 +1,132 @@
+"""Schedules: progress in epochs -> value. Rates, weight decay, batch size and resolution all take one.
+
+A rate's schedule is a factor on the optimizer's own `lr`, group by group, so one schedule serves groups of different
+rates. Every schedule starts with an optional linear warm-up of `warmup` epochs from `start` to 1.
+"""
+
+import math
+from dataclasses import dataclass
+
+from kasoku.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Progress in epochs -> factor. Subclasses give `after(epoch)`, the curve without its warm-up.
+
+    Ref: linear warm-up, Goyal et al. 2017 (arXiv 1706.02677), 2.2.
+    """
+
+    warmup: float = 0.0
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0 or self.start < 0:
+            raise InputError(f"warmup={self.warmup}, start={self.start}: neither may be below 0")
+
+    def __call__(self, epoch: float) -> float:
+        """The factor after `epoch` epochs (fractions allowed)."""
+        if epoch < self.warmup:
+            top = self.after(self.warmup)
+            return self.start + (top - self.start) * epoch / self.warmup
+        return self.after(epoch)
+
+    def after(self, epoch: float) -> float:
+        """The curve once the warm-up is over; `epoch` counts from the start of training."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """1 throughout (after the warm-up)."""
+
+    def after(self, epoch: float) -> float:
+        """1."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Step(Schedule):
+    """Multiplied by `gamma` at each of the `milestones` (epochs). Ref: Goyal et al. 2017: 30, 60, 80 by 0.1."""
+
+    milestones: tuple[float, ...] = ()
+    gamma: float = 0.1
+
+    def after(self, epoch: float) -> float:
+        """The product of the steps passed."""
+        return float(self.gamma ** sum(epoch >= m for m in self.milestones))
+
+
+@dataclass(frozen=True)
+class _Until(Schedule):
+    epochs: float = 0.0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.epochs > self.warmup:
+            raise InputError(
+                f"{type(self).__name__}: epochs={self.epochs} is where it ends and must lie beyond "
+                f"warmup={self.warmup}: raise epochs or shorten the warm-up"
+            )
+
+    def passed(self, epoch: float) -> float:
+        """How much of the way from the end of the warm-up to `epochs` lies behind, 0 to 1."""
+        return min(1.0, max(0.0, (epoch - self.warmup) / (self.epochs - self.warmup)))
+
+
+@dataclass(frozen=True)
+class Polynomial(_Until):
+    """(1 - end) * (1 - passed)^power + end, until `epochs`.
+
+    Ref: MLPerf's ResNet reference: power 2, end 1e-4 (absolute: divide it by the rate).
+    """
+
+    power: float = 2.0
+
+    def after(self, epoch: float) -> float:
+        """The polynomial; `end` from `epochs` on."""
+        return float((1 - self.end) * (1 - self.passed(epoch)) ** self.power + self.end)
+
+
+@dataclass(frozen=True)
+class Linear(_Until):
+    """Straight from 1 down to `end` at `epochs`."""
+
+    def after(self, epoch: float) -> float:
+        """The line; `end` from `epochs` on."""
+        return 1 + (self.end - 1) * self.passed(epoch)
+
+
+@dataclass(frozen=True)
+class Cosine(_Until):
+    """Half a cosine from 1 down to `end` at `epochs`. Ref: Loshchilov and Hutter 2017 (arXiv 1608.03983)."""
+
+    def after(self, epoch: float) -> float:
+        """The half wave; `end` from `epochs` on."""
+        return self.end + (1 - self.end) * (1 + math.cos(math.pi * self.passed(epoch))) / 2
+
+
+@dataclass(frozen=True)
+class ArcCotangent(Schedule):
+    """High until near the `turn`, one half at it, then a sharp fall: 1/2 - arctan(f)/pi.
+
+    f = d/decay + d^3/1000, where d = epoch - turn, doubled beyond the turn.
+    Ref: [000] 4.1.2; the form is that of the team's published MLPerf v0.6 code, since the printed formula contradicts
+    its own text.
+    """
+
+    turn: float = 70.0
+    decay: float = 5.0
+
+    def after(self, epoch: float) -> float:
+        """The curve at `epoch`."""
+        d = epoch - self.turn
+        if d > 0:
+            d *= 2
+        return 0.5 - math.atan(d / self.decay + d**3 / 1000) / math.pi
+
+
+def linear_scaling(lr: float, batch: int, reference_batch: int) -> float:
+    """The rate for `batch`, given one that works at `reference_batch`: the linear rule. Ref: [004], Goyal 2017."""
+    return lr * batch / reference_batch

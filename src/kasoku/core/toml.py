@@ -1,0 +1,274 @@
+"""Frozen dataclasses map one to one to strict TOML; a table's `use` names a class or function by dotted name.
+
+Its other keys are that thing's signature. In a field typed `Factory` the thing is checked now, bound, and called
+later with what only the run knows; in a field typed as a class (Technique, Schedule) it is built now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from kasoku.core.errors import InputError
+
+T = TypeVar("T")
+_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A function or class by dotted name with some of its arguments; call it with the rest.
+
+    Raises InputError on a name that does not exist, or a key that is not in its signature.
+    """
+
+    use: str
+    keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", _arguments(resolve(self.use, "use"), dict(self.keys), self.use))
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        """Calls it; of `more`, what its signature lacks or the keys have set already is left out."""
+        thing = resolve(self.use, "use")
+        known = _parameters(thing)
+        rest = {k: v for k, v in more.items() if k in known and k not in self.keys}
+        try:
+            inspect.signature(thing).bind(*args, **self.keys, **rest)
+        except TypeError as error:
+            raise InputError(f"{self.use}: {error}: give it as a key beside use") from error
+        except ValueError:
+            pass  # a builtin without a signature
+        return thing(*args, **self.keys, **rest)
+
+
+def resolve(dotted: str, path: str) -> Callable[..., Any]:
+    """The class or function of a dotted name. Raises InputError that names the nearest right name."""
+    parts = dotted.split(".")
+    if len(parts) < 2:
+        raise InputError(f'{path} = "{dotted}": a dotted name such as kasoku.models.resnet50 is wanted')
+    module: Any = None
+    for end in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:end])
+        try:
+            module = importlib.import_module(name)
+            break
+        except ModuleNotFoundError as error:
+            if error.name != name and not name.startswith(f"{error.name}."):
+                raise InputError(f'{path} = "{dotted}": {error}: install it') from error
+    if module is None:
+        raise InputError(f'{path} = "{dotted}": there is no module {parts[0]}: a dotted name that can be imported')
+    thing = module
+    for part in parts[end:]:
+        if not hasattr(thing, part):
+            raise InputError(f'{path} = "{dotted}": no such name{_nearest(part, _public(thing))}')
+        thing = getattr(thing, part)
+    if not callable(thing):
+        raise InputError(f'{path} = "{dotted}": a class or function is wanted, this is {type(thing).__name__}')
+    return typing.cast("Callable[..., Any]", thing)
+
+
+def parse(cls: type[T], table: Mapping[str, Any], path: str = "") -> T:
+    """Builds a dataclass from a table. Raises InputError on the first unknown, missing or mistyped key, by its path."""
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    _refuse_unknown(table, fields, path)
+    for name, f in fields.items():
+        bare = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if bare and name not in table:
+            raise InputError(f"{_join(path, name)}: missing, and it has no default")
+    values = {name: _convert(hints[name], value, _join(path, name)) for name, value in table.items()}
+    return _call(cls, values, path)
+
+
+def table(thing: Any) -> Any:
+    """The plain TOML value of a dataclass, back to what `parse` takes; None is left out."""
+    if isinstance(thing, Factory):
+        return {"use": thing.use, **{k: table(v) for k, v in thing.keys.items() if v is not None}}
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return tables(thing)
+    if isinstance(thing, list | tuple):
+        return [_used(item) for item in thing]
+    return thing
+
+
+def tables(thing: Any) -> dict[str, Any]:
+    """The table of a dataclass; what sits in a field that names only a class it extends gets its `use`."""
+    hints = typing.get_type_hints(type(thing))
+    out = {}
+    for f in dataclasses.fields(thing):
+        value = getattr(thing, f.name)
+        if value is not None and f.init:
+            polymorph = dataclasses.is_dataclass(value) and type(value) is not hints[f.name]
+            out[f.name] = _used(value) if polymorph else table(value)
+    return out
+
+
+def override(document: dict[str, Any], setting: str) -> None:
+    """Sets one `path=value` in a TOML document (value as TOML; a bare word is a string). Lists take an index."""
+    import tomllib
+
+    path, equals, text = setting.partition("=")
+    if not equals or not path.strip():
+        raise InputError(f"--set {setting}: path=value is wanted, such as --set batch=256")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    at: Any = document
+    *parents, last = path.strip().split(".")
+    for key in parents:
+        if isinstance(at, list):
+            at = at[_index(at, key, path)]
+        else:
+            at = at.setdefault(key, {})
+        if not isinstance(at, dict | list):
+            raise InputError(f"--set {setting}: {key} is a value, not a table")
+    if isinstance(at, list):
+        at[_index(at, last, path)] = value
+    else:
+        at[last] = value
+
+
+def _index(items: list[Any], key: str, path: str) -> int:
+    if not key.isdigit() or int(key) >= len(items):
+        raise InputError(f"--set {path}: {key} is no index of a list of {len(items)}: 0 to {len(items) - 1}")
+    return int(key)
+
+
+def _used(thing: Any) -> Any:
+    plain = table(thing)
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type | Factory):
+        return {"use": f"{type(thing).__module__}.{type(thing).__qualname__}", **plain}
+    return plain
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _public(thing: Any) -> list[str]:
+    return [n for n in dir(thing) if not n.startswith("_")]
+
+
+def _nearest(name: str, allowed: Iterable[str]) -> str:
+    names = list(allowed)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f": did you mean {close[0]}?"
+    return f": one of {', '.join(sorted(names))}" if len(names) <= 16 else ""
+
+
+def _refuse_unknown(given: Iterable[str], known: Iterable[str], path: str) -> None:
+    for name in given:
+        if name not in set(known):
+            raise InputError(f"{_join(path, name)}: no such key{_nearest(name, known)}")
+
+
+def _parameters(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(thing).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def _arguments(thing: Callable[..., Any], given: dict[str, Any], path: str) -> dict[str, Any]:
+    """The given keys, checked against the signature: names, and types where it has annotations we can check."""
+    parameters = _parameters(thing)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        _refuse_unknown(given, [n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL,)], path)
+    try:
+        hints = typing.get_type_hints(thing.__init__ if isinstance(thing, type) else thing)  # type: ignore[misc]
+    except (NameError, TypeError, AttributeError):
+        hints = {}
+    return {k: _convert(hints.get(k, Any), v, _join(path, k)) for k, v in given.items()}
+
+
+def _call(thing: Callable[..., T], values: dict[str, Any], path: str) -> T:
+    try:
+        return thing(**values)
+    except InputError as error:
+        raise InputError(f"{path}: {error}" if path else str(error)) from error
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or isinstance(hint, TypeVar):
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(args, value, path)
+    if origin is Literal:
+        if value not in args or isinstance(value, bool) != any(isinstance(a, bool) for a in args if a == value):
+            raise InputError(f"{path} = {_show(value)}: one of {', '.join(_show(a) for a in args)}")
+        return value
+    if origin in (tuple, list) or hint in (tuple, list):
+        return _convert_list(args, value, path)
+    if hint in _NAMES:
+        good = isinstance(value, int | float) if hint is float else isinstance(value, hint)
+        if not good or (isinstance(value, bool) and hint is not bool):
+            raise InputError(f"{path} = {_show(value)}: {_NAMES[hint]} is wanted, this is {_kind(value)}")
+        return float(value) if hint is float else value
+    if isinstance(hint, type):
+        return _build(hint, value, path)
+    return value
+
+
+def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
+    errors = []
+    for hint in args:
+        if hint is not type(None):
+            try:
+                return _convert(hint, value, path)
+            except InputError as error:
+                errors.append(error)
+    raise errors[0]
+
+
+def _convert_list(args: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise InputError(f"{path} = {_show(value)}: a list is wanted, this is {_kind(value)}")
+    if args and args[-1] is not Ellipsis and len(args) > 1 and len(args) != len(value):
+        raise InputError(f"{path}: {len(args)} items are wanted, there are {len(value)}")
+    hints = [args[0] if args else Any] * len(value) if not args or len(args) == 1 or args[-1] is Ellipsis else args
+    return tuple(_convert(h, v, f"{path}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
+
+
+def _build(cls: type, value: Any, path: str) -> Any:
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise InputError(f"{path} = {_show(value)}: a table is wanted, this is {_kind(value)}")
+    if "use" not in value and dataclasses.is_dataclass(cls) and cls is not Factory and not cls.__subclasses__():
+        return parse(cls, value, path)
+    if not isinstance(value.get("use"), str):
+        raise InputError(f'{path}.use: missing; it names what to use, such as use = "kasoku.models.resnet50"')
+    keys = {k: v for k, v in value.items() if k != "use"}
+    thing = resolve(value["use"], f"{path}.use")
+    if cls is Factory:
+        return Factory(value["use"], _arguments(thing, keys, path))
+    wrong = f'{path}.use = "{value["use"]}": a {cls.__name__} is wanted, this is '
+    if isinstance(thing, type) and not issubclass(thing, cls):
+        raise InputError(f"{wrong}{thing.__name__}")
+    if dataclasses.is_dataclass(thing) and isinstance(thing, type):
+        made = parse(thing, keys, path)
+    else:
+        made = _call(thing, _arguments(thing, keys, path), path)
+    if not isinstance(made, cls):
+        raise InputError(f"{wrong}{type(made).__name__}")
+    return made
+
+
+def _kind(value: Any) -> str:
+    kinds = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    return kinds.get(type(value), "a list" if isinstance(value, list) else "a table")
+
+
+def _show(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,129 @@
+"""What a data set is, in memory or as files, and the digits that come with the package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kasoku.core.errors import InputError
+from kasoku.data.order import order
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """One split held in memory: images_NHWC uint8, contiguous; labels_N int64."""
+
+    images_NHWC: torch.Tensor  # noqa: N815
+    labels_N: torch.Tensor  # noqa: N815
+
+    def __len__(self) -> int:
+        return len(self.labels_N)
+
+
+@dataclass(frozen=True, eq=False)
+class Files:
+    """One split as image files, decoded when needed: absolute paths; labels_N int64."""
+
+    paths: tuple[str, ...]
+    labels_N: torch.Tensor  # noqa: N815
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+Split = Memory | Files
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A training and a test split, with what a model and its input need to know of them.
+
+    `image_size` is (height, width); files are decoded to it. `mean` and `std`, a number a channel, are of pixel values
+    / 255: measured on the training images in memory, the usual ImageNet ones for files.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    train: Split
+    test: Split
+    channels: int
+    image_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def digits(seed: int = 0) -> Dataset:
+    """Handwritten digits, 8x8 grey, 1,437 to train and 360 to test: comes with the package.
+
+    `seed` chooses the split, which has each digit in proportion.
+    Source: E. Alpaydin, C. Kaynak (1998), Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
+    doi:10.24432/C50P49, licence CC BY 4.0; the 1,797 images of its test part, the ones scikit-learn has.
+    Changed by us: pixel values 0..16 are scaled to 0..255.
+    """
+    with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as stored:
+        images_NHWC = torch.from_numpy((stored["images"].astype(np.int64) * 255 + 8) // 16).to(torch.uint8)[..., None]
+        labels_N = torch.from_numpy(stored["labels"].astype(np.int64))
+    n, tests = len(labels_N), 360
+    shuffled_N = order(n, seed, 0)
+    by_class_N = shuffled_N[labels_N[shuffled_N].argsort(stable=True)]
+    test_N = torch.zeros(n, dtype=torch.bool)
+    test_N[by_class_N[torch.arange(tests) * n // tests]] = True
+    train, test = (Memory(images_NHWC[keep_N].contiguous(), labels_N[keep_N]) for keep_N in (~test_N, test_N))
+    return in_memory("digits", [str(digit) for digit in range(10)], train, test)
+
+
+def in_memory(name: str, classes: Sequence[str], train: Memory, test: Memory) -> Dataset:
+    """Data set of two splits in memory; measures mean and standard deviation of the training images exactly."""
+    height, width, channels = train.images_NHWC.shape[1:]
+    sums_2C = np.zeros((2, channels))
+    for part in torch.split(train.images_NHWC, 256):  # 256 squares of at most 255 are exact in float32
+        value_NP = part.reshape(len(part), -1).numpy().astype(np.float32)
+        sums_2C[0] += value_NP.sum(0).reshape(-1, channels).sum(0, np.float64)
+        sums_2C[1] += np.square(value_NP, out=value_NP).sum(0).reshape(-1, channels).sum(0, np.float64)
+    count = len(train) * height * width
+    mean_C = sums_2C[0] / count
+    std_C = np.sqrt(np.maximum(sums_2C[1] / count - mean_C**2, 0))
+    std_C[std_C == 0] = 255.0  # a channel that never changes stays as it is
+    mean, std = tuple((mean_C / 255).tolist()), tuple((std_C / 255).tolist())
+    return Dataset(name, tuple(classes), train, test, channels, (height, width), mean, std)
+
+
+def places(root: str, name: str, below: Sequence[str]) -> list[Path]:
+    """Folders that may hold the files of data set `name`: root and its subfolders `below`, those that exist.
+
+    Without a root it is looked for in $KASOKU_DATA/<name> and in $KASOKU_DATA itself.
+    """
+    home = os.environ.get("KASOKU_DATA", "")
+    if root:
+        tops = [Path(root).expanduser()]
+    elif home:
+        tops = [Path(home).expanduser() / name, Path(home).expanduser()]
+    else:
+        raise InputError(
+            f"{name}: no root given and $KASOKU_DATA is not set; "
+            f"give root=<folder> or set $KASOKU_DATA to the folder that holds {name}/"
+        )
+    found = [place for top in tops for place in (top, *(top / sub for sub in below)) if place.is_dir()]
+    if not found:
+        raise InputError(
+            f"{name}: no folder {tops[0]}"
+            + ("" if root else " (from $KASOKU_DATA)")
+            + "; give root=<folder that holds the data>"
+        )
+    return found
+
+
+def check_labels(labels_N: np.ndarray, classes: int, where: Path) -> None:
+    """Raise InputError naming the first label that is not in range(classes)."""
+    wrong_N = np.flatnonzero((labels_N < 0) | (labels_N >= classes))
+    if len(wrong_N):
+        first = int(wrong_N[0])
+        raise InputError(
+            f"{where}: image {first} has label {int(labels_N[first])}, allowed are 0 to {classes - 1}; "
+            "the file is damaged or of another data set"
+        )

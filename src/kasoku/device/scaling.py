@@ -1,0 +1,102 @@
+"""Dynamic loss scaling, which fp16 needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kasoku.core import InputError, Job, Stage, Technique
+
+
+@dataclass(frozen=True)
+class LossScale(Technique):
+    """Scales the gradient up through the backward pass, so that fp16 does not round small ones to zero.
+
+    The loss itself is not changed. A step whose gradients are not all finite is left out, on every rank, and the scale
+    is divided by `factor`; after `every` good steps it is multiplied by it.
+
+    Args:
+        start: first scale.
+        factor: of growth and of retreat.
+        every: good steps in a row before it grows.
+
+    Saves: accuracy in fp16.
+    Costs: a pass over the gradients, and one wait for the device a step; every gradient before any update.
+    Ref: Micikevicius et al. 2018 (arXiv 1710.03740), 3.2.
+    """
+
+    stage: ClassVar[Stage] = Stage.GRADIENT
+
+    start: float = 65536.0
+    factor: float = 2.0
+    every: int = 2000
+
+    def __post_init__(self) -> None:
+        if not (self.start > 0 and self.factor > 1 and self.every >= 1):
+            raise InputError(
+                f"start={self.start}, factor={self.factor}, every={self.every}: "
+                "start above 0, factor above 1, every at least 1 step"
+            )
+
+    def apply(self, job: Job) -> None:
+        """Scales behind the loss; unscales and checks after communication, before clipping."""
+        scaler = _Scaler(job, self)
+        job.needs_all = True
+        job.patch(job, "loss", scaler.loss)
+        job.before_step(scaler.unscale)
+        job.keep("loss_scale", scaler)
+
+
+class _Scaler:
+    def __init__(self, job: Job, settings: LossScale) -> None:
+        self.job, self.settings = job, settings
+        self.inner: Callable[[Any, Tensor], Tensor] = job.loss
+        self.scale, self.good = settings.start, 0
+
+    def loss(self, outputs: Any, labels: Tensor) -> Tensor:
+        plain = self.inner(outputs, labels)
+        scaled: Tensor = _ScaleGradient.apply(plain, self.scale)  # type: ignore[no-untyped-call]
+        return scaled
+
+    @torch.no_grad()
+    def unscale(self) -> None:
+        params = [p for p in self.job.model.parameters() if p.grad is not None]
+        if not params:
+            return
+        grads = [p.grad for p in params if p.grad is not None]
+        device = params[0].device
+        overflow = torch.zeros(1, device=device)
+        inverse = torch.full((1,), 1 / self.scale, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, inverse)
+        self.job.comm.all_reduce(overflow, op="max").wait()
+        if overflow.item():
+            for p in params:
+                p.grad = None  # the optimizer then leaves them where they are
+            self.scale, self.good = self.scale / self.settings.factor, 0
+            return
+        self.good += 1
+        if self.good == self.settings.every:
+            self.scale, self.good = self.scale * self.settings.factor, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good": self.good}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self.good = state["scale"], state["good"]
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity; its gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.scale, None

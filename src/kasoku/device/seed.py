@@ -1,0 +1,52 @@
+"""The global random state as a pure function of seed, step and rank: for dropout and the like inside models."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core.job import Batch
+
+
+@dataclass(frozen=True)
+class Seeded(Technique):
+    """Seeds torch's random state for each batch, so that a run resumed in mid-epoch draws what it would have drawn.
+
+    Args:
+        seed: of the run.
+
+    Saves: nothing; makes dropout reproducible and resuming exact.
+    Costs: some 10 us a batch.
+    Maths: state = hash(seed, updates made, batch within the step, rank).
+    """
+
+    stage: ClassVar[Stage] = Stage.DATA
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise InputError(f"seed={self.seed}: 0 or more")
+
+    def apply(self, job: Job) -> None:
+        """Seeds just before each batch is handed out."""
+        step, micro = -1, 0
+
+        def seeded(batches: Iterable[Batch]) -> Iterator[Batch]:
+            nonlocal step, micro
+            for batch in batches:
+                # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
+                micro = micro + 1 if job.steps == step else 0
+                step = job.steps
+                torch.manual_seed(_mix(self.seed, step, micro, job.comm.rank))
+                yield batch
+
+        job.around_loader(seeded)
+
+
+def _mix(*numbers: int) -> int:
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1

@@ -1,0 +1,83 @@
+"""Refuses a wrong count, a wrong option, or images that a network cannot take, before anything is trained."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from kasoku.core.errors import InputError
+
+USUAL_SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 160, 192, 224, 256, 299, 384, 512)
+
+
+def check_counts(**counts: int) -> None:
+    """Raise InputError for a count (classes, channels) below 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise InputError(f"{name}={count}: give 1 or more")
+
+
+def check_option(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise InputError for an option that is not one of the allowed words."""
+    if value not in allowed:
+        raise InputError(f"{name}={value!r}: one of {', '.join(allowed)}")
+
+
+def check_fits(model: nn.Module, image_shape_CHW: Sequence[int], model_name: str) -> None:
+    """Run the model once on two images without data, and say what size it needs if that fails.
+
+    Nothing is computed and nothing of the model changes: parameters and buffers are replaced by tensors on the
+    meta device while it runs. A model that cannot run there (it reads values, or makes tensors on a device of
+    its own) passes unchecked. Call it before hooks are registered: they would run too.
+
+    Raises:
+        InputError: the images have too few pixels, another number of channels, or another size than it takes.
+    """
+    channels, height, width = image_shape_CHW
+    why = _failure(model, channels, height, width)
+    if why is None:
+        return
+    got = f"{model_name} does not fit images of {channels}x{height}x{width}"
+    wanted = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels)
+    if wanted != channels:
+        raise InputError(f"{got}: it takes {wanted} channels; build it with in_channels={channels}")
+    fitting = [size for size in USUAL_SIZES if _failure(model, channels, size, size) is None]
+    if not fitting:
+        raise InputError(f"{got}, nor any size from {USUAL_SIZES[0]} to {USUAL_SIZES[-1]}: {why}")
+    if len(fitting) < len([size for size in USUAL_SIZES if size >= fitting[0]]):  # a head made for one size
+        sizes = ", ".join(f"{size}x{size}" for size in fitting)
+        raise InputError(f"{got}: it takes {sizes}; resize the images or choose another model")
+    least = _smallest_fitting(model, channels, fitting[0])
+    raise InputError(f"{got}: it needs at least {least}x{least}; enlarge the images or choose another model")
+
+
+def _failure(model: nn.Module, channels: int, height: int, width: int) -> str | None:
+    """Why the model refuses this image size, in one line; None if it runs or cannot be tried without data."""
+    state = {
+        name: torch.empty_like(tensor, device="meta")
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+    }
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    images_NCHW = torch.empty(2, channels, height, width, device="meta", dtype=dtype)
+    try:
+        with torch.no_grad():
+            torch.func.functional_call(model, state, (images_NCHW,))
+    except NotImplementedError:
+        return None
+    except (RuntimeError, ValueError) as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return None if "meta" in line else line
+    return None
+
+
+def _smallest_fitting(model: nn.Module, channels: int, fits: int) -> int:
+    """Bisect for the smallest square that fits, given one that does."""
+    fails = 0
+    while fits - fails > 1:
+        middle = (fits + fails) // 2
+        if _failure(model, channels, middle, middle) is None:
+            fits = middle
+        else:
+            fails = middle
+    return fits

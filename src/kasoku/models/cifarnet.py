@@ -1,0 +1,156 @@
+"""A small fast network for small images, after the published CIFAR-10 speed records (Jordan 2024, airbench).
+
+Note: why it learns fast
+    The first layer decorrelates 2x2 patches and is not trained: the data give its weights (`prepare`).
+    Every other convolution starts as the identity on its first channels, so the signal passes from the first step.
+    BatchNorm has no scale of its own and follows its statistics quickly, for runs of a few hundred steps.
+    The logits are scaled down, which keeps the first losses small at the high learning rates these runs use.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kasoku.core.errors import InputError
+from kasoku.models.check import check_counts, check_option
+
+PATCH = 2  # side of the patches that the first layer whitens
+ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
+
+
+class Group(nn.Module):
+    """Convolution, half the size, then a second convolution; each with BatchNorm and the activation."""
+
+    def __init__(self, channels_in: int, channels: int, activation: str, norm_momentum: float) -> None:
+        super().__init__()
+        self.conv1 = _identity_conv(channels_in, channels)
+        self.pool = nn.MaxPool2d(2)
+        self.norm1 = _unscaled_norm(channels, norm_momentum)
+        self.conv2 = _identity_conv(channels, channels)
+        self.norm2 = _unscaled_norm(channels, norm_momentum)
+        self.activation = ACTIVATIONS[activation]()
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Twice convolve, halving the size."""
+        x_NCHW = self.activation(self.norm1(self.pool(self.conv1(x_NCHW))))
+        out: Tensor = self.activation(self.norm2(self.conv2(x_NCHW)))
+        return out
+
+
+class CifarNet(nn.Module):
+    """A fixed whitening layer, groups that each halve the size, the maximum over the image, a scaled linear layer.
+
+    Args:
+        num_classes: outputs of the head.
+        in_channels: channels of the images.
+        widths: channels of each group; as many groups as widths.
+        activation: "gelu" or "relu".
+        norm_momentum: share of the new batch in BatchNorm's running statistics (torch's convention).
+        head_scale: factor on the logits.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        in_channels: int,
+        widths: tuple[int, ...],
+        activation: str,
+        norm_momentum: float,
+        head_scale: float,
+    ) -> None:
+        super().__init__()
+        if not widths:
+            raise InputError("widths=(): give at least one, a group for each")
+        check_option("activation", activation, tuple(ACTIVATIONS))
+        check_counts(num_classes=num_classes, in_channels=in_channels, widths=min(widths))
+        whitened = 2 * in_channels * PATCH**2
+        self.whitening = nn.Conv2d(in_channels, whitened, PATCH)
+        self.whitening.weight.requires_grad_(False)
+        self.whitening.bias = nn.Parameter(torch.zeros(whitened))
+        self.activation = ACTIVATIONS[activation]()
+        self._groups = [f"group{i + 1}" for i in range(len(widths))]
+        for name, before, width in zip(self._groups, (whitened, *widths), widths, strict=False):
+            self.add_module(name, Group(before, width, activation, norm_momentum))
+        self.head = nn.Linear(widths[-1], num_classes, bias=False)
+        self.head_scale = head_scale
+
+    def forward(self, images_NCHW: Tensor) -> Tensor:
+        """Images to logits_NK."""
+        x_NCHW = self.activation(self.whitening(images_NCHW))
+        for name in self._groups:
+            x_NCHW = getattr(self, name)(x_NCHW)
+        # A pool over the whole image: 3x3 for CIFAR. (AdaptiveMaxPool2d has no deterministic backward on CUDA.)
+        x_NC = functional.max_pool2d(x_NCHW, list(x_NCHW.shape[-2:])).flatten(1)
+        logits_NK: Tensor = self.head(x_NC) * self.head_scale
+        return logits_NK
+
+    def prepare(self, images_NCHW: Tensor) -> None:
+        """What the model needs of the data before training: a few thousand training images, normalised."""
+        self.whiten(images_NCHW)
+
+    @torch.no_grad()
+    def whiten(self, images_NCHW: Tensor, eps: float = 5e-4) -> None:
+        """Set the first layer so that it decorrelates the 2x2 patches of these images and gives them unit variance.
+
+        The second half of its channels is the negative of the first, so that the activation loses nothing.
+        The result does not depend on the global random state; signs of eigenvectors are fixed.
+
+        Args:
+            images_NCHW: normalised float images.
+            eps: added to the eigenvalues: directions of less variance are not blown up to one.
+
+        Raises:
+            InputError: another number of channels, no whole patch, not float.
+        """
+        channels = self.whitening.in_channels
+        shape = tuple(images_NCHW.shape)
+        if len(shape) != 4 or shape[1] != channels or shape[0] == 0 or min(shape[2:]) < PATCH:
+            raise InputError(f"images of shape {shape}: whitening takes N x {channels} x H x W, N a few thousand")
+        if not images_NCHW.is_floating_point():
+            raise InputError(f"images of {images_NCHW.dtype}: whitening takes normalised float images")
+        variance, vectors = torch.linalg.eigh(_patch_covariance(images_NCHW).cpu())  # ascending; a vector a column
+        variance, vectors = variance.flip(0).clamp(min=0), vectors.flip(1).T
+        size = vectors.abs()
+        # Symmetric data give elements of equal size: the first of the large ones decides the sign, not rounding.
+        large = (size > 0.9 * size.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
+        filters = vectors * vectors.gather(1, large).sign() / (variance + eps).sqrt()[:, None]
+        self.whitening.weight.copy_(torch.cat([filters, -filters]).view_as(self.whitening.weight))
+
+
+def _patch_covariance(images_NCHW: Tensor) -> Tensor:
+    """The covariance of the pixels of all patches: float32 over 256 images, float64 over all."""
+    count, totals, squares = 0, [], []
+    for start in range(0, len(images_NCHW), 256):
+        patches_NPL = functional.unfold(images_NCHW[start : start + 256].float(), PATCH)
+        patches_MP = patches_NPL.transpose(1, 2).flatten(0, 1)
+        count += len(patches_MP)
+        totals.append(patches_MP.sum(0).double())
+        squares.append((patches_MP.T @ patches_MP).double())
+    mean = torch.stack(totals).sum(0) / count
+    return torch.stack(squares).sum(0) / count - torch.outer(mean, mean)
+
+
+def _identity_conv(channels_in: int, channels: int) -> nn.Conv2d:
+    conv = nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)
+    with torch.no_grad():
+        nn.init.dirac_(conv.weight[:channels_in])
+    return conv
+
+
+def _unscaled_norm(channels: int, momentum: float) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(channels, eps=1e-12, momentum=momentum)
+    norm.weight.requires_grad_(False)  # stays 1; the bias learns
+    return norm
+
+
+def cifarnet(
+    num_classes: int = 10,
+    in_channels: int = 3,
+    *,
+    widths: tuple[int, ...] = (64, 256, 256),
+    activation: str = "gelu",
+    norm_momentum: float = 0.4,
+    head_scale: float = 1 / 9,
+) -> CifarNet:
+    """A small fast network for small images: 2.0 M parameters, made for 32x32 (28x28 fits too)."""
+    return CifarNet(num_classes, in_channels, widths, activation, norm_momentum, head_scale)

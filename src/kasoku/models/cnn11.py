@@ -1,0 +1,49 @@
+"""The network of 11 convolutions of [001] (asynchronous training on 48 GPUs, ImageNet).
+
+The source gives the number of convolutions, the data set (ILSVRC2012) and nothing else of the network.
+Widths, BatchNorm and the linear head over the mean of the image are ours.
+"""
+
+from torch import Tensor, nn
+
+from kasoku.models.check import check_counts, check_option
+
+# The widths of the convolutions of each stage; a max-pool ends each stage but the last.
+STAGES = ((64,), (128, 128), (256, 256, 256), (384, 384, 384), (512, 512))
+
+
+class CNN11(nn.Module):
+    """Eleven convolutions in five stages, each with BatchNorm and ReLU, and one linear layer.
+
+    Args:
+        num_classes: outputs of the head.
+        in_channels: channels of the images.
+        stem: the first convolution: "imagenet" (7x7 with stride 2) or "cifar" (3x3, full size).
+    """
+
+    def __init__(self, num_classes: int, in_channels: int, stem: str) -> None:
+        super().__init__()
+        check_counts(num_classes=num_classes, in_channels=in_channels)
+        check_option("stem", stem, ("imagenet", "cifar"))
+        layers: list[nn.Module] = []
+        size, stride, channels = (7, 2, in_channels) if stem == "imagenet" else (3, 1, in_channels)
+        for stage in STAGES:
+            for width in stage:
+                conv = nn.Conv2d(channels, width, size, stride=stride, padding=size // 2, bias=False)
+                nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+                layers += [conv, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+                size, stride, channels = 3, 1, width
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers[:-1])
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(channels, num_classes)
+
+    def forward(self, images_NCHW: Tensor) -> Tensor:
+        """Images to logits_NK."""
+        logits_NK: Tensor = self.classifier(self.avgpool(self.features(images_NCHW)).flatten(1))
+        return logits_NK
+
+
+def cnn11(num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet") -> CNN11:
+    """The network of 11 convolutions of [001]: 9.9 M parameters, made for 224x224 (stem="cifar": 32x32)."""
+    return CNN11(num_classes, in_channels, stem)

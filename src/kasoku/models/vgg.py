@@ -1,0 +1,124 @@
+"""VGG (Simonyan and Zisserman 2014), with torchvision's names and keys."""
+
+from torch import Tensor, nn
+
+from kasoku.models.check import check_counts, check_option
+
+WIDTHS = (64, 128, 256, 512, 512)
+# How many 3x3 convolutions each of the five stages has; a max-pool ends each stage.
+DEPTHS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+
+
+class VGG(nn.Module):
+    """Five stages of 3x3 convolutions, then linear layers.
+
+    Args:
+        depth: 11, 13, 16 or 19 layers with weights.
+        num_classes: outputs of the head.
+        in_channels: channels of the images.
+        batch_norm: a BatchNorm after every convolution.
+        head: "imagenet" (three linear layers over 7x7) or "cifar" (the mean over the image, one linear layer).
+        dropout: probability in the "imagenet" head.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        num_classes: int,
+        in_channels: int,
+        *,
+        batch_norm: bool = False,
+        head: str = "imagenet",
+        dropout: float = 0.5,
+    ) -> None:
+        super().__init__()
+        check_counts(num_classes=num_classes, in_channels=in_channels)
+        check_option("head", head, ("imagenet", "cifar"))
+        layers: list[nn.Module] = []
+        channels = in_channels
+        for width, convolutions in zip(WIDTHS, DEPTHS[depth], strict=True):
+            for _ in range(convolutions):
+                layers.append(nn.Conv2d(channels, width, 3, padding=1))
+                layers.extend([nn.BatchNorm2d(width)] if batch_norm else [])
+                layers.append(nn.ReLU(inplace=True))
+                channels = width
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.side = 7 if head == "imagenet" else 1
+        self.avgpool = nn.AdaptiveAvgPool2d(self.side)
+        self.classifier = _large_head(num_classes, dropout) if head == "imagenet" else _small_head(num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, 0.0, 0.01)
+            if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, images_NCHW: Tensor) -> Tensor:
+        """Images to logits_NK."""
+        x_NCHW = self.features(images_NCHW)
+        if x_NCHW.shape[-2:] != (self.side, self.side):  # the pool is then the identity, without a deterministic
+            x_NCHW = self.avgpool(x_NCHW)  # backward on CUDA
+        logits_NK: Tensor = self.classifier(x_NCHW.flatten(1))
+        return logits_NK
+
+
+def _large_head(num_classes: int, dropout: float) -> nn.Sequential:
+    first = (nn.Linear(512 * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
+    second = (nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
+    return nn.Sequential(*first, *second, nn.Linear(4096, num_classes))
+
+
+def _small_head(num_classes: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(512, num_classes))
+
+
+def vgg11(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-11: 132.9 M parameters, made for 224x224."""
+    return VGG(11, num_classes, in_channels, dropout=dropout)
+
+
+def vgg11_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-11 with BatchNorm: 132.9 M parameters, made for 224x224."""
+    return VGG(11, num_classes, in_channels, batch_norm=True, dropout=dropout)
+
+
+def vgg13(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-13: 133.0 M parameters, made for 224x224."""
+    return VGG(13, num_classes, in_channels, dropout=dropout)
+
+
+def vgg13_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-13 with BatchNorm: 133.1 M parameters, made for 224x224."""
+    return VGG(13, num_classes, in_channels, batch_norm=True, dropout=dropout)
+
+
+def vgg16(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-16: 138.4 M parameters, made for 224x224."""
+    return VGG(16, num_classes, in_channels, dropout=dropout)
+
+
+def vgg16_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-16 with BatchNorm: 138.4 M parameters, made for 224x224."""
+    return VGG(16, num_classes, in_channels, batch_norm=True, dropout=dropout)
+
+
+def vgg19(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-19: 143.7 M parameters, made for 224x224."""
+    return VGG(19, num_classes, in_channels, dropout=dropout)
+
+
+def vgg19_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-19 with BatchNorm: 143.7 M parameters, made for 224x224."""
+    return VGG(19, num_classes, in_channels, batch_norm=True, dropout=dropout)
+
+
+def cifar_vgg16(num_classes: int = 10, in_channels: int = 3) -> VGG:
+    """VGG-16 for small images (one linear layer): 14.7 M parameters, made for 32x32."""
+    return VGG(16, num_classes, in_channels, head="cifar")
+
+
+def cifar_vgg16_bn(num_classes: int = 10, in_channels: int = 3) -> VGG:
+    """VGG-16 with BatchNorm for small images (one linear layer): 14.7 M parameters, made for 32x32."""
+    return VGG(16, num_classes, in_channels, batch_norm=True, head="cifar")

@@ -1,0 +1,152 @@
+"""Published weights into a model, and the first blocks of a model kept as they are: what fine-tuning needs."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from kasoku.core.errors import InputError
+from kasoku.models.check import check_option
+
+WRAPPERS = ("state_dict", "model_state_dict", "model")  # where checkpoints keep the weights
+PREFIXES = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put before names
+
+
+def load(model: nn.Module, path: str | Path, *, head: str = "replace") -> list[str]:
+    """Copy the weights of a file into the model; give the names of those that were left as they were.
+
+    With head="replace", the model's last linear layer keeps its fresh values where the file has another number
+    of classes; with head="strict" that is an error. A torch file is read with weights_only: none of its code runs.
+    Files from before BatchNorm counted its batches load too. A model on the meta device is only compared.
+
+    Raises:
+        InputError: no such file, damaged, more than tensors, or not this model's. The model is then unchanged.
+    """
+    check_option("head", head, ("replace", "strict"))
+    return fill(model, read(path), path, head=head)
+
+
+def read(path: str | Path) -> dict[str, Tensor]:
+    """The names and tensors of a file of weights, without what checkpoints wrap around them. Raises as `load`."""
+    return _plain_state(_read(Path(path)), Path(path))
+
+
+def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path, *, head: str = "replace") -> list[str]:
+    """What `load` does with what `read` gave; a model on the meta device is only compared."""
+    own = model.state_dict()
+    fresh = _fresh_head(model, state, own) if head == "replace" else []
+    state = {name: tensor for name, tensor in state.items() if name not in fresh}
+    missing = [n for n in own if n not in state and n not in fresh and not n.endswith("num_batches_tracked")]
+    unexpected = [name for name in state if name not in own]
+    misshapen = [
+        f"{name} ({_shape(tensor)}, the model has {_shape(own[name])})"
+        for name, tensor in state.items()
+        if name in own and tensor.shape != own[name].shape
+    ]
+    kinds = {"missing": missing, "not in the model": unexpected, "of another shape": misshapen}
+    faults = [f"{len(names)} {kind}: {_first(names)}" for kind, names in kinds.items() if names]
+    if faults:
+        raise InputError(f"{path}: not weights of this {type(model).__name__}; {'; '.join(faults)}")
+    if any(tensor.is_meta for tensor in own.values()):
+        return fresh
+    try:
+        model.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # a layout or a device without values
+        raise InputError(f"{path}: tensors that cannot be copied: {_line(error)}") from None
+    return fresh
+
+
+def freeze(model: nn.Module, blocks: int) -> list[str]:
+    """Stop training the first blocks of a model; give the names of those blocks.
+
+    Blocks are the model's top-level parts with weights: a normalisation belongs to the part before it, and a
+    sequence with pools in it is cut after each pool. ResNet: stem, layer1 to layer4; VGG: five stages. The last
+    block, the head, always trains. Frozen normalisations stay in eval mode, so their running statistics keep their
+    values, in copies and pickles of the model too.
+
+    Raises:
+        InputError: a number below 0, or beyond the blocks there are before the head.
+    """
+    found = _blocks(model)
+    names = ["+".join(block) for block in found]
+    if not 0 <= blocks < len(found):
+        most = f"{type(model).__name__} has {len(found) - 1} blocks before its head ({', '.join(names[:-1])})"
+        raise InputError(f"freeze={blocks}: {most}; give 0 to {len(found) - 1}")
+    for part in (part for block in found[:blocks] for part in block.values()):
+        part.requires_grad_(False)
+        for module in part.modules():
+            if hasattr(module, "running_mean"):
+                setattr(module, "train", functools.partial(_stay_in_eval, module))  # noqa: B010 - mypy: a method
+                module.eval()
+    return names[:blocks]
+
+
+def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
+    return nn.Module.train(module, False)
+
+
+def _blocks(model: nn.Module) -> list[dict[str, nn.Module]]:
+    blocks: list[dict[str, nn.Module]] = []
+    for name, child in model.named_children():
+        parts = {name: child}
+        if isinstance(child, nn.Sequential) and any(isinstance(part, nn.MaxPool2d) for part in child):
+            parts = {f"{name}.{inner}": part for inner, part in child.named_children()}
+        begins = True
+        for part_name, part in parts.items():
+            if next(part.parameters(), None) is not None:
+                if begins and not (blocks and hasattr(part, "running_mean")):
+                    blocks.append({})
+                blocks[-1][part_name] = part
+                begins = False
+            begins = begins or isinstance(part, nn.MaxPool2d)
+    return blocks
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; give a .safetensors or torch file of weights")
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a foreign file: the readers raise a dozen kinds
+        wanted = "give a whole .safetensors file, or a torch file that holds a state_dict and nothing but tensors"
+        raise InputError(f"{path}: cannot be read as weights ({_line(error)}); {wanted}") from None
+
+
+def _plain_state(content: Any, path: Path) -> dict[str, Tensor]:
+    """The names and tensors inside what checkpoints wrap around them."""
+    for wrapper in WRAPPERS:
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+            break
+    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+        raise InputError(f"{path}: holds no state_dict; give names and tensors, bare or under {', '.join(WRAPPERS)}")
+    state = {str(name): tensor for name, tensor in content.items()}
+    while prefix := next((p for p in PREFIXES if all(name.startswith(p) for name in state)), None):
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    return state
+
+
+def _fresh_head(model: nn.Module, state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
+    """The names of the last linear layer if the file's differs in the number of classes and in nothing else."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = [name for name in own if linear and name.rpartition(".")[0] == linear[-1]]
+    pairs = [(own[name].shape, state[name].shape) for name in names if name in state]
+    complete = len(pairs) == len(names)
+    return names if complete and all(a[0] != b[0] and a[1:] == b[1:] for a, b in pairs) else []
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

@@ -1,0 +1,40 @@
+"""Global-norm clipping."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from kasoku.core import InputError, Job, Stage, Technique
+
+
+@dataclass(frozen=True)
+class Clip(Technique):
+    """Scales all gradients down together when their common norm exceeds a limit.
+
+    Args:
+        norm: the limit, of the gradients of all parameters taken as one vector; inf changes nothing.
+
+    Saves: runs that would diverge: a rare bad batch cannot throw the weights far.
+    Costs: a pass over the gradients; every gradient must be there before any update.
+    Maths: g *= min(1, norm / |g|).
+    Ref: Pascanu et al. 2013 (arXiv 1211.5063).
+    """
+
+    stage: ClassVar[Stage] = Stage.STEP
+
+    norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.norm > 0:
+            raise InputError(f"norm={self.norm}: above 0; leave the technique out to clip nothing")
+
+    def apply(self, job: Job) -> None:
+        """Clips before each step, once every gradient is there."""
+        job.needs_all = True
+        params = [p for p in job.model.parameters() if p.requires_grad]
+
+        def clip() -> None:
+            nn.utils.clip_grad_norm_(params, self.norm)
+
+        job.before_step(clip)

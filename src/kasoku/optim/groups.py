@@ -1,0 +1,47 @@
+"""How a model's parameters split into groups: which ones decay, and which no rule may touch."""
+
+from torch import Tensor, nn
+
+from kasoku.core import InputError
+
+_FUSED = ("cpu", "cuda", "mps")  # devices where torch has fused steps
+
+
+def split(model: nn.Module, *, decay_all: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    """The trainable parameters, (decayed, undecayed): biases and norm parameters (one dimension) do not decay.
+
+    Raises:
+        InputError: for a model without a trainable parameter.
+
+    Ref: Goyal et al. 2017 (arXiv 1706.02677), 5.1: no weight decay on the parameters of BatchNorm.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise InputError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
+    decayed: list[Tensor] = [p for p in trainable if decay_all or p.ndim > 1]
+    undecayed: list[Tensor] = [p for p in trainable if not decay_all and p.ndim <= 1]
+    return decayed, undecayed
+
+
+def decay_groups(model: nn.Module, weight_decay: float, *, decay_all: bool) -> list[dict[str, object]]:
+    """Parameter groups for a torch optimizer: the decayed ones first; one group where nothing decays."""
+    decayed, undecayed = split(model, decay_all=decay_all or weight_decay == 0)
+    groups: list[dict[str, object]] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def has_fused(model: nn.Module) -> bool:
+    """True where torch steps these parameters in one kernel."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return all(p.device.type in _FUSED and p.is_floating_point() for p in trainable)
+
+
+def refuse_outside(**ranges: tuple[float, float, float]) -> None:
+    """Raises InputError for the first setting that lies outside: name=(value, from, below)."""
+    for name, (value, low, high) in ranges.items():
+        if not low <= value < high:
+            limit = f"{low:g} or more" if high == float("inf") else f"from {low:g} to below {high:g}"
+            raise InputError(f"{name}={value:g}: {limit}")

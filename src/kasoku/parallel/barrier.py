@@ -1,0 +1,39 @@
+"""The plain way to share gradients: wait for all of them, then average. What overlap is compared with."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kasoku.core import Job, Stage, Technique
+
+
+@dataclass(frozen=True)
+class AllReduce(Technique):
+    """Averages each gradient over all ranks at the step, one collective a parameter, in parameter order.
+
+    Rank 0's parameters and buffers are given to all ranks at `apply`.
+
+    Saves: nothing; it makes many ranks train one model.
+    Costs: the whole communication, once backward is over.
+    Maths: g = mean over ranks of g.
+    """
+
+    stage: ClassVar[Stage] = Stage.COMM
+
+    def apply(self, job: Job) -> None:
+        """Starts all ranks equal and averages before each step."""
+        if job.comm.size == 1:
+            return
+        mine = [*job.model.parameters(), *job.model.buffers()]
+        first = job.comm.broadcast_object([x.detach().clone() for x in mine] if job.comm.rank == 0 else [])
+        with torch.no_grad():
+            for x, value in zip(mine, first, strict=True):
+                x.copy_(value)
+
+        def average() -> None:
+            grads = [p.grad for p in job.model.parameters() if p.grad is not None]
+            for work in [job.comm.all_reduce(g, op="mean") for g in grads]:
+                work.wait()
+
+        job.before_step(average)

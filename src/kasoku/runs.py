@@ -1,0 +1,149 @@
+"""Run folders from outside: what a new one says of itself, and trained ones put to use (eval, predict)."""
+
+import csv
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from kasoku import recipe as recipes
+from kasoku.core import InputError, Job
+from kasoku.core.run import RunFolder, load_weights
+from kasoku.data import Dataset, find_images, folder, loader, normalise, read_image
+from kasoku.device import Chosen, choose
+from kasoku.evaluate import averaged, tally
+from kasoku.recipe import Recipe
+from kasoku.report import environment
+from kasoku.watch import Training
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network, in eval mode on its device, and what its images looked like."""
+
+    path: Path
+    recipe: Recipe
+    job: Job
+    chosen: Chosen
+    classes: tuple[str, ...]
+    channels: int
+    image_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def logits(self, x_NCHW: Tensor) -> Tensor:
+        """Logits_NK of normalised images on the device, with the recipe's test-time averaging."""
+        with torch.no_grad():
+            return averaged(self.job.model, x_NCHW, self.recipe.evaluate.views)
+
+
+def free_folder(name: str, parent: Path = Path("runs")) -> Path:
+    """The first of runs/NAME-1, runs/NAME-2, ... that does not exist."""
+    number = 1
+    while (parent / f"{name}-{number}").exists():
+        number += 1
+    return parent / f"{name}-{number}"
+
+
+def describe(run: RunFolder, training: Training) -> None:
+    """Writes what a run is before it starts: its machine, its data, its resolved recipe."""
+    d = training.dataset
+    facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
+    run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
+    run.write("environment.json", json.dumps({**environment(), "chosen": str(training.chosen)}, indent=1) + "\n")
+    run.write("recipe.toml", recipes.dumps(training.recipe))
+
+
+def load(path: Path) -> Trained:
+    """A trained run: its best weights, or its newest good checkpoint's. Raises InputError when there are none."""
+    if not (path / "recipe.toml").is_file():
+        raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
+    recipe = recipes.load(path / "recipe.toml")
+    try:
+        facts: dict[str, Any] = json.loads((path / "data.json").read_text())
+        shown = {k: tuple(facts[k]) for k in ("classes", "image_size", "mean", "std")}
+        channels = int(facts["channels"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path / 'data.json'}: damaged or missing ({error}): train again") from error
+    model = recipe.model(num_classes=len(shown["classes"]), in_channels=channels, image_size=shown["image_size"][0])
+    weights = path / "best.safetensors"
+    if not weights.exists():
+        saved = sorted((path / "checkpoints").glob("step-*/model.safetensors"))
+        if not saved:
+            raise InputError(f"{path}: no weights yet: let the training write a checkpoint first")
+        weights = saved[-1]
+    load_weights(model, weights)
+    chosen = choose(recipe.device)
+    job = Job(model.eval().to(chosen.device), recipe.optimizer).apply(*chosen.techniques)
+    return Trained(path, recipe, job, chosen, channels=channels, **shown)
+
+
+def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
+    """Prints top-1, top-5 and loss of each run and of their ensemble (mean of probabilities); returns 0."""
+    members = [load(path) for path in paths]
+    first = members[0]
+    for other in members[1:]:
+        if (other.classes, other.image_size, other.mean) != (first.classes, first.image_size, first.mean):
+            raise InputError(f"{other.path}: trained on other data than {first.path}: an ensemble needs the same data")
+    dataset = _test_images(first, data)
+    totals = torch.zeros(len(members) + 1, 3, dtype=torch.double)
+    images = 0
+    for x_NCHW, y_N in loader(dataset, "test", first.recipe.batch, device=first.chosen.device):
+        logits = [member.logits(x_NCHW).float() for member in members]
+        together = torch.stack([one.softmax(1) for one in logits]).mean(0).log()
+        totals += torch.stack([tally(one, y_N) for one in [*logits, together]]).cpu()
+        images += len(y_N)
+    table = Table(title=f"{images:,} test images", title_justify="left")
+    for column in ("run", "top-1", "top-5", "loss"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    names = [str(member.path) for member in members] + [f"ensemble of {len(members)}"]
+    shown = zip(names, (totals / images).tolist(), strict=True)
+    for name, (top1, top5, loss) in list(shown)[: len(members) + (len(members) > 1)]:
+        table.add_row(name, f"{top1:.2%}", f"{top5:.2%}", f"{loss:.4f}")
+    Console(highlight=False).print(table)
+    return 0
+
+
+def predict(path: Path, images: Sequence[Path]) -> int:
+    """Writes CSV to stdout: the image, then class and probability of the five likeliest; returns 0."""
+    trained = load(path)
+    files = [file for image in images for file in find_images(image)]
+    top = min(5, len(trained.classes))
+    out = csv.writer(sys.stdout)
+    out.writerow(["image"] + [f"{what}_{i + 1}" for i in range(top) for what in ("class", "probability")])
+    for start in range(0, len(files), 64):
+        part = files[start : start + 64]
+        pixels_NHWC = torch.stack([read_image(file, trained.image_size, trained.channels) for file in part])
+        x_NCHW = normalise(pixels_NHWC.to(trained.chosen.device), trained.mean, trained.std)
+        best = trained.logits(x_NCHW).float().softmax(1).topk(top, dim=1)
+        for file, probabilities, classes in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
+            pairs = zip(classes, probabilities, strict=True)
+            out.writerow([file] + [cell for k, p in pairs for cell in (trained.classes[k], f"{p:.4f}")])
+    return 0
+
+
+def _test_images(trained: Trained, data: Path | None) -> Dataset:
+    if data is None:
+        dataset: Dataset = trained.recipe.data()
+    elif trained.channels != 3:
+        raise InputError(
+            f"--data {data}: {trained.path} was trained on grey images, a folder gives colour: leave it out"
+        )
+    else:
+        photos = folder(str(data), size=trained.image_size[0])
+        dataset = dataclasses.replace(photos, mean=trained.mean, std=trained.std)
+    if dataset.classes != trained.classes:
+        unlike = sorted(set(dataset.classes) ^ set(trained.classes))[:3]
+        raise InputError(
+            f"{data or trained.recipe.data.use}: other classes than {trained.path} was trained on "
+            f"({', '.join(unlike)}): the same class folders are wanted"
+        )
+    return dataset

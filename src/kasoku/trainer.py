@@ -1,0 +1,99 @@
+"""Fit: the loop of a training, from a recipe to a run folder with its result.
+
+Exit codes of the command follow from what `fit` does: it returns (0), raises InputError (2), raises DivergedError (3),
+or returns with `stopped` set by SIGINT or SIGTERM (75: resume it).
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from kasoku.core import Comm, InputError, Job, Solo
+from kasoku.core.run import RunFolder
+from kasoku.data import Dataset, loader, sample
+from kasoku.device import Seeded, choose
+from kasoku.models import check_fits
+from kasoku.optim import Rate
+from kasoku.recipe import Recipe
+from kasoku.watch import Result, Training, Watch
+
+
+def prepare(recipe: Recipe, comm: Comm | None = None) -> Training:
+    """Builds everything a training needs. Raises InputError where the parts do not fit each other."""
+    comm = comm or Solo()
+    start = comm.clock.now()
+    chosen = choose(recipe.device)
+    dataset: Dataset = recipe.data()
+    read = comm.clock.now()
+    torch.manual_seed(recipe.seed)
+    model = recipe.model(
+        num_classes=len(dataset.classes), in_channels=dataset.channels, image_size=dataset.image_size[0]
+    )
+    check_fits(model, (dataset.channels, *dataset.image_size), recipe.model.use)
+    if hasattr(model, "prepare"):
+        model.prepare(sample(dataset, 5000))
+    model.to(chosen.device)
+    micro = recipe.batch // recipe.accumulate
+    train = loader(dataset, "train", micro, seed=recipe.seed, device=chosen.device, comm=comm)
+    test = loader(dataset, "test", recipe.evaluate.batch or micro, device=chosen.device, comm=comm)
+    job = Job(model, recipe.optimizer, loader=train, loss=recipe.loss, comm=comm, accumulate=recipe.accumulate)
+    job.apply(*chosen.techniques, Seeded(recipe.seed), Rate(recipe.schedule), *recipe.techniques)
+    job.trace.add("data", "read the data set", start, read)
+    job.trace.add("model", "build the model", read, comm.clock.now())
+    total = round(recipe.epochs * len(train) / recipe.accumulate)
+    if total < 1:
+        raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
+    return Training(recipe, job, dataset, test, chosen, total, began=start)
+
+
+def fit(training: Training, run: RunFolder, *, started: float, resume: bool = False, quiet: bool = False) -> Result:
+    """Trains to the end, the target, or a signal.
+
+    Args:
+        training: what `prepare` made.
+        run: the run folder, locked.
+        started: when the process started, on the job's clock (`process_start()`).
+        resume: go on from the newest good checkpoint in the folder.
+        quiet: no bar, no lines.
+
+    Raises:
+        DivergedError: with the step, the last good checkpoint and the likely cause.
+        InputError: when the folder cannot be written any more.
+    """
+    job = training.job
+    with Watch(training, run, started=started, resume=resume, quiet=quiet) as watch, _signals() as caught:
+        while not watch.over and not caught:
+            for x_NCHW, y_N in job.loader:
+                loss = job.loss(job.model(x_NCHW), y_N)
+                (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+                if not watch.whole(loss, len(y_N)):
+                    continue
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+                if watch.after_step() or caught:
+                    break
+        return watch.finish(caught[0] if caught else None)
+
+
+@contextmanager
+def _signals() -> Iterator[list[str]]:
+    """Collects SIGINT and SIGTERM, so that the step is finished and saved; the second one interrupts at once."""
+    caught: list[str] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(signal.Signals(number).name)
+
+    try:
+        old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: the caller's business
+        old = {}
+    try:
+        yield caught
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,256 @@
+"""What happens between the steps of a training: losses are read, accuracy is measured, checkpoints are written."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kasoku.core import Job
+from kasoku.core.run import RunFolder, save_weights
+from kasoku.data import Dataset
+from kasoku.device import Chosen
+from kasoku.evaluate import evaluate
+from kasoku.recipe import Recipe
+from kasoku.report import Bar, Log
+
+
+class DivergedError(RuntimeError):
+    """The loss or the weights are no longer finite."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A recipe made real: the job with its techniques applied, its data, its device."""
+
+    recipe: Recipe
+    job: Job
+    dataset: Dataset
+    test: Any  # yields Batch, re-iterable
+    chosen: Chosen
+    total_steps: int
+    began: float  # when its making began, on the job's clock
+
+
+@dataclass
+class Progress:
+    """What a training knows of itself beside the job; part of every checkpoint."""
+
+    images: int = 0
+    best: float = 0.0
+    reached_s: float | None = None  # seconds from process start to the target
+    scores: dict[str, float] = field(default_factory=dict)
+    spent_s: dict[str, float] = field(default_factory=dict)  # by kind, in the earlier parts of a resumed run
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out; also result.json. Fractions from 0 to 1; seconds count from process start."""
+
+    top1: float
+    top5: float
+    loss: float
+    best_top1: float
+    target: float
+    time_to_target_s: float | None
+    seconds_by: dict[str, float]
+    images_per_s: float
+    epochs: float
+    stopped: str | None  # the signal that ended it early
+
+    @property
+    def seconds(self) -> float:
+        """All of it, from process start."""
+        return sum(self.seconds_by.values())
+
+    def rows(self, folder: Path) -> dict[str, str]:
+        """The table shown at the end."""
+        reached = f"{self.time_to_target_s:.1f} s" if self.time_to_target_s is not None else "not reached"
+        where = sorted(self.seconds_by.items(), key=lambda item: -item[1])
+        return {
+            "test accuracy": f"{self.top1:.2%} (top-5 {self.top5:.2%}, best {self.best_top1:.2%})",
+            **({f"time to target ({self.target:.1%})": reached} if self.target else {}),
+            "time in all": f"{self.seconds:.1f} s: " + ", ".join(f"{k} {s:.1f}" for k, s in where if s >= 0.05),
+            "images/s": f"{self.images_per_s:,.0f}",
+            "run folder": str(folder),
+        }
+
+
+class Watch:
+    """Keeps an eye on one `fit`; a context manager.
+
+    Note: when losses are read. Reading one makes the host wait for the device. On a CPU that costs nothing, so each
+    step is checked; on others they are collected and read twice a second, and always before anything is written.
+    """
+
+    def __init__(
+        self, training: Training, run: RunFolder, *, started: float, resume: bool = False, quiet: bool = False
+    ) -> None:
+        self.training, self.run, self.job, self.recipe = training, run, training.job, training.recipe
+        self.bar = Bar(training.total_steps, self.recipe.epochs, quiet=quiet)
+        self.progress = _resume(training, run, self.bar.say) if resume else Progress()
+        self.log = Log(run.path, resume_step=self.job.steps if resume else None)
+        self.log.mlperf("run_start", event="INTERVAL_START", batch=self.recipe.batch, seed=self.recipe.seed)
+        self._now = self.job.clock.now
+        self._started = started
+        self.job.trace.add("import", "python and its packages", started, training.began)
+        self._loop = self._read = self._saved = self._now()
+        self._first_step = True
+        self._losses: list[Tensor] = []
+        self._loss = math.nan
+        self._evaluated = -1
+        self._good = f"step {self.job.steps}" if resume and self.job.steps else "none yet"
+        self._reached = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.log.close()
+        self.bar.close()
+
+    @property
+    def over(self) -> bool:
+        """True when the last step or the target is reached."""
+        return self._reached or self.job.steps >= self.training.total_steps
+
+    def whole(self, loss: Tensor, images: int) -> bool:
+        """Takes a micro-batch's loss; True when it completes a step."""
+        self._losses.append(loss.detach())
+        self.progress.images += images * self.job.comm.size
+        return len(self._losses) % self.job.accumulate == 0
+
+    def after_step(self) -> bool:
+        """Does what is due after an update; True when the training is over."""
+        job, evaluation, save = self.job, self.recipe.evaluate, self.recipe.save
+        now = self._now()
+        if self._first_step:
+            job.trace.add("first_step", "the first step, with compilation", self._loop, now)
+            self._first_step = False
+        if self._losses[-1].device.type == "cpu" or self.over or now - self._read > 0.5:
+            self._read_losses()
+        if self.over or (self._crossed(evaluation.every) and job.progress >= evaluation.start):
+            self._evaluate()
+        by_steps = save.every_steps and job.steps % save.every_steps == 0
+        if by_steps or (save.every_s and now - self._saved > save.every_s):
+            self.save()
+        return self.over
+
+    def save(self) -> None:
+        """Writes a checkpoint. Raises DivergedError instead where the weights are not finite."""
+        self._read_losses()
+        with self.job.trace.span("save"):
+            self.job.drain()
+            weights = [p.detach().float().sum() for p in self.job.model.parameters() if p.is_floating_point()]
+            if not torch.stack(weights).isfinite().all():
+                raise DivergedError(self._diagnosis("the weights are not finite", self.job.steps))
+            progress = {**asdict(self.progress), "spent_s": self._spent()}
+            state = {"job": self.job.state_dict(), "progress": progress}
+            self.run.save(self.job.steps, self.job.model, state, keep=self.recipe.save.keep)
+            self._good = f"step {self.job.steps}"
+        self._saved = self._now()
+
+    def finish(self, stopped: str | None) -> Result:
+        """Writes the last checkpoint, the weights as judged and result.json; `stopped` names the signal, if any."""
+        if stopped is None and self._evaluated != self.job.steps:
+            self._evaluate()
+        self.save()
+        if stopped is None:
+            with self.job.trace.span("save"), self.job.evaluation() as model:
+                save_weights(model, self.run.path / "model.safetensors")
+        spent, progress = self._spent(), self.progress
+        scores = progress.scores or {"top1": 0.0, "top5": 0.0, "loss": math.nan}
+        result = Result(
+            **scores,
+            best_top1=progress.best,
+            target=self.recipe.evaluate.target,
+            time_to_target_s=progress.reached_s,
+            seconds_by={kind: round(s, 3) for kind, s in spent.items()},
+            images_per_s=round(self._images_per_s(), 1),
+            epochs=round(self.job.progress, 4),
+            stopped=stopped,
+        )
+        whole = {**asdict(result), "seconds": round(result.seconds, 3), "steps": self.job.steps}
+        self.run.write("result.json", json.dumps(whole, indent=1) + "\n")
+        self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
+        return result
+
+    def _crossed(self, every: float) -> bool:
+        """Whether the last update crossed a multiple of `every` epochs."""
+        per_epoch = len(self.job.loader) / self.job.accumulate  # type: ignore[arg-type]
+        before, after = ((self.job.steps - back) / per_epoch / every + 1e-9 for back in (1, 0))
+        return int(after) > int(before)
+
+    def _spent(self) -> dict[str, float]:
+        """Seconds since process start by kind, the earlier parts of a resumed run included; they sum to the whole."""
+        now = self._now()
+        spent = dict(self.job.trace.total_s)
+        spent["train"] = now - self._loop - sum(spent.get(k, 0.0) for k in ("first_step", "evaluate", "save"))
+        spent["other"] = now - self._started - sum(spent.values())
+        earlier = self.progress.spent_s
+        return {k: spent.get(k, 0.0) + earlier.get(k, 0.0) for k in (earlier | spent)}
+
+    def _images_per_s(self) -> float:
+        spent = self._spent()
+        return self.progress.images / max(1e-9, spent.get("train", 0.0) + spent.get("first_step", 0.0))
+
+    def _read_losses(self) -> None:
+        if not self._losses:
+            return
+        values = torch.stack(self._losses).float().view(-1, self.job.accumulate).mean(1).tolist()
+        self._losses.clear()
+        for i, value in enumerate(values):
+            if not math.isfinite(value):
+                raise DivergedError(self._diagnosis(f"the loss is {value}", self.job.steps - len(values) + 1 + i))
+        self._loss = values[-1]
+        now = self._now()
+        if now - self._read > 0.2 or self.over:
+            self._read = now
+            rate = self._images_per_s()
+            lr = float(max(group["lr"] for group in self.job.optimizer.param_groups))
+            line = {"loss": self._loss, "lr": lr, "images_per_s": round(rate, 1)}
+            self.log.metrics(self.job.steps, self.job.progress, line)
+            self.bar.step(self.job.steps, self.job.progress, self._loss, rate)
+
+    def _evaluate(self) -> None:
+        job, progress = self.job, self.progress
+        rate = self._images_per_s()
+        with job.trace.span("evaluate"), job.evaluation() as model:
+            scores = evaluate(model, self.training.test, self.recipe.evaluate.views)
+            if scores.top1 > progress.best or not progress.scores:
+                save_weights(model, self.run.path / "best.safetensors")
+        self._evaluated = job.steps
+        progress.best = max(progress.best, scores.top1)
+        progress.scores = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
+        self.log.metrics(job.steps, job.progress, {f"test_{k}": v for k, v in progress.scores.items()})
+        self.log.mlperf("eval_accuracy", scores.top1, epoch_num=round(job.progress, 4))
+        self.bar.accuracy(job.progress, scores.top1, self._loss, rate)
+        target = self.recipe.evaluate.target
+        if target and scores.top1 >= target and progress.reached_s is None:
+            progress.reached_s = round(sum(self._spent().values()), 3)
+            self._reached = self.recipe.evaluate.stop
+
+    def _diagnosis(self, what: str, step: int) -> str:
+        rates = ", ".join(f"{group['lr']:.3g}" for group in self.job.optimizer.param_groups)
+        cause = f"likely the rate is too high (now {rates}): lower it or lengthen the warm-up"
+        if self.training.chosen.precision == "fp16":
+            cause += "; or fp16 overflowed: try precision = fp32"
+        elif step <= 2:
+            cause += "; this early also the loss function or the initial weights may be wrong"
+        return f"{what} at step {step}; last good checkpoint: {self._good}; {cause}"
+
+
+def _resume(training: Training, run: RunFolder, say: Callable[[str], None]) -> Progress:
+    checkpoint = run.newest(warn=say)
+    if checkpoint is None:
+        say("no good checkpoint there: starting from the beginning")
+        return Progress()
+    state = checkpoint.load(training.job.model)
+    training.job.load_state_dict(state["job"])
+    say(f"going on from step {training.job.steps} of {training.total_steps}")
+    return Progress(**state["progress"])

@@ -1,0 +1,30 @@
+"""What all tests share: where the real images are, and the folder of recipes."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real images; the test is skipped without it."""
+    path = os.environ.get("KASOKU_DATA", "")
+    if not path or not Path(path).is_dir():
+        pytest.skip("KASOKU_DATA names no folder: the real images are not here")
+    return Path(path)
+
+
+@pytest.fixture(autouse=True)
+def _caches_stay_in_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _global_random_state_is_put_back():
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)

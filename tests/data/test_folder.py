@@ -1,0 +1,175 @@
+import json
+import os
+
+import pytest
+import torch
+from PIL import Image
+
+from kasoku.core import InputError
+from kasoku.data import find_images, folder
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Root with two classes of ten images."""
+    for name in ("cat", "dog"):
+        fill(tmp_path / "photos" / name, 10)
+    return tmp_path / "photos"
+
+
+def fill(where, count):
+    where.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(where / f"{number:02}.png")
+
+
+def refuse_to_list(monkeypatch):
+    def listing(*_):
+        raise AssertionError("the tree was scanned")
+
+    for name in ("scandir", "walk", "listdir"):
+        monkeypatch.setattr(os, name, listing)
+
+
+def facts(dataset):
+    parts = (dataset.train, dataset.test)
+    return dataset.classes, [(part.paths, part.labels_N.tolist()) for part in parts]
+
+
+def test_class_folders_are_split_in_proportion_by_file_names_alone(tree, tmp_path):
+    d = folder(str(tree), size=64, validation=0.2)
+    assert (d.classes, len(d.train), len(d.test), d.image_size) == (("cat", "dog"), 16, 4, (64, 64))
+    assert torch.bincount(d.test.labels_N).tolist() == [2, 2]
+    assert not set(d.train.paths) & set(d.test.paths)
+    moved = tmp_path / "moved"
+    os.rename(tree, moved)
+    again = folder(str(moved), validation=0.2)
+    assert [p.replace("/moved/", "/photos/") for p in again.test.paths] == list(d.test.paths)
+    assert folder(str(moved), validation=0.2, seed=1).test.paths != again.test.paths
+
+
+@pytest.mark.parametrize("away", ["val", "validation", "test"])
+def test_train_and_validation_folders_are_taken_as_they_are(tree, tmp_path, away):
+    for name in ("cat", "dog"):
+        (tmp_path / "set" / "train").mkdir(parents=True, exist_ok=True)
+        os.rename(tree / name, tmp_path / "set" / "train" / name)
+        fill(tmp_path / "set" / away / name, 3)
+    d = folder(str(tmp_path / "set"))
+    assert (len(d.train), len(d.test)) == (20, 6)
+    assert all(f"/{away}/" in path for path in d.test.paths)
+    assert all(f"/{d.classes[label]}/" in p for p, label in zip(d.train.paths, d.train.labels_N.tolist(), strict=True))
+
+
+def test_train_without_validation_is_split(tmp_path):
+    for name in ("a", "b"):
+        fill(tmp_path / "train" / name, 5)
+    (tmp_path / "test").mkdir()  # unlabelled images lie flat in many: no classes, no validation part
+    d = folder(str(tmp_path))
+    assert (len(d.train), len(d.test)) == (8, 2)
+
+
+def test_hidden_and_other_files_are_left_out_and_endings_ignore_case(tree):
+    for name in (".hidden.png", "notes.txt", "00.JPEG", "01.WebP"):
+        (tree / "cat" / name).write_bytes(b"")
+    (tree / ".git").mkdir()
+    d = folder(str(tree))
+    assert d.classes == ("cat", "dog")
+    assert len(d.train) + len(d.test) == 22
+
+
+def test_a_second_start_scans_no_tree(tree, monkeypatch):
+    first = folder(str(tree))
+    refuse_to_list(monkeypatch)
+    assert facts(folder(str(tree))) == facts(first)
+    with pytest.raises(AssertionError, match="was scanned"):
+        folder(str(tree), cache=str(tree / "elsewhere"))
+
+
+def test_the_index_falls_with_any_change_of_a_folder(tree):
+    folder(str(tree))
+    fill(tree / "cow", 4)
+    assert folder(str(tree)).classes == ("cat", "cow", "dog")
+    (tree / "cow" / "00.png").unlink()
+    d = folder(str(tree))
+    assert len(d.train) + len(d.test) == 23
+    for file in (tree / "cow").iterdir():
+        file.unlink()
+    (tree / "cow").rmdir()
+    assert folder(str(tree)).classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{", "[]", '{"version": 1}', '{"version": 1, "root": 3, "changed": [], "parts": 1}']
+)
+def test_a_damaged_index_is_written_anew(tree, tmp_path, body):
+    first = folder(str(tree), cache=str(tmp_path / "c"))
+    (index,) = (tmp_path / "c").iterdir()
+    good = json.loads(index.read_text())
+    index.write_text(body)
+    assert facts(folder(str(tree), cache=str(tmp_path / "c"))) == facts(first)
+    assert json.loads(index.read_text()) == good
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tree, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert len(folder(str(tree), cache=str(tmp_path / "file" / "below")).train) == 18
+
+
+def one_class(tree):
+    (tree / "void").mkdir()
+    (tree / "void" / "readme.txt").write_text("")
+
+
+def val_only(tree):
+    for name in ("train/a", "val/a", "val/zebra"):
+        fill(tree / name, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        (one_class, {}, r"void: a class folder with no image \(\.jpg .*\); add some or remove it"),
+        (val_only, {}, "val/zebra: a class that .*train does not have"),
+        (lambda tree: (tree / "train").mkdir(), {}, "train: no class folders in it; expected"),
+        (lambda tree: None, {"size": 0}, "size=0: at least 1 pixel"),
+        (lambda tree: None, {"validation": 0.0}, "validation=0.0: more than 0 and less than 1"),
+    ],
+)
+def test_a_wrong_tree_is_one_clear_line(tree, change, settings, message):
+    change(tree)
+    with pytest.raises(InputError, match=message):
+        folder(str(tree), **settings)
+
+
+def test_no_folder_no_class_and_single_images_are_clear_lines(tmp_path):
+    with pytest.raises(InputError, match=r"root=.*gone: no such folder"):
+        folder(str(tmp_path / "gone"))
+    with pytest.raises(InputError, match="root=: no such folder"):
+        folder("")
+    fill(tmp_path / "flat", 2)
+    with pytest.raises(InputError, match="flat: no class folders in it"):
+        folder(str(tmp_path / "flat"))
+    fill(tmp_path / "one" / "a", 1)
+    with pytest.raises(InputError, match="no class has two images"):
+        folder(str(tmp_path / "one"))
+
+
+def test_find_images_walks_a_folder_and_takes_a_file_as_it_is(tree):
+    fill(tree / ".cache", 1)
+    (tree / "notes.txt").write_text("")
+    assert [str(path.relative_to(tree)) for path in find_images(tree)][:2] == ["cat/00.png", "cat/01.png"]
+    assert len(find_images(tree)) == 20
+    assert find_images(tree / "notes.txt") == [tree / "notes.txt"]
+    empty = tree / "empty"
+    empty.mkdir()
+    with pytest.raises(InputError, match="no image in it"):
+        find_images(empty)
+    with pytest.raises(InputError, match="no such file or folder"):
+        find_images(tree / "gone")
+
+
+def test_real_imagenette_has_its_classes_and_counts(real_data):
+    d = folder(str(real_data / "imagenette224"))
+    assert (len(d.classes), len(d.train), len(d.test)) == (10, 1700, 600)
+    assert d.classes[0] == "n01440764"
+    assert torch.bincount(d.train.labels_N).tolist() == [170] * 10

@@ -1,0 +1,247 @@
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kasoku.core import InputError
+from kasoku.data import Augment, FilesLoader, MemoryLoader, digits, folder, loader, normalise, order, sample
+
+VARIED = Augment(flip="alternating", translate=1, cutout=2)
+CROPPED = Augment(flip="random", translate=3, crop="random_resized")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """An image folder: 2 classes of 20 images of several sizes."""
+    root = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (root / name).mkdir()
+        for number in range(20):
+            size = (16, 16) if number % 2 else (20 + number, 30)
+            pixels = np.asarray(Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize(size))
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
+    return folder(str(root), size=16, validation=0.3, cache=str(tmp_path_factory.mktemp("index")))
+
+
+@pytest.fixture(params=["memory", "files"])
+def made(request, photos):
+    """A function that makes the same loader each time: of a split in memory, or of files."""
+    data, augment = (digits(), VARIED) if request.param == "memory" else (photos, CROPPED)
+
+    def make(split="train", batch=8, **settings):
+        batches = loader(data, split, batch, **settings)
+        batches.augment = augment
+        return batches
+
+    return make
+
+
+def copies(batches):
+    return [(x.clone(), y.clone()) for x, y in batches]
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(x.equal(u) and y.equal(v) for (x, y), (u, v) in zip(a, b, strict=True))
+
+
+def test_an_epoch_is_its_full_batches_normalised_on_the_device(made):
+    batches = made()
+    first = copies(batches)
+    assert len(first) == len(batches) == batches.images // 8
+    x_NCHW, y_N = first[0]
+    assert x_NCHW.shape[0] == len(y_N) == 8
+    assert x_NCHW.shape[2:] == batches.dataset.image_size
+    assert (x_NCHW.dtype, y_N.dtype) == (torch.float32, torch.int64)
+    assert x_NCHW.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_batches_are_the_same_each_time_and_differ_by_epoch_and_seed(made):
+    batches = made()
+    first, second = copies(batches), copies(batches)
+    assert equal(first, copies(made()))
+    assert not equal(first, second)
+    assert not equal(first, copies(made(seed=1)))
+
+
+def test_the_training_order_is_the_order_of_seed_and_epoch():
+    d = digits()
+    batches = loader(d, "train", 100, seed=4)
+    batches.epoch = 2
+    y_N = torch.cat([y for _, y in batches])
+    assert y_N.equal(d.train.labels_N[order(1437, 4, 2)][:1400])
+
+
+def test_test_images_come_in_order_whole_and_never_augmented(made):
+    batches = made("test", 7)
+    got = copies(batches)
+    y_N = torch.cat([y for _, y in got])
+    assert y_N.equal(batches.dataset.test.labels_N)
+    assert len(got[-1][1]) == len(y_N) % 7
+    assert equal(got, copies(batches))
+
+
+def test_each_kind_of_split_has_its_loader(photos):
+    assert isinstance(loader(digits(), "train", 8), MemoryLoader)
+    assert isinstance(loader(photos, "train", 8), FilesLoader)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_ranks_share_the_batches_of_one_rank(made, split):
+    alone = copies(made(split))
+    shares = [copies(made(split, comm=SimpleNamespace(rank=rank, size=4))) for rank in range(4)]
+    together = [tuple(torch.cat(part) for part in zip(*one, strict=True)) for one in zip(*shares, strict=True)]
+    assert equal(together, alone)
+    counts = [len(y) for _, y in (share[-1] for share in shares)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_augmentation_does_not_depend_on_the_size_of_the_batch(made):
+    small, large = copies(made(batch=4)), copies(made(batch=12))
+    n = len(large) * 12
+    assert torch.cat([x for x, _ in small])[:n].equal(torch.cat([x for x, _ in large])[:n])
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2])
+def test_resuming_in_the_middle_of_an_epoch_gives_the_same_batches_bit_for_bit(made, stop):
+    want = made()
+    want = [*copies(want), *copies(want)]
+    batches, got = made(), []
+    for _ in range(stop):
+        x, y = next(iter(batches))
+        got.append((x.clone(), y.clone()))
+    resumed = made()
+    resumed.load_state_dict(batches.state_dict())
+    assert resumed.state_dict() == {"epoch": 0, "position": stop}
+    while resumed.epoch < 2:
+        got += copies(resumed)
+    assert equal(got, want)
+
+
+def test_position_moves_on_before_a_batch_is_used_and_the_epoch_with_its_last(made):
+    batches = made()
+    seen = [(batches.epoch, batches.position) for _ in batches]
+    assert seen == [(0, i) for i in range(1, len(batches))] + [(1, 0)]
+    assert (batches.epoch, batches.position) == (1, 0)
+
+
+def test_a_loop_left_early_goes_on_there(made):
+    batches, rest = made(), []
+    whole = copies(made())
+    for _ in batches:
+        break
+    rest = copies(batches)
+    assert equal(rest, whole[1:])
+    assert batches.epoch == 1
+
+
+def test_dtype_is_that_of_the_batches(made):
+    batches = made()
+    batches.dtype = torch.bfloat16
+    assert next(iter(batches))[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("split", "batch", "size", "message"),
+    [
+        ("train", 1438, 1, "batch=1438: at most 1437 images"),
+        ("train", 0, 1, "batch=0: at least 1 image"),
+        ("test", -1, 1, "batch=-1: at least 1 image"),
+        ("train", 100, 3, "batch=100: not a multiple of 3 ranks"),
+        ("val", 10, 1, "split=val: train or test"),
+    ],
+)
+def test_a_wrong_batch_is_one_clear_line(split, batch, size, message):
+    with pytest.raises(InputError, match=message):
+        loader(digits(), split, batch, comm=SimpleNamespace(rank=0, size=size))
+
+
+@pytest.mark.parametrize("state", [{"epoch": 0, "position": 14}, {"epoch": -1, "position": 0}])
+def test_a_state_of_another_loader_is_one_clear_line(state):
+    with pytest.raises(InputError, match=r"position=.*: this loader has 14 batches an epoch; resume with"):
+        loader(digits(), "train", 100).load_state_dict(state)
+
+
+# ---- files
+
+
+def decoders():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kasoku-decode")]
+
+
+def test_threads_end_with_the_epoch_with_a_break_and_with_an_error(photos):
+    def fail():
+        for _ in loader(photos, "train", 4):
+            raise RuntimeError("mine")
+
+    copies(loader(photos, "train", 4))
+    assert not decoders()
+    for _ in loader(photos, "train", 4):
+        assert decoders()
+        break
+    assert not decoders()
+    with pytest.raises(RuntimeError, match="mine"):
+        fail()
+    assert not decoders()
+
+
+def test_a_program_that_ends_in_the_middle_of_an_epoch_does_not_hang(photos):
+    root = os.path.dirname(os.path.dirname(photos.train.paths[0]))
+    code = f"from kasoku.data import folder, loader; b = iter(loader(folder({root!r}, size=16), 'train', 4)); next(b)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("threads", "cache_bytes"), [(1, 0), (3, 0), (3, 5000), (16, 2**30)])
+def test_batches_do_not_depend_on_threads_and_cache(photos, threads, cache_bytes):
+    runs = []
+    for settings in ((2, 2**30), (threads, cache_bytes)):
+        batches = loader(photos, "train", 8)
+        batches.augment = CROPPED
+        batches.threads, batches.cache_bytes = settings
+        runs.append([*copies(batches), *copies(batches)])
+    assert equal(*runs)
+
+
+def test_each_file_is_decoded_once_while_the_cache_has_room(photos, monkeypatch):
+    decoded = []
+    real = sys.modules["kasoku.data.decode"].decode
+    monkeypatch.setattr(sys.modules["kasoku.data.loader"], "decode", lambda *a: decoded.append(a[0]) or real(*a))
+    batches = loader(photos, "test", 4)
+    first = copies(batches)
+    assert equal(first, copies(batches))
+    assert sorted(decoded) == sorted(photos.test.paths)
+    batches = loader(photos, "test", 4)
+    batches.cache_bytes = 0
+    copies(batches), copies(batches)
+    assert len(decoded) == 3 * len(photos.test)
+
+
+def test_a_file_of_the_wanted_size_is_used_as_it_is(photos):
+    (at,) = [i for i, path in enumerate(photos.test.paths) if Image.open(path).size == (16, 16)][:1]
+    (x_NCHW, _) = next(iter(loader(photos, "test", len(photos.test))))
+    want = np.array(Image.open(photos.test.paths[at]))
+    assert x_NCHW[at].equal(normalise(torch.from_numpy(want)[None], photos.mean, photos.std)[0])
+
+
+def test_a_damaged_file_is_one_clear_line_and_ends_the_threads(photos, tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    paths = (*photos.test.paths[:-1], str(tmp_path / "bad.png"))
+    broken = replace(photos, test=replace(photos.test, paths=paths))
+    with pytest.raises(InputError, match=r"bad\.png: cannot be decoded"):
+        copies(loader(broken, "test", 4))
+    assert not decoders()
+
+
+def test_sample_is_deterministic_and_not_augmented(photos):
+    d = digits()
+    assert sample(d, 50).equal(normalise(d.train.images_NHWC[:50], d.mean, d.std))
+    assert len(sample(d, 10_000)) == 1437
+    assert sample(photos, 6).equal(sample(photos, 6))
+    assert sample(photos, 6).shape == (6, 3, 16, 16)
