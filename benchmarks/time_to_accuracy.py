@@ -5,7 +5,7 @@ Command: python benchmarks/time_to_accuracy.py recipes/cifar10_cifarnet_94.toml 
 Each seed is a `kasoku train` process of its own; seconds_per_run is the wall clock of the whole process. Before each
 run the machine's yardstick is measured in a process of its own: a bare CIFAR ResNet-9, bf16, channels_last, batch 128.
 It reached 322 images/s on the machine where the fastest public CIFAR-10 recipe (airbench94_muon) took 468 s as a whole
-process; `bar_s` = 0.9 x 468 x 322 / rate is what that recipe less 10 % takes here (of meaning for CIFAR-10 to 94 % only).
+process; `bar_s` = 0.9 x 468 x 322 / rate is what that recipe less 10 % takes here (for CIFAR-10 to 94 %).
 """
 
 import argparse

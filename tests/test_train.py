@@ -158,3 +158,40 @@ def test_a_running_training_keeps_its_folder_for_itself(tmp_path, capsys):
     assert "in use by a running training" in error
     assert str(os.getpid()) in error
     run.close()
+
+
+def test_a_plain_loop_gives_the_weights_of_the_trainer_bit_for_bit(tmp_path):
+    import torch
+
+    from kasoku import core, data, device, models, optim
+
+    more = (
+        '[[techniques]]\nuse = "kasoku.optim.EMA"\ndecay = 0.9\n[[techniques]]\nuse = "kasoku.optim.Clip"\nnorm = 2.0\n'
+    )
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.read_text() + more)
+    assert train(str(recipe), *SHORT, "--set", "evaluate.target=0", "--out", str(tmp_path / "run")) == 0
+
+    digits, chosen = data.digits(), device.choose(device.Device())
+    torch.manual_seed(0)
+    model = models.cifarnet(in_channels=1, widths=(32, 64))
+    model.prepare(data.sample(digits, 5000))
+    job = core.Job(
+        model,
+        lambda m: optim.sgd(m, lr=0.05, nesterov=True, weight_decay=5e-4),
+        loader=data.loader(digits, "train", 64),
+        loss=lambda outputs, labels: optim.cross_entropy(outputs, labels, smoothing=0.1),
+    )
+    rate = optim.Rate(core.Cosine(epochs=3, warmup=1))
+    averages = optim.EMA(decay=0.9), optim.Clip(norm=2.0)
+    job.apply(*chosen.techniques, device.Seeded(0), rate, data.Augment(translate=1), *averages)
+    for _ in range(3):
+        for x, y in job.loader:
+            job.loss(job.model(x), y).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+    with job.evaluation() as judged:
+        ours = {name: tensor.clone() for name, tensor in judged.state_dict().items()}
+    theirs = weights(tmp_path / "run")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)

@@ -33,7 +33,8 @@ class Augment(Technique):
         scale_min: smallest share of the area; 0.08 is usual for ImageNet.
 
     Saves: epochs to a given accuracy, most where they are many.
-    Costs: about 5 us a 32x32 image and CPU core (tests/data/test_augment.py holds it under 40).
+    Costs: 5 to 10 us a 32x32 image on one CPU core for flip and translate, as much again for cutout; a test holds it
+        under 40.
     Ref: alternating flip: Jordan 2024, arXiv:2404.00498; cutout: DeVries & Taylor 2017, arXiv:1708.04552;
     random_resized: Szegedy et al. 2014, arXiv:1409.4842.
     """

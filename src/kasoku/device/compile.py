@@ -32,7 +32,7 @@ class Compile(Technique):
         backend: "inductor" generates kernels; "aot_eager" and "eager" serve tests.
 
     Saves: time on GPUs: element-wise layers fuse.
-    Costs: the first steps: 15 to 50 s on a CPU; on CPU no gain was seen.
+    Costs: the first steps, which compile: tens of seconds; again for each new input shape.
     Ref: Ansel et al. 2024, PyTorch 2.
     """
 

@@ -4,7 +4,7 @@ Note: why it learns fast
     The first layer decorrelates 2x2 patches and is not trained: the data give its weights (`prepare`).
     Every other convolution starts as the identity on its first channels, so the signal passes from the first step.
     BatchNorm has no scale of its own and follows its statistics quickly, for runs of a few hundred steps.
-    The logits are scaled down, which keeps the first losses small at the high learning rates these runs use.
+    The head starts with weights of unit variance and its logits are scaled down: a large rate then turns it gently.
 """
 
 import torch
@@ -46,7 +46,7 @@ class CifarNet(nn.Module):
         widths: channels of each group; as many groups as widths.
         activation: "gelu" or "relu".
         norm_momentum: share of the new batch in BatchNorm's running statistics (torch's convention).
-        head_scale: factor on the logits.
+        head_scale: factor on the logits; 0: 1 / the last width, for a head whose weights start with unit variance.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class CifarNet(nn.Module):
         for name, before, width in zip(self._groups, (whitened, *widths), widths, strict=False):
             self.add_module(name, Group(before, width, activation, norm_momentum))
         self.head = nn.Linear(widths[-1], num_classes, bias=False)
-        self.head_scale = head_scale
+        nn.init.normal_(self.head.weight)
+        self.head_scale = head_scale or 1 / widths[-1]
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
         """Images to logits_NK."""
@@ -150,7 +151,7 @@ def cifarnet(
     widths: tuple[int, ...] = (64, 256, 256),
     activation: str = "gelu",
     norm_momentum: float = 0.4,
-    head_scale: float = 1 / 9,
+    head_scale: float = 0.0,
 ) -> CifarNet:
     """A small fast network for small images: 2.0 M parameters, made for 32x32 (28x28 fits too)."""
     return CifarNet(num_classes, in_channels, widths, activation, norm_momentum, head_scale)

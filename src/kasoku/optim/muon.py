@@ -32,7 +32,7 @@ class Rest:
         bias_lr: rate of biases and norm parameters.
         head_lr: rate of the head (the last linear layer's weight).
         momentum: share of the velocity kept at each step.
-        weight_decay: share of a weight lost at each step at full rate (w shrinks by weight_decay, whatever its rate).
+        weight_decay: share of a weight a step takes at full rate, before momentum (torch's weight decay times rate).
         decay_all: decay biases and norm parameters as well, not the head alone.
         whitening_epochs: epochs over which the rate of parameters named whiten... falls to 0; 0: they train as others.
     """
