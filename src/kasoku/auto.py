@@ -4,7 +4,7 @@ import inspect
 import random
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -24,9 +24,9 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: l
     Raises InputError for a folder without classes or images, and for weights of no network of ours.
     """
     dataset = folder(str(data))
-    assert isinstance(dataset.train, Files)
-    n = len(dataset.train)
-    side = _usual_side(dataset.train.paths)
+    paths = cast(Files, dataset.train).paths  # a folder is files
+    n = len(paths)
+    side = _usual_side(paths)
     batch = max(8, min(64, n // 8))
     steps = max(1, n // batch)
     document: dict[str, Any] = {"batch": batch, "data": {"use": "kasoku.data.folder", "root": str(data.resolve())}}

@@ -56,12 +56,7 @@ def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) ->
     plain: as they are. mirror: and mirrored. crops: and shifted by one pixel both ways along the diagonal, each also
     mirrored; the shifted ones together weigh as much as the unshifted (6 passes). Ref: Jordan 2024 (arXiv 2404.00498).
     """
-    logits = None
-    for weight, view in _views(x_NCHW, views):
-        part = model(view).float() * weight
-        logits = part if logits is None else logits + part
-    assert logits is not None
-    return logits
+    return torch.stack([model(view).float() * weight for weight, view in _views(x_NCHW, views)]).sum(0)
 
 
 def _views(x_NCHW: Tensor, views: Views) -> Iterator[tuple[float, Tensor]]:
