@@ -103,18 +103,15 @@ def bare_loop(training):
     optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
     data = random_images()
     images_NCHW = data.train.images_NHWC.to(device).permute(0, 3, 1, 2).float().div_(255).sub_(0.5).div_(0.25)
-    padded = nn.functional.pad(images_NCHW, (2, 2, 2, 2), mode="reflect").contiguous(memory_format=torch.channels_last)
+    padded_NHWC = nn.functional.pad(images_NCHW, (2, 2, 2, 2), mode="reflect").permute(0, 2, 3, 1).contiguous()
+    windows = padded_NHWC.unfold(1, 32, 1).unfold(2, 32, 1).permute(0, 1, 2, 4, 5, 3)  # N, shift, shift, H, W, C
     labels = data.train.labels_N.to(device)
 
     def crops(index: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(index), 3, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
-        shift = torch.randint(0, 25, (len(index),))
-        x = padded[index]
-        for s in range(25):
-            chosen = (shift == s).nonzero().squeeze(1)
-            out[chosen] = x[chosen, :, s // 5 : s // 5 + 32, s % 5 : s % 5 + 32]
-        flip = torch.rand(len(index), 1, 1, 1, device=device) < 0.5
-        return torch.where(flip, out.flip(3), out)
+        dy, dx = torch.randint(0, 5, (2, len(index)), device=device)
+        flip = (torch.rand(len(index), device=device) < 0.5)[:, None, None, None]
+        x_NHWC = windows[index, dy, dx]
+        return torch.where(flip, x_NHWC.flip(2), x_NHWC).permute(0, 3, 1, 2)
 
     def run() -> list[float]:
         seconds = []

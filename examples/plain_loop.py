@@ -1,20 +1,23 @@
 """kasoku in a loop of your own: plain objects, techniques applied, ten lines."""
 
-from kasoku.core import Cosine, Job
+from functools import partial
+
+from kasoku.core import Job, Linear
 from kasoku.data import Augment, digits, loader, sample
 from kasoku.device import Device, choose
 from kasoku.evaluate import evaluate
 from kasoku.models import cifarnet
-from kasoku.optim import EMA, Rate, sgd
+from kasoku.optim import EMA, Rate, Rest, muon
 
 
-def main(epochs: int = 20) -> float:
+def main(epochs: int = 8) -> float:
     data, device = digits(), choose(Device())
     model = cifarnet(in_channels=1, widths=(32, 64))
     model.prepare(sample(data, 1000))
     model.to(device.device)
-    job = Job(model, lambda m: sgd(m, lr=0.05, nesterov=True), loader=loader(data, "train", 64, device=device.device))
-    job.apply(*device.techniques, Augment(translate=1), Rate(Cosine(epochs=epochs, warmup=1)), EMA(0.98))
+    rule = partial(muon, lr=0.05, momentum=0.8, rest=Rest(bias_lr=2.0, head_lr=20.0))
+    job = Job(model, rule, loader=loader(data, "train", 64, device=device.device))
+    job.apply(*device.techniques, Augment(translate=1), Rate(Linear(epochs=epochs)), EMA(0.98))
     for _ in range(epochs):
         for x_NCHW, y_N in job.loader:
             job.loss(job.model(x_NCHW), y_N).backward()

@@ -59,6 +59,12 @@ def refused(tmp_path, capsys):
         ("techniques.3.translate=1", r"3 is no index"),
         ("techniques.0.use=kasoku.core.Cosine", r"techniques\[0\]\.use.*a Technique is wanted"),
         ("batch", r"--set batch: path=value is wanted"),
+        ("loss.smoothing=2", r"loss: .*smoothing=2"),
+        ("epochs=inf", r"epochs=inf"),
+        ("seed=1180591620717411303424", r"seed=1180591620717411303424"),
+        ("model.use=kasoku.data.folder", r"model\.widths: no such key"),
+        ("optimizer.use=kasoku.optim.EMA", r"optimizer\.(lr|momentum): no such key"),
+        ("evaluate.every=nan", r"every=nan"),
     ],
 )
 def test_a_wrong_setting_is_named_by_its_path(refused, setting, pattern):
@@ -144,7 +150,8 @@ def test_a_checkpoint_of_another_model(tmp_path, capsys):
         main(["train", str(RECIPE), "--set", "epochs=1", "--set", "schedule.warmup=0", "--quiet", "--out", str(run)])
         == 0
     )
-    assert main(["train", "--resume", str(run), "--set", "model.widths=[16,16]"]) == 2
+    (run / "recipe.toml").write_text((run / "recipe.toml").read_text().replace("32,", "16,"))
+    assert main(["train", "--resume", str(run)]) == 2
     error = capsys.readouterr().err
     assert "weights of another model" in error
     assert error.count("\n") == 1
@@ -168,6 +175,21 @@ def test_an_output_folder_in_use_by_a_running_training(refused, tmp_path):
     held = RunFolder(tmp_path / "held")
     refused("in use by a running training", "--out", str(tmp_path / "held"))
     held.close()
+
+
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path, capsys, monkeypatch):
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").symlink_to("/dev/full")
+    assert (
+        main(["train", str(RECIPE), "--set", "epochs=1", "--set", "schedule.warmup=0", "--quiet", "--out", str(run)])
+        == 2
+    )
+    error = capsys.readouterr().err
+    assert "No space left on device" in error
+    assert error.count("\n") == 1
 
 
 def test_a_disk_that_fills_up_loses_nothing(tmp_path, capsys, monkeypatch):

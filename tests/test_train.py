@@ -79,7 +79,8 @@ def test_another_seed_gives_other_weights(tmp_path):
 
 def test_killed_at_a_random_step_and_resumed_gives_the_weights_of_a_run_never_stopped(tmp_path):
     recipe = recipe_with_state(tmp_path)
-    settings = [*SHORT, "--set", "epochs=20", "--set", "save.every_steps=3", "--set", "evaluate.target=0"]
+    more = ["epochs=20", "schedule.epochs=20", "save.every_steps=3", "evaluate.target=0"]
+    settings = [*SHORT, *(part for setting in more for part in ("--set", setting))]
     command = [sys.executable, "-m", "kasoku.cli", "train"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert train(str(recipe), *settings, "--out", str(whole)) == 0
@@ -126,8 +127,40 @@ def test_the_newest_checkpoint_damaged_is_named_and_the_one_before_serves(tmp_pa
     (newest / "model.safetensors").write_bytes(data)
     (run / "model.safetensors").unlink()
     assert train("--resume", str(run)) == 0
-    assert f"{newest.name} is damaged" in capsys.readouterr().out.replace("\n", "")
+    assert f"{newest.name} is damaged" in capsys.readouterr().err
     assert same(tmp_path / "whole", run)
+
+
+def test_a_run_that_reached_its_target_is_over_also_when_resumed(tmp_path):
+    run = tmp_path / "run"
+    settings = ["--set", "evaluate.target=0.9", "--quiet"]
+    assert train(str(RECIPE), *settings, "--out", str(run)) == 0
+    before = json.loads((run / "result.json").read_text())
+    assert before["epochs"] < 20
+    assert train("--resume", str(run), "--quiet") == 0
+    after = json.loads((run / "result.json").read_text())
+    assert (after["epochs"], after["time_to_target_s"]) == (before["epochs"], before["time_to_target_s"])
+
+
+def test_all_checkpoints_damaged_starts_again_and_keeps_the_new_ones(tmp_path, capsys):
+    run = tmp_path / "run"
+    settings = [*SHORT, "--set", "save.every_steps=20", "--set", "save.keep=1"]
+    assert train(str(RECIPE), *settings, "--out", str(run)) == 0
+    (first,) = run.glob("checkpoints/step-*")
+    first.joinpath("state.pt").write_bytes(b"")
+    assert train("--resume", str(run), "--quiet") == 0
+    assert "starting from the beginning" in capsys.readouterr().err
+    assert steps_saved(run) == [66]
+
+
+def test_resuming_may_not_change_what_is_trained_and_records_what_it_may(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert train(str(RECIPE), *SHORT, "--out", str(run)) == 0
+    assert train("--resume", str(run), "--set", "optimizer.momentum=0.5") == 2
+    assert "another training" in capsys.readouterr().err
+    assert train("--resume", str(run), "--set", "epochs=4", "--quiet") == 0
+    assert json.loads((run / "result.json").read_text())["epochs"] == 4
+    assert "epochs = 4" in (run / "recipe.toml").read_text()
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_cause(tmp_path, capsys):
@@ -140,6 +173,14 @@ def test_a_loss_that_is_not_finite_stops_with_step_checkpoint_and_cause(tmp_path
     assert "last good checkpoint: " in error
     assert "rate" in error
     assert error.count("\n") == 1
+
+
+def test_rates_follow_the_batch_linearly_from_the_reference_batch(tmp_path, capsys):
+    settings = [*SHORT[:-1], "--set", "reference_batch=32", "--set", "schedule.warmup=0"]
+    assert train(str(RECIPE), *settings, "--out", str(tmp_path / "run")) == 0
+    assert "rates x 2" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("lr", 0) for line in lines) > 20  # twice the recipe's largest, falling
 
 
 def test_bf16_and_fp32_both_learn(tmp_path):
@@ -178,11 +219,11 @@ def test_a_plain_loop_gives_the_weights_of_the_trainer_bit_for_bit(tmp_path):
     model.prepare(data.sample(digits, 5000))
     job = core.Job(
         model,
-        lambda m: optim.sgd(m, lr=0.05, nesterov=True, weight_decay=5e-4),
+        lambda m: optim.muon(m, lr=0.05, momentum=0.8, rest=optim.Rest(bias_lr=2.0, head_lr=20.0)),
         loader=data.loader(digits, "train", 64),
         loss=lambda outputs, labels: optim.cross_entropy(outputs, labels, smoothing=0.1),
     )
-    rate = optim.Rate(core.Cosine(epochs=3, warmup=1))
+    rate = optim.Rate(core.Linear(epochs=3, warmup=1))
     averages = optim.EMA(decay=0.9), optim.Clip(norm=2.0)
     job.apply(*chosen.techniques, device.Seeded(0), rate, data.Augment(translate=1), *averages)
     for _ in range(3):

@@ -21,7 +21,7 @@ from kasoku.runs import load
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "digits_cnn_98.toml"
-SHORT = ["--set", "epochs=4", "--set", "schedule.epochs=4", "--set", "evaluate.start=0", "--quiet"]
+SHORT = ["--set", "epochs=4", "--set", "schedule.epochs=4", "--set", "evaluate.stop=false", "--quiet"]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,13 @@ def test_list_names_every_model_source_technique_and_recipe(capsys, monkeypatch)
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
-    for name in ("kasoku.models.resnet50", "kasoku.data.cifar10", "kasoku.optim.EMA", "kasoku.core.ArcCotangent"):
+    for name in (
+        "kasoku.models.resnet50",
+        "kasoku.optim.muon",
+        "kasoku.data.cifar10",
+        "kasoku.optim.EMA",
+        "kasoku.core.ArcCotangent",
+    ):
         line = next(line for line in shown.splitlines() if line.startswith(name + " "))
         assert len(line.removeprefix(name).strip()) > 10, line
     assert "recipes/digits_cnn_98.toml" in shown
@@ -157,7 +163,9 @@ def test_photos_without_a_recipe_are_learnt_and_the_recipe_is_written(tmp_path, 
     result = json.loads((out / "result.json").read_text())
     assert result["best_top1"] == 1.0
     assert "kasoku.data.folder" in (out / "recipe.toml").read_text()
+    capsys.readouterr()
     assert main(["eval", str(out), "--data", str(photos)]) == 0
+    assert "48 test images" in capsys.readouterr().out  # nothing is set aside for training here
     assert main(["predict", str(out), str(photos / "colour1" / "3.jpg")]) == 0
     assert "colour1" in capsys.readouterr().out
 
@@ -235,3 +243,6 @@ def test_a_users_own_parts_by_dotted_name(tmp_path):
     subprocess.run([*command, "--out", str(tmp_path / "run")], check=True, timeout=120)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["top1"] > 0.8
     assert (tmp_path / "noted").read_text() == "applied"
+    again = [sys.executable, "-m", "kasoku.cli"]  # from elsewhere: the run knows where the modules were
+    subprocess.run([*again, "eval", str(tmp_path / "run")], check=True, timeout=120, cwd="/")
+    subprocess.run([*again, "train", "--resume", str(tmp_path / "run"), "--quiet"], check=True, timeout=120, cwd="/")

@@ -27,7 +27,7 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: l
     paths = cast(Files, dataset.train).paths  # a folder is files
     n = len(paths)
     side = _usual_side(paths)
-    batch = max(8, min(64, n // 8))
+    batch = min(n, max(8, min(64, n // 8)))
     steps = max(1, n // batch)
     document: dict[str, Any] = {"batch": batch, "data": {"use": "kasoku.data.folder", "root": str(data.resolve())}}
     augment = {"use": "kasoku.data.Augment", "flip": "random", "crop": "random_resized"}
@@ -60,7 +60,7 @@ def _usual_side(paths: tuple[str, ...]) -> int:
         try:
             with Image.open(path) as image:
                 sides.append(min(image.size))
-        except OSError:
+        except (OSError, Image.DecompressionBombError):
             continue
     if not sides:
         raise InputError(f"{Path(some[0]).parent}: none of {len(some)} images tried can be opened: look at the files")

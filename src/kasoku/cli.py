@@ -7,33 +7,47 @@ Exit codes: 0 done, 1 a fault of kasoku's own, 2 something given cannot be used,
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from kasoku.core import InputError, process_start
-from kasoku.device import tune_malloc
+from kasoku.core.run import RunFolder
+from kasoku.recipe import Recipe
 
 STOPPED = 75
+CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root")  # of a run that is resumed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    tune_malloc()  # before the first tensor
-    arguments = _parser().parse_args(argv)
+    started = process_start()
+    arguments = _parser().parse_args(argv, argparse.Namespace(started=started))
     run: Callable[[argparse.Namespace], int] = arguments.run
-    from kasoku.watch import DivergedError
-
     try:
+        from kasoku.watch import DivergedError
+
         return run(arguments)
     except InputError as error:
         print(f"kasoku: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"kasoku: {error.filename or 'input or output'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print(f"kasoku: out of device memory ({str(error).partition('.')[0]}): lower batch", file=sys.stderr)
         return 2
     except DivergedError as error:
         print(f"kasoku: {error}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
-        print("kasoku: interrupted at once; the last checkpoint stands", file=sys.stderr)
+        print("kasoku: interrupted at once; a checkpoint written before stands", file=sys.stderr)
         return 130
 
 
@@ -78,13 +92,34 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from kasoku import recipe as recipes
-    from kasoku.auto import recipe_for
-    from kasoku.core.run import RunFolder
+    from kasoku.recipe import dumps
     from kasoku.report import print_table
-    from kasoku.runs import describe, free_folder
+    from kasoku.runs import describe
     from kasoku.trainer import fit, prepare
 
+    _check_train(arguments)
+    recipe, folder = _recipe_and_folder(arguments)
+    resume = arguments.resume is not None
+    training = prepare(recipe)  # before the folder: a start that fails leaves nothing behind
+    with RunFolder(folder, resume=resume) as run:
+        if not resume:
+            describe(run, training, _own_folders(arguments.recipe))
+        elif arguments.set:
+            run.write("recipe.toml", dumps(recipe))
+        if not arguments.quiet:
+            print(f"{training.chosen}\n{training.total_steps} steps, run folder {folder}", flush=True)
+            if recipe.rate_scale != 1:
+                print(f"rates x {recipe.rate_scale:g}: batch {recipe.batch} / reference batch {recipe.reference_batch}")
+        result = fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
+    if result.stopped:
+        print(f"kasoku: stopped by {result.stopped}; go on with: kasoku train --resume {folder}", file=sys.stderr)
+        return STOPPED
+    if not arguments.quiet:
+        print_table("", result.rows(folder))
+    return 0
+
+
+def _check_train(arguments: argparse.Namespace) -> None:
     given = [name for name in ("recipe", "resume", "data") if getattr(arguments, name)]
     if len(given) != 1:
         raise InputError(f"kasoku train: {' and '.join(given) or 'nothing'} given: one of RECIPE, --resume, --data")
@@ -94,32 +129,30 @@ def _train(arguments: argparse.Namespace) -> int:
         raise InputError(
             "--weights and --freeze go with --data; in a recipe use the technique kasoku.models.Pretrained"
         )
-    _import_path(arguments.recipe)
-    resume = arguments.resume is not None
-    if resume:
-        folder: Path = arguments.resume
-        run = RunFolder(folder, resume=True)
-        recipe = recipes.load(folder / "recipe.toml", arguments.set)
+    wrong = [s for s in arguments.set if arguments.resume and not s.startswith(CHANGEABLE)]
+    if wrong:
+        allowed = ", ".join(CHANGEABLE)
+        raise InputError(f"--resume with --set {wrong[0]}: that would be another training; only {allowed} may change")
+    if arguments.freeze and not arguments.weights:
+        raise InputError("--freeze without --weights: blocks that learnt nothing yet are not worth keeping; give both")
+
+
+def _recipe_and_folder(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
+    from kasoku import recipe as recipes
+    from kasoku.auto import recipe_for
+    from kasoku.runs import allow_own_modules, free_folder
+
+    sys.path.extend(entry for entry in _own_folders(arguments.recipe) if entry not in sys.path)
+    if arguments.resume:
+        allow_own_modules(arguments.resume)
+        if not (arguments.resume / "recipe.toml").is_file():
+            raise InputError(f"--resume {arguments.resume}: no run there (no recipe.toml): an earlier run is wanted")
+        return recipes.load(arguments.resume / "recipe.toml", arguments.set), arguments.resume
+    if arguments.data:
+        recipe = recipe_for(arguments.data, arguments.weights, freeze=arguments.freeze, settings=arguments.set)
     else:
-        if arguments.data:
-            recipe = recipe_for(arguments.data, arguments.weights, freeze=arguments.freeze, settings=arguments.set)
-        else:
-            recipe = recipes.load(arguments.recipe, arguments.set)
-        folder = arguments.out or free_folder((arguments.recipe or arguments.data).resolve().stem)
-        run = RunFolder(folder)
-    training = prepare(recipe)
-    if not resume:
-        describe(run, training)
-    if not arguments.quiet:
-        print(f"{training.chosen}\n{training.total_steps} steps, run folder {folder}", flush=True)
-    result = fit(training, run, started=process_start(), resume=resume, quiet=arguments.quiet)
-    run.close()
-    if result.stopped:
-        print(f"kasoku: stopped by {result.stopped}; go on with: kasoku train --resume {folder}", file=sys.stderr)
-        return STOPPED
-    if not arguments.quiet:
-        print_table("", result.rows(folder))
-    return 0
+        recipe = recipes.load(arguments.recipe, arguments.set)
+    return recipe, arguments.out or free_folder((arguments.recipe or arguments.data).resolve().stem)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -148,11 +181,9 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _import_path(recipe: Path | None) -> None:
-    """Lets a recipe name the user's own modules: beside it, or in the current folder."""
-    for folder in (Path.cwd(), *([recipe.resolve().parent] if recipe else [])):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+def _own_folders(recipe: Path | None) -> list[str]:
+    """Where a recipe's own modules may lie: beside it, or in the current folder."""
+    return [str(folder) for folder in (Path.cwd(), *([recipe.resolve().parent] if recipe else []))]
 
 
 if __name__ == "__main__":

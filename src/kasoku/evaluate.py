@@ -47,7 +47,8 @@ def tally(logits_NK: Tensor, y_N: Tensor) -> Tensor:
     best_N5 = logits_NK.topk(min(5, logits_NK.shape[1]), dim=1).indices
     hits_N5 = best_N5 == y_N[:, None]
     loss = nn.functional.cross_entropy(logits_NK.float(), y_N, reduction="sum")
-    return torch.stack([hits_N5[:, 0].sum().double(), hits_N5.sum().double(), loss.double()])
+    exact = torch.float32 if loss.device.type == "mps" else torch.float64  # MPS has no float64
+    return torch.stack([hits_N5[:, 0].sum().to(exact), hits_N5.sum().to(exact), loss.to(exact)])
 
 
 def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) -> Tensor:

@@ -58,7 +58,7 @@ def export(run: Path, format: str, out: Path | None = None) -> Path:
     try:
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise InputError('ONNX export needs more packages: pip install "kasoku[onnx]"') from error
+        raise InputError('ONNX export needs more packages: pip install "onnx>=1.17" "onnxscript>=0.5"') from error
     names: dict[str, Any] = {"input_names": ["pixels"], "output_names": ["logits"]}
     written = torch.onnx.export(program, example, dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
     if written is None:

@@ -2,11 +2,13 @@
 
 import inspect
 import tomllib
+import typing
 from pathlib import Path
 from types import ModuleType
 
 from rich.console import Console
 from rich.table import Table
+from torch.optim import Optimizer
 
 from kasoku import core, data, device, models, optim, parallel
 from kasoku.core import Schedule, Technique
@@ -16,8 +18,8 @@ def listing() -> None:
     """Prints models, data sources, rules, schedules, techniques and the recipes of the current folder."""
     sections: dict[str, dict[str, str]] = {
         "models": _functions(models, "num_classes"),
-        "data sources": _functions(data, returns="Dataset"),
-        "optimizers": _functions(optim, returns="Optimizer"),
+        "data sources": _functions(data, returns=data.Dataset),
+        "optimizers": _functions(optim, returns=Optimizer),
         "schedules": _classes([core], Schedule),
         "techniques": _classes([models, device, data, optim, parallel], Technique),
         "recipes": {str(path): _first_comment(path) for path in sorted(Path("recipes").glob("*.toml"))},
@@ -32,14 +34,14 @@ def listing() -> None:
         console.print(table, "")
 
 
-def _functions(room: ModuleType, parameter: str = "", returns: str = "") -> dict[str, str]:
+def _functions(room: ModuleType, parameter: str = "", returns: type | None = None) -> dict[str, str]:
     found = {}
     for name in room.__all__:
         thing = getattr(room, name)
         if inspect.isfunction(thing):
-            signature = inspect.signature(thing)
-            result = getattr(signature.return_annotation, "__name__", str(signature.return_annotation))
-            if (parameter and parameter in signature.parameters) or (returns and result.endswith(returns)):
+            result = typing.get_type_hints(thing).get("return")
+            fits = returns is not None and isinstance(result, type) and issubclass(result, returns)
+            if fits or parameter in inspect.signature(thing).parameters:
                 found[f"{room.__name__}.{name}"] = _line(thing)
     return found
 

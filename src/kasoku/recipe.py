@@ -1,5 +1,6 @@
 """A recipe: what to train, to which accuracy. Read from strict TOML, written back resolved beside every result."""
 
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ class Evaluate:
     batch: int = 0  # images at once; 0: as in training
 
     def __post_init__(self) -> None:
-        if self.every <= 0:
+        if not 0 < self.every < math.inf:
             raise InputError(f"every={self.every}: epochs between evaluations, above 0")
         if not 0 <= self.target <= 1:
             raise InputError(f"target={self.target}: a fraction from 0 to 1 (0.94 for 94 %)")
@@ -57,18 +58,28 @@ class Recipe:
     schedule: Schedule = field(default_factory=Constant)
     techniques: tuple[Technique, ...] = ()
     accumulate: int = 1
+    reference_batch: int = 0  # the batch the optimizer's rates are for; they follow `batch` linearly. 0: this one
     seed: int = 0
     evaluate: Evaluate = Evaluate()
     device: Device = field(default_factory=Device)
     save: Save = Save()
 
     def __post_init__(self) -> None:
-        if not self.epochs > 0:
-            raise InputError(f"epochs={self.epochs}: above 0")
+        if not 0 < self.epochs < math.inf:
+            raise InputError(f"epochs={self.epochs}: above 0, and finite")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed={self.seed}: from 0 to 2^63 - 1")
         if self.batch < 1:
             raise InputError(f"batch={self.batch}: at least 1 image")
+        if self.reference_batch < 0:
+            raise InputError(f"reference_batch={self.reference_batch}: the batch the rates are for, or 0")
         if self.accumulate < 1 or self.batch % self.accumulate:
             raise InputError(f"accumulate={self.accumulate}: a divisor of batch={self.batch}, from 1 on")
+
+    @property
+    def rate_scale(self) -> float:
+        """What the optimizer's rates are multiplied by: the linear scaling rule. Ref: [004]; Goyal et al. 2017."""
+        return self.batch / self.reference_batch if self.reference_batch else 1.0
 
 
 def load(path: Path, settings: Sequence[str] = ()) -> Recipe:

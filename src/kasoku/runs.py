@@ -7,17 +7,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 from kasoku import recipe as recipes
 from kasoku.core import InputError, Job
-from kasoku.core.run import RunFolder, load_weights
-from kasoku.data import Dataset, find_images, folder, loader, normalise, read_image
+from kasoku.core.run import RunFolder, load_weights, newest
+from kasoku.data import Dataset, Files, find_images, folder, loader, normalise, read_image
 from kasoku.device import Chosen, choose
 from kasoku.evaluate import averaged, tally
 from kasoku.recipe import Recipe
@@ -53,19 +54,30 @@ def free_folder(name: str, parent: Path = Path("runs")) -> Path:
     return parent / f"{name}-{number}"
 
 
-def describe(run: RunFolder, training: Training) -> None:
+def describe(run: RunFolder, training: Training, import_folders: Sequence[str] = ()) -> None:
     """Writes what a run is before it starts: its machine, its data, its resolved recipe."""
     d = training.dataset
     facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
     run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
-    run.write("environment.json", json.dumps({**environment(), "chosen": str(training.chosen)}, indent=1) + "\n")
+    more = {"chosen": str(training.chosen), "import_folders": [entry for entry in import_folders if entry]}
+    run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
     run.write("recipe.toml", recipes.dumps(training.recipe))
+
+
+def allow_own_modules(run: Path) -> None:
+    """Lets a run's recipe name the user's modules again, from where they were when it was trained."""
+    try:
+        folders = json.loads((run / "environment.json").read_text())["import_folders"]
+    except (OSError, ValueError, KeyError):
+        return
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
 def load(path: Path) -> Trained:
     """A trained run: its best weights, or its newest good checkpoint's. Raises InputError when there are none."""
     if not (path / "recipe.toml").is_file():
         raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
+    allow_own_modules(path)
     recipe = recipes.load(path / "recipe.toml")
     try:
         facts: dict[str, Any] = json.loads((path / "data.json").read_text())
@@ -76,12 +88,12 @@ def load(path: Path) -> Trained:
     model = recipe.model(num_classes=len(shown["classes"]), in_channels=channels, image_size=shown["image_size"][0])
     weights = path / "best.safetensors"
     if not weights.exists():
-        saved = sorted((path / "checkpoints").glob("step-*/model.safetensors"))
-        if not saved:
+        saved = newest(path, warn=lambda line: print(f"kasoku: {line}", file=sys.stderr))
+        if saved is None:
             raise InputError(f"{path}: no weights yet: let the training write a checkpoint first")
-        weights = saved[-1]
+        weights = saved.folder / "model.safetensors"
     load_weights(model, weights)
-    chosen = choose(recipe.device)
+    chosen = choose(dataclasses.replace(recipe.device, kind="auto", compile=False, graphs=False))
     job = Job(model.eval().to(chosen.device), recipe.optimizer).apply(*chosen.techniques)
     return Trained(path, recipe, job, chosen, channels=channels, **shown)
 
@@ -107,7 +119,7 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
     names = [str(member.path) for member in members] + [f"ensemble of {len(members)}"]
     shown = zip(names, (totals / images).tolist(), strict=True)
     for name, (top1, top5, loss) in list(shown)[: len(members) + (len(members) > 1)]:
-        table.add_row(name, f"{top1:.2%}", f"{top5:.2%}", f"{loss:.4f}")
+        table.add_row(escape(name), f"{top1:.2%}", f"{top5:.2%}", f"{loss:.4f}")
     Console(highlight=False).print(table)
     return 0
 
@@ -139,6 +151,8 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
         )
     else:
         photos = folder(str(data), size=trained.image_size[0])
+        if not (data / "train").is_dir():  # nothing there was set aside: all of it is to be judged
+            photos = dataclasses.replace(photos, test=_together(photos))
         dataset = dataclasses.replace(photos, mean=trained.mean, std=trained.std)
     if dataset.classes != trained.classes:
         unlike = sorted(set(dataset.classes) ^ set(trained.classes))[:3]
@@ -147,3 +161,8 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
             f"({', '.join(unlike)}): the same class folders are wanted"
         )
     return dataset
+
+
+def _together(photos: Dataset) -> Files:
+    train, test = cast(Files, photos.train), cast(Files, photos.test)
+    return Files(train.paths + test.paths, torch.cat([train.labels_N, test.labels_N]))

@@ -8,8 +8,11 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from kasoku.core import Comm, InputError, Job, Solo
 from kasoku.core.run import RunFolder
@@ -20,27 +23,32 @@ from kasoku.optim import Rate
 from kasoku.recipe import Recipe
 from kasoku.watch import Result, Training, Watch
 
+T = TypeVar("T")
+
 
 def prepare(recipe: Recipe, comm: Comm | None = None) -> Training:
     """Builds everything a training needs. Raises InputError where the parts do not fit each other."""
     comm = comm or Solo()
     start = comm.clock.now()
     chosen = choose(recipe.device)
-    dataset: Dataset = recipe.data()
+    dataset = _made(recipe.data(), Dataset, "data")
     read = comm.clock.now()
     torch.manual_seed(recipe.seed)
-    model = recipe.model(
-        num_classes=len(dataset.classes), in_channels=dataset.channels, image_size=dataset.image_size[0]
-    )
+    facts = {"in_channels": dataset.channels, "image_size": dataset.image_size[0]}
+    model = _made(recipe.model(num_classes=len(dataset.classes), **facts), nn.Module, "model")
     check_fits(model, (dataset.channels, *dataset.image_size), recipe.model.use)
-    if hasattr(model, "prepare"):
-        model.prepare(sample(dataset, 5000))
+    look_at_data: Any = getattr(model, "prepare", None)
+    if look_at_data is not None:
+        look_at_data(sample(dataset, 5000))
     model.to(chosen.device)
     micro = recipe.batch // recipe.accumulate
     train = loader(dataset, "train", micro, seed=recipe.seed, device=chosen.device, comm=comm)
     test = loader(dataset, "test", recipe.evaluate.batch or micro, device=chosen.device, comm=comm)
-    job = Job(model, recipe.optimizer, loader=train, loss=recipe.loss, comm=comm, accumulate=recipe.accumulate)
-    job.apply(*chosen.techniques, Seeded(recipe.seed), Rate(recipe.schedule), *recipe.techniques)
+    job = Job(
+        model, lambda m: _optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=recipe.accumulate
+    )
+    job.apply(*chosen.techniques, Seeded(recipe.seed), Rate(recipe.schedule, recipe.rate_scale), *recipe.techniques)
+    _check_loss(job, len(dataset.classes))
     job.trace.add("data", "read the data set", start, read)
     job.trace.add("model", "build the model", read, comm.clock.now())
     total = round(recipe.epochs * len(train) / recipe.accumulate)
@@ -64,6 +72,8 @@ def fit(training: Training, run: RunFolder, *, started: float, resume: bool = Fa
         InputError: when the folder cannot be written any more.
     """
     job = training.job
+    if job.comm.size > 1:
+        raise InputError(f"fit on {job.comm.size} ranks: one rank only so far; use a loop of your own with AllReduce()")
     with Watch(training, run, started=started, resume=resume, quiet=quiet) as watch, _signals() as caught:
         while not watch.over and not caught:
             for x_NCHW, y_N in job.loader:
@@ -75,7 +85,33 @@ def fit(training: Training, run: RunFolder, *, started: float, resume: bool = Fa
                 job.optimizer.zero_grad()
                 if watch.after_step() or caught:
                     break
-        return watch.finish(caught[0] if caught else None)
+        return watch.finish(caught[0] if caught and not watch.over else None)
+
+
+def _made(thing: Any, kind: type[T], path: str) -> T:
+    if not isinstance(thing, kind):
+        raise InputError(f"{path}.use: a {kind.__name__} is wanted, this gives a {type(thing).__name__}")
+    return thing
+
+
+def _optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    try:
+        made = recipe.optimizer(model)
+    except TypeError as error:
+        wanted = "a function model -> optimizer is wanted, such as kasoku.optim.sgd"
+        raise InputError(f"optimizer.use = {recipe.optimizer.use}: {error}; {wanted}") from error
+    return _made(made, Optimizer, "optimizer")
+
+
+def _check_loss(job: Job, classes: int) -> None:
+    """One try on made-up outputs, so that a wrong setting is found before anything is written."""
+    outputs_NK, labels_N = torch.zeros(2, classes), torch.zeros(2, dtype=torch.long)
+    try:
+        loss = job.loss(outputs_NK, labels_N)
+    except InputError as error:
+        raise InputError(f"loss: {error}") from error
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise InputError("loss.use: a function (outputs, labels) -> one number is wanted")
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kasoku.core import Job
+from kasoku.core import InputError, Job
 from kasoku.core.run import RunFolder, save_weights
 from kasoku.data import Dataset
 from kasoku.device import Chosen
@@ -52,9 +52,9 @@ class Progress:
 class Result:
     """What came out; also result.json. Fractions from 0 to 1; seconds count from process start."""
 
-    top1: float
-    top5: float
-    loss: float
+    top1: float | None  # None: never evaluated
+    top5: float | None
+    loss: float | None
     best_top1: float
     target: float
     time_to_target_s: float | None
@@ -73,7 +73,7 @@ class Result:
         reached = f"{self.time_to_target_s:.1f} s" if self.time_to_target_s is not None else "not reached"
         where = sorted(self.seconds_by.items(), key=lambda item: -item[1])
         return {
-            "test accuracy": f"{self.top1:.2%} (top-5 {self.top5:.2%}, best {self.best_top1:.2%})",
+            "test accuracy": f"{self.top1 or 0:.2%} (top-5 {self.top5 or 0:.2%}, best {self.best_top1:.2%})",
             **({f"time to target ({self.target:.1%})": reached} if self.target else {}),
             "time in all": f"{self.seconds:.1f} s: " + ", ".join(f"{k} {s:.1f}" for k, s in where if s >= 0.05),
             "images/s": f"{self.images_per_s:,.0f}",
@@ -92,10 +92,10 @@ class Watch:
         self, training: Training, run: RunFolder, *, started: float, resume: bool = False, quiet: bool = False
     ) -> None:
         self.training, self.run, self.job, self.recipe = training, run, training.job, training.recipe
-        self.bar = Bar(training.total_steps, self.recipe.epochs, quiet=quiet)
-        self.progress = _resume(training, run, self.bar.say) if resume else Progress()
+        self.progress = _resume(training, run) if resume else Progress()
         self.log = Log(run.path, resume_step=self.job.steps if resume else None)
-        self.log.mlperf("run_start", event="INTERVAL_START", batch=self.recipe.batch, seed=self.recipe.seed)
+        self.bar = Bar(training.total_steps, self.recipe.epochs, quiet=quiet)
+        self._mlperf_start()
         self._now = self.job.clock.now
         self._started = started
         self.job.trace.add("import", "python and its packages", started, training.began)
@@ -105,14 +105,14 @@ class Watch:
         self._loss = math.nan
         self._evaluated = -1
         self._good = f"step {self.job.steps}" if resume and self.job.steps else "none yet"
-        self._reached = False
+        self._reached = self.recipe.evaluate.stop and self.progress.reached_s is not None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.log.close()
         self.bar.close()
+        self.log.close()
 
     @property
     def over(self) -> bool:
@@ -164,9 +164,10 @@ class Watch:
             with self.job.trace.span("save"), self.job.evaluation() as model:
                 save_weights(model, self.run.path / "model.safetensors")
         spent, progress = self._spent(), self.progress
-        scores = progress.scores or {"top1": 0.0, "top5": 0.0, "loss": math.nan}
         result = Result(
-            **scores,
+            top1=progress.scores.get("top1"),
+            top5=progress.scores.get("top5"),
+            loss=progress.scores.get("loss"),
             best_top1=progress.best,
             target=self.recipe.evaluate.target,
             time_to_target_s=progress.reached_s,
@@ -179,6 +180,14 @@ class Watch:
         self.run.write("result.json", json.dumps(whole, indent=1) + "\n")
         self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
         return result
+
+    def _mlperf_start(self) -> None:
+        """The lines an MLPerf log begins with."""
+        self.log.mlperf("global_batch_size", self.recipe.batch)
+        self.log.mlperf("seed", self.recipe.seed)
+        self.log.mlperf("train_samples", len(self.training.dataset.train))
+        self.log.mlperf("eval_samples", len(self.training.dataset.test))
+        self.log.mlperf("run_start", event="INTERVAL_START")
 
     def _crossed(self, every: float) -> bool:
         """Whether the last update crossed a multiple of `every` epochs."""
@@ -219,7 +228,9 @@ class Watch:
 
     def _evaluate(self) -> None:
         job, progress = self.job, self.progress
+        self._read_losses()
         rate = self._images_per_s()
+        self.log.mlperf("eval_start", event="INTERVAL_START", epoch_num=round(job.progress, 4))
         with job.trace.span("evaluate"), job.evaluation() as model:
             scores = evaluate(model, self.training.test, self.recipe.evaluate.views)
             if scores.top1 > progress.best or not progress.scores:
@@ -229,6 +240,7 @@ class Watch:
         progress.scores = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
         self.log.metrics(job.steps, job.progress, {f"test_{k}": v for k, v in progress.scores.items()})
         self.log.mlperf("eval_accuracy", scores.top1, epoch_num=round(job.progress, 4))
+        self.log.mlperf("eval_stop", event="INTERVAL_END", epoch_num=round(job.progress, 4))
         self.bar.accuracy(job.progress, scores.top1, self._loss, rate)
         target = self.recipe.evaluate.target
         if target and scores.top1 >= target and progress.reached_s is None:
@@ -245,7 +257,10 @@ class Watch:
         return f"{what} at step {step}; last good checkpoint: {self._good}; {cause}"
 
 
-def _resume(training: Training, run: RunFolder, say: Callable[[str], None]) -> Progress:
+def _resume(training: Training, run: RunFolder) -> Progress:
+    def say(line: str) -> None:
+        print(f"kasoku: {line}", file=sys.stderr)
+
     checkpoint = run.newest(warn=say)
     if checkpoint is None:
         say("no good checkpoint there: starting from the beginning")
@@ -253,4 +268,9 @@ def _resume(training: Training, run: RunFolder, say: Callable[[str], None]) -> P
     state = checkpoint.load(training.job.model)
     training.job.load_state_dict(state["job"])
     say(f"going on from step {training.job.steps} of {training.total_steps}")
-    return Progress(**state["progress"])
+    try:
+        return Progress(**state["progress"])
+    except TypeError as error:
+        raise InputError(
+            f"{checkpoint.folder}: of another version of kasoku ({error}): resume with that one"
+        ) from error

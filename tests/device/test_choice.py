@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from kasoku.core import InputError
-from kasoku.core.hardware import computes_bf16
+from kasoku.core.hardware import computes_bf16, cores
 from kasoku.core.toml import parse, table
 from kasoku.device import Autocast, ChannelsLast, Compile, Device, LossScale, choose, tune_malloc
-from kasoku.device.cores import cores
 
 CPU = torch.device("cpu")
 

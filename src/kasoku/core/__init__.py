@@ -4,7 +4,7 @@ from kasoku.core.clock import Clock, Wall, process_start
 from kasoku.core.comm import Comm, DeadlockError, Solo, Threads, Work
 from kasoku.core.errors import InputError
 from kasoku.core.job import Batch, Hyper, Job, Stateful
-from kasoku.core.schedule import ArcCotangent, Constant, Cosine, Linear, Polynomial, Schedule, Step, linear_scaling
+from kasoku.core.schedule import ArcCotangent, Constant, Cosine, Linear, Polynomial, Schedule, Step
 from kasoku.core.technique import Stage, Technique
 from kasoku.core.toml import Factory
 from kasoku.core.trace import Span, Trace
@@ -34,6 +34,5 @@ __all__ = [
     "Trace",
     "Wall",
     "Work",
-    "linear_scaling",
     "process_start",
 ]

@@ -1,9 +1,14 @@
 """What hardware and kernels want, where more than one room asks."""
 
+import math
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def computes_bf16(device: torch.device) -> bool:
@@ -23,3 +28,23 @@ def laid_out_like(p: Tensor, x: Any) -> Any:
     if not isinstance(x, Tensor) or x.shape != p.shape or x.stride() == p.stride():
         return x
     return torch.empty_strided(p.shape, p.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def cores(cgroup: Path = _CGROUP) -> int:
+    """The cores of the process's affinity mask, or fewer where a cgroup (a container) limits its time."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(allowed, _quota(cgroup))))
+
+
+def _quota(cgroup: Path) -> float:
+    try:  # version 2: "max 100000" or "150000 100000"
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:  # version 1: -1 is no limit
+        quota_us = int((cgroup / "cpu/cpu.cfs_quota_us").read_text())
+        period_us = int((cgroup / "cpu/cpu.cfs_period_us").read_text())
+        return quota_us / period_us if quota_us > 0 else math.inf
+    except (OSError, ValueError):
+        return math.inf

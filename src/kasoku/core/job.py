@@ -94,6 +94,7 @@ class Job:
         self._make_optimizer = optimizer
         self._optimizer: Optimizer | None = None
         self._depth = 0
+        self._moving: list[Tensor] = []
         self._arrived: dict[Tensor, int] = {}
         self._kept: dict[str, Stateful] = {}
         self._undo = ExitStack()
@@ -176,9 +177,10 @@ class Job:
 
     def apply(self, *techniques: Technique) -> Job:
         """Applies techniques, sorted by stage. Raises InputError for two that cannot be combined."""
-        for technique in sorted(techniques, key=lambda t: t.stage):
+        ordered = sorted(techniques, key=lambda t: t.stage)
+        for i, technique in enumerate(ordered):
             name = type(technique).__name__
-            for other in self.applied:
+            for other in [*self.applied, *ordered[:i]]:
                 theirs = type(other).__name__
                 if theirs == name:
                     raise InputError(f"technique {name} is given twice: leave one of them out")
@@ -187,6 +189,7 @@ class Job:
             if self.applied and technique.stage < self.applied[-1].stage:
                 late = type(self.applied[-1]).__name__
                 raise InputError(f"technique {name} comes before {late}: give both to one call of apply")
+        for technique in ordered:
             technique.apply(self)
             self.applied.append(technique)
         return self
@@ -271,8 +274,8 @@ class Job:
 
     def close(self) -> None:
         """Drains, takes every technique off, and gives the plain objects back as they were handed in."""
-        _ = self.optimizer
-        self.drain()
+        if self._optimizer is not None:
+            self.drain()
         self._undo.close()
         for hooks in (self._on_gradient, self._on_step, self._on_update, self._on_stepped, self._on_drain):
             hooks.clear()
@@ -296,8 +299,17 @@ class Job:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; techniques must be applied first. Raises InputError if they differ."""
         if set(state["kept"]) != set(self._kept):
-            theirs, ours = sorted(state["kept"]), sorted(self._kept)
-            raise InputError(f"checkpoint keeps {theirs}, this job keeps {ours}: resume with the run's own recipe")
+            raise InputError(
+                f"checkpoint keeps {sorted(state['kept'])}, this job {sorted(self._kept)}: resume with its own recipe"
+            )
+        theirs, ours = (
+            [(len(group["params"]), sorted(group)) for group in groups]
+            for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
+        )
+        if theirs != ours:
+            raise InputError(
+                "checkpoint of another optimizer or of other parameter groups: resume with the run's recipe"
+            )
         self.optimizer.load_state_dict(state["optimizer"])
         for p, values in self.optimizer.state.items():
             values.update({k: laid_out_like(p, x) for k, x in values.items()})
@@ -324,8 +336,12 @@ class Job:
         self._depth += 1
         if self._depth == 1:
             self._arrived.clear()
-            for f in reversed(self._on_step):
-                f()
+            try:
+                for f in reversed(self._on_step):
+                    f()
+            except BaseException:
+                self._depth = 0
+                raise
             self._moving = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,10 +12,11 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -78,6 +79,12 @@ class RunFolder:
         """Gives the folder free."""
         self._lock.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def write(self, name: str, text: str) -> None:
         """Writes a small file whole or not at all."""
         write_atomically(self.path / name, lambda part: part.write_text(text))
@@ -107,13 +114,25 @@ class RunFolder:
             shutil.rmtree(old)
 
     def newest(self, *, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest good checkpoint, or None; each damaged one on the way is named through `warn`."""
-        for folder in sorted((self.path / "checkpoints").glob("step-*"), reverse=True):
-            damage = _damage(folder)
-            if damage is None:
-                return Checkpoint(int(folder.name.removeprefix("step-")), folder)
-            warn(f"checkpoint {folder} is damaged ({damage}): passed over")
-        return None
+        """The newest good checkpoint, or None; each damaged one is named through `warn` and set aside."""
+        for part in (self.path / "checkpoints").glob(".part-*"):
+            warn(f"checkpoint {part} was half written: passed over, removed")
+            shutil.rmtree(part, ignore_errors=True)
+        good = newest(self.path, warn=warn)
+        for folder in (self.path / "checkpoints").glob("step-*"):
+            if good is None or folder.name > good.folder.name:
+                folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
+        return good
+
+
+def newest(path: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest good checkpoint of a run folder, or None; each damaged one on the way is named through `warn`."""
+    for folder in sorted((path / "checkpoints").glob("step-*"), reverse=True):
+        damage = _damage(folder)
+        if damage is None:
+            return Checkpoint(int(folder.name.removeprefix("step-")), folder)
+        warn(f"checkpoint {folder} is damaged ({damage}): passed over")
+    return None
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
@@ -137,9 +156,10 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(f".{path.name}.part")
     try:
         write(part)
+        part.chmod(0o644)  # safetensors makes its files private
         _flush(part)
         os.replace(part, path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         part.unlink(missing_ok=True)
         raise _cannot_write(path, error) from error
 
@@ -147,7 +167,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def _cannot_write(path: Path, error: Exception) -> InputError:
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
     return InputError(
-        f"{path}: cannot be written ({reason}): free some space and go on with --resume; earlier checkpoints are whole"
+        f"{path}: cannot be written ({reason}): mend that and go on (a training: --resume); what was written is whole"
     )
 
 

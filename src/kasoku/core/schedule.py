@@ -125,8 +125,3 @@ class ArcCotangent(Schedule):
         if d > 0:
             d *= 2
         return 0.5 - math.atan(d / self.decay + d**3 / 1000) / math.pi
-
-
-def linear_scaling(lr: float, batch: int, reference_batch: int) -> float:
-    """The rate for `batch`, given one that works at `reference_batch`: the linear rule. Ref: [004], Goyal 2017."""
-    return lr * batch / reference_batch

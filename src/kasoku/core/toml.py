@@ -46,13 +46,18 @@ class Factory:
             raise InputError(f"{self.use}: {error}: give it as a key beside use") from error
         except ValueError:
             pass  # a builtin without a signature
-        return thing(*args, **self.keys, **rest)
+        try:
+            return thing(*args, **self.keys, **rest)
+        except InputError:
+            raise
+        except ValueError as error:  # torch's way to refuse a setting
+            raise InputError(f"{self.use}: {error}") from error
 
 
 def resolve(dotted: str, path: str) -> Callable[..., Any]:
     """The class or function of a dotted name. Raises InputError that names the nearest right name."""
     parts = dotted.split(".")
-    if len(parts) < 2:
+    if len(parts) < 2 or not all(parts):
         raise InputError(f'{path} = "{dotted}": a dotted name such as kasoku.models.resnet50 is wanted')
     module: Any = None
     for end in range(len(parts) - 1, 0, -1):
@@ -91,7 +96,7 @@ def parse(cls: type[T], table: Mapping[str, Any], path: str = "") -> T:
 def table(thing: Any) -> Any:
     """The plain TOML value of a dataclass, back to what `parse` takes; None is left out."""
     if isinstance(thing, Factory):
-        return {"use": thing.use, **{k: table(v) for k, v in thing.keys.items() if v is not None}}
+        return {"use": thing.use, **{k: _own(v) for k, v in thing.keys.items() if v is not None}}
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         return tables(thing)
     if isinstance(thing, list | tuple):
@@ -122,6 +127,8 @@ def override(document: dict[str, Any], setting: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    if not isinstance(value, bool | int | float | str | list | dict):
+        value = text  # a folder named like a date
     at: Any = document
     *parents, last = path.strip().split(".")
     for key in parents:
@@ -141,6 +148,12 @@ def _index(items: list[Any], key: str, path: str) -> int:
     if not key.isdigit() or int(key) >= len(items):
         raise InputError(f"--set {path}: {key} is no index of a list of {len(items)}: 0 to {len(items) - 1}")
     return int(key)
+
+
+def _own(thing: Any) -> Any:
+    """A value whose field's type is not known: one that extends another dataclass needs its `use`."""
+    extends = any(dataclasses.is_dataclass(base) for base in type(thing).__mro__[1:])
+    return _used(thing) if extends else table(thing)
 
 
 def _used(thing: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
+from kasoku.core.hardware import cores
 from kasoku.data.augment import Augment, Transform, box_draws, centre_box, normalise, random_box, stored_side
 from kasoku.data.decode import decode, fitted, read_image
 from kasoku.data.order import order
@@ -164,8 +164,7 @@ class FilesLoader(Loader):
     def __init__(self, dataset: Dataset, split: str, batch: int, **where: Any):
         super().__init__(dataset, split, batch, **where)
         self._files: Files = getattr(dataset, split)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.threads, self.cache_bytes = min(cores, 32), 2**30
+        self.threads, self.cache_bytes = min(cores(), 32), 2**30
         self._kept: dict[int, np.ndarray] = {}
         self._kept_bytes = 0
         self._lock = threading.Lock()

@@ -9,10 +9,9 @@ from typing import Literal
 import torch
 
 from kasoku.core import InputError, Technique
-from kasoku.core.hardware import computes_bf16
+from kasoku.core.hardware import computes_bf16, cores
 from kasoku.device.autocast import DTYPES, Autocast
 from kasoku.device.compile import Compile
-from kasoku.device.cores import cores
 from kasoku.device.graphs import Graphs
 from kasoku.device.layout import ChannelsLast
 from kasoku.device.malloc import tune_malloc

@@ -16,6 +16,7 @@ class Rate(Technique):
 
     Args:
         schedule: progress in epochs -> factor.
+        scale: factor on all rates throughout, such as batch / reference batch (the linear scaling rule).
 
     Saves: steps: a warm-up permits large rates and batches, a decay ends at a good minimum.
     Costs: nothing that can be measured.
@@ -25,10 +26,15 @@ class Rate(Technique):
     stage: ClassVar[Stage] = Stage.STEP
 
     schedule: Schedule = Constant()  # noqa: RUF009 - frozen
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise InputError(f"scale={self.scale}: above 0")
 
     def apply(self, job: Job) -> None:
         """Sets the rates now and after each step."""
-        course = _Course(job, self.schedule)
+        course = _Course(job, self.schedule, self.scale)
         course.set()
         job.after_step(course.set)
         job.keep("rate", course)
@@ -36,8 +42,8 @@ class Rate(Technique):
 
 
 class _Course:
-    def __init__(self, job: Job, schedule: Schedule) -> None:
-        self.job, self.schedule = job, schedule
+    def __init__(self, job: Job, schedule: Schedule, scale: float) -> None:
+        self.job, self.schedule, self.scale = job, schedule, scale
         self.rates = [group["lr"] for group in job.optimizer.param_groups]
 
     def set(self) -> None:
@@ -51,7 +57,7 @@ class _Course:
         factor = self.schedule(epoch)
         for group, rate in zip(groups, self.rates, strict=True):
             until = group.get("until", 0)
-            group["lr"] = rate * (max(0.0, 1 - epoch / until) if until else factor)
+            group["lr"] = rate * self.scale * (max(0.0, 1 - epoch / until) if until else factor)
 
     def undo(self) -> None:
         for group, rate in zip(self.job.optimizer.param_groups, self.rates, strict=False):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -55,5 +56,5 @@ def print_table(title: str, rows: Mapping[str, str]) -> None:
     """Prints a table of two columns."""
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     Console(highlight=False).print(table)

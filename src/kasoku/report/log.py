@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,22 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from kasoku.core import InputError
+from kasoku.core.run import write_atomically
 
 
 class Log:
     """Metrics of one run, line by line, flushed as they come.
 
     metrics.jsonl: one object a line with `step`, `epoch`, `time_s` and the values. tensorboard/: the same as scalars.
-    mlperf.log: `:::MLLOG` lines. Resuming at a step drops the lines after it.
+    mlperf.log: `:::MLLOG` lines. Resuming at a step drops the metrics after it; the others go on behind what is there.
     """
 
     def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
         self._path = folder / "metrics.jsonl"
-        if resume_step is not None and self._path.exists():
-            kept = [line for line in self._path.read_text().splitlines() if _step(line) <= resume_step]
-            self._path.write_text("".join(f"{line}\n" for line in kept))
         try:
+            if resume_step is not None and self._path.exists():
+                kept = [line for line in self._path.read_text().splitlines() if _step(line) <= resume_step]
+                write_atomically(self._path, lambda part: part.write_text("".join(f"{line}\n" for line in kept)))
             self._lines = self._path.open("a", buffering=1)
             self._mlperf = (folder / "mlperf.log").open("a", buffering=1)
             self._events = EventFileWriter(str(folder / "tensorboard"))
@@ -59,9 +61,9 @@ class Log:
 
     def close(self) -> None:
         """Flushes and closes the files."""
-        self._lines.close()
-        self._mlperf.close()
-        self._events.close()
+        for part in (self._lines, self._mlperf, self._events):
+            with suppress(OSError):  # a full disk was reported when the line was written
+                part.close()
 
 
 def _full(path: Path, error: OSError) -> InputError:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from kasoku.core.hardware import cores
+
 
 def environment() -> dict[str, Any]:
     """Versions, the commit of the working folder and of kasoku's own source (None outside git), and the machine."""
@@ -23,7 +25,7 @@ def environment() -> dict[str, Any]:
         "machine": {
             "system": platform.platform(),
             "cpu": _cpu(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": cores(),
             "memory_bytes": _memory_bytes(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "threads": torch.get_num_threads(),
