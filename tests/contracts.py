@@ -57,6 +57,7 @@ ROWS = [
 NO_ROW = {
     "Augment": "needs images, not tensors: tests/data/test_augment.py",
     "Graphs": "needs CUDA: tests/device/test_techniques.py",
+    "LowResolution": "needs a network that takes any size: tests/data/test_resolution.py",
     "Pretrained": "needs a file of weights: tests/models",
 }
 

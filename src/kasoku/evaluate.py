@@ -1,6 +1,6 @@
 """How good a model is: top-1, top-5 and loss over a loader, with test-time averaging where it is asked for."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kasoku.core import Batch
 
 Views = Literal["plain", "mirror", "crops"]
+_UNSURE = 0.3
 
 
 @dataclass(frozen=True)
@@ -54,23 +55,26 @@ def tally(logits_NK: Tensor, y_N: Tensor) -> Tensor:
 def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) -> Tensor:
     """Logits averaged over views of the same images.
 
-    plain: as they are. mirror: and mirrored. crops: and shifted by one pixel both ways along the diagonal, each also
-    mirrored; the shifted ones together weigh as much as the unshifted (6 passes). Ref: Jordan 2024 (arXiv 2404.00498).
+    plain: as they are. mirror: and mirrored. crops: and, for the 30 % of a batch that it is least sure of (the smallest
+    lead of the first class over the second), shifted by one pixel both ways along the diagonal, each also mirrored; the
+    shifted ones together weigh as much as the unshifted.
+    Ref: crops: Jordan 2024 (arXiv 2404.00498); only for the unsure: Hiverge 2025 (cifar10-speedrun).
     """
-    return torch.stack([model(view).float() * weight for weight, view in _views(x_NCHW, views)]).sum(0)
-
-
-def _views(x_NCHW: Tensor, views: Views) -> Iterator[tuple[float, Tensor]]:
     if views == "plain":
-        yield 1.0, x_NCHW
-        return
-    whole = 0.5 if views == "crops" else 1.0
-    shifted = []
-    if views == "crops":
+        return model(x_NCHW).float()
+    logits_NK = _mirrored(model, x_NCHW)
+    unsure = int(_UNSURE * len(x_NCHW))
+    if views == "crops" and unsure and logits_NK.shape[1] > 1:
+        best_N2 = logits_NK.softmax(1).topk(2, dim=1).values
+        index_M = (best_N2[:, 0] - best_N2[:, 1]).topk(unsure, largest=False).indices
         height, width = x_NCHW.shape[2:]
-        padded = nn.functional.pad(x_NCHW, (1, 1, 1, 1), mode="reflect")
-        shifted = [padded[:, :, :height, :width], padded[:, :, 2:, 2:]]
-    weights = [whole] + [(1 - whole) / 2] * len(shifted)
-    for weight, view in zip(weights, [x_NCHW, *shifted], strict=True):
-        yield weight / 2, view
-        yield weight / 2, view.flip(3)
+        padded = nn.functional.pad(x_NCHW[index_M], (1, 1, 1, 1), mode="reflect")
+        shifted = _mirrored(model, padded[:, :, :height, :width]) + _mirrored(model, padded[:, :, 2:, 2:])
+        logits_NK[index_M] = logits_NK[index_M] / 2 + shifted / 4
+    return logits_NK
+
+
+def _mirrored(model: Callable[[Tensor], Tensor], x_NCHW: Tensor) -> Tensor:
+    x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
+    mirrored = x_NCHW.flip(3).contiguous(memory_format=torch.channels_last)
+    return (model(x_NCHW).float() + model(mirrored).float()) / 2

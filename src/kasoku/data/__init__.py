@@ -7,6 +7,7 @@ from kasoku.data.folder import find_images, folder
 from kasoku.data.idx import fashion_mnist, idx, mnist
 from kasoku.data.loader import FilesLoader, Loader, MemoryLoader, loader, sample
 from kasoku.data.order import draws, order
+from kasoku.data.resolution import LowResolution
 from kasoku.data.sources import Dataset, Files, Memory, Split, digits
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Files",
     "FilesLoader",
     "Loader",
+    "LowResolution",
     "Memory",
     "MemoryLoader",
     "Split",

@@ -28,11 +28,12 @@ def folder(root: str, size: int = 224, validation: float = 0.1, seed: int = 0, c
 
     root/<class>/<file>, or root/train/<class>/<file> and root/val/<class>/<file> (also validation/, test/). Without a
     validation part the share `validation` of each class is split off, chosen by `seed` and the file names alone.
-    `size`: side in pixels of the square that a file is decoded to. Hidden files and other types are left out.
+    `root` may name environment variables. `size`: side in pixels of the square that a file is decoded to.
+    Hidden files and other types are left out.
     The list of files is kept in `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku) while no folder changes.
     Errors: InputError for no class folder, a class folder with no image, a class that is only in the validation part.
     """
-    top = Path(root).expanduser()
+    top = Path(os.path.expandvars(root)).expanduser()
     if not root or not top.is_dir():
         raise InputError(
             f"root={root}: no such folder; give the folder that holds a folder for each class, or train/ and val/"
