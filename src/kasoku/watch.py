@@ -99,7 +99,8 @@ class Watch:
         self._now = self.job.clock.now
         self._started = started
         self.job.trace.add("import", "python and its packages", started, training.began)
-        self._loop = self._read = self._saved = self._now()
+        self._loop = self._saved = self._now()
+        self._read = -math.inf
         self._first_step = True
         self._losses: list[Tensor] = []
         self._loss = math.nan

@@ -234,3 +234,34 @@ def test_state_from_another_layout_is_laid_out_as_the_weights_are():
 def test_accumulate_below_one_is_refused():
     with pytest.raises(InputError, match="accumulate=0: at least 1"):
         make(accumulate=0)
+
+
+def test_the_state_of_another_optimizer_is_refused_by_name():
+    state = Job(Net(), lambda m: adamw(m, lr=1e-3)).state_dict()
+    with pytest.raises(InputError, match="another optimizer"):
+        Job(Net(), lambda m: sgd(m, lr=0.1)).load_state_dict(state)
+
+
+def test_hooks_run_again_after_one_of_them_raised():
+    job = Job(Net(), lambda m: sgd(m, lr=0.1))
+    calls = []
+
+    def fails_once() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise ValueError("once")
+
+    job.before_step(fails_once)
+    with pytest.raises(ValueError, match="once"):
+        job.optimizer.step()
+    job.optimizer.step()
+    job.optimizer.step()
+    assert calls == [0, 1, 2]
+    assert job.steps == 2
+
+
+def test_techniques_that_conflict_leave_the_job_as_it_was():
+    job = Job(Net(), lambda m: sgd(m, lr=0.1))
+    with pytest.raises(InputError, match="cannot be combined"):
+        job.apply(EMA(decay=0.9), Lookahead(every=2))
+    assert job.applied == []

@@ -29,7 +29,7 @@ def write_binary(layout, folder):
             label_NB[:, 0] //= 5  # the coarse label comes first
         record_NB = np.concatenate([label_NB, pixels_N3HW.reshape(len(labels_N), -1)], 1)
         record_NB.tofile(folder / f"{stem}.bin")
-    (folder / layout.binary_names).write_text("\n".join(names(layout)) + "\n\n")
+    (folder / layout.names[0]).write_text("\n".join(names(layout)) + "\n\n")
 
 
 def write_python(layout, folder):
@@ -38,8 +38,8 @@ def write_python(layout, folder):
         flat_NP = pixels_N3HW.reshape(len(labels_N), -1)
         stored = {b"data": flat_NP, layout.labels_key: labels_N.tolist(), b"filenames": [b"a.png"]}
         (folder / stem).write_bytes(pickle.dumps(stored, protocol=2))
-    meta = {layout.names_key: [name.encode() for name in names(layout)], b"num_vis": 3072}
-    (folder / layout.python_names).write_bytes(pickle.dumps(meta, protocol=2))
+    meta = {layout.names[2]: [name.encode() for name in names(layout)], b"num_vis": 3072}
+    (folder / layout.names[1]).write_bytes(pickle.dumps(meta, protocol=2))
 
 
 def names(layout):

@@ -300,7 +300,7 @@ class Job:
         """Takes back what `state_dict` gave; techniques must be applied first. Raises InputError if they differ."""
         if set(state["kept"]) != set(self._kept):
             raise InputError(
-                f"checkpoint keeps {sorted(state['kept'])}, this job {sorted(self._kept)}: resume with its own recipe"
+                f"checkpoint keeps {sorted(state['kept'])}, this job keeps {sorted(self._kept)}: use its recipe"
             )
         theirs, ours = (
             [(len(group["params"]), sorted(group)) for group in groups]

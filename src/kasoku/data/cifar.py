@@ -30,9 +30,7 @@ class Layout:
     test_images: int
     label_bytes: int  # in a binary record; the last one is the label
     labels_key: bytes
-    binary_names: str
-    python_names: str
-    names_key: bytes
+    names: tuple[str, str, bytes]  # the classes' names: binary file, python file, key in it
     classes: int
 
 
@@ -45,9 +43,7 @@ CIFAR10 = Layout(
     test_images=10_000,
     label_bytes=1,
     labels_key=b"labels",
-    binary_names="batches.meta.txt",
-    python_names="batches.meta",
-    names_key=b"label_names",
+    names=("batches.meta.txt", "batches.meta", b"label_names"),
     classes=10,
 )
 CIFAR100 = Layout(
@@ -59,9 +55,7 @@ CIFAR100 = Layout(
     test_images=10_000,
     label_bytes=2,
     labels_key=b"fine_labels",
-    binary_names="fine_label_names.txt",
-    python_names="meta",
-    names_key=b"fine_label_names",
+    names=("fine_label_names.txt", "meta", b"fine_label_names"),
     classes=100,
 )
 
@@ -149,12 +143,12 @@ def _read_python(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np
 
 def _names(layout: Layout, folder: Path, ending: str) -> list[str]:
     """Class names beside the data, or plain numbers where that small file is missing."""
-    path = folder / (layout.binary_names if ending else layout.python_names)
+    path = folder / (layout.names[0] if ending else layout.names[1])
     names: list[str] = []
     if path.is_file() and ending:
         names = path.read_text(encoding="utf-8", errors="replace").split()
     elif path.is_file():
-        stored = unpickled(path).get(layout.names_key, [])
+        stored = unpickled(path).get(layout.names[2], [])
         names = [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in stored]
     return names if len(names) == layout.classes else [str(number) for number in range(layout.classes)]
 
