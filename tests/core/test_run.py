@@ -30,8 +30,7 @@ def test_a_checkpoint_comes_back_and_old_ones_go(run: RunFolder):
     for step in (3, 5, 12):
         run.save(step, Net(seed=step), {"steps": step, "x": torch.arange(3)}, keep=2)
     found, warnings = newest(run)
-    assert len(warnings) == 1
-    assert "half written" in warnings[0]
+    assert warnings == []
     assert [p.name for p in sorted((run.path / "checkpoints").iterdir())] == ["step-000000005", "step-000000012"]
     model = Net(seed=1)
     state = found.load(model)
