@@ -204,6 +204,10 @@ def test_example_plain_loop_learns_the_digits():
     assert example("plain_loop").main() > 0.95
 
 
+def test_example_own_technique_learns_the_digits():
+    assert example("own_technique").main() > 0.8
+
+
 def test_example_fine_tune_learns_colours(tmp_path):
     torch.manual_seed(0)
     save_file({k: v.contiguous() for k, v in models.resnet18().state_dict().items()}, tmp_path / "w.safetensors")

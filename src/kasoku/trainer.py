@@ -49,8 +49,8 @@ def prepare(recipe: Recipe, comm: Comm | None = None) -> Training:
     )
     job.apply(*chosen.techniques, Seeded(recipe.seed), Rate(recipe.schedule, recipe.rate_scale), *recipe.techniques)
     _check_loss(job, len(dataset.classes))
-    job.trace.add("data", "read the data set", start, read)
-    job.trace.add("model", "build the model", read, comm.clock.now())
+    job.trace.add("data", "read the data set", start=start, stop=read)
+    job.trace.add("model", "build the model", start=read, stop=comm.clock.now())
     total = round(recipe.epochs * len(train) / recipe.accumulate)
     if total < 1:
         raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")

@@ -98,7 +98,7 @@ class Watch:
         self._mlperf_start()
         self._now = self.job.clock.now
         self._started = started
-        self.job.trace.add("import", "python and its packages", started, training.began)
+        self.job.trace.add("import", "python and its packages", start=started, stop=training.began)
         self._loop = self._saved = self._now()
         self._read = -math.inf
         self._first_step = True
@@ -131,7 +131,7 @@ class Watch:
         job, evaluation, save = self.job, self.recipe.evaluate, self.recipe.save
         now = self._now()
         if self._first_step:
-            job.trace.add("first_step", "the first step, with compilation", self._loop, now)
+            job.trace.add("first_step", "the first step, with compilation", start=self._loop, stop=now)
             self._first_step = False
         if self._losses[-1].device.type == "cpu" or self.over or now - self._read > 0.5:
             self._read_losses()
@@ -225,7 +225,7 @@ class Watch:
             lr = float(max(group["lr"] for group in self.job.optimizer.param_groups))
             line = {"loss": self._loss, "lr": lr, "images_per_s": round(rate, 1)}
             self.log.metrics(self.job.steps, self.job.progress, line)
-            self.bar.step(self.job.steps, self.job.progress, self._loss, rate)
+            self.bar.step(self.job.steps, self.job.progress, loss=self._loss, images_per_s=rate)
 
     def _evaluate(self) -> None:
         job, progress = self.job, self.progress
@@ -242,7 +242,7 @@ class Watch:
         self.log.metrics(job.steps, job.progress, {f"test_{k}": v for k, v in progress.scores.items()})
         self.log.mlperf("eval_accuracy", scores.top1, epoch_num=round(job.progress, 4))
         self.log.mlperf("eval_stop", event="INTERVAL_END", epoch_num=round(job.progress, 4))
-        self.bar.accuracy(job.progress, scores.top1, self._loss, rate)
+        self.bar.accuracy(job.progress, scores.top1, loss=self._loss, images_per_s=rate)
         target = self.recipe.evaluate.target
         if target and scores.top1 >= target and progress.reached_s is None:
             progress.reached_s = round(sum(self._spent().values()), 3)

@@ -53,7 +53,7 @@ def test_totals_last_where_spans_are_dropped():
     clock = Ticks()
     trace = Trace(clock, keep=2)
     for i in range(5):
-        trace.add("step", str(i), i, i + 1)
+        trace.add("step", str(i), start=i, stop=i + 1)
     assert [s.name for s in trace.spans] == ["3", "4"]
     assert trace.total_s["step"] == 5
 

@@ -190,3 +190,22 @@ def test_rates_are_those_of_the_progress_after_loading_a_checkpoint():
     assert second.hyper()[0]["lr"] == first.hyper()[0]["lr"] == pytest.approx(0.1 * (1 - 3 / 8))
     second.close()
     assert second.hyper()[0]["lr"] == 0.1
+
+
+def test_a_group_whose_time_is_over_is_frozen_and_thawed_by_close():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    groups = [{"params": list(model[0].parameters()), "until": 1.0}, {"params": list(model[1].parameters())}]
+    x, y = torch.randn(6, 4), torch.zeros(6).long()
+    job = Job(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9), loader=[(x, y)] * 2).apply(Rate(Constant()))
+    seen = []
+    for _ in range(2):
+        for a, b in job.loader:
+            before = model[0].weight.detach().clone()
+            job.loss(job.model(a), b).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            seen.append((not before.equal(model[0].weight), model[0].weight.requires_grad))
+    assert seen == [(True, True), (True, False), (False, False), (False, False)]
+    job.close()
+    assert model[0].weight.requires_grad

@@ -30,7 +30,7 @@ class Trace:
         self.total_s: defaultdict[str, float] = defaultdict(float)
         self._children_s = [0.0]
 
-    def add(self, kind: str, name: str, start: float, stop: float, *, bytes: int = 0) -> None:
+    def add(self, kind: str, name: str, *, start: float, stop: float, bytes: int = 0) -> None:
         """Takes a span that was timed elsewhere."""
         self.spans.append(Span(kind, name, start, stop, self.rank, bytes))
         self.total_s[kind] += stop - start
@@ -44,6 +44,6 @@ class Trace:
             yield
         finally:
             stop = self.clock.now()
-            self.add(kind, name or kind, start, stop, bytes=bytes)
+            self.add(kind, name or kind, start=start, stop=stop, bytes=bytes)
             self.total_s[kind] -= self._children_s.pop()
             self._children_s[-1] += stop - start

@@ -23,7 +23,7 @@ _VERSION = 1
 Tree = dict[str, list[str]]  # class -> file names, both sorted
 
 
-def folder(root: str, size: int = 224, validation: float = 0.1, seed: int = 0, cache: str = "") -> Dataset:
+def folder(root: str, size: int = 224, *, validation: float = 0.1, seed: int = 0, cache: str = "") -> Dataset:
     """Image folder: JPEG, PNG, WebP or BMP files, a folder a class, with or without train/ and val/.
 
     root/<class>/<file>, or root/train/<class>/<file> and root/val/<class>/<file> (also validation/, test/). Without a

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from kasoku.core import Constant, InputError, Job, Schedule, Stage, Technique
 
 
@@ -10,7 +12,8 @@ from kasoku.core import Constant, InputError, Job, Schedule, Stage, Technique
 class Rate(Technique):
     """Multiplies every parameter group's learning rate by a schedule of the progress in epochs.
 
-    A group that carries `until` (epochs) follows a straight line from its own rate to 0 there instead.
+    A group that carries `until` (epochs) follows a straight line from its own rate to 0 there instead; from then on its
+    parameters are frozen, and backward leaves out what only they needed.
     The rate of a step is set when the step before it has ended (the first one's at once), as torch's schedulers do, so
     that techniques that update parts of the model early or late all see it; it depends on the progress alone.
 
@@ -58,10 +61,20 @@ class _Course:
         for group, rate in zip(groups, self.rates, strict=True):
             until = group.get("until", 0)
             group["lr"] = rate * self.scale * (max(0.0, 1 - epoch / until) if until else factor)
+            if until:
+                self._freeze(group["params"], epoch >= until)
+
+    def _freeze(self, params: list[Tensor], over: bool) -> None:
+        for p in params:
+            p.requires_grad_(not over)
+            if over:
+                p.grad = None
 
     def undo(self) -> None:
         for group, rate in zip(self.job.optimizer.param_groups, self.rates, strict=False):
             group["lr"] = rate
+            if group.get("until", 0):
+                self._freeze(group["params"], False)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

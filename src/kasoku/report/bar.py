@@ -29,12 +29,12 @@ class Bar:
         self._task = self._progress.add_task("train", total=total_steps, **start)
         self._progress.start()
 
-    def step(self, step: int, epoch: float, loss: float, images_per_s: float) -> None:
+    def step(self, step: int, epoch: float, *, loss: float, images_per_s: float) -> None:
         """Moves the bar."""
         shown: dict[str, Any] = {"epoch": self._at(epoch), "rate": f"{images_per_s:,.0f}", "loss": f"{loss:.3f}"}
         self._progress.update(self._task, completed=step, accuracy=self._accuracy, **shown)
 
-    def accuracy(self, epoch: float, top1: float, loss: float, images_per_s: float) -> None:
+    def accuracy(self, epoch: float, top1: float, *, loss: float, images_per_s: float) -> None:
         """Reports an evaluation: top1 from 0 to 1."""
         self._accuracy = f"{top1:.2%}"
         if not self._console.is_terminal:
