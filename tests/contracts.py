@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kasoku.core import Comm, Constant, Job, Linear, Technique
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
-from kasoku.parallel import AllReduce
+from kasoku.parallel import AllReduce, Recalibrate, VirtualRanks
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,14 @@ ROWS = [
     Row(Lookahead(every=2, decay=0.5), neutral=Lookahead(every=2, decay=0.0)),
     Row(LossScale(start=2.0**140, every=3), neutral=LossScale(start=1024.0, every=2), steps=40),
     Row(Rate(Linear(epochs=12, warmup=1)), neutral=Rate(Constant()), owns_rate=True),
+    Row(Recalibrate(images=32)),
     Row(Seeded(seed=3), neutral=Seeded(seed=3)),
+    Row(VirtualRanks(norm_batch=8, average=0.5), neutral=VirtualRanks()),
 ]
 NO_ROW = {
     "Augment": "needs images, not tensors: tests/data/test_augment.py",
     "Graphs": "needs CUDA: tests/device/test_techniques.py",
+    "GrowBatch": "needs a loader of kasoku.data: tests/data/test_grow.py",
     "LowResolution": "needs a network that takes any size: tests/data/test_resolution.py",
     "Pretrained": "needs a file of weights: tests/models",
 }
@@ -154,7 +157,8 @@ def train(job: Job, steps: int, *, each: Callable[[], object] = lambda: None) ->
             (loss / job.accumulate).backward()
             losses.append(loss.item())
             micro += 1
-            if micro % job.accumulate == 0:
+            if micro == job.accumulate:
+                micro = 0
                 job.optimizer.step()
                 job.optimizer.zero_grad()
                 each()

@@ -18,7 +18,12 @@ from kasoku.trainer import prepare
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
-SHAPES = {"cifar10": (3, 32), "fashion_mnist": (1, 28), "digits": (1, 8)}
+SHAPES = {"cifar10": (3, 32), "fashion_mnist": (1, 28), "digits": (1, 8), "imagenet": (3, 64)}
+SMALL = {  # what a recipe for a cluster needs to run here
+    "imagenet_resnet50_81920": ["norm_batch=5", "techniques.0.crop=center"],
+    "imagenet_resnet50_mlperf": ["points=[]", "norm_batch=5", "techniques.0.crop=center"],
+    "imagenet_resnet50_16epochs": ["techniques.0.crop=center", "techniques.1.side=48"],
+}
 
 
 def stand_in(channels: int, side: int, images: int) -> Dataset:
@@ -49,20 +54,22 @@ def test_a_recipe_written_back_is_equal(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_trains_two_steps_on_stand_in_data(path, tmp_path, monkeypatch):
-    recipe = recipes.load(path, ["batch=20", "evaluate.batch=20"])
+    recipe = recipes.load(path, ["batch=20", "evaluate.batch=20", *SMALL.get(path.stem, [])])
     source = recipe.data.use.rpartition(".")[2]
     if source == "folder":
         data = Factory("kasoku.data.folder", {**recipe.data.keys, "root": str(photos(tmp_path / "photos"))})
     else:
         made = stand_in(*SHAPES[source], images=60)
-        monkeypatch.setattr(f"kasoku.data.{source}", lambda root="", seed=0: made)
+        monkeypatch.setattr(f"kasoku.data.{source}", lambda root="", seed=0, size=0: made)
         data = Factory(recipe.data.use)
     training = prepare(dataclasses.replace(recipe, data=data))
     job, before = training.job, None
+    batches = (batch for _ in range(2) for batch in job.loader)
     for _ in range(2):
-        x, y = next(iter(job.loader))
-        loss = job.loss(job.model(x), y)
-        loss.backward()
+        for _ in range(job.accumulate):
+            x, y = next(batches)
+            loss = job.loss(job.model(x), y) / job.accumulate
+            loss.backward()
         before = before if before is not None else [p.detach().clone() for p in job.model.parameters()]
         job.optimizer.step()
         job.optimizer.zero_grad()

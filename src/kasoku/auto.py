@@ -11,6 +11,7 @@ from PIL import Image
 
 from kasoku import models
 from kasoku.core import InputError
+from kasoku.core.toml import override
 from kasoku.data import Files, folder
 from kasoku.recipe import Recipe, from_document
 
@@ -46,6 +47,9 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: l
         document["optimizer"]["weight_decay"] = 5e-4
     epochs = float(max(3, min(60, round(updates / steps))))
     document["epochs"] = epochs
+    for setting in (s for s in settings or () if s.partition("=")[0].strip() == "epochs"):
+        override(document, setting)  # the schedule follows the epochs asked for
+        epochs = document["epochs"] if isinstance(document["epochs"], int | float) else epochs
     document["schedule"] = {"use": "kasoku.core.Cosine", "epochs": epochs, "warmup": epochs / 10}
     document["loss"] = {"use": "kasoku.optim.cross_entropy", "smoothing": 0.1}
     document["data"]["size"] = size

@@ -11,12 +11,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from kasoku.core import InputError, process_start
 from kasoku.core.run import RunFolder
 from kasoku.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kasoku.watch import Training
 
 STOPPED = 75
 CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root")  # of a run that is resumed
@@ -65,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--data", type=Path, metavar="DIR", help="without a recipe: a folder with one folder a class")
     train.add_argument("--weights", type=Path, metavar="FILE", help="with --data: published weights to start from")
     train.add_argument("--freeze", type=int, default=0, metavar="K", help="with --weights: leave the first K blocks")
+    train.add_argument("--members", type=int, default=0, metavar="K", help="train K members of an ensemble")
+    train.add_argument(
+        "--vary", action="append", default=[], metavar="PATH=V1,V2,...", help="with --members: a value for each"
+    )
+    train.add_argument("--dry-run", action="store_true", help="only print what the recipe would do")
+    train.add_argument("--plot", type=Path, metavar="FILE", help="draw rate, weight decay, momentum over epochs (SVG)")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
     train.set_defaults(run=_train)
 
@@ -100,6 +110,11 @@ def _train(arguments: argparse.Namespace) -> int:
     _check_train(arguments)
     recipe, folder = _recipe_and_folder(arguments)
     resume = arguments.resume is not None
+    if arguments.dry_run:
+        _look_ahead(recipe, arguments.plot)
+        return 0
+    if arguments.members or (resume and not (folder / "recipe.toml").is_file()):
+        return _train_members(arguments, recipe, folder)
     training = prepare(recipe)  # before the folder: a start that fails leaves nothing behind
     with RunFolder(folder, resume=resume) as run:
         if not resume:
@@ -108,8 +123,8 @@ def _train(arguments: argparse.Namespace) -> int:
             run.write("recipe.toml", dumps(recipe))
         if not arguments.quiet:
             print(f"{training.chosen}\n{training.total_steps} steps, run folder {folder}", flush=True)
-            if recipe.rate_scale != 1:
-                print(f"rates x {recipe.rate_scale:g}: batch {recipe.batch} / reference batch {recipe.reference_batch}")
+            if arguments.plot or recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch:
+                _look_ahead(recipe, arguments.plot, training)
         result = fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
     if result.stopped:
         print(f"kasoku: stopped by {result.stopped}; go on with: kasoku train --resume {folder}", file=sys.stderr)
@@ -117,6 +132,41 @@ def _train(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         print_table("", result.rows(folder))
     return 0
+
+
+def _train_members(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> int:
+    from kasoku import members
+    from kasoku import recipe as recipes
+    from kasoku.runs import evaluate_runs, members_of
+
+    if arguments.resume:
+        paths = members_of(folder)
+        each = [recipes.load(path / "recipe.toml", arguments.set) for path in paths]
+    else:
+        each = members.varied(recipe, arguments.members, arguments.vary)
+        paths = members.folders(folder, len(each))
+    own = None if arguments.resume else _own_folders(arguments.recipe)
+    results = members.train(each, paths, started=arguments.started, own_modules=own, quiet=arguments.quiet)
+    stopped = [result.stopped for result in results if result.stopped]
+    if stopped:
+        print(f"kasoku: stopped by {stopped[0]}; go on with: kasoku train --resume {folder}", file=sys.stderr)
+        return STOPPED
+    return 0 if arguments.quiet else evaluate_runs(paths, None)
+
+
+def _look_ahead(recipe: Recipe, plot: Path | None = None, training: Training | None = None) -> None:
+    from kasoku import course
+    from kasoku.report import print_table
+
+    facts, remark = (course.facts(training.dataset), "") if training else course.ahead(recipe)
+    shape = {"num_classes": facts.classes, "in_channels": facts.channels, "image_size": facts.side}
+    group = course.first_group(recipe, training.job.model if training else recipe.model(**shape))
+    moments = course.moments(recipe, facts.images, group)
+    print_table("", course.table(recipe, facts, moments))
+    if remark:
+        print(f"kasoku: {remark}", file=sys.stderr)
+    if plot:
+        course.plot(plot, f"batch {recipe.batch:,}, {recipe.epochs:g} epochs", moments)
 
 
 def _check_train(arguments: argparse.Namespace) -> None:
@@ -129,6 +179,10 @@ def _check_train(arguments: argparse.Namespace) -> None:
         raise InputError(
             "--weights and --freeze go with --data; in a recipe use the technique kasoku.models.Pretrained"
         )
+    if arguments.vary and not arguments.members:
+        raise InputError("--vary without --members: a value for each member is wanted; give --members K")
+    if arguments.members and arguments.resume:
+        raise InputError("--members beside --resume: the folder knows its members; leave --members out")
     wrong = [s for s in arguments.set if arguments.resume and not s.startswith(CHANGEABLE)]
     if wrong:
         allowed = ", ".join(CHANGEABLE)
@@ -140,14 +194,15 @@ def _check_train(arguments: argparse.Namespace) -> None:
 def _recipe_and_folder(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
     from kasoku import recipe as recipes
     from kasoku.auto import recipe_for
-    from kasoku.runs import allow_own_modules, free_folder
+    from kasoku.runs import allow_own_modules, free_folder, members_of
 
     sys.path.extend(entry for entry in _own_folders(arguments.recipe) if entry not in sys.path)
     if arguments.resume:
-        allow_own_modules(arguments.resume)
-        if not (arguments.resume / "recipe.toml").is_file():
+        run = next(iter(members_of(arguments.resume)), arguments.resume)
+        allow_own_modules(run)
+        if not (run / "recipe.toml").is_file():
             raise InputError(f"--resume {arguments.resume}: no run there (no recipe.toml): an earlier run is wanted")
-        return recipes.load(arguments.resume / "recipe.toml", arguments.set), arguments.resume
+        return recipes.load(run / "recipe.toml", arguments.set), arguments.resume
     if arguments.data:
         recipe = recipe_for(arguments.data, arguments.weights, freeze=arguments.freeze, settings=arguments.set)
     else:

@@ -3,7 +3,7 @@
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ class Evaluate:
     stop: bool = True  # end the training once the target is reached
     views: Literal["plain", "mirror", "crops"] = "plain"  # test-time averaging
     batch: int = 0  # images at once; 0: as in training
+    stale: bool = False  # also show the accuracy without Recalibrate: what stale BatchNorm averages cost
 
     def __post_init__(self) -> None:
         if not 0 < self.every < math.inf:
@@ -57,8 +58,13 @@ class Recipe:
     loss: Factory = field(default_factory=lambda: Factory("kasoku.optim.cross_entropy"))
     schedule: Schedule = field(default_factory=Constant)
     techniques: tuple[Technique, ...] = ()
-    accumulate: int = 1
-    reference_batch: int = 0  # the batch the optimizer's rates are for; they follow `batch` linearly. 0: this one
+    accumulate: int = 0  # parts a device takes one after the other; 0: a virtual rank at a time, or all at once
+    norm_batch: int = 0  # images that share BatchNorm statistics; 0: what a device takes at once
+    norm_average: float = 0.0  # epochs that running statistics remember; 0: each module's own momentum
+    last_batch: Literal["drop", "fill"] = "drop"  # an epoch's incomplete batch: left out, or filled up
+    reference_batch: int = 0  # the batch the optimizer's rates are for; they follow `batch` by `scaling`. 0: this one
+    scaling: Literal["linear", "sqrt", "legw"] = "linear"
+    origin: str = ""  # where settings that depend on the batch come from; written by kasoku
     seed: int = 0
     evaluate: Evaluate = Evaluate()
     device: Device = field(default_factory=Device)
@@ -73,13 +79,44 @@ class Recipe:
             raise InputError(f"batch={self.batch}: at least 1 image")
         if self.reference_batch < 0:
             raise InputError(f"reference_batch={self.reference_batch}: the batch the rates are for, or 0")
-        if self.accumulate < 1 or self.batch % self.accumulate:
+        if self.accumulate < 0 or (self.accumulate and self.batch % self.accumulate):
             raise InputError(f"accumulate={self.accumulate}: a divisor of batch={self.batch}, from 1 on")
+        if self.norm_batch < 0 or (self.norm_batch and self.batch % self.norm_batch):
+            raise InputError(f"norm_batch={self.norm_batch}: a divisor of batch={self.batch}, or 0")
+        if not 0 <= self.norm_average < math.inf:
+            raise InputError(f"norm_average={self.norm_average}: epochs above 0, or 0 for each module's own momentum")
+        warmup = self.course.warmup
+        if warmup > self.epochs:
+            raise InputError(
+                f"schedule.warmup: {warmup:g} epochs, longer than the training (epochs={self.epochs:g}): shorten it or "
+                "train longer"
+            )
+
+    @property
+    def batch_scale(self) -> float:
+        """How many reference batches the batch is."""
+        return self.batch / self.reference_batch if self.reference_batch else 1.0
 
     @property
     def rate_scale(self) -> float:
-        """What the optimizer's rates are multiplied by: the linear scaling rule. Ref: [004]; Goyal et al. 2017."""
-        return self.batch / self.reference_batch if self.reference_batch else 1.0
+        """What the optimizer's rates are multiplied by.
+
+        Ref: linear: [004]; Goyal et al. 2017. sqrt: Krizhevsky 2014 (arXiv 1404.5997). legw: sqrt, and the warm-up's
+        epochs grow linearly: You et al. 2019 (arXiv 1901.08256).
+        """
+        return self.batch_scale if self.scaling == "linear" else math.sqrt(self.batch_scale)
+
+    @property
+    def course(self) -> Schedule:
+        """The schedule at this batch."""
+        if self.scaling != "legw" or self.batch_scale == 1:
+            return self.schedule
+        return replace(self.schedule, warmup=self.schedule.warmup * self.batch_scale)
+
+    def parts(self, ranks: int) -> int:
+        """In how many parts each of so many ranks takes its share of a batch."""
+        virtual = self.batch // (self.norm_batch * ranks) if self.norm_batch else 1
+        return self.accumulate or max(1, virtual)
 
 
 def load(path: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -97,7 +134,60 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
     """The same from a parsed document."""
     for setting in settings:
         override(document, setting)
+    if "points" in document:
+        document = at_batch(document, document.pop("points"))
+        for setting in settings:  # what was asked for by name stands above the points
+            override(document, setting)
+        document.pop("points", None)
     return parse(Recipe, document)
+
+
+def at_batch(document: dict[str, Any], points: Any) -> dict[str, Any]:
+    """The document with the settings its `points` give for its batch.
+
+    A point is a part of a document that holds at its `batch`. Between two of them numbers are interpolated, linearly
+    in the logarithm of the batch.
+
+    Raises:
+        InputError: for points that are no such tables, and for a batch outside them.
+    """
+    batch = document.get("batch")
+    tables_wanted = "[[points]]: tables that each have a batch (a whole number) and what holds there"
+    if not isinstance(points, list) or not all(isinstance(p, dict) and type(p.get("batch")) is int for p in points):
+        raise InputError(f"points: {tables_wanted}")
+    ordered = sorted(points, key=lambda point: int(point["batch"]))
+    if not ordered or type(batch) is not int:
+        return document
+    below = [p for p in ordered if p["batch"] <= batch]
+    above = [p for p in ordered if p["batch"] >= batch]
+    if not below or not above:
+        raise InputError(
+            f"batch={batch}: this recipe has settings for {ordered[0]['batch']} to {ordered[-1]['batch']}; choose one "
+            "of these, or --set points=[] and give the settings yourself"
+        )
+    low, high = below[-1], above[0]
+    if low is high:
+        return _merged(document, {**low, "origin": f"the point {batch:,}"})
+    way = math.log(batch / low["batch"]) / math.log(high["batch"] / low["batch"])
+    origin = f"between the points {low['batch']:,} and {high['batch']:,}, interpolated: ours"
+    return _merged(document, {**_between(low, high, way), "batch": batch, "origin": origin})
+
+
+def _between(low: Any, high: Any, way: float) -> Any:
+    if isinstance(low, dict):
+        if not isinstance(high, dict) or low.keys() != high.keys():
+            raise InputError(f"points: {sorted(low)} beside {high}: all of them must give the same settings")
+        return {key: _between(low[key], high[key], way) for key in low}
+    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (low, high))
+    return low + (high - low) * way if numbers else low
+
+
+def _merged(document: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    out = dict(document)
+    for key, value in part.items():
+        deeper = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merged(out[key], value) if deeper else value
+    return out
 
 
 def dumps(recipe: Recipe) -> str:

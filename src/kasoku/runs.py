@@ -98,9 +98,17 @@ def load(path: Path) -> Trained:
     return Trained(path, recipe, job, chosen, channels=channels, **shown)
 
 
+def members_of(folder: Path) -> list[Path]:
+    """The members' runs in the folder of an earlier ensemble; none if it is no such folder."""
+    return sorted((p.parent for p in folder.glob("member-*/recipe.toml")), key=lambda p: int(p.name.split("-")[1]))
+
+
 def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
-    """Prints top-1, top-5 and loss of each run and of their ensemble (mean of probabilities); returns 0."""
-    members = [load(path) for path in paths]
+    """Prints top-1, top-5 and loss of each run and of their ensemble (mean of probabilities); returns 0.
+
+    The folder of an ensemble stands for its members.
+    """
+    members = [load(run) for path in paths for run in members_of(path) or [path]]
     first = members[0]
     for other in members[1:]:
         if (other.classes, other.image_size, other.mean) != (first.classes, first.image_size, first.mean):

@@ -16,22 +16,36 @@ from torch.optim import Optimizer
 
 from kasoku.core import Comm, InputError, Job, Solo
 from kasoku.core.run import RunFolder
-from kasoku.data import Dataset, loader, sample
+from kasoku.course import updates
+from kasoku.data import Dataset, Loader, loader, sample
 from kasoku.device import Seeded, choose
 from kasoku.models import check_fits
 from kasoku.optim import Rate
+from kasoku.parallel import Recalibrate, VirtualRanks
 from kasoku.recipe import Recipe
 from kasoku.watch import Result, Training, Watch
 
 T = TypeVar("T")
 
 
-def prepare(recipe: Recipe, comm: Comm | None = None) -> Training:
-    """Builds everything a training needs. Raises InputError where the parts do not fit each other."""
+def prepare(
+    recipe: Recipe, comm: Comm | None = None, *, dataset: Dataset | None = None, batches: Loader | None = None
+) -> Training:
+    """Builds everything a training needs.
+
+    Args:
+        recipe: what to train.
+        comm: the ranks; alone by default.
+        dataset: the recipe's data, where it was read before.
+        batches: the training loader, where several trainings share one.
+
+    Raises:
+        InputError: where the parts do not fit each other.
+    """
     comm = comm or Solo()
     start = comm.clock.now()
     chosen = choose(recipe.device)
-    dataset = _made(recipe.data(), Dataset, "data")
+    dataset = dataset or _made(recipe.data(), Dataset, "data")
     read = comm.clock.now()
     torch.manual_seed(recipe.seed)
     facts = {"in_channels": dataset.channels, "image_size": dataset.image_size[0]}
@@ -41,17 +55,22 @@ def prepare(recipe: Recipe, comm: Comm | None = None) -> Training:
     if look_at_data is not None:
         look_at_data(sample(dataset, 5000))
     model.to(chosen.device)
-    micro = recipe.batch // recipe.accumulate
-    train = loader(dataset, "train", micro, seed=recipe.seed, device=chosen.device, comm=comm)
-    test = loader(dataset, "test", recipe.evaluate.batch or micro, device=chosen.device, comm=comm)
-    job = Job(
-        model, lambda m: _optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=recipe.accumulate
-    )
-    job.apply(*chosen.techniques, Seeded(recipe.seed), Rate(recipe.schedule, recipe.rate_scale), *recipe.techniques)
+    parts = recipe.parts(comm.size)
+    train = batches or loader(dataset, "train", recipe.batch, seed=recipe.seed, device=chosen.device, comm=comm)
+    train.parts, train.fill = parts, recipe.last_batch == "fill"
+    test_batch = recipe.evaluate.batch or recipe.batch // parts
+    test = loader(dataset, "test", test_batch, device=chosen.device, comm=comm)
+    job = Job(model, lambda m: _optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
+    own = [Seeded(recipe.seed), Rate(recipe.course, recipe.rate_scale)]
+    if recipe.norm_batch or recipe.norm_average:
+        own.append(VirtualRanks(recipe.norm_batch, recipe.norm_average))
+    job.apply(*chosen.techniques, *own, *recipe.techniques)
+    if recipe.evaluate.stale and not any(isinstance(t, Recalibrate) for t in recipe.techniques):
+        raise InputError("evaluate.stale = true: compares with the technique kasoku.parallel.Recalibrate; add it")
     _check_loss(job, len(dataset.classes))
     job.trace.add("data", "read the data set", start=start, stop=read)
     job.trace.add("model", "build the model", start=read, stop=comm.clock.now())
-    total = round(recipe.epochs * len(train) / recipe.accumulate)
+    total = updates(recipe, train.images)
     if total < 1:
         raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
     return Training(recipe, job, dataset, test, chosen, total, began=start)
@@ -74,18 +93,26 @@ def fit(training: Training, run: RunFolder, *, started: float, resume: bool = Fa
     job = training.job
     if job.comm.size > 1:
         raise InputError(f"fit on {job.comm.size} ranks: one rank only so far; use a loop of your own with AllReduce()")
-    with Watch(training, run, started=started, resume=resume, quiet=quiet) as watch, _signals() as caught:
-        while not watch.over and not caught:
-            for x_NCHW, y_N in job.loader:
-                loss = job.loss(job.model(x_NCHW), y_N)
-                (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
-                if not watch.whole(loss, len(y_N)):
-                    continue
-                job.optimizer.step()
-                job.optimizer.zero_grad()
-                if watch.after_step() or caught:
-                    break
+    with Watch(training, run, started=started, resume=resume, quiet=quiet) as watch, signals() as caught:
+        for _ in steps(watch, caught):
+            pass
         return watch.finish(caught[0] if caught and not watch.over else None)
+
+
+def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
+    """The loop: gives the turn away after each update, and ends when the training is over or a signal was caught."""
+    job = watch.job
+    while not watch.over and not caught:
+        for x_NCHW, y_N in job.loader:
+            loss = job.loss(job.model(x_NCHW), y_N)
+            (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            if not watch.whole(loss, len(y_N)):
+                continue
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            if watch.after_step() or caught:
+                break
+            yield
 
 
 def _made(thing: Any, kind: type[T], path: str) -> T:
@@ -115,7 +142,7 @@ def _check_loss(job: Job, classes: int) -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[list[str]]:
+def signals() -> Iterator[list[str]]:
     """Collects SIGINT and SIGTERM, so that the step is finished and saved; the second one interrupts at once."""
     caught: list[str] = []
 

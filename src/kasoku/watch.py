@@ -103,8 +103,10 @@ class Watch:
         self._read = -math.inf
         self._first_step = True
         self._losses: list[Tensor] = []
+        self._sum, self._parts = torch.zeros(()), 0  # of the losses of the step under way
         self._loss = math.nan
         self._evaluated = -1
+        self._seen = self.job.progress
         self._good = f"step {self.job.steps}" if resume and self.job.steps else "none yet"
         self._reached = self.recipe.evaluate.stop and self.progress.reached_s is not None
 
@@ -122,9 +124,14 @@ class Watch:
 
     def whole(self, loss: Tensor, images: int) -> bool:
         """Takes a micro-batch's loss; True when it completes a step."""
-        self._losses.append(loss.detach())
+        self._parts += 1
+        self._sum = loss.detach() if self._parts == 1 else self._sum + loss.detach()
         self.progress.images += images * self.job.comm.size
-        return len(self._losses) % self.job.accumulate == 0
+        if self._parts < self.job.accumulate:
+            return False
+        self._losses.append(self._sum / self._parts)
+        self._parts = 0
+        return True
 
     def after_step(self) -> bool:
         """Does what is due after an update; True when the training is over."""
@@ -135,7 +142,8 @@ class Watch:
             self._first_step = False
         if self._losses[-1].device.type == "cpu" or self.over or now - self._read > 0.5:
             self._read_losses()
-        if self.over or (self._crossed(evaluation.every) and job.progress >= evaluation.start):
+        crossed = self._crossed(evaluation.every)
+        if self.over or (crossed and job.progress >= evaluation.start):
             self._evaluate()
         by_steps = save.every_steps and job.steps % save.every_steps == 0
         if by_steps or (save.every_s and now - self._saved > save.every_s):
@@ -192,9 +200,8 @@ class Watch:
 
     def _crossed(self, every: float) -> bool:
         """Whether the last update crossed a multiple of `every` epochs."""
-        per_epoch = len(self.job.loader) / self.job.accumulate  # type: ignore[arg-type]
-        before, after = ((self.job.steps - back) / per_epoch / every + 1e-9 for back in (1, 0))
-        return int(after) > int(before)
+        before, self._seen = self._seen, self.job.progress
+        return int(self._seen / every + 1e-9) > int(before / every + 1e-9)
 
     def _spent(self) -> dict[str, float]:
         """Seconds since process start by kind, the earlier parts of a resumed run included; they sum to the whole."""
@@ -212,7 +219,7 @@ class Watch:
     def _read_losses(self) -> None:
         if not self._losses:
             return
-        values = torch.stack(self._losses).float().view(-1, self.job.accumulate).mean(1).tolist()
+        values = torch.stack(self._losses).float().tolist()
         self._losses.clear()
         for i, value in enumerate(values):
             if not math.isfinite(value):
@@ -240,6 +247,8 @@ class Watch:
         progress.best = max(progress.best, scores.top1)
         progress.scores = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
         self.log.metrics(job.steps, job.progress, {f"test_{k}": v for k, v in progress.scores.items()})
+        if self.recipe.evaluate.stale:
+            self._compare_stale(scores.top1)
         self.log.mlperf("eval_accuracy", scores.top1, epoch_num=round(job.progress, 4))
         self.log.mlperf("eval_stop", event="INTERVAL_END", epoch_num=round(job.progress, 4))
         self.bar.accuracy(job.progress, scores.top1, loss=self._loss, images_per_s=rate)
@@ -247,6 +256,12 @@ class Watch:
         if target and scores.top1 >= target and progress.reached_s is None:
             progress.reached_s = round(sum(self._spent().values()), 3)
             self._reached = self.recipe.evaluate.stop
+
+    def _compare_stale(self, top1: float) -> None:
+        with self.job.trace.span("evaluate"), self.job.evaluation(without="Recalibrate") as model:
+            stale = evaluate(model, self.training.test, self.recipe.evaluate.views).top1
+        self.log.metrics(self.job.steps, self.job.progress, {"test_stale_top1": stale})
+        self.bar.say(f"accuracy lost to stale averages: {100 * (top1 - stale):.2f} points ({stale:.2%} with them)")
 
     def _diagnosis(self, what: str, step: int) -> str:
         rates = ", ".join(f"{group['lr']:.3g}" for group in self.job.optimizer.param_groups)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from kasoku.core import InputError
-from kasoku.data import Augment, FilesLoader, MemoryLoader, digits, folder, loader, normalise, order, sample
+from kasoku.data import Augment, FilesLoader, MemoryLoader, digits, folder, loader, normalise, order, sample, shared
 
 VARIED = Augment(flip="alternating", translate=1, cutout=2)
 CROPPED = Augment(flip="random", translate=3, crop="random_resized")
@@ -245,3 +245,105 @@ def test_sample_is_deterministic_and_not_augmented(photos):
     assert len(sample(d, 10_000)) == 1437
     assert sample(photos, 6).equal(sample(photos, 6))
     assert sample(photos, 6).shape == (6, 3, 16, 16)
+
+
+# ---- parts, filling up, surveys, sharing
+
+
+def test_parts_of_a_batch_are_the_shares_of_as_many_ranks(made):
+    """Part i of 2 on rank r of 2 is the share of rank 2r + i of 4."""
+    halves = [made(batch=8, comm=SimpleNamespace(rank=r, size=2)) for r in range(2)]
+    quarters = [list(made(batch=8, comm=SimpleNamespace(rank=r, size=4))) for r in range(4)]
+    for r, half in enumerate(halves):
+        half.parts = 2
+        assert len(half) == 2 * len(quarters[0])
+        for number, (x, y) in enumerate(half):
+            x_4, y_4 = quarters[2 * r + number % 2][number // 2]
+            assert torch.equal(x, x_4)
+            assert torch.equal(y, y_4)
+
+
+def test_parts_are_resumed_in_the_middle_of_a_batch(made):
+    whole, part = made(), made()
+    whole.parts = part.parts = 4
+    batches = [x for _ in range(2) for x, _ in whole]
+    head = iter(part)
+    for _ in range(3):
+        next(head)
+    again = made()
+    again.parts = 4
+    again.load_state_dict(part.state_dict())
+    rest = [x for _ in range(2) for x, _ in again]
+    assert all(torch.equal(a, b) for a, b in zip(batches[3:], rest, strict=True))
+
+
+def test_a_batch_that_does_not_divide_into_parts_is_refused(made):
+    batches = made(batch=8)
+    batches.parts = 3
+    with pytest.raises(InputError, match="batch=8: not a multiple of 1 ranks x 3 parts"):
+        next(iter(batches))
+
+
+def test_an_epoch_filled_up_shows_every_image_and_the_first_ones_again():
+    data = digits()
+    batches = loader(data, "train", 400, seed=3)
+    assert len(batches) == 3
+    batches.fill = True
+    assert len(batches) == 4
+    labels = torch.cat([y for _, y in batches])
+    wanted = data.train.labels_N[order(1437, 3, 0)]
+    assert torch.equal(labels, torch.cat([wanted, wanted[: 1600 - 1437]]))
+
+
+def test_a_survey_shows_each_image_once_and_moves_nothing(made):
+    batches = made(batch=8)
+    batches.parts = 2
+    next(iter(batches))
+    state = batches.state_dict()
+    seen = list(batches.survey(10))
+    assert [len(y) for _, y in seen] == [4, 4, 2]
+    assert torch.equal(torch.cat([x for x, _ in seen]), sample_of(batches, 10))
+    assert batches.state_dict() == state
+    assert sum(len(y) for _, y in batches.survey()) == batches.images
+
+
+def sample_of(batches, n):
+    plain = loader(batches.dataset, "train", 1)
+    plain.train = False
+    return torch.cat([x for _, (x, _) in zip(range(n), plain, strict=False)])
+
+
+def test_members_share_each_decoded_batch(made):
+    alone = made(batch=8)
+    wanted = [(x, y) for _ in range(2) for x, y in alone]
+    source = made(batch=8)
+    counted, fetch = [], type(source).fetch
+
+    class Counted(type(source)):
+        def fetch(self, epoch, first):
+            for batch in fetch(self, epoch, first):
+                counted.append((epoch, first))
+                yield batch
+
+    source.__class__ = Counted
+    members = shared(source, 3)
+    for member in members:
+        member.augment = source.augment
+
+    def two_epochs(member):
+        for _ in range(2):
+            yield from member
+
+    streams = [two_epochs(member) for member in members]
+    for x, y in wanted:
+        for stream in streams:  # in step
+            x_i, y_i = next(stream)
+            assert torch.equal(x, x_i)
+            assert torch.equal(y, y_i)
+    assert len(counted) == len(wanted)
+
+
+def test_a_member_far_behind_gets_the_same_batches(made):
+    first, second = shared(made(batch=8), 2)
+    wanted = [x for _ in range(2) for x, _ in first]
+    assert all(torch.equal(a, b) for a, b in zip(wanted, [x for _ in range(2) for x, _ in second], strict=True))

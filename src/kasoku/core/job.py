@@ -89,6 +89,7 @@ class Job:
         self.accumulate = accumulate
         self.trace = Trace(self.comm.clock, rank=self.comm.rank)
         self.steps = 0
+        self._since = (0, 0.0)  # steps and epochs when the loader last took its present length
         self.needs_all = False  # set by techniques that need every gradient before any update
         self.applied: list[Technique] = []
         self._make_optimizer = optimizer
@@ -103,7 +104,7 @@ class Job:
         self._on_update: list[Callable[[Sequence[Tensor]], None]] = []
         self._on_stepped: list[Callable[[], None]] = []
         self._on_drain: list[Callable[[], None]] = []
-        self._on_evaluate: list[Callable[[], AbstractContextManager[object]]] = []
+        self._on_evaluate: list[tuple[str, Callable[[], AbstractContextManager[object]]]] = []
 
     # ---- plain objects
 
@@ -121,6 +122,11 @@ class Job:
         return self._optimizer
 
     @property
+    def plain_loader(self) -> Any:
+        """The loader as it was handed in, without what techniques put around it."""
+        return getattr(self.loader, "plain", self.loader)
+
+    @property
     def clock(self) -> Clock:
         """What tells the time of this job."""
         return self.comm.clock
@@ -128,7 +134,8 @@ class Job:
     @property
     def progress(self) -> float:
         """Epochs trained so far, by updates made: what every Schedule takes."""
-        return self.steps * self.accumulate / max(1, len(self.loader))  # type: ignore[arg-type]
+        steps, epochs = self._since
+        return epochs + (self.steps - steps) * self.accumulate / max(1, len(self.loader))  # type: ignore[arg-type]
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter, to be changed in place; empty while there is no optimizer or state."""
@@ -163,11 +170,11 @@ class Job:
 
     def around_loader(self, f: Callable[[Iterable[Batch]], Iterable[Batch]]) -> None:
         """Puts f around the loader: each epoch iterates f(loader)."""
-        self.patch(self, "loader", Batches(self._plain_loader(), self.loader, f))
+        self.patch(self, "loader", Batches(self.plain_loader, self.loader, f))
 
-    def around_evaluation(self, f: Callable[[], AbstractContextManager[object]]) -> None:
+    def around_evaluation(self, f: Callable[[], AbstractContextManager[object]], *, name: str = "") -> None:
         """Evaluates inside f(): averaged weights step in, statistics are renewed, and all is put back."""
-        self._on_evaluate.append(f)
+        self._on_evaluate.append((name, f))
 
     def on_drain(self, f: Callable[[], None]) -> None:
         """Calls f() when somebody is about to read parameters: pending updates are finished there."""
@@ -231,19 +238,30 @@ class Job:
         """The settings of each parameter group as they are now: rate, momentum, weight decay."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
+    @contextmanager
+    def other_length(self) -> Iterator[None]:
+        """The loader's length or `accumulate` changes in the body; the progress made so far stays what it was."""
+        since = (self.steps, self.progress)
+        yield
+        self._since = since
+
     def drain(self) -> None:
         """Finishes every pending update; call it before anyone reads parameters."""
         for f in self._on_drain:
             f()
 
     @contextmanager
-    def evaluation(self) -> Iterator[nn.Module]:
-        """The model as it is to be judged: drained, in eval mode, averaged where a technique does that."""
+    def evaluation(self, *, without: str = "") -> Iterator[nn.Module]:
+        """The model as it is to be judged: drained, in eval mode, averaged where a technique does that.
+
+        What was put around evaluation under the name `without` is left out, to see what it is worth.
+        """
         self.drain()
         modes = [(m, m.training) for m in self.model.modules()]
         with ExitStack() as stack, torch.no_grad():
-            for f in self._on_evaluate:
-                stack.enter_context(f())
+            for name, f in self._on_evaluate:
+                if not name or name != without:
+                    stack.enter_context(f())
             self.model.eval()
             try:
                 yield self.model
@@ -288,9 +306,10 @@ class Job:
     def state_dict(self) -> dict[str, Any]:
         """All that resuming needs but the model's weights: optimizer, step count and what techniques keep."""
         self.drain()
-        loader = self._plain_loader()
+        loader = self.plain_loader
         return {
             "steps": self.steps,
+            "since": list(self._since),
             "optimizer": self.optimizer.state_dict(),
             "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
             "kept": {name: part.state_dict() for name, part in self._kept.items()},
@@ -314,15 +333,13 @@ class Job:
         for p, values in self.optimizer.state.items():
             values.update({k: laid_out_like(p, x) for k, x in values.items()})
         self.steps = state["steps"]
-        if state["loader"]:
-            self._plain_loader().load_state_dict(state["loader"])
+        self._since = (int(state["since"][0]), float(state["since"][1]))
         for name, part in self._kept.items():
             part.load_state_dict(state["kept"][name])
+        if state["loader"]:  # after the parts, which may set its length
+            self.plain_loader.load_state_dict(state["loader"])
 
     # ---- inside
-
-    def _plain_loader(self) -> Any:
-        return getattr(self.loader, "plain", self.loader)
 
     def _gradient(self, p: Tensor) -> None:
         self._arrived[p] = self._arrived.get(p, 0) + 1

@@ -23,6 +23,21 @@ _VERSION = 1
 Tree = dict[str, list[str]]  # class -> file names, both sorted
 
 
+def imagenet(root: str, size: int = 224) -> Dataset:
+    """ImageNet (ILSVRC 2012): a folder with train/ and val/, in each a folder a class; 1,281,167 images, 1,000 classes.
+
+    `root` may name environment variables. `size`: side in pixels of the square that a file is decoded to.
+    Errors: InputError as `folder`, and for a folder with other than 1,000 classes.
+    """
+    dataset = folder(root, size)
+    if len(dataset.classes) != 1000:
+        raise InputError(
+            f"root={root}: {len(dataset.classes)} classes, ImageNet has 1,000: give its folder, or use "
+            "kasoku.data.folder for other photos"
+        )
+    return dataset
+
+
 def folder(root: str, size: int = 224, *, validation: float = 0.1, seed: int = 0, cache: str = "") -> Dataset:
     """Image folder: JPEG, PNG, WebP or BMP files, a folder a class, with or without train/ and val/.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, Literal, Protocol
@@ -22,7 +23,8 @@ from kasoku.data.sources import Dataset, Files, Memory
 _AHEAD = 2  # batches that are decoded while one is used
 _CHUNK = 16  # images a thread takes at a time
 
-Batches = Generator[tuple[torch.Tensor, torch.Tensor, torch.Tensor], None, None]
+Fetched = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # images_NHWC, y_N, index_N
+Batches = Generator[Fetched, None, None]
 
 
 class Ranked(Protocol):
@@ -62,6 +64,10 @@ class Loader:
             with the last one `epoch` becomes the next. A loop that is left early goes on there.
         augment: how training images are varied (set it, or apply `Augment` to the job); from the next iter() on.
         dtype: of the images handed out.
+        parts: in how many parts a training batch is handed out, one after the other (accumulation, virtual ranks);
+            `position` and len() count parts.
+        through: gives the raw batches instead of `fetch`, where several loaders share them.
+        fill: complete the last training batch of an epoch with the images the epoch began with; else it is dropped.
     """
 
     def __init__(
@@ -84,6 +90,8 @@ class Loader:
         if batch % self.size:
             raise InputError(f"batch={batch}: not a multiple of {self.size} ranks, which share it; choose one that is")
         self.augment, self.dtype = Augment(), torch.float32
+        self.parts, self.fill = 1, False
+        self.through: Callable[[Loader, int, int], Batches] | None = None
         self.epoch = self.position = 0
 
     def check(self, augment: Augment) -> None:
@@ -97,8 +105,9 @@ class Loader:
             )
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
-        return self.images // self.batch if self.train else -(-self.images // self.batch)
+        """Batches in a whole epoch; parts of batches where they are handed out so."""
+        dropped = self.train and not self.fill
+        return (self.images // self.batch if dropped else -(-self.images // self.batch)) * self.parts
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader is."""
@@ -117,27 +126,49 @@ class Loader:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What is left of this epoch."""
         epoch, first, d = self.epoch, self.position, self.dataset
+        if self.batch % (self.size * self.parts):
+            raise InputError(
+                f"batch={self.batch}: not a multiple of {self.size} ranks x {self.parts} parts, which share it; "
+                "choose one that is"
+            )
         augment = self.augment if self.train else Augment()
         self.check(augment)
         transform = Transform(augment, self.seed, d.mean, d.std, self.dtype)
-        with closing(self._fetch(epoch, first)) as batches:
+        fetched = self.through(self, epoch, first) if self.through else self.fetch(epoch, first)
+        with closing(fetched) as batches:
             for number, (images_NHWC, y_N, index_N) in enumerate(batches, start=first + 1):
                 x_NCHW = transform(images_NHWC, index_N, epoch)
                 done = number == len(self)
                 self.epoch, self.position = (epoch + 1, 0) if done else (epoch, number)
                 yield x_NCHW, y_N
 
-    def _fetch(self, epoch: int, first: int) -> Batches:
-        """Gives (images_NHWC, y_N, index_N) on the device for each batch of this rank, from batch `first` on."""
+    def survey(self, images: int = 0) -> Loader:
+        """A loader of the first so many training images (0: all) in order, each once, unvaried, for statistics.
+
+        Batches are as large as this one's parts; its own state does not move.
+        """
+        other = copy.copy(self)
+        other.train, other.fill = False, False
+        other.batch, other.parts, other.through = self.batch // self.parts, 1, None
+        other.images = min(images or self.images, self.images)
+        other.epoch = other.position = 0
+        return other
+
+    def fetch(self, epoch: int, first: int) -> Batches:
+        """Gives (images_NHWC, y_N, index_N) on the device for each part of this rank, from part `first` on."""
         raise NotImplementedError
 
     def _shares(self, epoch: int, first: int, device: torch.device) -> Iterator[torch.Tensor]:
-        """Sample indices of each batch of this rank; the ranks share an incomplete last one as evenly as can be."""
+        """Sample indices of each part of this rank's share; the ranks share an incomplete batch as evenly as can be."""
         order_N = (order(self.images, self.seed, epoch) if self.train else torch.arange(self.images)).to(device)
+        if self.train and self.fill:
+            order_N = torch.cat([order_N, order_N[: -self.images % self.batch]])
+        pieces = self.size * self.parts
         for number in range(first, len(self)):
-            start = number * self.batch
-            count = min(self.batch, self.images - start)
-            yield order_N[start + count * self.rank // self.size : start + count * (self.rank + 1) // self.size]
+            start = number // self.parts * self.batch
+            count = min(self.batch, len(order_N) - start)
+            piece = self.rank * self.parts + number % self.parts
+            yield order_N[start + count * piece // pieces : start + count * (piece + 1) // pieces]
 
 
 class MemoryLoader(Loader):
@@ -148,7 +179,8 @@ class MemoryLoader(Loader):
         part: Memory = getattr(dataset, split)
         self._images_NHWC, self._labels_N = part.images_NHWC.to(self.device), part.labels_N.to(self.device)
 
-    def _fetch(self, epoch: int, first: int) -> Batches:
+    def fetch(self, epoch: int, first: int) -> Batches:
+        """Rows of what is in memory."""
         for index_N in self._shares(epoch, first, self.device):
             yield self._images_NHWC.index_select(0, index_N), self._labels_N.index_select(0, index_N), index_N
 
@@ -169,7 +201,8 @@ class FilesLoader(Loader):
         self._kept_bytes = 0
         self._lock = threading.Lock()
 
-    def _fetch(self, epoch: int, first: int) -> Batches:
+    def fetch(self, epoch: int, first: int) -> Batches:
+        """Files decoded ahead by threads."""
         shares = self._shares(epoch, first, torch.device("cpu"))
         waiting: deque[tuple[torch.Tensor, list[Future[None]], torch.Tensor]] = deque()
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="kasoku-decode")

@@ -57,6 +57,25 @@ class Dataset:
     std: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class Facts:
+    """How many training images a set has, of how many classes, with how many channels, how many pixels wide."""
+
+    images: int
+    classes: int
+    channels: int
+    side: int
+
+
+PUBLISHED = {  # for a look ahead where the files are not
+    "kasoku.data.imagenet": Facts(1_281_167, 1000, 3, 224),
+    "kasoku.data.cifar10": Facts(50_000, 10, 3, 32),
+    "kasoku.data.cifar100": Facts(50_000, 100, 3, 32),
+    "kasoku.data.mnist": Facts(60_000, 10, 1, 28),
+    "kasoku.data.fashion_mnist": Facts(60_000, 10, 1, 28),
+}
+
+
 def digits(seed: int = 0) -> Dataset:
     """Handwritten digits, 8x8 grey, 1,437 to train and 360 to test: comes with the package.
 

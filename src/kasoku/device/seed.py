@@ -20,7 +20,8 @@ class Seeded(Technique):
 
     Saves: nothing; makes dropout reproducible and resuming exact.
     Costs: a hash and a seeding a batch.
-    Maths: state = hash(seed, updates made, batch within the step, rank).
+    Maths: state = hash(seed, updates made, virtual rank), where the batches of one step on one rank are virtual ranks:
+        rank * accumulate + batch within the step. So k accumulated batches draw what k ranks would.
     """
 
     stage: ClassVar[Stage] = Stage.DATA
@@ -41,7 +42,7 @@ class Seeded(Technique):
                 # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
                 micro = micro + 1 if job.steps == step else 0
                 step = job.steps
-                torch.manual_seed(_mix(self.seed, step, micro, job.comm.rank))
+                torch.manual_seed(_mix(self.seed, step, job.comm.rank * job.accumulate + micro))
                 yield batch
 
         job.around_loader(seeded)

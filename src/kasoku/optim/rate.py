@@ -1,5 +1,6 @@
 """The learning rate's course."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,8 +13,10 @@ from kasoku.core import Constant, InputError, Job, Schedule, Stage, Technique
 class Rate(Technique):
     """Multiplies every parameter group's learning rate by a schedule of the progress in epochs.
 
-    A group that carries `until` (epochs) follows a straight line from its own rate to 0 there instead; from then on its
-    parameters are frozen, and backward leaves out what only they needed.
+    A group that carries `decoupled=True` (LARS) has its weight decay multiplied by the schedule as well, but not by the
+    scale, since such a decay is not multiplied by the rate. A group that carries `until` (epochs) follows a straight
+    line from its own rate to 0 there instead; from then on its parameters are frozen, and backward leaves out what only
+    they needed.
     The rate of a step is set when the step before it has ended (the first one's at once), as torch's schedulers do, so
     that techniques that update parts of the model early or late all see it; it depends on the progress alone.
 
@@ -35,9 +38,16 @@ class Rate(Technique):
         if not self.scale > 0:
             raise InputError(f"scale={self.scale}: above 0")
 
+    def at(self, group: Mapping[str, Any], epoch: float) -> dict[str, float]:
+        """What a group's own settings become at `epoch`: its rate, and its weight decay where that follows."""
+        until = group.get("until", 0)
+        factor = max(0.0, 1 - epoch / until) if until else self.schedule(epoch)
+        decay = {"weight_decay": group["weight_decay"] * factor} if group.get("decoupled") else {}
+        return {"lr": group["lr"] * self.scale * factor, **decay}
+
     def apply(self, job: Job) -> None:
         """Sets the rates now and after each step."""
-        course = _Course(job, self.schedule, self.scale)
+        course = _Course(job, self)
         course.set()
         job.after_step(course.set)
         job.keep("rate", course)
@@ -45,22 +55,21 @@ class Rate(Technique):
 
 
 class _Course:
-    def __init__(self, job: Job, schedule: Schedule, scale: float) -> None:
-        self.job, self.schedule, self.scale = job, schedule, scale
-        self.rates = [group["lr"] for group in job.optimizer.param_groups]
+    def __init__(self, job: Job, rate: Rate) -> None:
+        self.job, self.rate = job, rate
+        self.own = job.hyper()
 
     def set(self) -> None:
         groups = self.job.optimizer.param_groups
-        if len(groups) != len(self.rates):
+        if len(groups) != len(self.own):
             raise InputError(
-                f"the optimizer has {len(groups)} parameter groups, it had {len(self.rates)} when Rate was applied: "
+                f"the optimizer has {len(groups)} parameter groups, it had {len(self.own)} when Rate was applied: "
                 "add groups before job.apply"
             )
         epoch = self.job.progress
-        factor = self.schedule(epoch)
-        for group, rate in zip(groups, self.rates, strict=True):
-            until = group.get("until", 0)
-            group["lr"] = rate * self.scale * (max(0.0, 1 - epoch / until) if until else factor)
+        for group, own in zip(groups, self.own, strict=True):
+            group.update(self.rate.at(own, epoch))
+            until = own.get("until", 0)
             if until:
                 self._freeze(group["params"], epoch >= until)
 
@@ -71,8 +80,8 @@ class _Course:
                 p.grad = None
 
     def undo(self) -> None:
-        for group, rate in zip(self.job.optimizer.param_groups, self.rates, strict=False):
-            group["lr"] = rate
+        for group, own in zip(self.job.optimizer.param_groups, self.own, strict=False):
+            group.update({name: own[name] for name in self.rate.at(own, 0.0)})
             if group.get("until", 0):
                 self._freeze(group["params"], False)
 

@@ -1,0 +1,148 @@
+"""BatchNorm over groups of images, on one device or across ranks, and who is told the statistics.
+
+Note: how a norm is steered. The `forward` of a BatchNorm module is patched with `steered`, and what it obeys hangs on
+the module as `steer`: the size of a group, the ranks, and where each group's statistics go. A deep copy of the module
+finds that its `steer` belongs to another one and runs as torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from kasoku.core import Comm, InputError
+
+Take = Callable[[Tensor, Tensor, int], None]  # (mean_C, variance_C (biased), values a channel) of one group
+
+
+@dataclass(frozen=True)
+class Steer:
+    """What a BatchNorm module obeys in training.
+
+    Args:
+        norm: the module it is for.
+        images: how many share statistics; 0: those of one forward. More than that: a group spans several ranks.
+        comm: the ranks.
+        take: is given each group's statistics, in float32 or the buffers' type.
+        alone: a group stays within one forward of one rank, and may be smaller.
+    """
+
+    norm: nn.Module
+    images: int
+    comm: Comm
+    take: Take
+    alone: bool = False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Steer:
+        return self
+
+
+def norms(model: nn.Module) -> list[_BatchNorm]:
+    """The model's BatchNorm modules that keep running statistics, in order of definition."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+
+
+def steered(norm: Any, x: Tensor) -> Tensor:
+    """The forward of a steered BatchNorm module; its running statistics stay as they are."""
+    steer: Steer = norm.steer
+    if not norm.training or steer.norm is not norm:
+        out: Tensor = type(norm).forward(norm, x)
+        return out
+    images = steer.images or len(x)
+    if steer.alone:
+        images = min(images, len(x))
+    if images > len(x) and steer.comm.size > 1:
+        return _across_ranks(norm, x, steer)
+    if images > len(x):
+        raise InputError(
+            f"norm_batch={images}: one device takes {len(x)} images at once here, and statistics cannot span what it "
+            "takes one after the other: lower norm_batch or accumulate"
+        )
+    if images == len(x):
+        return _group(norm, x, steer.take)
+    return torch.cat([_group(norm, part, steer.take) for part in torch.split(x, images)])
+
+
+def patches(norm: nn.Module, steer: Steer) -> dict[str, object]:
+    """The attributes that steer a module."""
+    return {"steer": steer, "forward": MethodType(steered, norm)}
+
+
+def _group(norm: Any, x: Tensor, take: Take) -> Tensor:
+    mean_C, variance_C = (torch.zeros_like(norm.running_mean) for _ in range(2))
+    out = functional.batch_norm(x, mean_C, variance_C, norm.weight, norm.bias, True, 1.0, norm.eps)
+    n = x.numel() // x.shape[1]
+    take(mean_C, variance_C * ((n - 1) / n), n)  # torch's running variance is the unbiased one
+    return out
+
+
+def _across_ranks(norm: Any, x: Tensor, steer: Steer) -> Tensor:
+    ranks, left = divmod(steer.images, len(x))
+    if left or steer.comm.size % ranks:
+        raise InputError(
+            f"norm_batch={steer.images}: each of {steer.comm.size} ranks takes {len(x)} images at once, so a group is "
+            f"{len(x)} images times a divisor of {steer.comm.size}, or a part of {len(x)}"
+        )
+    out, mean_C, variance_C = _Across.apply(x, norm.weight, norm.bias, (norm.eps, steer.comm, ranks))  # type: ignore[no-untyped-call]
+    steer.take(mean_C, variance_C, steer.images * (x.numel() // (x.shape[0] * x.shape[1])))
+    normal: Tensor = out
+    return normal
+
+
+class _Across(torch.autograd.Function):
+    """BatchNorm of a group that spans `ranks` neighbouring ranks; each holds equally many images of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[float, Comm, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        eps, comm, ranks = how
+        dims = [0, *range(2, x.ndim)]
+        variance_C, mean_C = torch.var_mean(x.float(), dim=dims, correction=0)
+        both_R2C = _of_group(torch.stack([mean_C, variance_C]), comm, ranks)
+        mean_C = both_R2C[:, 0].mean(0)
+        variance_C = both_R2C[:, 1].mean(0) + both_R2C[:, 0].var(0, correction=0)
+        scale_C = (variance_C + eps).rsqrt()
+        normal = (x.float() - _wide(mean_C, x)) * _wide(scale_C, x)
+        ctx.save_for_backward(x, weight, mean_C, scale_C)
+        ctx.comm, ctx.ranks = comm, ranks
+        ctx.mark_non_differentiable(mean_C, variance_C)
+        if weight is not None:
+            normal = normal * _wide(weight, x)
+        if bias is not None:
+            normal = normal + _wide(bias, x)
+        return normal.to(x.dtype), mean_C, variance_C
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean_C, scale_C = ctx.saved_tensors
+        dy = grads[0].float()
+        dims = [0, *range(2, x.ndim)]
+        normal = (x.float() - _wide(mean_C, x)) * _wide(scale_C, x)
+        sums_2C = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
+        n = x.numel() // x.shape[1] * ctx.ranks
+        all_2C = _of_group(sums_2C, ctx.comm, ctx.ranks).sum(0) / n
+        dx = (dy - _wide(all_2C[0], x) - normal * _wide(all_2C[1], x)) * _wide(scale_C, x)
+        if weight is None:
+            return dx.to(x.dtype), None, None, None
+        dx = dx * _wide(weight, x)
+        return dx.to(x.dtype), sums_2C[1].to(weight.dtype), sums_2C[0].to(weight.dtype), None
+
+
+def _of_group(x: Tensor, comm: Comm, ranks: int) -> Tensor:
+    """X of the ranks of this rank's group, in rank order along a new first dimension."""
+    every = x.new_empty((comm.size, *x.shape))
+    comm.all_gather(every, x.contiguous()).wait()
+    first = comm.rank // ranks * ranks
+    return every[first : first + ranks]
+
+
+def _wide(x_C: Tensor, like: Tensor) -> Tensor:
+    return x_C.view(1, -1, *[1] * (like.ndim - 2))

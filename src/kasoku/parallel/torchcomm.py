@@ -1,0 +1,99 @@
+"""The collectives of torch.distributed: NCCL between GPUs, gloo between CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kasoku.core import Clock, InputError, Wall, Work
+
+T = TypeVar("T")
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class _Handle:
+    """A torch Work, and what is left to do once it has ended."""
+
+    def __init__(self, work: Any, finish: Callable[[], object] | None = None) -> None:
+        self._work, self._finish = work, finish
+
+    def done(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()  # NCCL: the current stream waits, not the host
+            self._work = None
+            if self._finish is not None:
+                self._finish()
+
+
+class TorchComm:
+    """One rank of an initialised `torch.distributed` process group.
+
+    Args:
+        group: the process group; the default one by default.
+        clock: what tells the time; the real one by default.
+
+    Raises:
+        InputError: where torch.distributed is not initialised.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, clock: Clock | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise InputError(
+                "TorchComm: torch.distributed is not initialised: call torch.distributed.init_process_group first, or "
+                "start the processes with torchrun"
+            )
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.clock: Clock = clock or Wall()
+        self._group = group
+
+    def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
+        """Every rank's x becomes the sum (or "mean", "max") over ranks, in place; any dense layout."""
+        if op not in _OPS:
+            raise InputError(f'all_reduce(op="{op}"): one of "sum", "mean", "max"')
+        finish = (lambda: x.div_(self.size)) if op == "mean" else None
+        return _Handle(dist.all_reduce(_flat(x), op=_OPS[op], group=self._group, async_op=True), finish)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        """Out becomes this rank's part of the sum over ranks."""
+        return _Handle(dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self._group, async_op=True))
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """Out becomes the parts x of all ranks, in rank order."""
+        return _Handle(dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self._group, async_op=True))
+
+    def send(self, x: Tensor, *, to: int) -> Work:
+        """Sends x to one rank."""
+        return _Handle(dist.isend(x, group=self._group, group_dst=to))
+
+    def receive(self, x: Tensor, *, source: int) -> Work:
+        """Receives what `source` sent."""
+        return _Handle(dist.irecv(x, group=self._group, group_src=source))
+
+    def broadcast_object(self, thing: T, *, root: int = 0) -> T:
+        """The root's object, on every rank; waits. Pickled: the ranks of one group trust each other."""
+        box: list[Any] = [thing]
+        dist.broadcast_object_list(box, group=self._group, group_src=root)
+        result: T = box[0]
+        return result
+
+    def gather_objects(self, thing: T) -> list[T]:
+        """Every rank's object in rank order, on every rank; waits."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, thing, group=self._group)
+        return found
+
+
+def _flat(x: Tensor) -> Tensor:
+    """X as flat memory, without a copy."""
+    if x.is_contiguous():
+        return x.detach().view(-1)
+    if not torch.ops.aten.is_non_overlapping_and_dense(x):
+        raise InputError(f"all_reduce of a tensor of shape {tuple(x.shape)}, strides {x.stride()}: it must be dense")
+    return x.detach().as_strided((x.numel(),), (1,))

@@ -1,0 +1,52 @@
+"""Real processes for tests: f(comm, *args) on each rank of a gloo group on loopback."""
+
+import multiprocessing
+import pickle
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kasoku.core import Comm
+from kasoku.parallel import TorchComm
+
+LIMIT_S = 60
+
+
+def _rank_main(rank: int, size: int, port: int, f: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
+    torch.set_num_threads(1)
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S))
+    try:
+        comm: Comm = TorchComm()
+        results.put((rank, pickle.dumps(f(comm, *args)), None))  # by value: the process ends before it is read
+    except BaseException as error:
+        results.put((rank, b"", repr(error)))
+    finally:
+        dist.destroy_process_group()
+
+
+def on_processes(size: int, f: Callable[..., Any], *args: Any) -> list[Any]:
+    """Results of f(comm, *args) in rank order; f is a top-level function. Forked: torch is imported already."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    workers = [context.Process(target=_rank_main, args=(r, size, port, f, args, results)) for r in range(size)]
+    for worker in workers:
+        worker.start()
+    try:
+        found = dict(
+            sorted((rank, (value, error)) for rank, value, error in (results.get(timeout=LIMIT_S) for _ in workers))
+        )
+    finally:
+        for worker in workers:
+            worker.join(5)
+            worker.kill()
+    errors = {rank: error for rank, (_, error) in found.items() if error}
+    assert not errors, errors
+    return [pickle.loads(value) for value, _ in found.values()]
