@@ -65,10 +65,23 @@ def refused(tmp_path, capsys):
         ("model.use=kasoku.data.folder", r"model\.widths: no such key"),
         ("optimizer.use=kasoku.optim.EMA", r"optimizer\.(lr|momentum): no such key"),
         ("evaluate.every=nan", r"every=nan"),
+        ("norm_batch=5", r"norm_batch=5: a divisor of batch=64"),
+        ("norm_batch=-4", r"norm_batch=-4: a divisor"),
+        ("norm_average=-1", r"norm_average=-1"),
+        ("scaling=cubic", r'scaling = "cubic".*linear'),
+        ("last_batch=keep", r'last_batch = "keep".*drop'),
+        ("evaluate.stale=true", r"evaluate\.stale = true.*Recalibrate"),
+        ("schedule={use='kasoku.core.Constant', warmup=30}", r"schedule\.warmup: 30 epochs, longer than the training"),
+        ("optimizer={use='kasoku.optim.lars', weight_decay=-1}", r"weight_decay=-1"),
+        ("optimizer={use='kasoku.optim.lars', trust={eta=-1}}", r"eta=-1"),
     ],
 )
 def test_a_wrong_setting_is_named_by_its_path(refused, setting, pattern):
     refused(pattern, "--set", setting)
+
+
+def test_more_virtual_ranks_than_images(refused):
+    refused(r"batch=2000: at most 1437 images", "--set", "batch=2000", "--set", "norm_batch=1")
 
 
 def test_a_recipe_that_is_missing_or_not_toml(refused, tmp_path, capsys):

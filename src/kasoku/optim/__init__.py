@@ -3,9 +3,24 @@
 from kasoku.optim.adamw import adamw
 from kasoku.optim.average import EMA, Lookahead
 from kasoku.optim.clip import Clip
+from kasoku.optim.lars import LARS, Trust, lars
 from kasoku.optim.loss import cross_entropy
 from kasoku.optim.muon import Muon, Rest, muon
 from kasoku.optim.rate import Rate
 from kasoku.optim.sgd import sgd
 
-__all__ = ["EMA", "Clip", "Lookahead", "Muon", "Rate", "Rest", "adamw", "cross_entropy", "muon", "sgd"]
+__all__ = [
+    "EMA",
+    "LARS",
+    "Clip",
+    "Lookahead",
+    "Muon",
+    "Rate",
+    "Rest",
+    "Trust",
+    "adamw",
+    "cross_entropy",
+    "lars",
+    "muon",
+    "sgd",
+]
