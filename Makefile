@@ -33,7 +33,7 @@ check: .venv/dev
 bench: .venv/dev
 	$(BIN)/python benchmarks/trainer_overhead.py
 
-gpu: .venv/base
+gpu: .venv/dev
 	$(BIN)/python benchmarks/gpu.py
 
 clean:

@@ -110,11 +110,35 @@ def resnet50() -> str:
     return "; ".join(shown)
 
 
+def benchmark(script: str, *options: str, keys: tuple[str, ...]) -> str:
+    """Some figures of another benchmark's JSON line."""
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
+    figures = json.loads(done.stdout.strip().splitlines()[-1])
+    return ", ".join(f"{key} {figures[key]}" for key in keys)
+
+
+def lars() -> str:
+    """The Triton kernels: right on the device, and what a step costs (bound asked: 1.3 of fused SGD; naive 5)."""
+    tests = [sys.executable, "-m", "pytest", "-q", "-x", str(ROOT / "tests" / "optim" / "test_lars.py")]
+    right = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    keys = ("ours_over_fused_sgd", "naive_over_ours", "launches_161", "launches_322")
+    shown = "tests pass" if right.returncode == 0 else f"FAILED: {right.stdout.strip().splitlines()[-1]}"
+    return f"{shown}; {benchmark('lars_step.py', keys=keys)}"
+
+
+def virtual_ranks() -> str:
+    """64 virtual ranks on one GPU."""
+    return benchmark("virtual_ranks.py", "--pairs", "3", keys=("virtual_over_plain", "memory_64_over_2"))
+
+
 CHECKS: dict[str, Callable[[], str]] = {
     "digits": digits,
     "deterministic resume": deterministic_resume,
     "cifar10": cifar10,
     "resnet50": resnet50,
+    "lars": lars,
+    "virtual ranks": virtual_ranks,
 }
 
 

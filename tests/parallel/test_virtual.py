@@ -220,6 +220,18 @@ def test_recalibration_with_a_plain_iterable_and_new_weights():
     torch.testing.assert_close(judged_statistics(job)[0], 2 * first[0])
 
 
+def test_each_update_is_measured_anew():
+    """Also after torch's fused step, which does not mark the weights as changed."""
+    job = trained(parts=4, more=[Recalibrate(images=0)])
+    before = judged_statistics(job)
+    train(job, 1)
+    after = judged_statistics(job)
+    fresh = job_on(parts=4, techniques=[VirtualRanks(8), Recalibrate(images=0)])
+    fresh.model.load_state_dict(job.model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(after, judged_statistics(fresh), strict=True))
+    assert not torch.equal(before[0], after[0])
+
+
 def test_a_generator_is_refused():
     job = make(Recalibrate())
     job.loader = iter([])

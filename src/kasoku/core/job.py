@@ -258,16 +258,18 @@ class Job:
         """
         self.drain()
         modes = [(m, m.training) for m in self.model.modules()]
+
+        def put_back() -> None:
+            for module, training in modes:
+                module.training = training
+
         with ExitStack() as stack, torch.no_grad():
+            stack.callback(put_back)
             for name, f in self._on_evaluate:
                 if not name or name != without:
                     stack.enter_context(f())
             self.model.eval()
-            try:
-                yield self.model
-            finally:
-                for module, training in modes:
-                    module.training = training
+            yield self.model
 
     def keep(self, name: str, stateful: Stateful) -> None:
         """Puts a part's state into every checkpoint under `name`."""

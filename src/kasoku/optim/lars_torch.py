@@ -91,7 +91,7 @@ def step_cpu(moves: list[Move]) -> None:
 def _fused(moves: list[Move], trust: float) -> bool:
     """Moves tensors of one rule, scale and trust; False, and nothing done, where float32 could not hold V / f."""
     rule, f = moves[0].rule, moves[0].rule.rate * trust
-    if not 1e-12 < f < 1e12 or moves[0].keep > 1e9 * f:
+    if not 1e-12 < f < 1e12:
         return False
     momentum, decay, lr = moves[0].keep / f, (rule.d0 + rule.d1 * f) / f, rule.out * f
     if rule.nesterov and not lr * decay < 0.5:

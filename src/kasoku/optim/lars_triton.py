@@ -84,8 +84,8 @@ def _trusts(table, values, first, partial, factors, n, layers, CHUNK: tl.constex
 def _move(  # noqa: PLR0913
     table, values, owner, first, factors, n, W: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # Velocity and weights of one block of a tensor.
-    block = tl.program_id(0)
+    # Velocity and weights of one block of a tensor; the last block first, which `_squares` has left in the cache.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
     tensor = tl.load(owner + block)
     size = tl.load(table + 3 * n + tensor)
     at = (block - tl.load(first + tensor)) * BLOCK + tl.arange(0, BLOCK)

@@ -79,7 +79,8 @@ class _Measured:
     def stepped_in(self) -> Iterator[None]:
         """The measured statistics in the place of the running ones; nothing is measured twice for the same weights."""
         params = list(self.job.model.parameters())
-        weights = [(p.data_ptr(), p._version) for p in params]
+        # A fused step on a CPU leaves `_version` alone (torch 2.13), so steps are counted too.
+        weights = (self.job.steps, [(p.data_ptr(), p._version) for p in params])
         if self.known is None or self.known[0] != weights:
             self.known = (weights, self._measure())
         buffers = [x for norm in self.norms for x in (norm.running_mean, norm.running_var) if x is not None]

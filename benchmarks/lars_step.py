@@ -1,0 +1,180 @@
+"""What does a step of LARS cost over torch's fused SGD, and over LARS as it is usually written?
+
+Command: python benchmarks/lars_step.py
+Last answer: see RECORDS.md.
+
+On ResNet-50's 161 tensors (channels_last, as in training), all sides on the same weights and gradients, one step of
+each in turn. Naive is the published loop over layers that reads each layer's norms to the host.
+
+Why: fused SGD reads w, g, v and writes w, v, five passes over memory; LARS must know two norms before, which is two
+passes more (1.4 x) unless the layer stays in the cache between the norms and the update. [000] claims 1 for its
+batched LARS on GPUs (Fig. 7). On CUDA the time is the device's own with the host ahead of it, as in training; the
+host's stands beside it. Launches are counted on Triton's path, in its interpreter where there is no GPU, for one and
+two networks.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from common import finish, seconds_per_call, spread
+from kasoku.models import resnet50
+from kasoku.optim import LARS, lars
+
+LR, DECAY, MOMENTUM = 1e-3, 5e-5, 0.9  # small, so that a thousand steps leave the weights finite
+COPIES, WARM = 10, 3
+AHEAD_CYCLES = 20_000_000  # about 10 ms
+ours = sys.modules["kasoku.optim.lars"]  # the module; kasoku.optim.lars is the function
+
+
+class Naive(torch.optim.Optimizer):
+    """The loop over layers, as published implementations have it."""
+
+    def __init__(self, groups: list[dict[str, object]]) -> None:
+        super().__init__(groups, {"eta": 1e-3, "eps": 0.0})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                decay, trust, g = group["weight_decay"], 1.0, p.grad
+                if group["layerwise"]:
+                    w_norm, g_norm = torch.norm(p), torch.norm(g)
+                    if w_norm > 0 and g_norm > 0:
+                        trust = (group["eta"] * w_norm / (g_norm + decay * w_norm + group["eps"])).item()
+                g = g.add(p, alpha=decay) if decay else g
+                if "v" not in self.state[p]:
+                    self.state[p]["v"] = torch.zeros_like(p)
+                v = self.state[p]["v"].mul_(MOMENTUM).add_(g, alpha=LR * trust)
+                p.add_(v, alpha=-1)
+
+
+def network(copies: int, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.ModuleList(resnet50() for _ in range(copies)).to(device, memory_format=torch.channels_last)
+    for p in model.parameters():
+        p.grad = 1e-3 * torch.randn_like(p)
+    return model
+
+
+def sides(model: nn.Module, device: str) -> dict[str, Callable[[], object]]:
+    """One step of each rule; they share the weights."""
+    rule = lars(model, LR, momentum=MOMENTUM, weight_decay=DECAY)
+    groups = [{k: group[k] for k in ("params", "weight_decay", "layerwise")} for group in rule.param_groups]
+    decays = [{k: group[k] for k in ("params", "weight_decay")} for group in groups]
+    fused = torch.optim.SGD(decays, lr=LR, momentum=MOMENTUM, fused=True)
+    steps = {"fused_sgd": fused.step, "ours": rule.step, "naive": Naive(groups).step}
+    if device == "cuda":
+        foreach = LARS(groups, LR, momentum=MOMENTUM, weight_decay=DECAY)
+        steps["foreach"] = lambda: on_path("foreach", foreach.step)
+    return steps
+
+
+def on_path(path: str, step: Callable[[], object]) -> None:
+    own = ours._path
+    ours._path = lambda device: path
+    try:
+        step()
+    finally:
+        ours._path = own
+
+
+def launches(copies: int, device: str) -> int | None:
+    """Kernels that a step of so many networks starts on Triton's path; None where triton is missing."""
+    if not ours._has_triton():
+        return None
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from kasoku.optim import lars_triton
+
+    model, own = network(copies, device), dict(vars(lars_triton))
+    count = [0]
+
+    def counted(kernel: object, *args: object, **meta: object) -> None:
+        count[0] += 1
+        own["_launch"](kernel, *args, **meta)
+
+    lars_triton._launch = counted
+    if device == "cpu":
+        for kernel in ("_squares", "_trusts", "_move"):
+            setattr(lars_triton, kernel, InterpretedFunction(own[kernel].fn))
+    try:
+        on_path("triton", lars(model, LR).step)
+    finally:
+        for name in ("_launch", "_squares", "_trusts", "_move"):
+            setattr(lars_triton, name, own[name])
+    return count[0]
+
+
+def timed(step: Callable[[], object], device: str) -> tuple[float, float]:
+    """Seconds of a step, and seconds until its call returned."""
+    if device == "cpu":
+        (second,) = seconds_per_call(step, calls=1, warm=0)
+        return second, second
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(AHEAD_CYCLES)  # the host hands over the whole step meanwhile, unless it waits for a value
+    begin.record()
+    start = time.perf_counter()
+    step()
+    host = time.perf_counter() - start
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000, host
+
+
+def bound(model: nn.Module) -> dict[str, object]:
+    """What the passes over memory take at the speed of a copy: with, and without, a cache from norm to update."""
+    everything = sum(p.numel() * p.element_size() for p in model.parameters())
+    layers = sum(p.numel() * p.element_size() for p in model.parameters() if p.ndim > 1)
+    source = torch.randn(everything // 4, device=next(model.parameters()).device)
+    target = torch.empty_like(source)
+    copy_s = statistics.median(seconds_per_call(lambda: target.copy_(source), calls=COPIES))
+    rate = 2 * everything / copy_s
+    return {
+        "copy_gb_per_s": round(rate / 1e9, 1),
+        "bound_ms": round(1000 * 5 * everything / rate, 2),
+        "bound_without_cache_ms": round(1000 * (5 * everything + 2 * layers) / rate, 2),
+        "bound_ratio_without_cache": round((5 * everything + 2 * layers) / (5 * everything), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60, help="steps of each side that count")
+    rounds = parser.parse_args().rounds
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = network(1, device)
+    steps = sides(model, device)
+    seconds, hosts = ({side: [] for side in steps} for _ in range(2))
+    for i in range(rounds + WARM):
+        for side, step in steps.items():
+            second, host = timed(step, device)
+            if i >= WARM:
+                seconds[side].append(second)
+                hosts[side].append(host)
+    over = [a / b for a, b in zip(seconds["ours"], seconds["fused_sgd"], strict=True)]
+    naive = [a / b for a, b in zip(seconds["naive"], seconds["ours"], strict=True)]
+    figures: dict[str, object] = {
+        "ours_over_fused_sgd": round(statistics.median(over), 3),
+        "ours_over_fused_sgd_spread": spread([round(r, 3) for r in over]),
+        "naive_over_ours": round(statistics.median(naive), 3),
+        "naive_over_ours_spread": spread([round(r, 3) for r in naive]),
+        "ms": {side: spread([round(1000 * s, 3) for s in some]) for side, some in seconds.items()},
+        "host_ms": {side: round(1000 * statistics.median(some), 3) for side, some in hosts.items()},
+        **bound(model),
+        "path": ours._path(torch.device(device)),
+        "launches_161": launches(1, device),
+        "launches_322": launches(2, device),
+    }
+    parameters = {"tensors": len(list(model.parameters())), "rounds": rounds, "device": device}
+    finish("lars_step", {**parameters, "threads": torch.get_num_threads(), "lr": LR}, figures)
+
+
+if __name__ == "__main__":
+    main()
