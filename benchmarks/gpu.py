@@ -120,7 +120,7 @@ def benchmark(script: str, *options: str, keys: tuple[str, ...]) -> str:
 
 def lars() -> str:
     """The Triton kernels: right on the device, and what a step costs (bound asked: 1.3 of fused SGD; naive 5)."""
-    tests = [sys.executable, "-m", "pytest", "-q", "-x", str(ROOT / "tests" / "optim" / "test_lars.py")]
+    tests = [sys.executable, "-m", "pytest", "-q", "-x", "tests/optim/test_lars_cuda.py"]
     right = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     keys = ("ours_over_fused_sgd", "naive_over_ours", "launches_161", "launches_322")
     shown = "tests pass" if right.returncode == 0 else f"FAILED: {right.stdout.strip().splitlines()[-1]}"
