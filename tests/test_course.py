@@ -60,7 +60,9 @@ def test_between_two_points_numbers_are_interpolated_and_said_to_be():
     ("setting", "line"),
     [
         (["batch=512"], "batch=512: this recipe has settings for 1632 to 67840"),
-        (["points=3"], r"points: \[\[points\]\]: tables that each have a batch"),
+        (["points=3"], r"points: \[\[points\]\] tables are wanted"),
+        (["points=[{batch=0}]"], r"points: \[\[points\]\] tables are wanted, each of another batch"),
+        (["points=[{batch=8}, {batch=8}]"], "each of another batch"),
         (["points=[]", "batch=100"], "norm_batch=32: a divisor of batch=100"),
         (["batch=4096", "epochs=3"], "schedule.warmup: 5 epochs, longer than the training"),
     ],
@@ -91,6 +93,13 @@ def test_a_growing_batch_is_counted():
     course = moments(recipe, 1437, {"lr": 1.0})
     assert [m.batch for m in course] == [100] * 14 + [200] * 7 + [400] * 5
     assert course[14].epoch == 1.0
+
+
+def test_a_batch_that_outgrows_the_data_is_refused_before_the_start(capsys):
+    grow = "techniques=[{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.Step', milestones=[2], gamma=2}}]"
+    settings = ["--set", grow, "--set", "batch=1000", "--set", "epochs=4", "--dry-run"]
+    assert main(["train", str(DIGITS), *settings]) == 2
+    assert "batch=2000 in epoch 2: at most 1437 images" in capsys.readouterr().err
 
 
 def test_momentum_is_shown_as_it_acts_where_the_rule_corrects_it():

@@ -44,9 +44,10 @@ def photos_command(tmp_path: Path, *more: str) -> list[str]:
 
 def test_members_on_files_train_in_turns_each_as_if_alone(tmp_path, capsys):
     out, alone = tmp_path / "ensemble", tmp_path / "alone"
-    vary = ["--members", "2", "--vary", "optimizer.lr=0.05,0.02", "--vary", "seed=0,0"]
+    vary = ["--members", "2", "--vary", "optimizer.lr=0.05,0.02", "--vary", "seed=0,0", "--set", "accumulate=2"]
+    rate = ["--set", "optimizer.lr=0.02", "--set", "accumulate=2"]
     assert main(photos_command(tmp_path, *vary, "--quiet", "--out", str(out))) == 0
-    assert main(photos_command(tmp_path, "--set", "optimizer.lr=0.02", "--quiet", "--out", str(alone))) == 0
+    assert main(photos_command(tmp_path, *rate, "--quiet", "--out", str(alone))) == 0
     second, wanted = (load_file(run / "model.safetensors") for run in (out / "member-2", alone))
     assert all(second[name].equal(wanted[name]) for name in wanted)
 
@@ -77,6 +78,8 @@ def test_members_stopped_go_on_to_the_same_bits(tmp_path):
         (["--members", "3", "--vary", "optimizer.lr=0.1,0.2"], "2 values for 3 members"),
         (["--vary", "optimizer.lr=0.1,0.2"], "--vary without --members"),
         (["--members", "2", "--vary", "optimizer.rl=0.1,0.2"], "optimizer.rl: no such key"),
+        (["--members", "2", "--vary", "data.seed=0,1"], "--vary of data: the members of an ensemble see the same data"),
+        (["--members", "3", "--vary", "optimizer.lr=1", "--dry-run"], "1 values for 3 members"),
     ],
 )
 def test_members_that_cannot_be(options, line, tmp_path, capsys):
@@ -85,3 +88,18 @@ def test_members_that_cannot_be(options, line, tmp_path, capsys):
     assert line in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_members_that_would_share_other_pixels_are_refused(tmp_path, capsys):
+    vary = ["--members", "2", "--vary", "techniques.0.crop=random_resized,center"]
+    assert main(photos_command(tmp_path, *vary, "--quiet", "--out", str(tmp_path / "run"))) == 2
+    assert "techniques of kasoku.data must be the same" in capsys.readouterr().err
+
+
+def test_a_varied_batch_takes_its_own_point(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    recipe = DIGITS.parent / "imagenet_resnet50_mlperf.toml"
+    assert main(["train", str(recipe), "--members", "2", "--vary", "batch=4096,8192", "--dry-run"]) == 0
+    table = capsys.readouterr().out
+    assert "the point 4,096" in table
+    assert "the point 8,192" in table

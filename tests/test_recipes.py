@@ -21,7 +21,11 @@ RECIPES = sorted(FOLDER.glob("*.toml"))
 SHAPES = {"cifar10": (3, 32), "fashion_mnist": (1, 28), "digits": (1, 8), "imagenet": (3, 64)}
 SMALL = {  # what a recipe for a cluster needs to run here
     "imagenet_resnet50_81920": ["norm_batch=5", "techniques.0.crop=center"],
-    "imagenet_resnet50_mlperf": ["points=[]", "norm_batch=5", "techniques.0.crop=center"],
+    "imagenet_resnet50_mlperf": [
+        "points=[{batch=20, epochs=35.0, optimizer={lr=7.4}, schedule={warmup=2, epochs=35.0}}]",
+        "norm_batch=5",
+        "techniques.0.crop=center",
+    ],
     "imagenet_resnet50_16epochs": ["techniques.0.crop=center", "techniques.1.side=48"],
 }
 

@@ -110,11 +110,11 @@ def _train(arguments: argparse.Namespace) -> int:
     _check_train(arguments)
     recipe, folder = _recipe_and_folder(arguments)
     resume = arguments.resume is not None
+    if arguments.members or (resume and not (folder / "recipe.toml").is_file()):
+        return _train_members(arguments, folder)
     if arguments.dry_run:
         _look_ahead(recipe, arguments.plot)
         return 0
-    if arguments.members or (resume and not (folder / "recipe.toml").is_file()):
-        return _train_members(arguments, recipe, folder)
     training = prepare(recipe)  # before the folder: a start that fails leaves nothing behind
     with RunFolder(folder, resume=resume) as run:
         if not resume:
@@ -123,8 +123,9 @@ def _train(arguments: argparse.Namespace) -> int:
             run.write("recipe.toml", dumps(recipe))
         if not arguments.quiet:
             print(f"{training.chosen}\n{training.total_steps} steps, run folder {folder}", flush=True)
-            if arguments.plot or recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch:
-                _look_ahead(recipe, arguments.plot, training)
+        derived = recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch
+        if arguments.plot or (derived and not arguments.quiet):
+            _look_ahead(recipe, arguments.plot, training, show=not arguments.quiet)
         result = fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
     if result.stopped:
         print(f"kasoku: stopped by {result.stopped}; go on with: kasoku train --resume {folder}", file=sys.stderr)
@@ -134,7 +135,7 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _train_members(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> int:
+def _train_members(arguments: argparse.Namespace, folder: Path) -> int:
     from kasoku import members
     from kasoku import recipe as recipes
     from kasoku.runs import evaluate_runs, members_of
@@ -143,8 +144,13 @@ def _train_members(arguments: argparse.Namespace, recipe: Recipe, folder: Path) 
         paths = members_of(folder)
         each = [recipes.load(path / "recipe.toml", arguments.set) for path in paths]
     else:
-        each = members.varied(recipe, arguments.members, arguments.vary)
+        each = members.varied(lambda more: _load(arguments, more), arguments.members, arguments.vary)
         paths = members.folders(folder, len(each))
+    if arguments.plot or arguments.dry_run:
+        for recipe, path in zip(each, paths, strict=True):
+            _look_ahead(recipe, arguments.plot if path is paths[0] else None, show=arguments.dry_run)
+    if arguments.dry_run:
+        return 0
     own = None if arguments.resume else _own_folders(arguments.recipe)
     results = members.train(each, paths, started=arguments.started, own_modules=own, quiet=arguments.quiet)
     stopped = [result.stopped for result in results if result.stopped]
@@ -154,7 +160,9 @@ def _train_members(arguments: argparse.Namespace, recipe: Recipe, folder: Path) 
     return 0 if arguments.quiet else evaluate_runs(paths, None)
 
 
-def _look_ahead(recipe: Recipe, plot: Path | None = None, training: Training | None = None) -> None:
+def _look_ahead(
+    recipe: Recipe, plot: Path | None = None, training: Training | None = None, *, show: bool = True
+) -> None:
     from kasoku import course
     from kasoku.report import print_table
 
@@ -162,7 +170,8 @@ def _look_ahead(recipe: Recipe, plot: Path | None = None, training: Training | N
     shape = {"num_classes": facts.classes, "in_channels": facts.channels, "image_size": facts.side}
     group = course.first_group(recipe, training.job.model if training else recipe.model(**shape))
     moments = course.moments(recipe, facts.images, group)
-    print_table("", course.table(recipe, facts, moments))
+    if show:
+        print_table("", course.table(recipe, facts, moments))
     if remark:
         print(f"kasoku: {remark}", file=sys.stderr)
     if plot:
@@ -193,7 +202,6 @@ def _check_train(arguments: argparse.Namespace) -> None:
 
 def _recipe_and_folder(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
     from kasoku import recipe as recipes
-    from kasoku.auto import recipe_for
     from kasoku.runs import allow_own_modules, free_folder, members_of
 
     sys.path.extend(entry for entry in _own_folders(arguments.recipe) if entry not in sys.path)
@@ -203,11 +211,18 @@ def _recipe_and_folder(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
         if not (run / "recipe.toml").is_file():
             raise InputError(f"--resume {arguments.resume}: no run there (no recipe.toml): an earlier run is wanted")
         return recipes.load(run / "recipe.toml", arguments.set), arguments.resume
-    if arguments.data:
-        recipe = recipe_for(arguments.data, arguments.weights, freeze=arguments.freeze, settings=arguments.set)
-    else:
-        recipe = recipes.load(arguments.recipe, arguments.set)
+    recipe = _load(arguments)
     return recipe, arguments.out or free_folder((arguments.recipe or arguments.data).resolve().stem)
+
+
+def _load(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Recipe:
+    from kasoku import recipe as recipes
+    from kasoku.auto import recipe_for
+
+    settings = [*arguments.set, *more]
+    if arguments.data:
+        return recipe_for(arguments.data, arguments.weights, freeze=arguments.freeze, settings=settings)
+    return recipes.load(arguments.recipe, settings)
 
 
 def _eval(arguments: argparse.Namespace) -> int:

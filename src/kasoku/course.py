@@ -13,7 +13,7 @@ from kasoku.core import InputError
 from kasoku.data import PUBLISHED, Dataset, Facts, GrowBatch
 from kasoku.optim import Rate
 from kasoku.parallel.virtual import momentum
-from kasoku.recipe import Recipe
+from kasoku.recipe import Recipe, made, optimizer
 from kasoku.report import Panel, draw
 
 _POINTS = 1000  # of a curve
@@ -75,7 +75,9 @@ def table(recipe: Recipe, facts: Facts, course: list[Moment]) -> dict[str, str]:
     rows["updates"] = f"{total:,} in {recipe.epochs:g} epochs, {per_epoch:,} in the first, of {facts.images:,} images"
     schedule = type(recipe.course).__name__
     warmup = f", after a warm-up of {recipe.course.warmup:g} epochs" if recipe.course.warmup else ""
-    rows["rate"] = f"{top.lr:.5g} at epoch {top.epoch:.1f} ({schedule}{warmup}), {course[-1].lr:.3g} at the end"
+    until = getattr(recipe.course, "epochs", recipe.epochs)
+    ends = f", made for {until:g} epochs" if until != recipe.epochs else ""
+    rows["rate"] = f"{top.lr:.5g} at epoch {top.epoch:.1f} ({schedule}{warmup}{ends}), {course[-1].lr:.3g} at the end"
     decays = max(m.weight_decay for m in course), course[-1].weight_decay
     rows["weight decay"] = f"{decays[0]:.3g}" + (f", {decays[1]:.3g} at the end" if decays[0] != decays[1] else "")
     if top.momentum is not None:
@@ -108,7 +110,7 @@ def facts(dataset: Dataset) -> Facts:
 def ahead(recipe: Recipe) -> tuple[Facts, str]:
     """The numbers of the recipe's data, and a remark where they are the published ones since the data is not here."""
     try:
-        return facts(recipe.data()), ""
+        return facts(made(recipe.data(), Dataset, "data")), ""
     except InputError as error:
         known = PUBLISHED.get(recipe.data.use)
         if known is None:
@@ -118,11 +120,15 @@ def ahead(recipe: Recipe) -> tuple[Facts, str]:
 
 def first_group(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     """The settings of the optimizer's first parameter group, which holds the weights."""
-    return {k: v for k, v in recipe.optimizer(model).param_groups[0].items() if k != "params"}
+    return {k: v for k, v in optimizer(recipe, model).param_groups[0].items() if k != "params"}
 
 
 def _in_epoch(recipe: Recipe, images: int, epoch: int) -> int:
     batch = recipe.batch * _growth(recipe, epoch)
+    if batch > images:
+        raise InputError(
+            f"batch={batch} in epoch {epoch}: at most {images} images, all there are to train on; choose another batch"
+        )
     return -(-images // batch) if recipe.last_batch == "fill" else images // batch
 
 

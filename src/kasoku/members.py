@@ -1,6 +1,6 @@
 """Members of an ensemble: trainings that differ in their seed, or in settings of the recipe.
 
-Note: what members share. Where images are decoded from files, members train in turns, an update each, on the same
+Note: what members share. Where images are decoded from files, members train in turns, a batch each, on the same
 batches, which are decoded once; data order and augmentation are then the same for all, and what differs is the
 initial weights and what the models draw. Images in memory cost nothing to read again, so there members train one
 after the other and each has an order of its own.
@@ -8,46 +8,47 @@ after the other and each has an order of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from kasoku.core import InputError, Wall
 from kasoku.core.run import RunFolder
-from kasoku.core.toml import override, tables
 from kasoku.data import Files, loader, shared
-from kasoku.recipe import Recipe, from_document
+from kasoku.recipe import Recipe, dumps
 from kasoku.runs import describe
 from kasoku.trainer import fit, prepare, signals, steps
-from kasoku.watch import Result, Training, Watch
+from kasoku.watch import DivergedError, Result, Training, Watch
 
 _ENDED = object()
 
 
-def varied(recipe: Recipe, members: int, vary: Sequence[str]) -> list[Recipe]:
+def varied(load: Callable[[list[str]], Recipe], members: int, vary: Sequence[str]) -> list[Recipe]:
     """The recipe once a member: with the seeds that follow its own, and the settings of `vary`.
 
     Args:
-        recipe: of the first member.
+        load: settings (path=value) -> the recipe with them, so that what depends on them follows.
         members: how many.
         vary: path=value,value,...: a value a member.
 
     Raises:
-        InputError: for fewer than 2 members, and for other than one value a member.
+        InputError: for fewer than 2 members, for other than one value a member, and for members that would see other
+            data, which make no ensemble.
     """
     if members < 2:
         raise InputError(f"--members {members}: at least 2 make an ensemble")
-    out = []
+    seed, out = load([]).seed, []
     for i in range(members):
-        document = tables(recipe)
-        document["seed"] = recipe.seed + i
+        settings = [f"seed={seed + i}"]
         for setting in vary:
             path, _, values = setting.partition("=")
             chosen = values.split(",")
             if len(chosen) != members:
                 raise InputError(f"--vary {setting}: {len(chosen)} values for {members} members: one for each")
-            override(document, f"{path}={chosen[i]}")
-        out.append(from_document(document))
+            settings.append(f"{path}={chosen[i]}")
+        out.append(load(settings))
+    if any(recipe.data != out[0].data for recipe in out):
+        raise InputError("--vary of data: the members of an ensemble see the same data; train them apart")
     return out
 
 
@@ -74,6 +75,8 @@ def train(
         for run, training in zip(runs, trainings, strict=True):
             if own_modules is not None:
                 describe(run, training, own_modules)
+            else:
+                run.write("recipe.toml", dumps(training.recipe))
         if isinstance(trainings[0].dataset.train, Files):
             return _in_turns(trainings, runs, started=started, resume=resume, quiet=quiet)
         results = []
@@ -90,18 +93,26 @@ def _prepared(recipes: Sequence[Recipe]) -> list[Training]:
     dataset = first.dataset
     if not isinstance(dataset.train, Files):
         return [first, *(prepare(recipe, dataset=dataset) for recipe in recipes[1:])]
-    cuts = {(r.batch, r.parts(1), r.last_batch) for r in recipes}
-    if len(cuts) > 1:
-        raise InputError("--vary: members that share decoded batches need the same batch, accumulate and last_batch")
+    if any(_decoded(recipe) != _decoded(recipes[0]) for recipe in recipes):
+        raise InputError(
+            "--vary: members share decoded batches, so batch, accumulate, norm_batch, last_batch and the techniques of "
+            "kasoku.data must be the same for all"
+        )
     one = loader(dataset, "train", recipes[0].batch, seed=recipes[0].seed, device=first.chosen.device)
     batches = shared(one, len(recipes))
     return [prepare(recipe, dataset=dataset, batches=b) for recipe, b in zip(recipes, batches, strict=True)]
 
 
+def _decoded(recipe: Recipe) -> tuple[object, ...]:
+    """All that decides which pixels a batch has."""
+    shown = [t for t in recipe.techniques if type(t).__module__.startswith("kasoku.data.")]
+    return recipe.batch, recipe.parts(1), recipe.last_batch, shown
+
+
 def _in_turns(
     trainings: Sequence[Training], runs: Sequence[RunFolder], *, started: float, resume: bool, quiet: bool
 ) -> list[Result]:
-    """An update each, the one furthest behind first, so that batches are decoded once."""
+    """A batch each, the one furthest behind first, so that batches are decoded once."""
     with ExitStack() as stack:
         watches = []
         for i, (training, run) in enumerate(zip(trainings, runs, strict=True)):
@@ -110,7 +121,13 @@ def _in_turns(
         caught = stack.enter_context(signals())
         under_way = {i: steps(watch, caught) for i, watch in enumerate(watches)}
         while under_way:
-            behind = min(under_way, key=lambda i: (watches[i].job.steps, i))
-            if next(under_way[behind], _ENDED) is _ENDED:
-                del under_way[behind]
+            behind = min(under_way, key=lambda i: (watches[i].progress.images, i))
+            try:
+                if next(under_way[behind], _ENDED) is _ENDED:
+                    del under_way[behind]
+            except DivergedError:
+                for i in set(under_way) - {behind}:
+                    if watches[i].between_steps:
+                        watches[i].save()
+                raise
         return [watch.finish(caught[0] if caught and not watch.over else None) for watch in watches]

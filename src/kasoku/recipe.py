@@ -5,13 +5,17 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import tomli_w
+from torch import nn
+from torch.optim import Optimizer
 
 from kasoku.core import Constant, Factory, InputError, Schedule, Technique
 from kasoku.core.toml import override, parse, tables
 from kasoku.device import Device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,12 @@ class Recipe:
             raise InputError(f"accumulate={self.accumulate}: a divisor of batch={self.batch}, from 1 on")
         if self.norm_batch < 0 or (self.norm_batch and self.batch % self.norm_batch):
             raise InputError(f"norm_batch={self.norm_batch}: a divisor of batch={self.batch}, or 0")
+        once = self.batch // max(1, self.accumulate)
+        if self.accumulate and once < self.norm_batch:
+            raise InputError(
+                f"norm_batch={self.norm_batch}: with accumulate={self.accumulate} a part of the batch has {once} "
+                f"images, and a group cannot span parts: accumulate at most {self.batch // self.norm_batch}"
+            )
         if not 0 <= self.norm_average < math.inf:
             raise InputError(f"norm_average={self.norm_average}: epochs above 0, or 0 for each module's own momentum")
         warmup = self.course.warmup
@@ -119,6 +129,23 @@ class Recipe:
         return self.accumulate or max(1, virtual)
 
 
+def made(thing: Any, kind: type[T], path: str) -> T:
+    """What a table gave, if it is of the kind wanted. Raises InputError with the table's path otherwise."""
+    if not isinstance(thing, kind):
+        raise InputError(f"{path}.use: a {kind.__name__} is wanted, this gives a {type(thing).__name__}")
+    return thing
+
+
+def optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """The recipe's optimizer for a model. Raises InputError where its table gives something else."""
+    try:
+        rule = recipe.optimizer(model)
+    except TypeError as error:
+        wanted = "a function model -> optimizer is wanted, such as kasoku.optim.sgd"
+        raise InputError(f"optimizer.use = {recipe.optimizer.use}: {error}; {wanted}") from error
+    return made(rule, Optimizer, "optimizer")
+
+
 def load(path: Path, settings: Sequence[str] = ()) -> Recipe:
     """Reads a recipe file, with `path=value` settings over it. Raises InputError with the path of what is wrong."""
     try:
@@ -152,9 +179,11 @@ def at_batch(document: dict[str, Any], points: Any) -> dict[str, Any]:
         InputError: for points that are no such tables, and for a batch outside them.
     """
     batch = document.get("batch")
-    tables_wanted = "[[points]]: tables that each have a batch (a whole number) and what holds there"
-    if not isinstance(points, list) or not all(isinstance(p, dict) and type(p.get("batch")) is int for p in points):
-        raise InputError(f"points: {tables_wanted}")
+    fine = isinstance(points, list) and all(isinstance(p, dict) and type(p.get("batch")) is int for p in points)
+    if not fine or any(p["batch"] < 1 for p in points) or len({p["batch"] for p in points}) < len(points):
+        raise InputError(
+            "points: [[points]] tables are wanted, each of another batch (at least 1) and what holds there"
+        )
     ordered = sorted(points, key=lambda point: int(point["batch"]))
     if not ordered or type(batch) is not int:
         return document
@@ -178,8 +207,11 @@ def _between(low: Any, high: Any, way: float) -> Any:
         if not isinstance(high, dict) or low.keys() != high.keys():
             raise InputError(f"points: {sorted(low)} beside {high}: all of them must give the same settings")
         return {key: _between(low[key], high[key], way) for key in low}
-    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (low, high))
-    return low + (high - low) * way if numbers else low
+    if low == high:
+        return low
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in (low, high)):
+        raise InputError(f"points: between {low} and {high} there is nothing; choose the batch of a point")
+    return low + (high - low) * way
 
 
 def _merged(document: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:

@@ -116,7 +116,8 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
     dataset = _test_images(first, data)
     totals = torch.zeros(len(members) + 1, 3, dtype=torch.double)
     images = 0
-    for x_NCHW, y_N in loader(dataset, "test", first.recipe.batch, device=first.chosen.device):
+    batch = first.recipe.evaluate.batch or first.recipe.batch // first.recipe.parts(1)
+    for x_NCHW, y_N in loader(dataset, "test", batch, device=first.chosen.device):
         logits = [member.logits(x_NCHW).float() for member in members]
         together = torch.stack([one.softmax(1) for one in logits]).mean(0).log()
         totals += torch.stack([tally(one, y_N) for one in [*logits, together]]).cpu()

@@ -8,11 +8,10 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from kasoku.core import Comm, InputError, Job, Solo
 from kasoku.core.run import RunFolder
@@ -22,10 +21,8 @@ from kasoku.device import Seeded, choose
 from kasoku.models import check_fits
 from kasoku.optim import Rate
 from kasoku.parallel import Recalibrate, VirtualRanks
-from kasoku.recipe import Recipe
+from kasoku.recipe import Recipe, made, optimizer
 from kasoku.watch import Result, Training, Watch
-
-T = TypeVar("T")
 
 
 def prepare(
@@ -45,11 +42,11 @@ def prepare(
     comm = comm or Solo()
     start = comm.clock.now()
     chosen = choose(recipe.device)
-    dataset = dataset or _made(recipe.data(), Dataset, "data")
+    dataset = dataset or made(recipe.data(), Dataset, "data")
     read = comm.clock.now()
     torch.manual_seed(recipe.seed)
     facts = {"in_channels": dataset.channels, "image_size": dataset.image_size[0]}
-    model = _made(recipe.model(num_classes=len(dataset.classes), **facts), nn.Module, "model")
+    model = made(recipe.model(num_classes=len(dataset.classes), **facts), nn.Module, "model")
     check_fits(model, (dataset.channels, *dataset.image_size), recipe.model.use)
     look_at_data: Any = getattr(model, "prepare", None)
     if look_at_data is not None:
@@ -60,7 +57,7 @@ def prepare(
     train.parts, train.fill = parts, recipe.last_batch == "fill"
     test_batch = recipe.evaluate.batch or recipe.batch // parts
     test = loader(dataset, "test", test_batch, device=chosen.device, comm=comm)
-    job = Job(model, lambda m: _optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
+    job = Job(model, lambda m: optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
     own = [Seeded(recipe.seed), Rate(recipe.course, recipe.rate_scale)]
     if recipe.norm_batch or recipe.norm_average:
         own.append(VirtualRanks(recipe.norm_batch, recipe.norm_average))
@@ -100,34 +97,20 @@ def fit(training: Training, run: RunFolder, *, started: float, resume: bool = Fa
 
 
 def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
-    """The loop: gives the turn away after each update, and ends when the training is over or a signal was caught."""
+    """The loop: gives the turn away after each batch, and ends when the training is over or a signal was caught."""
     job = watch.job
     while not watch.over and not caught:
         for x_NCHW, y_N in job.loader:
             loss = job.loss(job.model(x_NCHW), y_N)
             (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
             if not watch.whole(loss, len(y_N)):
+                yield
                 continue
             job.optimizer.step()
             job.optimizer.zero_grad()
             if watch.after_step() or caught:
                 break
             yield
-
-
-def _made(thing: Any, kind: type[T], path: str) -> T:
-    if not isinstance(thing, kind):
-        raise InputError(f"{path}.use: a {kind.__name__} is wanted, this gives a {type(thing).__name__}")
-    return thing
-
-
-def _optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    try:
-        made = recipe.optimizer(model)
-    except TypeError as error:
-        wanted = "a function model -> optimizer is wanted, such as kasoku.optim.sgd"
-        raise InputError(f"optimizer.use = {recipe.optimizer.use}: {error}; {wanted}") from error
-    return _made(made, Optimizer, "optimizer")
 
 
 def _check_loss(job: Job, classes: int) -> None:

@@ -122,6 +122,11 @@ class Watch:
         """True when the last step or the target is reached."""
         return self._reached or self.job.steps >= self.training.total_steps
 
+    @property
+    def between_steps(self) -> bool:
+        """True while no part of a step has been taken that is not in the weights yet."""
+        return self._parts == 0
+
     def whole(self, loss: Tensor, images: int) -> bool:
         """Takes a micro-batch's loss; True when it completes a step."""
         self._parts += 1
@@ -169,9 +174,6 @@ class Watch:
         if stopped is None and self._evaluated != self.job.steps:
             self._evaluate()
         self.save()
-        if stopped is None:
-            with self.job.trace.span("save"), self.job.evaluation() as model:
-                save_weights(model, self.run.path / "model.safetensors")
         spent, progress = self._spent(), self.progress
         result = Result(
             top1=progress.scores.get("top1"),
@@ -243,6 +245,11 @@ class Watch:
             scores = evaluate(model, self.training.test, self.recipe.evaluate.views)
             if scores.top1 > progress.best or not progress.scores:
                 save_weights(model, self.run.path / "best.safetensors")
+            target = self.recipe.evaluate.target
+            reached = bool(target) and scores.top1 >= target
+            self._reached = self._reached or (reached and self.recipe.evaluate.stop)
+            if self.over:  # as judged: averaged, with the statistics measured for it
+                save_weights(model, self.run.path / "model.safetensors")
         self._evaluated = job.steps
         progress.best = max(progress.best, scores.top1)
         progress.scores = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
@@ -252,10 +259,8 @@ class Watch:
         self.log.mlperf("eval_accuracy", scores.top1, epoch_num=round(job.progress, 4))
         self.log.mlperf("eval_stop", event="INTERVAL_END", epoch_num=round(job.progress, 4))
         self.bar.accuracy(job.progress, scores.top1, loss=self._loss, images_per_s=rate)
-        target = self.recipe.evaluate.target
-        if target and scores.top1 >= target and progress.reached_s is None:
+        if reached and progress.reached_s is None:
             progress.reached_s = round(sum(self._spent().values()), 3)
-            self._reached = self.recipe.evaluate.stop
 
     def _compare_stale(self, top1: float) -> None:
         with self.job.trace.span("evaluate"), self.job.evaluation(without="Recalibrate") as model:

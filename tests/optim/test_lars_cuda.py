@@ -4,9 +4,9 @@ import sys
 
 import pytest
 import torch
+from test_lars import BIG, FORMS, SIZES, Tensors, assert_near, moved, random_grads
 
 from kasoku.optim import Trust
-from test_lars import BIG, FORMS, SIZES, Tensors, assert_near, moved, random_grads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

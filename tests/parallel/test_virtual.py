@@ -13,7 +13,7 @@ from contracts import one_thread as one_thread
 from kasoku.core import Comm, InputError, Job, Threads
 from kasoku.data import Dataset, Memory, loader
 from kasoku.device import Seeded
-from kasoku.optim import sgd
+from kasoku.optim import EMA, sgd
 from kasoku.parallel import AllReduce, Recalibrate, VirtualRanks
 from kasoku.parallel.virtual import momentum
 
@@ -144,6 +144,15 @@ def test_norms_without_a_momentum_average_over_all_updates():
         torch.testing.assert_close(weights(job)[name], x, rtol=1e-5, atol=1e-6)
 
 
+def test_averaged_weights_come_with_the_same_statistics():
+    """EMA takes the statistics of each step after they have moved, as with torch's own norms."""
+    plain, grouped = (job_on(techniques=[EMA(0.5), *more], dropout=0.0) for more in ([], [VirtualRanks(BATCH)]))
+    for job in (plain, grouped):
+        train(job, 4)
+    for a, b in zip(judged_statistics(plain), judged_statistics(grouped), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 # ---- recalibration
 
 
@@ -232,6 +241,45 @@ def test_each_update_is_measured_anew():
     assert not torch.equal(before[0], after[0])
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("images_measured", [129, 130, 133, 150])
+def test_any_number_of_images_is_measured(ranks: int, images_measured: int):
+    """Also a remainder of one image, or of fewer than there are ranks, and norms of one pixel."""
+
+    def measured(comm: Comm) -> list[torch.Tensor]:
+        batches = loader(images(), "train", BATCH, seed=1, comm=comm)
+        head = nn.Sequential(nn.Conv2d(3, 4, SIDE), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 4))
+        torch.manual_seed(0)
+        for p in head.parameters():
+            nn.init.normal_(p)
+        job = Job(head, sgd, loader=batches, comm=comm).apply(Recalibrate(images_measured))
+        found = judged_statistics(job)
+        x = torch.cat([x for x, _ in loader(images(), "test", IMAGES)])[:images_measured]
+        y = job.model[0](x).double()
+        torch.testing.assert_close(found[0].double(), y.mean((0, 2, 3)), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[1].double(), y.var((0, 2, 3), correction=0), rtol=1e-5, atol=1e-6)
+        return found
+
+    results = Threads(ranks).run(measured)
+    assert all(torch.equal(a, b) for r in results for a, b in zip(r, results[0], strict=True))
+
+
+def test_a_frozen_norm_keeps_its_statistics():
+    job = trained(parts=4, more=[Recalibrate(images=0)])
+    job.model.stage[0].norm.eval()
+    own = job.model.stage[0].norm.running_mean.clone()
+    found = judged_statistics(job)
+    assert torch.equal(found[0], own)
+    assert not torch.equal(found[2], job.model.stage[1].norm.running_mean)
+
+
+def test_a_write_to_the_weights_is_seen_through_data_too():
+    job = trained(parts=4, more=[Recalibrate(images=0)])
+    first = judged_statistics(job)
+    job.model.stage[0].conv.weight.data.mul_(2)
+    torch.testing.assert_close(judged_statistics(job)[0], 2 * first[0])
+
+
 def test_a_generator_is_refused():
     job = make(Recalibrate())
     job.loader = iter([])
@@ -248,12 +296,25 @@ def test_a_generator_is_refused():
         (-1, 1, "norm_batch=-1: at least 1 image"),
         (5, 1, "batch=32: not a multiple of norm_batch=5"),
         (64, 1, "batch=32: not a multiple of norm_batch=64"),
-        (32, 4, "one device takes 8 images at once here"),
+        (32, 4, "a device takes 8 images at once, and a group cannot span"),
+        (12, 2, "batch=32: not a multiple of norm_batch=12"),
     ],
 )
 def test_groups_that_do_not_fit(norm_batch: int, parts: int, line: str):
     with pytest.raises(InputError, match=line):
         trained(norm_batch=norm_batch, parts=parts)
+
+
+def test_parts_and_accumulation_must_agree():
+    batches = loader(images(), "train", BATCH)
+    batches.parts = 4
+    with pytest.raises(InputError, match=r"loader\.parts=4 beside Job\(accumulate=1\)"):
+        Job(Net(), sgd, loader=batches).apply(VirtualRanks(8))
+
+
+def test_a_group_that_would_span_ranks_in_parts_is_refused():
+    with pytest.raises(InputError, match="a device takes 8 images at once, and a group cannot span"):
+        Threads(2).run(lambda comm: trained(comm, parts=2, norm_batch=16))
 
 
 def test_ranks_that_do_not_make_up_a_group():

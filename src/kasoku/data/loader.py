@@ -66,6 +66,7 @@ class Loader:
         dtype: of the images handed out.
         parts: in how many parts a training batch is handed out, one after the other (accumulation, virtual ranks);
             `position` and len() count parts.
+        least: fewer images left over at the end of a split in order join the batch before them.
         through: gives the raw batches instead of `fetch`, where several loaders share them.
         fill: complete the last training batch of an epoch with the images the epoch began with; else it is dropped.
     """
@@ -91,6 +92,7 @@ class Loader:
             raise InputError(f"batch={batch}: not a multiple of {self.size} ranks, which share it; choose one that is")
         self.augment, self.dtype = Augment(), torch.float32
         self.parts, self.fill = 1, False
+        self.least = 1
         self.through: Callable[[Loader, int, int], Batches] | None = None
         self.epoch = self.position = 0
 
@@ -106,8 +108,10 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches in a whole epoch; parts of batches where they are handed out so."""
-        dropped = self.train and not self.fill
-        return (self.images // self.batch if dropped else -(-self.images // self.batch)) * self.parts
+        whole, left = divmod(self.images, self.batch)
+        if self.train:
+            return (whole + (self.fill and left > 0)) * self.parts
+        return whole + (left > 0 and (left >= self.least or not whole))
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader is."""
@@ -151,6 +155,7 @@ class Loader:
         other.train, other.fill = False, False
         other.batch, other.parts, other.through = self.batch // self.parts, 1, None
         other.images = min(images or self.images, self.images)
+        other.least = 2 * self.size  # no rank is left with one image, which has no variance
         other.epoch = other.position = 0
         return other
 
@@ -161,12 +166,13 @@ class Loader:
     def _shares(self, epoch: int, first: int, device: torch.device) -> Iterator[torch.Tensor]:
         """Sample indices of each part of this rank's share; the ranks share an incomplete batch as evenly as can be."""
         order_N = (order(self.images, self.seed, epoch) if self.train else torch.arange(self.images)).to(device)
-        if self.train and self.fill:
-            order_N = torch.cat([order_N, order_N[: -self.images % self.batch]])
-        pieces = self.size * self.parts
+        batches, pieces = len(self) // self.parts, self.size * self.parts
+        if self.train:
+            order_N = torch.cat([order_N, order_N[: -self.images % self.batch]])[: batches * self.batch]
         for number in range(first, len(self)):
             start = number // self.parts * self.batch
-            count = min(self.batch, len(order_N) - start)
+            last = number // self.parts == batches - 1
+            count = len(order_N) - start if last else self.batch
             piece = self.rank * self.parts + number % self.parts
             yield order_N[start + count * piece // pieces : start + count * (piece + 1) // pieces]
 
@@ -197,9 +203,7 @@ class FilesLoader(Loader):
         super().__init__(dataset, split, batch, **where)
         self._files: Files = getattr(dataset, split)
         self.threads, self.cache_bytes = min(cores(), 32), 2**30
-        self._kept: dict[int, np.ndarray] = {}
-        self._kept_bytes = 0
-        self._lock = threading.Lock()
+        self._cache = _Cache()
 
     def fetch(self, epoch: int, first: int) -> Batches:
         """Files decoded ahead by threads."""
@@ -252,14 +256,26 @@ class FilesLoader(Loader):
 
     def _pixels(self, index: int) -> np.ndarray:
         """One decoded image. None is ever evicted from the cache: in random order that would only miss more."""
-        pixels_HWC = self._kept.get(index)
+        pixels_HWC = self._cache.kept.get(index)
         if pixels_HWC is None:
             pixels_HWC = decode(self._files.paths[index], stored_side(min(self.dataset.image_size)))
-            with self._lock:
-                if index not in self._kept and self._kept_bytes + pixels_HWC.nbytes <= self.cache_bytes:
-                    self._kept[index] = pixels_HWC
-                    self._kept_bytes += pixels_HWC.nbytes
+            self._cache.offer(index, pixels_HWC, self.cache_bytes)
         return pixels_HWC
+
+
+class _Cache:
+    """Decoded images, the same for all copies of a loader."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, np.ndarray] = {}
+        self.bytes, self._lock = 0, threading.Lock()
+
+    def offer(self, index: int, pixels_HWC: np.ndarray, limit: int) -> None:
+        """Keeps an image while there is room."""
+        with self._lock:
+            if index not in self.kept and self.bytes + pixels_HWC.nbytes <= limit:
+                self.kept[index] = pixels_HWC
+                self.bytes += pixels_HWC.nbytes
 
 
 def sample(dataset: Dataset, n: int, device: torch.device | str = "cpu") -> torch.Tensor:

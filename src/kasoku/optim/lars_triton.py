@@ -1,4 +1,5 @@
-"""LARS on CUDA: three launches for any number of layers, and no value read back to the host.
+"""LARS on CUDA: three launches for any number of layers (six where some tensors allow no accesses of 16 bytes), and no
+value read back to the host.
 
 Note: how tensors of any number reach one kernel. A table on the device holds, for each tensor, its addresses, its size
 and its settings; it goes there in one copy from pinned memory. Each program of the first and the last kernel looks up

@@ -24,6 +24,8 @@ class Rate(Technique):
         schedule: progress in epochs -> factor.
         scale: factor on all rates throughout, such as batch / reference batch (the linear scaling rule).
 
+    Momentum needs no correction where the rate stands outside of it, as in torch's SGD; LARS has a form for each.
+
     Saves: steps: a warm-up permits large rates and batches, a decay ends at a good minimum.
     Costs: nothing that can be measured.
     Ref: Goyal et al. 2017 (arXiv 1706.02677), 2.2; [000] 4.1.2.

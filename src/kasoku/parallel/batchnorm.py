@@ -67,7 +67,17 @@ def steered(norm: Any, x: Tensor) -> Tensor:
         )
     if images == len(x):
         return _group(norm, x, steer.take)
-    return torch.cat([_group(norm, part, steer.take) for part in torch.split(x, images)])
+    sizes = [images] * (len(x) // images)
+    left = len(x) % images
+    if left and not steer.alone:
+        raise InputError(
+            f"norm_batch={images}: one device takes {len(x)} images at once, which must be a multiple of it"
+        )
+    if left == 1:  # one image alone may have no variance
+        sizes[-1] += 1
+    elif left:
+        sizes.append(left)
+    return torch.cat([_group(norm, part, steer.take) for part in torch.split(x, sizes)])
 
 
 def patches(norm: nn.Module, steer: Steer) -> dict[str, object]:
@@ -76,9 +86,11 @@ def patches(norm: nn.Module, steer: Steer) -> dict[str, object]:
 
 
 def _group(norm: Any, x: Tensor, take: Take) -> Tensor:
+    n = x.numel() // x.shape[1]
+    if n < 2:
+        raise InputError("BatchNorm of one image of one pixel has no variance: at least 2 images must share statistics")
     mean_C, variance_C = (torch.zeros_like(norm.running_mean) for _ in range(2))
     out = functional.batch_norm(x, mean_C, variance_C, norm.weight, norm.bias, True, 1.0, norm.eps)
-    n = x.numel() // x.shape[1]
     take(mean_C, variance_C * ((n - 1) / n), n)  # torch's running variance is the unbiased one
     return out
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from kasoku.core import Batch, InputError, Job, Stage, Technique
 from kasoku.parallel.batchnorm import Steer, norms, patches
@@ -72,19 +73,14 @@ class _Statistics:
 class _Measured:
     def __init__(self, job: Job, images: int) -> None:
         self.job, self.images = job, images
-        self.norms = norms(job.model)
-        self.known: tuple[object, list[tuple[Tensor, Tensor]]] | None = None
 
     @contextmanager
     def stepped_in(self) -> Iterator[None]:
-        """The measured statistics in the place of the running ones; nothing is measured twice for the same weights."""
-        params = list(self.job.model.parameters())
-        # A fused step on a CPU leaves `_version` alone (torch 2.13), so steps are counted too.
-        weights = (self.job.steps, [(p.data_ptr(), p._version) for p in params])
-        if self.known is None or self.known[0] != weights:
-            self.known = (weights, self._measure())
-        buffers = [x for norm in self.norms for x in (norm.running_mean, norm.running_var) if x is not None]
-        measured = [x for pair in self.known[1] for x in pair]
+        """The measured statistics in the place of the running ones."""
+        every = norms(self.job.model)
+        live = [norm for norm in every if norm.training] or every  # a frozen norm keeps what it was trained with
+        measured = [x for pair in self._measure(live) for x in pair]
+        buffers = [x for norm in live for x in (norm.running_mean, norm.running_var) if x is not None]
         old = [x.clone() for x in buffers]
         torch._foreach_copy_(buffers, measured)
         try:
@@ -92,19 +88,20 @@ class _Measured:
         finally:
             torch._foreach_copy_(buffers, old)
 
-    def _measure(self) -> list[tuple[Tensor, Tensor]]:
+    def _measure(self, live: list[_BatchNorm]) -> list[tuple[Tensor, Tensor]]:
         """Mean and variance of each norm's input, over all ranks."""
-        found = [_Statistics(norm.running_mean) for norm in self.norms if norm.running_mean is not None]
+        found = [_Statistics(norm.running_mean) for norm in live if norm.running_mean is not None]
         model = self.job.model.eval()
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            for norm, statistics in zip(self.norms, found, strict=True):
+            stack.callback(model.eval)
+            for norm, statistics in zip(live, found, strict=True):
                 images = vars(norm)["steer"].images if "steer" in vars(norm) else 0
                 stack.enter_context(_steering(norm, Steer(norm, images, self.job.comm, statistics.take, alone=True)))
                 norm.train()
             for x_NCHW, _ in self._batches():
-                model(x_NCHW)
-        model.eval()
+                if len(x_NCHW):  # a rank may have no part of the last few images
+                    model(x_NCHW)
         return self._over_ranks(found)
 
     def _over_ranks(self, found: list[_Statistics]) -> list[tuple[Tensor, Tensor]]:
@@ -127,16 +124,20 @@ class _Measured:
             return
         state = copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
         if state is None and iter(loader) is loader:
-            raise InputError(f"Recalibrate: a {type(loader).__name__} can be passed over only once: give a loader that "
-                             "starts anew with each iter()")  # fmt: skip
+            raise InputError(
+                f"Recalibrate: a {type(loader).__name__} can be passed over only once: give a loader that starts anew "
+                "with each iter()"
+            )
         seen = 0
-        for x_NCHW, y_N in loader:
-            yield x_NCHW, y_N
-            seen += len(y_N) * self.job.comm.size
-            if self.images and seen >= self.images:
-                break
-        if state is not None:
-            loader.load_state_dict(state)
+        try:
+            for x_NCHW, y_N in loader:
+                yield x_NCHW, y_N
+                seen += len(y_N) * self.job.comm.size
+                if self.images and seen >= self.images:
+                    break
+        finally:
+            if state is not None:
+                loader.load_state_dict(state)
 
 
 @contextmanager

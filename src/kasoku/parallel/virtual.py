@@ -37,6 +37,7 @@ class VirtualRanks(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMM
+    refuses: ClassVar[tuple[str, ...]] = ("Graphs",)  # a replayed forward notes no statistics
 
     norm_batch: int = 0
     average: float = 0.0
@@ -52,16 +53,22 @@ class VirtualRanks(Technique):
         if not self.norm_batch and not self.average:
             return
         self._check(job)
+        if not norms(job.model):
+            return
         running = _Running(job, self.average)
         for i, norm in enumerate(running.norms):
             for name, value in patches(norm, Steer(norm, self.norm_batch, job.comm, running.taker(i))).items():
                 job.patch(norm, name, value)
-        if running.norms:
-            job.after_step(running.move)
+        job.undo(job.model.register_forward_hook(lambda *_: running.add()).remove)
+        job.before_step(running.move)  # ahead of what averages the model, statistics and all, after the step
 
     def _check(self, job: Job) -> None:
         batch, parts = getattr(job.plain_loader, "batch", 0), getattr(job.plain_loader, "parts", 1)
-        if not self.norm_batch or not isinstance(batch, int) or not isinstance(parts, int):
+        if not isinstance(batch, int) or not isinstance(parts, int) or not batch:
+            return
+        if parts != job.accumulate:
+            raise InputError(f"loader.parts={parts} beside Job(accumulate={job.accumulate}): the same number is wanted")
+        if not self.norm_batch:
             return
         if batch % self.norm_batch:
             raise InputError(
@@ -74,6 +81,11 @@ class VirtualRanks(Technique):
                 f"norm_batch={self.norm_batch}: a device takes {once} images at once, which must be a multiple of it: "
                 "change accumulate"
             )
+        if once < self.norm_batch and (parts > 1 or job.comm.size == 1):
+            raise InputError(
+                f"norm_batch={self.norm_batch}: a device takes {once} images at once, and a group cannot span what it "
+                f"takes one after the other: accumulate at most {max(1, batch // (self.norm_batch * job.comm.size))}"
+            )
 
 
 class _Running:
@@ -81,6 +93,9 @@ class _Running:
 
     Note: sums around the running mean. A group adds (mean - running mean) and variance + that squared. The sums are
     linear, so ranks just add theirs; and what is squared is small, so the total variance keeps its digits.
+
+    Note: few launches. In forward a group's statistics are only noted; when the model's forward has ended all of them
+    are added at once. Norms are updated together too, so an update takes about twenty launches for any number of them.
     """
 
     def __init__(self, job: Job, average: float) -> None:
@@ -90,62 +105,74 @@ class _Running:
         self.variances: list[Tensor] = [norm.running_var for norm in self.norms if norm.running_var is not None]
         self.sizes = [len(mean) for mean in self.means]
         channels, modules = sum(self.sizes), len(self.norms)
-        if self.norms:
-            self.flat = self.means[0].new_zeros(2 * channels + 2 * modules, dtype=torch.float32)
-            self.first, self.second, self.groups, self.values = torch.split(
-                self.flat, [channels, channels, modules, modules]
-            )
-            sizes = torch.tensor(self.sizes, device=self.flat.device)
-            self._own: list[float | None] = []
-            self._share = self.groups
-            self.owner = torch.arange(modules, device=self.flat.device).repeat_interleave(sizes)
+        self.noted: list[tuple[int, Tensor, Tensor]] = []
+        self.groups, self.values = [0] * modules, [0] * modules  # of each norm, since the last update
+        self.flat = self.means[0].new_zeros(2 * channels, dtype=torch.float32)
+        self.first, self.second = torch.split(self.flat, channels)
+        sizes = torch.tensor(self.sizes, device=self.flat.device)
+        self.owner = torch.arange(modules, device=self.flat.device).repeat_interleave(sizes)  # of each channel
+        self.own: list[float | None] = []
+        self.share = self.flat
 
     def taker(self, i: int) -> Take:
-        first_C, second_C = self._by_norm(self.first)[i], self._by_norm(self.second)[i]
-        groups, values, running_C = self.groups[i], self.values[i], self.means[i]
-
         def take(mean_C: Tensor, variance_C: Tensor, n: int) -> None:
-            with torch.no_grad():
-                off_C = mean_C - running_C
-                first_C.add_(off_C)
-                second_C.add_(torch.addcmul(variance_C, off_C, off_C))  # one sum a group: the order of ranks
-                groups.add_(1)
-                values.add_(n)
+            self.noted.append((i, mean_C, variance_C))
+            self.groups[i] += 1
+            self.values[i] += n
 
         return take
 
     @torch.no_grad()
+    def add(self) -> None:
+        """Adds what was noted in a forward, a group of each norm at a time: so the order is that of the groups."""
+        rounds: list[dict[int, tuple[Tensor, Tensor]]] = []
+        for i, mean_C, variance_C in self.noted:
+            free = next((r for r in rounds if i not in r), None)
+            if free is None:
+                rounds.append(free := {})
+            free[i] = (mean_C, variance_C)
+        self.noted.clear()
+        first, second = self._by_norm(self.first), self._by_norm(self.second)
+        for some in rounds:
+            off = torch._foreach_sub([mean for mean, _ in some.values()], [self.means[i] for i in some])
+            squares = torch._foreach_addcmul([variance for _, variance in some.values()], off, off)
+            torch._foreach_add_([first[i] for i in some], off)
+            torch._foreach_add_([second[i] for i in some], squares)
+
+    @torch.no_grad()
     def move(self) -> None:
-        """Moves the running statistics by what was summed since the last update."""
-        self.job.comm.all_reduce(self.flat).wait()
-        groups = self.groups.clamp(min=1)[self.owner]
-        values = self.values.clamp(min=2)[self.owner]
-        off = self.first / groups
-        variance = (self.second / groups - off * off) * (values / (values - 1))
-        seen = self.groups > 0
-        share = self._by_norm((self._momentum() * seen)[self.owner])
+        """Moves the running statistics by what was summed since the last update; no value is read by the host."""
+        counted = [self.norms[i].num_batches_tracked for i, n in enumerate(self.groups) if n]
+        torch._foreach_add_([c for c in counted if c is not None], 1)
+        counts = self.flat.new_tensor([self.groups, self.values])
+        works = [self.job.comm.all_reduce(x) for x in (self.flat, counts)]
+        for work in works:
+            work.wait()
+        groups, values = counts[:, self.owner]
+        off = self.first / groups.clamp(min=1)
+        variance = self.second / groups.clamp(min=1) - off * off
+        variance *= values / (values - 1).clamp(min=1)  # torch's running variance is the unbiased one
+        share = self._by_norm(self._shares()[self.owner] * (groups > 0))
         torch._foreach_addcmul_(self.means, self._by_norm(off), share)
         torch._foreach_lerp_(self.variances, self._by_norm(variance), share)
-        for i, norm in enumerate(self.norms):
-            if norm.num_batches_tracked is not None:
-                norm.num_batches_tracked.add_(seen[i])
         self.flat.zero_()
+        self.groups, self.values = [0] * len(self.norms), [0] * len(self.norms)
 
     def _by_norm(self, flat: Tensor) -> list[Tensor]:
         return list(torch.split(flat, self.sizes))
 
-    def _momentum(self) -> Tensor:
-        """The share of the newest statistics, one a norm; made anew only when it changes."""
+    def _shares(self) -> Tensor:
+        """The share of the newest statistics, one a norm; sent to the device only when it changes."""
         updates = len(self.job.loader) / self.job.accumulate  # type: ignore[arg-type]
         fixed = momentum(self.average, updates) if self.average else None
         own = [norm.momentum if fixed is None else fixed for norm in self.norms]
-        if None in own:  # torch: the plain mean of all updates so far
-            counts = [n.num_batches_tracked for n in self.norms if n.num_batches_tracked is not None]
-            return torch.stack([1 / (c + 1) if m is None else c.new_full((), m, dtype=torch.float32)
-                                for m, c in zip(own, counts, strict=True)])  # fmt: skip
-        if own != self._own:
-            self._own, self._share = own, self.groups.new_tensor(own)
-        return self._share
+        for i, share in enumerate(own):
+            counted = self.norms[i].num_batches_tracked
+            if share is None:  # torch: the plain mean of all updates so far
+                own[i] = 1 / max(1.0, float(counted)) if counted is not None else 1.0
+        if own != self.own:
+            self.own, self.share = own, self.flat.new_tensor(own)
+        return self.share
 
 
 def momentum(average: float, updates: float) -> float:
