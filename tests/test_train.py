@@ -236,3 +236,12 @@ def test_a_plain_loop_gives_the_weights_of_the_trainer_bit_for_bit(tmp_path):
     theirs = weights(tmp_path / "run")
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_ctrl_c_while_packages_are_imported_ends_in_one_line():
+    process = subprocess.Popen([sys.executable, "-m", "kasoku", "list"], stderr=subprocess.PIPE, text=True)
+    time.sleep(0.4)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode in (130, -signal.SIGINT, 0)
+    assert "UnboundLocalError" not in error

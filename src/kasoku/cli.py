@@ -1,7 +1,7 @@
 """The command: kasoku train | eval | predict | export | list.
 
 Exit codes: 0 done, 1 a fault of kasoku's own, 2 something given cannot be used, 3 the training diverged,
-75 stopped by SIGINT or SIGTERM with a checkpoint written (go on with --resume).
+75 stopped by SIGINT or SIGTERM with a checkpoint written (go on with --resume), 130 interrupted at once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    from kasoku.watch import DivergedError
+
     started = process_start()
     arguments = _parser().parse_args(argv, argparse.Namespace(started=started))
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
-        from kasoku.watch import DivergedError
-
         return run(arguments)
     except InputError as error:
         print(f"kasoku: {error}", file=sys.stderr)
@@ -123,7 +123,8 @@ def _train(arguments: argparse.Namespace) -> int:
             run.write("recipe.toml", dumps(recipe))
         if not arguments.quiet:
             print(f"{training.chosen}\n{training.total_steps} steps, run folder {folder}", flush=True)
-        derived = recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch
+        unlike = getattr(recipe.schedule, "epochs", recipe.epochs) != recipe.epochs
+        derived = recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch or unlike
         if arguments.plot or (derived and not arguments.quiet):
             _look_ahead(recipe, arguments.plot, training, show=not arguments.quiet)
         result = fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
@@ -188,6 +189,8 @@ def _check_train(arguments: argparse.Namespace) -> None:
         raise InputError(
             "--weights and --freeze go with --data; in a recipe use the technique kasoku.models.Pretrained"
         )
+    if arguments.plot and arguments.plot.suffix != ".svg":
+        raise InputError(f"--plot {arguments.plot}: an SVG file is drawn; give a name that ends in .svg")
     if arguments.vary and not arguments.members:
         raise InputError("--vary without --members: a value for each member is wanted; give --members K")
     if arguments.members and arguments.resume:

@@ -144,7 +144,7 @@ def test_a_wrong_tree_is_one_clear_line(tree, change, settings, message):
 def test_no_folder_no_class_and_single_images_are_clear_lines(tmp_path):
     with pytest.raises(InputError, match=r"root=.*gone: no such folder"):
         folder(str(tmp_path / "gone"))
-    with pytest.raises(InputError, match="root=: no such folder"):
+    with pytest.raises(InputError, match=r"data\.root is not given"):
         folder("")
     fill(tmp_path / "flat", 2)
     with pytest.raises(InputError, match="flat: no class folders in it"):

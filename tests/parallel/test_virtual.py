@@ -312,6 +312,14 @@ def test_parts_and_accumulation_must_agree():
         Job(Net(), sgd, loader=batches).apply(VirtualRanks(8))
 
 
+def test_a_step_before_all_parts_is_refused():
+    job = job_on(parts=4, techniques=[VirtualRanks(8)])
+    x_NCHW, y_N = next(iter(job.loader))
+    job.loss(job.model(x_NCHW), y_N).backward()
+    with pytest.raises(InputError, match="after 1 of 4 virtual ranks of this device: step once every 4 batches"):
+        job.optimizer.step()
+
+
 def test_a_group_that_would_span_ranks_in_parts_is_refused():
     with pytest.raises(InputError, match="a device takes 8 images at once, and a group cannot span"):
         Threads(2).run(lambda comm: trained(comm, parts=2, norm_batch=16))

@@ -48,8 +48,10 @@ def folder(root: str, size: int = 224, *, validation: float = 0.1, seed: int = 0
     The list of files is kept in `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku) while no folder changes.
     Errors: InputError for no class folder, a class folder with no image, a class that is only in the validation part.
     """
+    if not root:
+        raise InputError("data.root is not given: --set data.root=DIR, the folder of train/ and val/ or of the classes")
     top = Path(os.path.expandvars(root)).expanduser()
-    if not root or not top.is_dir():
+    if not top.is_dir():
         raise InputError(
             f"root={root}: no such folder; give the folder that holds a folder for each class, or train/ and val/"
         )

@@ -55,7 +55,7 @@ class VirtualRanks(Technique):
         self._check(job)
         if not norms(job.model):
             return
-        running = _Running(job, self.average)
+        running = _Running(job, self.average, self.norm_batch)
         for i, norm in enumerate(running.norms):
             for name, value in patches(norm, Steer(norm, self.norm_batch, job.comm, running.taker(i))).items():
                 job.patch(norm, name, value)
@@ -98,8 +98,8 @@ class _Running:
     are added at once. Norms are updated together too, so an update takes about twenty launches for any number of them.
     """
 
-    def __init__(self, job: Job, average: float) -> None:
-        self.job, self.average = job, average
+    def __init__(self, job: Job, average: float, norm_batch: int) -> None:
+        self.job, self.average, self.norm_batch = job, average, norm_batch
         self.norms = norms(job.model)
         self.means: list[Tensor] = [norm.running_mean for norm in self.norms if norm.running_mean is not None]
         self.variances: list[Tensor] = [norm.running_var for norm in self.norms if norm.running_var is not None]
@@ -142,6 +142,7 @@ class _Running:
     @torch.no_grad()
     def move(self) -> None:
         """Moves the running statistics by what was summed since the last update; no value is read by the host."""
+        self._refuse_early()
         counted = [self.norms[i].num_batches_tracked for i, n in enumerate(self.groups) if n]
         torch._foreach_add_([c for c in counted if c is not None], 1)
         counts = self.flat.new_tensor([self.groups, self.values])
@@ -157,6 +158,16 @@ class _Running:
         torch._foreach_lerp_(self.variances, self._by_norm(variance), share)
         self.flat.zero_()
         self.groups, self.values = [0] * len(self.norms), [0] * len(self.norms)
+
+    def _refuse_early(self) -> None:
+        """A step after some of the parts would train on a smaller batch without a word."""
+        job, seen = self.job, max(self.groups)
+        batch = getattr(job.plain_loader, "batch", 0)
+        if isinstance(batch, int) and self.norm_batch and 0 < seen < batch // (self.norm_batch * job.comm.size):
+            raise InputError(
+                f"optimizer.step() after {seen} of {batch // (self.norm_batch * job.comm.size)} virtual ranks of this "
+                f"device: step once every {job.accumulate} batches (job.accumulate), each loss divided by that"
+            )
 
     def _by_norm(self, flat: Tensor) -> list[Tensor]:
         return list(torch.split(flat, self.sizes))
