@@ -245,3 +245,15 @@ def test_ctrl_c_while_packages_are_imported_ends_in_one_line():
     _, error = process.communicate(timeout=30)
     assert process.returncode in (130, -signal.SIGINT, 0)
     assert "UnboundLocalError" not in error
+
+
+def test_the_accuracy_lost_to_stale_averages_is_shown_when_asked_for(tmp_path, capsys):
+    recalibrate = "techniques=[{use='kasoku.parallel.Recalibrate', images=0}]"
+    settings = ["--set", recalibrate, "--set", "evaluate.stale=true", "--set", "norm_batch=32", "--set", "epochs=2"]
+    more = ["--set", "schedule.epochs=2", "--set", "schedule.warmup=0", "--set", "evaluate.target=0"]
+    assert train(str(RECIPE), *settings, *more, "--out", str(tmp_path / "run")) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("accuracy lost to stale averages: ") == 2
+    assert "2 of 32 images" in shown
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line for line in lines if "test_stale_top1" in line]

@@ -1,4 +1,4 @@
-"""The door of the command, `kasoku` or `python -m kasoku`: open while its packages are imported, which takes seconds."""
+"""The door of the command (`kasoku`, `python -m kasoku`): open while its packages are imported, which takes seconds."""
 
 import sys
 
