@@ -129,8 +129,7 @@ def _train(arguments: argparse.Namespace) -> int:
             _look_ahead(recipe, arguments.plot, training, show=not arguments.quiet)
         result = fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
     if result.stopped:
-        print(f"kasoku: stopped by {result.stopped}; go on with: kasoku train --resume {folder}", file=sys.stderr)
-        return STOPPED
+        return _stopped(result.stopped, folder)
     if not arguments.quiet:
         print_table("", result.rows(folder))
     return 0
@@ -148,17 +147,22 @@ def _train_members(arguments: argparse.Namespace, folder: Path) -> int:
         each = members.varied(lambda more: _load(arguments, more), arguments.members, arguments.vary)
         paths = members.folders(folder, len(each))
     if arguments.plot or arguments.dry_run:
-        for recipe, path in zip(each, paths, strict=True):
-            _look_ahead(recipe, arguments.plot if path is paths[0] else None, show=arguments.dry_run)
+        _look_ahead(each[0], arguments.plot, show=arguments.dry_run)
     if arguments.dry_run:
+        for recipe in each[1:]:
+            _look_ahead(recipe)
         return 0
     own = None if arguments.resume else _own_folders(arguments.recipe)
     results = members.train(each, paths, started=arguments.started, own_modules=own, quiet=arguments.quiet)
     stopped = [result.stopped for result in results if result.stopped]
     if stopped:
-        print(f"kasoku: stopped by {stopped[0]}; go on with: kasoku train --resume {folder}", file=sys.stderr)
-        return STOPPED
+        return _stopped(stopped[0], folder)
     return 0 if arguments.quiet else evaluate_runs(paths, None)
+
+
+def _stopped(signal: str, folder: Path) -> int:
+    print(f"kasoku: stopped by {signal}; go on with: kasoku train --resume {folder}", file=sys.stderr)
+    return STOPPED
 
 
 def _look_ahead(

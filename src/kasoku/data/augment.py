@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -63,7 +63,7 @@ class Augment(Technique):
 
     def apply(self, job: Job) -> None:
         """Has the job's loader augment. Raises InputError for a loader or images it does not fit."""
-        loader: Any = getattr(job.loader, "plain", job.loader)
+        loader = job.plain_loader
         if not hasattr(loader, "augment"):
             raise InputError(f"Augment: {type(loader).__name__} cannot augment; give the job a kasoku.data.loader(...)")
         loader.check(self)

@@ -39,6 +39,14 @@ def has_fused(model: nn.Module) -> bool:
     return all(p.device.type in _FUSED and p.is_floating_point() for p in trainable)
 
 
+def refuse_momentum_sgd(lr: float, momentum: float, *, nesterov: bool, weight_decay: float) -> None:
+    """Raises InputError for settings that momentum SGD and what is built on it cannot take."""
+    inf = float("inf")
+    refuse_outside(lr=(lr, 0, inf), momentum=(momentum, 0, 1), weight_decay=(weight_decay, 0, inf))
+    if nesterov and momentum == 0:
+        raise InputError("nesterov=true with momentum=0: give a momentum such as 0.9, or leave nesterov out")
+
+
 def refuse_outside(**ranges: tuple[float, float, float]) -> None:
     """Raises InputError for the first setting that lies outside: name=(value, from, below)."""
     for name, (value, low, high) in ranges.items():

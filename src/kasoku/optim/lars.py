@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kasoku.core import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.optim.groups import refuse_outside, split
+from kasoku.optim.groups import refuse_momentum_sgd, refuse_outside, split
 from kasoku.optim.lars_torch import Move, Rule, step_cpu, step_foreach
 
 Form = Literal["mlperf", "pytorch", "mxnet"]
@@ -139,10 +139,7 @@ def lars(
         decoupled: lr t g' becomes lr t g + weight_decay w; pytorch: v = momentum v + t g; w -= lr v + weight_decay w.
     Ref: You et al. 2017 (arXiv 1708.03888); the MLPerf reference; MXNet's LBSGD; [000] for the decoupled decay.
     """
-    inf = float("inf")
-    refuse_outside(lr=(lr, 0, inf), momentum=(momentum, 0, 1), weight_decay=(weight_decay, 0, inf))
-    if nesterov and momentum == 0:
-        raise InputError("nesterov=true with momentum=0: give a momentum such as 0.9, or leave nesterov out")
+    refuse_momentum_sgd(lr, momentum, nesterov=nesterov, weight_decay=weight_decay)
     weights, vectors = split(model)
     groups: list[dict[str, Any]] = [
         {"params": weights, "layerwise": True},

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kasoku.core import InputError
-from kasoku.optim.groups import decay_groups, has_fused, refuse_outside
+from kasoku.optim.groups import decay_groups, has_fused, refuse_momentum_sgd
 
 
 def sgd(
@@ -35,9 +34,6 @@ def sgd(
     Maths: v = momentum * v + g + weight_decay * w; w -= lr * v (Nesterov: lr * (g + weight_decay * w + momentum * v)).
     Ref: Sutskever et al. 2013; torch.optim.SGD.
     """
-    inf = float("inf")
-    refuse_outside(lr=(lr, 0, inf), momentum=(momentum, 0, 1), weight_decay=(weight_decay, 0, inf))
-    if nesterov and momentum == 0:
-        raise InputError("nesterov=true with momentum=0: give a momentum such as 0.9, or leave nesterov out")
+    refuse_momentum_sgd(lr, momentum, nesterov=nesterov, weight_decay=weight_decay)
     groups: list[dict[str, Any]] = decay_groups(model, weight_decay, decay_all=decay_all)
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=has_fused(model))
