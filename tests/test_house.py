@@ -98,4 +98,4 @@ def test_an_init_only_names(file: Path):
 
 
 def test_core_stays_readable():
-    assert sum(len(f.read_text().splitlines()) for f in (SOURCE / "core").glob("*.py")) < 1600
+    assert sum(len(f.read_text().splitlines()) for f in (SOURCE / "core").glob("*.py")) < 2000

@@ -9,7 +9,7 @@ its own, as a process would.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -40,6 +40,7 @@ class Comm(Protocol):
     rank: int
     size: int
     clock: Clock
+    own_threads: bool  # collectives may be called from any thread of the process
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
         """Every rank's x becomes the sum (or "mean", "max") over ranks."""
@@ -69,6 +70,24 @@ class Comm(Protocol):
         """Every rank's object in rank order, on every rank; waits."""
         ...
 
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        """Out becomes part `rank` of every rank's x, in rank order; x has `size` equal parts."""
+        ...
+
+    def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
+        """The ranks of this rank's group, with a queue of their own.
+
+        All ranks pass the same groups, which are disjoint and hold every rank, in the same order of calls.
+        """
+        ...
+
+    def channel(self) -> Comm:
+        """The same ranks with a queue of its own: what is sent there does not wait for what is sent here.
+
+        Called by all ranks in the same order.
+        """
+        ...
+
 
 class _Done:
     def wait(self) -> None:
@@ -83,6 +102,7 @@ class Solo:
 
     rank = 0
     size = 1
+    own_threads = False
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock: Clock = clock or Wall()
@@ -117,6 +137,18 @@ class Solo:
         """The object in a list."""
         return [thing]
 
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        """Copies x."""
+        return self.all_gather(out, x)
+
+    def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
+        """Itself."""
+        return self
+
+    def channel(self) -> Comm:
+        """Itself."""
+        return self
+
 
 class DeadlockError(RuntimeError):
     """No rank can go on; the message says what each one waits for."""
@@ -142,6 +174,7 @@ class _Shared:
         self.waiting: dict[int, tuple[str, Callable[[], bool]]] = {}
         self.ended: set[int] = set()
         self.failure: BaseException | None = None
+        self.subs: dict[tuple[int, tuple[int, ...]], _Shared] = {}
 
     def next_turn(self, rank: int) -> None:
         """Gives the turn to the next rank that can go on; names the deadlock when there is none."""
@@ -176,6 +209,8 @@ class _ThreadWork:
 
 class _ThreadComm:
     """One rank's view of what is shared."""
+
+    own_threads = False
 
     def __init__(self, shared: _Shared, rank: int, clock: Clock) -> None:
         self.rank, self.size, self.clock = rank, shared.size, clock
@@ -264,6 +299,23 @@ class _ThreadComm:
             forget()
 
         return _ThreadWork(self, name, lambda: letter.finished, read)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        def pick(everything: Tensor) -> Tensor:
+            return everything.view(self.size, self.size, -1)[:, self.rank]
+
+        return self._collective("all_to_all", x, out, op="gather", pick=pick)
+
+    def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
+        number = self._counts["sub"] = self._counts.get("sub", -1) + 1
+        mine = tuple(next(ranks for ranks in groups if self.rank in ranks))
+        shared = self._shared.subs.setdefault((number, mine), _Shared(len(mine)))
+        some = _ThreadComm(shared, mine.index(self.rank), self.clock)
+        some.block = self.block  # type: ignore[method-assign]  # the turn is given to all ranks
+        return some
+
+    def channel(self) -> Comm:
+        return self.sub([range(self.size)])
 
     def gather_objects(self, thing: T) -> list[T]:
         name, meeting = self._meet("gather_objects", thing, list)

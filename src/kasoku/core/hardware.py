@@ -30,6 +30,19 @@ def laid_out_like(p: Tensor, x: Any) -> Any:
     return torch.empty_strided(p.shape, p.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
+def is_dense(x: Tensor) -> bool:
+    """True where x fills its memory without a gap, in whatever order of dimensions."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
+        if n > 1:
+            if stride != expected:
+                return False
+            expected *= n
+    return True
+
+
 def cores(cgroup: Path = _CGROUP) -> int:
     """The cores of the process's affinity mask, or fewer where a cgroup (a container) limits its time."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kasoku.core.hardware import is_dense
+
 _ROW = 2048  # values a running sum goes over
 
 
@@ -152,19 +154,6 @@ def _norm(x: Tensor) -> float:
     if not 1e-24 < square < 1e30:  # squares may have left float32's range
         return float(torch.linalg.vector_norm(x, dtype=torch.float64))
     return math.sqrt(square)
-
-
-def is_dense(x: Tensor) -> bool:
-    """True where x fills its memory without a gap, in whatever order of dimensions."""
-    if x.is_contiguous():
-        return True
-    expected = 1
-    for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
-        if n > 1:
-            if stride != expected:
-                return False
-            expected *= n
-    return True
 
 
 # ---- elsewhere

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kasoku.optim.lars_torch import Move, Rule, is_dense
+from kasoku.core.hardware import is_dense
+from kasoku.optim.lars_torch import Move, Rule
 
 _TYPES = {
     torch.float64: tl.float64,

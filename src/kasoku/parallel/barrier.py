@@ -25,11 +25,7 @@ class AllReduce(Technique):
         """Starts all ranks equal and averages before each step."""
         if job.comm.size == 1:
             return
-        mine = [*job.model.parameters(), *job.model.buffers()]
-        first = job.comm.broadcast_object([x.detach().clone() for x in mine] if job.comm.rank == 0 else [])
-        with torch.no_grad():
-            for x, value in zip(mine, first, strict=True):
-                x.copy_(value)
+        start_equal(job)
 
         def average() -> None:
             grads = [p.grad for p in job.model.parameters() if p.grad is not None]
@@ -37,3 +33,12 @@ class AllReduce(Technique):
                 work.wait()
 
         job.before_step(average)
+
+
+def start_equal(job: Job) -> None:
+    """Gives rank 0's parameters and buffers to all ranks."""
+    mine = [*job.model.parameters(), *job.model.buffers()]
+    first = job.comm.broadcast_object([x.detach().clone() for x in mine] if job.comm.rank == 0 else [])
+    with torch.no_grad():
+        for x, value in zip(mine, first, strict=bool(first)):
+            x.copy_(value)

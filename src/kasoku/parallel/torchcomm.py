@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kasoku.core import Clock, InputError, Wall, Work
+from kasoku.core.hardware import is_dense
 
 T = TypeVar("T")
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -42,6 +42,8 @@ class TorchComm:
     Raises:
         InputError: where torch.distributed is not initialised.
     """
+
+    own_threads = True
 
     def __init__(self, group: dist.ProcessGroup | None = None, clock: Clock | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -83,6 +85,21 @@ class TorchComm:
         result: T = box[0]
         return result
 
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        """Out becomes part `rank` of every rank's x, in rank order."""
+        return _Handle(dist.all_to_all_single(out.view(-1), x.view(-1), group=self._group, async_op=True))
+
+    def sub(self, groups: Sequence[Sequence[int]]) -> TorchComm:
+        """The ranks of this rank's group, in a process group of their own."""
+        world = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        made = [dist.new_group([world[rank] for rank in ranks]) for ranks in groups]
+        return TorchComm(next(g for g, ranks in zip(made, groups, strict=True) if self.rank in ranks), self.clock)
+
+    def channel(self) -> TorchComm:
+        """The same ranks in a process group of its own."""
+        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        return TorchComm(dist.new_group(ranks), self.clock)
+
     def gather_objects(self, thing: T) -> list[T]:
         """Every rank's object in rank order, on every rank; waits."""
         found: list[Any] = [None] * self.size
@@ -94,6 +111,6 @@ def _flat(x: Tensor) -> Tensor:
     """X as flat memory, without a copy."""
     if x.is_contiguous():
         return x.detach().view(-1)
-    if not torch.ops.aten.is_non_overlapping_and_dense(x):
+    if not is_dense(x):
         raise InputError(f"all_reduce of a tensor of shape {tuple(x.shape)}, strides {x.stride()}: it must be dense")
     return x.detach().as_strided((x.numel(),), (1,))

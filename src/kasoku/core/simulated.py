@@ -1,0 +1,159 @@
+"""One rank on a virtual clock stands for many: the same techniques run on it, in no time, and exactly.
+
+Note: what is simulated. Collectives take what the cost model says (`Link`), one after the other in the order they were
+started; computing takes what `Emulate` says. Values are those of this one rank alone: a model on the `meta` device is
+enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from kasoku.core.cost import Link, Unit
+from kasoku.core.errors import InputError
+from kasoku.core.job import Job
+from kasoku.core.technique import Stage, Technique
+
+T = TypeVar("T")
+
+
+class VirtualClock:
+    """A clock that stands still until it is moved on."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        """Seconds since it was made."""
+        return self.seconds
+
+    def advance(self, seconds: float) -> None:
+        """Lets time pass."""
+        self.seconds += seconds
+
+    def until(self, moment: float) -> None:
+        """Lets time pass up to a moment, if that is still to come."""
+        self.seconds = max(self.seconds, moment)
+
+
+class _Arrival:
+    """A transfer that ends at a moment of the virtual clock."""
+
+    def __init__(self, clock: VirtualClock, stop: float) -> None:
+        self.clock, self.stop = clock, stop
+
+    def wait(self) -> None:
+        self.clock.until(self.stop)
+
+    def done(self) -> bool:
+        return self.clock.now() >= self.stop
+
+
+class SimComm:
+    """Rank 0 of `size` equal ones; the others do at every moment what it does.
+
+    Attributes: `sent`: (what, bytes, start, stop) of every collective.
+    """
+
+    rank = 0
+    own_threads = False
+
+    def __init__(self, size: int, link: Link, clock: VirtualClock | None = None) -> None:
+        if size < 1:
+            raise InputError(f"SimComm({size}): at least 1 rank")
+        self.size, self.link = size, link
+        self.clock = clock or VirtualClock()
+        self.sent: list[tuple[str, int, float, float]] = []
+        self._free = 0.0
+
+    def _send(self, what: str, size: int) -> _Arrival:
+        start = max(self.clock.now(), self._free)
+        self._free = start + self.link.seconds(size)
+        self.sent.append((what, size, start, self._free))
+        return _Arrival(self.clock, self._free)
+
+    def all_reduce(self, x: Tensor, *, op: str = "sum") -> _Arrival:
+        """Takes its time, and leaves x as it is."""
+        return self._send("all_reduce", x.nbytes)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> _Arrival:
+        """Half an all-reduce."""
+        return self._send("reduce_scatter", x.nbytes // 2)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> _Arrival:
+        """Half an all-reduce."""
+        return self._send("all_gather", out.nbytes // 2)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> _Arrival:
+        """Half an all-reduce."""
+        return self._send("all_to_all", x.nbytes // 2)
+
+    def send(self, x: Tensor, *, to: int) -> _Arrival:
+        """Half an all-reduce of as many bytes."""
+        return self._send("send", x.nbytes // 2)
+
+    def receive(self, x: Tensor, *, source: int) -> _Arrival:
+        """Half an all-reduce of as many bytes."""
+        return self._send("receive", x.nbytes // 2)
+
+    def broadcast_object(self, thing: T, *, root: int = 0) -> T:
+        """The object itself."""
+        return thing
+
+    def gather_objects(self, thing: T) -> list[T]:
+        """The object as often as there are ranks."""
+        return [thing] * self.size
+
+    def sub(self, groups: Sequence[Sequence[int]]) -> SimComm:
+        """The first of its group, with a link of its own on the same clock."""
+        return SimComm(len(next(ranks for ranks in groups if self.rank in ranks)), self.link, self.clock)
+
+    def channel(self) -> SimComm:
+        """The same ranks, with a link of its own on the same clock."""
+        return SimComm(self.size, self.link, self.clock)
+
+
+@dataclass(frozen=True)
+class Emulate(Technique):
+    """Lets the clock of a `SimComm` pass for forward, backward and update of each module that is named.
+
+    Args:
+        units: names of modules of the model, in forward order, with their seconds.
+
+    Saves: the machine that would compute.
+    Costs: nothing is computed faster: on the `meta` device no value is computed at all.
+    Maths: the gradients of a unit arrive when its backward has ended.
+    """
+
+    stage: ClassVar[Stage] = Stage.MODEL
+
+    units: tuple[Unit, ...] = ()
+
+    def apply(self, job: Job) -> None:
+        """Advances the clock in forward and backward of the units, and at each update by the parameters' shares."""
+        clock = job.clock
+        if not isinstance(clock, VirtualClock):
+            raise InputError("Emulate: the job's clock is a real one: give Job a SimComm")
+        modules = dict(job.model.named_modules())
+        shares: dict[Tensor, float] = {}
+        for unit in self.units:
+            if unit.name not in modules:
+                raise InputError(f"Emulate: no module {unit.name} in {type(job.model).__name__}")
+            module = modules[unit.name]
+            params = [p for p in module.parameters() if p.requires_grad]
+            shares |= {p: unit.update_s / len(params) for p in params}
+            self._pass(job, clock, module, unit)
+        job.after_update(lambda params: clock.advance(sum(shares.get(p, 0.0) for p in params)))
+
+    def _pass(self, job: Job, clock: VirtualClock, module: nn.Module, unit: Unit) -> None:
+        def passed(_: nn.Module, __: object, out: Tensor) -> None:
+            clock.advance(unit.forward_s)
+            if out.requires_grad:
+                hook: Any = out.register_hook
+                hook(lambda _: clock.advance(unit.backward_s))
+
+        job.undo(module.register_forward_hook(passed).remove)
