@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kasoku.core import Comm, Constant, Job, Linear, Technique
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
-from kasoku.parallel import AllReduce, Recalibrate, VirtualRanks
+from kasoku.parallel import AllReduce, Graded, Overlap, Recalibrate, VirtualRanks
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ ROWS = [
     Row(EMA(decay=0.8, every=2), neutral=EMA(decay=0.0, warmup=False)),
     Row(Lookahead(every=2, decay=0.5), neutral=Lookahead(every=2, decay=0.0)),
     Row(LossScale(start=2.0**140, every=3), neutral=LossScale(start=1024.0, every=2), steps=40),
+    Row(Overlap(Graded(first=1, power=1.5, least_bytes=1000)), neutral=Overlap()),
     Row(Rate(Linear(epochs=12, warmup=1)), neutral=Rate(Constant()), owns_rate=True),
     Row(Recalibrate(images=32)),
     Row(Seeded(seed=3), neutral=Seeded(seed=3)),
@@ -58,6 +59,7 @@ ROWS = [
 ]
 NO_ROW = {
     "Augment": "needs images, not tensors: tests/data/test_augment.py",
+    "Emulate": "needs a virtual clock: tests/parallel/test_virtual_clock.py",
     "Graphs": "needs CUDA: tests/device/test_techniques.py",
     "GrowBatch": "needs a loader of kasoku.data: tests/data/test_grow.py",
     "LowResolution": "needs a network that takes any size: tests/data/test_resolution.py",

@@ -1,0 +1,345 @@
+"""Overlap moves the same weights as the step that waits, whatever is hidden behind what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_processes
+from torch import Tensor, nn
+
+import contracts
+from kasoku.core import Comm, InputError, Job, Linear, Technique, Threads
+from kasoku.device import Autocast, ChannelsLast, Compile, LossScale
+from kasoku.optim import EMA, Clip, Rate, Trust, lars, sgd
+from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Planned
+
+STEPS = 6
+POLICIES = [OneGroup(), Fixed(2000, 500), Graded(first=1, power=1.5, least_bytes=1000), Layer()]
+
+
+def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return sgd(model, lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def large_batch(model: nn.Module) -> torch.optim.Optimizer:
+    return lars(model, lr=1.0, momentum=0.9, weight_decay=1e-3, trust=Trust(eta=0.02))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+RULES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": momentum_sgd,
+    "lars": large_batch,
+    "adamw": adam,
+}
+
+
+class ByHand:
+    """The plain step, written down: all gradients into the same groups, one all-reduce a group, then step()."""
+
+    def __init__(self, job: Job, policy: Any) -> None:
+        self.job = job
+        self.params = [p for p in job.model.parameters() if p.requires_grad]
+        from kasoku.parallel.units import Units
+
+        self.groups = policy.plan(Units(job.model).tensors).groups
+
+    def average(self) -> None:
+        for group in self.groups:
+            members = [self.params[i] for i in group]
+            flat = torch.cat([torch.as_strided(p.grad, (p.numel(),), (1,)) for p in members])
+            self.job.comm.all_reduce(flat, op="mean").wait()
+            for p, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
+                p.grad.copy_(torch.as_strided(part, p.shape, p.stride()))
+
+
+def by_hand(comm: Comm, rule: str, policy: Any, accumulate: int) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    job = contracts.make(Rate(Linear(epochs=4, warmup=1)), optimizer=RULES[rule], accumulate=accumulate, comm=comm)
+    plain = ByHand(job, policy)
+    job.before_step(plain.average)
+    contracts.train(job, STEPS)
+    return contracts.weights(job)
+
+
+def overlapped(
+    comm: Comm, rule: str, policy: Any, accumulate: int, *more: Technique, next_forward: bool = True
+) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    own = Overlap(policy, next_forward=next_forward)
+    schedule = Rate(Linear(epochs=4, warmup=1))
+    job = contracts.make(own, schedule, *more, optimizer=RULES[rule], accumulate=accumulate, comm=comm)
+    contracts.train(job, STEPS)
+    return contracts.weights(job)
+
+
+def both(comm: Comm, rule: str, policy: Any, accumulate: int) -> list[dict[str, Tensor]]:
+    return [
+        by_hand(comm, rule, policy, accumulate),
+        overlapped(comm, rule, policy, accumulate),
+        overlapped(comm, rule, policy, accumulate, next_forward=False),
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("rule", "accumulate"), [("sgd", 1), ("sgd", 2), ("lars", 1), ("lars", 2), ("adamw", 1)])
+def test_overlap_is_bit_identical_to_the_step_that_waits(size: int, rule: str, accumulate: int) -> None:
+    policy = POLICIES[(size + accumulate + len(rule)) % len(POLICIES)]
+    for plain, hidden, barrier in on_processes(size, both, rule, policy, accumulate):
+        contracts.assert_same(plain, hidden)
+        contracts.assert_same(plain, barrier)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
+def test_every_policy_trains_to_the_same_bits_in_threads(policy: Any) -> None:
+    for plain, hidden, barrier in Threads(3).run(lambda comm: both(comm, "sgd", policy, 1)):
+        contracts.assert_same(plain, hidden)
+        contracts.assert_same(plain, barrier)
+
+
+def planned(comm: Comm) -> list[dict[str, Tensor]]:
+    found = []
+    for policy in (OneGroup(), Planned(warm=1, measure=1)):
+        torch.manual_seed(5)
+        job = contracts.make(Overlap(policy, next_forward=policy != OneGroup()), comm=comm)
+        contracts.train(job, 2 * STEPS)
+        found.append(contracts.weights(job))
+    engine: Any = job._kept["overlap"]
+    assert engine.probe is None, "the plan was not made"
+    assert engine.forecast is not None
+    return found
+
+
+def test_planned_groups_train_to_the_same_bits_on_two_ranks() -> None:
+    for plain, found in [*on_processes(2, planned), *Threads(2).run(planned)]:
+        contracts.assert_same(plain, found)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (EMA(0.8, every=2),),
+        (Autocast("bf16"), ChannelsLast()),
+        (Clip(0.1),),
+        (LossScale(every=3),),
+        (Compile("eager"),),
+    ],
+    ids=lambda t: type(t[0]).__name__,
+)
+def test_overlap_works_with(more: tuple[Technique, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    def run(comm: Comm, next_forward: bool) -> tuple[dict[str, Tensor], Tensor]:
+        torch.manual_seed(5)
+        job = contracts.make(Overlap(Layer(), next_forward=next_forward), *more, comm=comm)
+        contracts.train(job, STEPS)
+        return contracts.weights(job), contracts.judged(job)
+
+    waits = Threads(2).run(lambda comm: run(comm, False))
+    hides = Threads(2).run(lambda comm: run(comm, True))
+    for (plain, plain_out), (hidden, hidden_out) in zip(waits, hides, strict=True):
+        contracts.assert_same(plain, hidden)
+        assert torch.equal(plain_out, hidden_out)
+    said = capsys.readouterr().out.count("waits for all of them")
+    assert said == (1 if isinstance(more[0], Clip | LossScale) else 0)
+
+
+# ---- models that are not a plain chain
+
+
+class Shared(nn.Module):
+    """Two blocks with one weight, a block that may be left out, and a parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.first = nn.Linear(192, 192)
+            self.second = nn.Linear(192, 192)
+            self.second.weight = self.first.weight
+            self.spare = nn.Linear(192, 192)
+            self.head = nn.Linear(192, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+        self.use_spare = True
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        x = self.second(self.first(x_NCHW.flatten(1)).relu()).relu()
+        if self.use_spare:
+            x = x + self.spare(x)
+        return self.head(x) * self.scale
+
+
+def on_shared(
+    comm: Comm, next_forward: bool, each: Callable[[Job, int], object], **settings: Any
+) -> tuple[dict[str, Tensor], Job]:
+    model = Shared()
+    job = contracts.make(Overlap(Layer(), next_forward=next_forward, **settings), model=model, comm=comm)
+    for step, (x_NCHW, y_N) in enumerate([*job.loader, *job.loader]):
+        each(job, step)
+        job.loss(job.model(x_NCHW), y_N).backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return contracts.weights(job), job
+
+
+def test_shared_weights_and_parameters_of_the_model_itself() -> None:
+    def run(comm: Comm) -> list[dict[str, Tensor]]:
+        return [on_shared(comm, hidden, lambda *_: None)[0] for hidden in (False, True)]
+
+    for waits, hides in Threads(2).run(run):
+        contracts.assert_same(waits, hides)
+
+
+def test_frozen_parameters_stay() -> None:
+    def run(comm: Comm) -> tuple[dict[str, Tensor], Tensor]:
+        model = Shared()
+        model.spare.requires_grad_(False)
+        before = model.spare.weight.detach().clone()
+        job = contracts.make(Overlap(Layer()), model=model, comm=comm)
+        contracts.train(job, 3)
+        return contracts.weights(job), before
+
+    for found, before in Threads(2).run(run):
+        assert torch.equal(found["spare.weight"], before)
+        assert not torch.equal(found["first.weight"], Shared().first.weight)
+
+
+def leave_out(rank: int, both: bool) -> Callable[[Job, int], object]:
+    """The spare block is used by nobody at steps 2 to 4; or by rank 0 alone."""
+
+    def each(job: Job, step: int) -> None:
+        job.model.use_spare = step not in (2, 3, 4) or (not both and rank == 0)
+
+    return each
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_unused_parameters_are_skipped_where_no_rank_used_them(both: bool) -> None:
+    def run(comm: Comm) -> list[dict[str, Tensor]]:
+        each = leave_out(comm.rank, both)
+        return [on_shared(comm, hidden, each, unused="skip")[0] for hidden in (False, True)]
+
+    ranks = Threads(2).run(run)
+    for waits, hides in ranks:
+        contracts.assert_same(waits, hides)
+    contracts.assert_same(ranks[0][0], ranks[1][0])
+
+
+def test_unused_parameters_are_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"2 parameters got no gradient.*spare\.weight, spare\.bias.*unused"):
+        Threads(2).run(lambda comm: on_shared(comm, True, leave_out(comm.rank, True)))
+
+
+# ---- who reads parameters
+
+
+def test_whoever_reads_parameters_sees_them_updated() -> None:
+    def run(comm: Comm) -> list[bool]:
+        plain = contracts.make(Overlap(Layer(), next_forward=False), comm=comm)
+        hidden = contracts.make(Overlap(Layer()), comm=comm)
+        readers: list[Callable[[Job], dict[str, Tensor]]] = [
+            lambda job: {k: v.clone() for k, v in job.model.state_dict().items()},
+            lambda job: {"out": contracts.judged(job)},
+            lambda job: {"momentum": next(iter(job.state_dict()["optimizer"]["state"].values()))["momentum_buffer"]},
+            lambda job: (job.close(), {k: v.clone() for k, v in job.model.named_parameters()})[1],
+        ]
+        found = []
+        for read in readers:
+            for job in (plain, hidden):
+                for x_NCHW, y_N in job.loader:
+                    torch.manual_seed(1)
+                    job.loss(job.model(x_NCHW), y_N).backward()
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+            a, b = read(plain), read(hidden)
+            found.append(all(torch.equal(a[k], b[k]) for k in a))
+        return found
+
+    assert Threads(2).run(run) == [[True] * 4] * 2
+
+
+def test_the_late_update_takes_the_rates_of_its_own_step() -> None:
+    def run(comm: Comm, next_forward: bool) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        job = contracts.make(Overlap(Layer(), next_forward=next_forward), comm=comm)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.5)
+        contracts.train(job, STEPS, each=scheduler.step)
+        return contracts.weights(job)
+
+    waits, hides = (Threads(2).run(lambda comm, hidden=hidden: run(comm, hidden)) for hidden in (False, True))
+    contracts.assert_same(waits[0], hides[0])
+
+
+def test_a_resumed_run_keeps_its_plan() -> None:
+    def run(comm: Comm) -> bool:
+        job = contracts.make(Overlap(Planned(warm=0, measure=1)), comm=comm)
+        contracts.train(job, STEPS)
+        state = contracts.through_a_file(job.state_dict())
+        other = contracts.make(Overlap(Planned(warm=0, measure=1)), comm=comm)
+        other.load_state_dict(state)
+        ours: Any = job._kept["overlap"]
+        theirs: Any = other._kept["overlap"]
+        return ours.probe is None and theirs.probe is None and ours.plan == theirs.plan
+
+    assert Threads(2).run(run) == [True, True]
+
+
+# ---- what is refused, in one line
+
+
+def one_step(comm: Comm, between: Callable[[Job], object], model: nn.Module | None = None) -> None:
+    job = contracts.make(Overlap(Layer()), model=model, comm=comm)
+    for x_NCHW, y_N in job.loader:
+        job.loss(job.model(x_NCHW), y_N).backward()
+        between(job)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+
+def test_clipping_behind_our_back_is_told() -> None:
+    def clip(job: Job) -> None:
+        nn.utils.clip_grad_norm_(job.model.parameters(), 0.01)
+
+    with pytest.raises(InputError, match=r"changed between backward and step.*technique Clip"):
+        Threads(2).run(lambda comm: one_step(comm, clip))
+
+
+def test_a_second_backward_is_told() -> None:
+    def again(job: Job) -> None:
+        x_NCHW, y_N = job.loader.batches[0]
+        job.loss(job.model(x_NCHW), y_N).backward()
+
+    with pytest.raises(InputError, match="accumulate=k"):
+        Threads(2).run(lambda comm: one_step(comm, again))
+
+
+class Bypassed(Shared):
+    """Uses the weights of a block without calling it."""
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        x = self.second(self.first(x_NCHW.flatten(1)).relu()).relu()
+        x = x + nn.functional.linear(x, self.spare.weight, self.spare.bias)
+        return self.head(x) * self.scale
+
+
+def test_a_bypassed_block_is_told() -> None:
+    with pytest.raises(InputError, match=r"spare\.(weight|bias) got a gradient before its last update.*bypassed"):
+        Threads(2).run(lambda comm: one_step(comm, lambda job: None, Bypassed()))
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: Fixed(0), "bucket_bytes=0"),
+        (lambda: Graded(first=0), "first=0"),
+        (lambda: Graded(power=-1.0), "power=-1.0"),
+        (lambda: Planned(measure=0), "measure=0"),
+        (lambda: Overlap(unused="ignore"), 'unused="ignore"'),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_settings(make: Callable[[], object], line: str) -> None:
+    with pytest.raises(InputError, match=line):
+        make()
