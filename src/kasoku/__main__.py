@@ -7,8 +7,9 @@ def main() -> int:
     """Runs the command; an interruption while its packages are imported ends it in one line, too."""
     try:
         from kasoku.cli import main as command
+        from kasoku.ranks import leave
 
-        return command()
+        return leave(command())
     except KeyboardInterrupt:
         print("kasoku: interrupted before it began", file=sys.stderr)
         return 130

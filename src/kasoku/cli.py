@@ -1,7 +1,8 @@
-"""The command: kasoku train | eval | predict | export | list.
+"""The command: kasoku train | launch | eval | predict | export | list.
 
 Exit codes: 0 done, 1 a fault of kasoku's own, 2 something given cannot be used, 3 the training diverged,
-75 stopped by SIGINT or SIGTERM with a checkpoint written (go on with --resume), 130 interrupted at once.
+4 another rank died or hangs, 75 stopped by SIGINT or SIGTERM with a checkpoint written (go on with --resume),
+130 interrupted at once.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kasoku.core import InputError, process_start
+from kasoku.core import Comm, InputError, process_start
 from kasoku.core.run import RunFolder
 from kasoku.recipe import Recipe
 
 if TYPE_CHECKING:
+    from kasoku.start import Start
     from kasoku.watch import Training
 
 STOPPED = 75
@@ -28,10 +30,11 @@ CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    from kasoku.watch import DivergedError
+    from kasoku.spawn import typed_at
 
-    started = process_start()
-    arguments = _parser().parse_args(argv, argparse.Namespace(started=started))
+    given = list(sys.argv[1:] if argv is None else argv)
+    started = typed_at() or process_start()
+    arguments = _parser().parse_args(given, argparse.Namespace(started=started, given=given))
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)
@@ -47,15 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except torch.OutOfMemoryError as error:
         print(f"kasoku: out of device memory ({str(error).partition('.')[0]}): lower batch", file=sys.stderr)
         return 2
-    except DivergedError as error:
-        print(f"kasoku: {error}", file=sys.stderr)
-        return 3
     except KeyboardInterrupt:
         print("kasoku: interrupted at once; a checkpoint written before stands", file=sys.stderr)
         return 130
 
 
 def _parser() -> argparse.ArgumentParser:
+    from kasoku.launch import add_parser as add_launch
+
     parser = argparse.ArgumentParser(prog="kasoku", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -66,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--out", type=Path, metavar="DIR", help="the run folder (default: runs/NAME-N)")
     train.add_argument("--resume", type=Path, metavar="DIR", help="go on with the run in DIR")
+    train.add_argument(
+        "--continue", dest="go_on", action="store_true", help="go on with the run in --out, as it is, if any"
+    )
     train.add_argument("--data", type=Path, metavar="DIR", help="without a recipe: a folder with one folder a class")
     train.add_argument("--weights", type=Path, metavar="FILE", help="with --data: published weights to start from")
     train.add_argument("--freeze", type=int, default=0, metavar="K", help="with --weights: leave the first K blocks")
@@ -77,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--plot", type=Path, metavar="FILE", help="draw rate, weight decay, momentum over epochs (SVG)")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
     train.set_defaults(run=_train)
+    add_launch(commands)
 
     evaluate = commands.add_parser("eval", help="top-1 and top-5 of runs, alone and as an ensemble")
     evaluate.add_argument("runs", nargs="+", type=Path, metavar="RUN")
@@ -102,44 +108,110 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from kasoku.recipe import dumps
-    from kasoku.report import print_table
-    from kasoku.runs import describe
-    from kasoku.trainer import fit, prepare
+    """Joins the ranks a launcher started; without one, starts a rank for each GPU of this machine."""
+    from kasoku.ranks import LostRankError, Place, ToldElsewhereError, joined, place
+    from kasoku.spawn import spawn
+    from kasoku.start import Start
 
+    here = place()
+    count = 1 if here.launched else _gpus(arguments)
+    if count > 1:
+        places = [Place(i, count, i, count) for i in range(count)]
+        return spawn(arguments.given, places, address="127.0.0.1", port=0, started=arguments.started)
+    try:
+        start = Start(began=arguments.started)
+        with joined(here, start) as comm:
+            return _train_or_diverge(arguments, comm, start)
+    except ToldElsewhereError:
+        return 2
+    except LostRankError as error:
+        print(f"kasoku: {error}", file=sys.stderr)
+        return 1
+
+
+def _train_or_diverge(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
+    from kasoku.watch import DivergedError  # after the ranks began to meet, as all that takes time to import
+
+    try:
+        return _train_on(arguments, comm, start)
+    except DivergedError as error:
+        if comm.rank == 0:
+            print(f"kasoku: {error}", file=sys.stderr)
+        return 3
+
+
+def _gpus(arguments: argparse.Namespace) -> int:
+    from kasoku.launch import gpus_for
+
+    if torch.cuda.device_count() < 2 or arguments.members or arguments.dry_run:
+        return 1
     _check_train(arguments)
     recipe, folder = _recipe_and_folder(arguments)
+    of_members = arguments.resume and not (folder / "recipe.toml").is_file()
+    return 1 if of_members else gpus_for(recipe)
+
+
+def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
+    from kasoku.parallel.agree import agree, version_facts
+    from kasoku.ranks import folder as run_folder
+    from kasoku.ranks import together
+    from kasoku.recipe import dumps
+    from kasoku.report import print_table
+    from kasoku.trainer import fit, prepare
+
+    together(comm, lambda: _check_train(arguments))
+    if arguments.go_on and comm.broadcast_object((arguments.out / "recipe.toml").is_file()):
+        arguments.resume, arguments.out, arguments.set = arguments.out, None, []
+    recipe, folder = together(comm, lambda: _recipe_and_folder(arguments))
+    together(comm, lambda: agree(comm, {"recipe": dumps(recipe), **version_facts()}))
     resume = arguments.resume is not None
     if arguments.members or (resume and not (folder / "recipe.toml").is_file()):
-        return _train_members(arguments, folder)
+        return _train_members(arguments, folder, comm)
     if arguments.dry_run:
-        _look_ahead(recipe, arguments.plot)
+        if comm.rank == 0:
+            _look_ahead(recipe, arguments.plot)
         return 0
-    training = prepare(recipe)  # before the folder: a start that fails leaves nothing behind
-    with RunFolder(folder, resume=resume) as run:
-        if not resume:
-            describe(run, training, _own_folders(arguments.recipe))
-        elif arguments.set:
-            run.write("recipe.toml", dumps(recipe))
-        if not arguments.quiet:
-            print(f"{training.chosen}\n{training.total_steps} steps, run folder {folder}", flush=True)
-        unlike = getattr(recipe.schedule, "epochs", recipe.epochs) != recipe.epochs
-        derived = recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch or unlike
-        if arguments.plot or (derived and not arguments.quiet):
-            _look_ahead(recipe, arguments.plot, training, show=not arguments.quiet)
-        result = fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
-    if result.stopped:
-        return _stopped(result.stopped, folder)
-    if not arguments.quiet:
+    quiet = arguments.quiet = arguments.quiet or comm.rank > 0
+    training = together(
+        comm, lambda: prepare(recipe, comm, start=start)
+    )  # before the folder: a failed start leaves nothing behind
+    with run_folder(comm, folder, resume=resume) as run:
+        together(comm, lambda: _begin(arguments, training, run) if run else None)
+        result = fit(training, run, started=arguments.started, resume=resume, quiet=quiet)
+    if comm.rank == 0 and not result.stopped and not quiet:
         print_table("", result.rows(folder))
-    return 0
+    if result.stopped and comm.rank == 0:
+        _say_stopped(result.stopped, folder)
+    together(comm, lambda: None)  # nobody ends before rank 0 has spoken: a launcher ends all when one does
+    return STOPPED if result.stopped else 0
 
 
-def _train_members(arguments: argparse.Namespace, folder: Path) -> int:
+def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder) -> None:
+    """Writes and says what is about to happen."""
+    from kasoku.recipe import dumps
+    from kasoku.runs import describe
+
+    recipe, ranks = training.recipe, training.job.comm.size
+    if not arguments.resume:
+        describe(run, training, _own_folders(arguments.recipe))
+    elif arguments.set:
+        run.write("recipe.toml", dumps(recipe))
+    if not arguments.quiet:
+        each = f"{ranks} ranks, each on " if ranks > 1 else ""
+        print(f"{each}{training.chosen}\n{training.total_steps} steps, run folder {run.path}", flush=True)
+    unlike = getattr(recipe.schedule, "epochs", recipe.epochs) != recipe.epochs
+    derived = recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch or unlike
+    if arguments.plot or (derived and not arguments.quiet):
+        _look_ahead(recipe, arguments.plot, training, show=not arguments.quiet)
+
+
+def _train_members(arguments: argparse.Namespace, folder: Path, comm: Comm) -> int:
     from kasoku import members
     from kasoku import recipe as recipes
+    from kasoku.ranks import together
     from kasoku.runs import evaluate_runs, members_of
 
+    together(comm, lambda: _check_members(comm.size))
     if arguments.resume:
         paths = members_of(folder)
         each = [recipes.load(path / "recipe.toml", arguments.set) for path in paths]
@@ -156,13 +228,18 @@ def _train_members(arguments: argparse.Namespace, folder: Path) -> int:
     results = members.train(each, paths, started=arguments.started, own_modules=own, quiet=arguments.quiet)
     stopped = [result.stopped for result in results if result.stopped]
     if stopped:
-        return _stopped(stopped[0], folder)
+        _say_stopped(stopped[0], folder)
+        return STOPPED
     return 0 if arguments.quiet else evaluate_runs(paths, None)
 
 
-def _stopped(signal: str, folder: Path) -> int:
+def _check_members(ranks: int) -> None:
+    if ranks > 1:
+        raise InputError(f"--members on {ranks} ranks: members train on one device, by turns; start one process")
+
+
+def _say_stopped(signal: str, folder: Path) -> None:
     print(f"kasoku: stopped by {signal}; go on with: kasoku train --resume {folder}", file=sys.stderr)
-    return STOPPED
 
 
 def _look_ahead(
@@ -187,6 +264,8 @@ def _check_train(arguments: argparse.Namespace) -> None:
     given = [name for name in ("recipe", "resume", "data") if getattr(arguments, name)]
     if len(given) != 1:
         raise InputError(f"kasoku train: {' and '.join(given) or 'nothing'} given: one of RECIPE, --resume, --data")
+    if arguments.go_on and (arguments.resume or not arguments.out or arguments.members):
+        raise InputError("--continue: goes with --out DIR, where the run is or will be; for members give --resume DIR")
     if arguments.resume and arguments.out:
         raise InputError("--out beside --resume: a resumed run stays in its folder; leave --out away")
     if (arguments.weights or arguments.freeze) and not arguments.data:
@@ -264,4 +343,6 @@ def _own_folders(recipe: Path | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from kasoku.ranks import leave
+
+    sys.exit(leave(main()))

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kasoku.core import Batch
+from kasoku.core import Batch, Comm
 
 Views = Literal["plain", "mirror", "crops"]
 _UNSURE = 0.3
@@ -23,24 +23,34 @@ class Scores:
     images: int
 
 
-def evaluate(model: Callable[[Tensor], Tensor], loader: Iterable[Batch], views: Views = "plain") -> Scores:
+def evaluate(
+    model: Callable[[Tensor], Tensor], loader: Iterable[Batch], views: Views = "plain", comm: Comm | None = None
+) -> Scores:
     """Scores of a model that is in eval mode already (`with job.evaluation() as model`).
 
     Args:
         model: x_NCHW -> logits_NK.
-        loader: one pass over the test images.
+        loader: one pass over the test images; on several ranks this rank's share, which may be empty.
         views: see `averaged`.
+        comm: the ranks that share the images. Their sums are added, so each image counts once and all ranks get the
+            same scores; alone by default.
     """
     totals: Tensor | None = None
     images = 0
     for x_NCHW, y_N in loader:
-        part = tally(averaged(model, x_NCHW, views), y_N)
-        totals = part if totals is None else totals + part
-        images += len(y_N)
+        if totals is None:
+            totals = _sums(x_NCHW.device)
+        if len(y_N):
+            totals[:3] += tally(averaged(model, x_NCHW, views), y_N)
+            images += len(y_N)
     if totals is None:
         return Scores(0.0, 0.0, float("nan"), 0)
-    top1, top5, loss = (totals / images).tolist()  # the one time the host waits for the device
-    return Scores(top1, top5, loss, images)
+    totals[3] = images
+    if comm is not None:
+        comm.all_reduce(totals).wait()
+    *sums, counted = totals.tolist()  # the one time the host waits for the device
+    top1, top5, loss = (one / counted for one in sums)
+    return Scores(top1, top5, loss, int(counted))
 
 
 def tally(logits_NK: Tensor, y_N: Tensor) -> Tensor:
@@ -48,8 +58,13 @@ def tally(logits_NK: Tensor, y_N: Tensor) -> Tensor:
     best_N5 = logits_NK.topk(min(5, logits_NK.shape[1]), dim=1).indices
     hits_N5 = best_N5 == y_N[:, None]
     loss = nn.functional.cross_entropy(logits_NK.float(), y_N, reduction="sum")
-    exact = torch.float32 if loss.device.type == "mps" else torch.float64  # MPS has no float64
-    return torch.stack([hits_N5[:, 0].sum().to(exact), hits_N5.sum().to(exact), loss.to(exact)])
+    out = _sums(loss.device)[:3]
+    return torch.stack([hits_N5[:, 0].sum().to(out), hits_N5.sum().to(out), loss.to(out)])
+
+
+def _sums(device: torch.device) -> Tensor:
+    exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    return torch.zeros(4, dtype=exact, device=device)
 
 
 def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) -> Tensor:

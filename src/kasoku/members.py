@@ -130,4 +130,4 @@ def _in_turns(
                     if watches[i].between_steps:
                         watches[i].save()
                 raise
-        return [watch.finish(caught[0] if caught and not watch.over else None) for watch in watches]
+        return [watch.finish() for watch in watches]

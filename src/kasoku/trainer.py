@@ -7,78 +7,163 @@ or returns with `stopped` set by SIGINT or SIGTERM (75: resume it).
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from kasoku.core import Comm, InputError, Job, Solo
+from kasoku.core import Comm, InputError, Job, Solo, Technique
 from kasoku.core.run import RunFolder
 from kasoku.course import updates
-from kasoku.data import Dataset, Loader, loader, sample
-from kasoku.device import Seeded, choose
+from kasoku.data import Dataset, FilesLoader, Loader, loader, sample
+from kasoku.device import Chosen, Seeded, choose
 from kasoku.models import check_fits
 from kasoku.optim import Rate
-from kasoku.parallel import Recalibrate, VirtualRanks
+from kasoku.parallel import AllReduce, Overlap, Recalibrate, VirtualRanks
+from kasoku.parallel.agree import agree, facts_of_model
+from kasoku.ranks import Place, check_share, place, together
 from kasoku.recipe import Recipe, made, optimizer
+from kasoku.start import Start
 from kasoku.watch import Result, Training, Watch
 
 
 def prepare(
-    recipe: Recipe, comm: Comm | None = None, *, dataset: Dataset | None = None, batches: Loader | None = None
+    recipe: Recipe,
+    comm: Comm | None = None,
+    *,
+    dataset: Dataset | None = None,
+    batches: Loader | None = None,
+    start: Start | None = None,
 ) -> Training:
-    """Builds everything a training needs.
+    """Builds everything a training needs, what can be at the same time.
 
     Args:
         recipe: what to train.
         comm: the ranks; alone by default.
         dataset: the recipe's data, where it was read before.
         batches: the training loader, where several trainings share one.
+        start: what was begun before, as meeting the other ranks.
 
     Raises:
         InputError: where the parts do not fit each other.
     """
     comm = comm or Solo()
-    start = comm.clock.now()
-    chosen = choose(recipe.device)
-    dataset = dataset or made(recipe.data(), Dataset, "data")
-    read = comm.clock.now()
+    start = start or Start(comm.clock, overlap=None if comm.own_threads or comm.size == 1 else False)
+    began = comm.clock.now()
+    check_share(recipe, comm.size)
+    here = place() if comm.size > 1 else Place()
+    start.import_compiler()
+    start.add("data", lambda: dataset or made(recipe.data(), Dataset, "data"))
+    more = recipe.device.deterministic or recipe.device.compile  # these import more of torch: one after the other
+    alone = ("compiler",) if more else ()
+    chosen = start.do(
+        "device",
+        lambda *_: together(comm, lambda: choose(recipe.device, local_rank=here.local_rank, local_size=here.sharing)),
+        alone,
+    )
+    if recipe.device.compile:
+        start.add("inductor", lambda _: import_module("torch._inductor.compile_fx"), after=("compiler",))
+    if comm.size > 1:
+        start.add("communicator", lambda: _connected(recipe, comm, chosen))
+    start.add("digest", lambda data: data.index() if comm.size > 1 else {}, after=("data",))
+    start.add("network", lambda data: _network(recipe, data), after=("data",))
+    start.add("model", lambda data, net, _: _ready(recipe, data, net, chosen), after=("data", "network", "compiler"))
+    start.add("loaders", lambda data: _loaders(recipe, data, chosen, comm, batches), after=("data",))
+    start.add("first batch", lambda loaders: None if batches else loaders[0].warm(), after=("loaders",))
+    ended = start.wait()
+    found = start.do("agreement", lambda: together(comm, ended))
+    dataset, model, (train, test) = (found[name] for name in ("data", "model", "loaders"))
+    facts = {"data": found["digest"], "model": facts_of_model(model)}
+    start.do("comparison", lambda: together(comm, lambda: agree(comm, facts)))
+    job = Job(
+        model,
+        lambda m: optimizer(recipe, m),
+        loader=train,
+        loss=recipe.loss,
+        comm=comm,
+        accumulate=recipe.parts(comm.size),
+    )
+    start.do("techniques", lambda: _apply(recipe, job, chosen, len(dataset.classes)))
+    start.into(job.trace)
+    total = updates(recipe, train.images)
+    if total < 1:
+        raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
+    return Training(recipe, job, dataset, test, chosen, total, began=began, start=start)
+
+
+def _connected(recipe: Recipe, comm: Comm, chosen: Chosen) -> None:
+    """Has the connections made that the training's collectives will take."""
+    warm: Any = getattr(comm, "warm", None)
+    if warm is not None:
+        own = _ranks_own(recipe, comm.size)
+        warm(chosen.device, channels=sum(isinstance(technique, Overlap) for technique in (*own, *recipe.techniques)))
+
+
+def _network(recipe: Recipe, dataset: Dataset) -> nn.Module:
+    """The network with its first weights. Nothing else may draw from torch's own generator meanwhile."""
     torch.manual_seed(recipe.seed)
     facts = {"in_channels": dataset.channels, "image_size": dataset.image_size[0]}
-    model = made(recipe.model(num_classes=len(dataset.classes), **facts), nn.Module, "model")
+    return made(recipe.model(num_classes=len(dataset.classes), **facts), nn.Module, "model")
+
+
+def _ready(recipe: Recipe, dataset: Dataset, model: nn.Module, chosen: Chosen) -> nn.Module:
+    """The network as it trains: fit for the images, prepared with them, on the device."""
     check_fits(model, (dataset.channels, *dataset.image_size), recipe.model.use)
     look_at_data: Any = getattr(model, "prepare", None)
     if look_at_data is not None:
         look_at_data(sample(dataset, 5000))
-    model.to(chosen.device)
+    return model.to(chosen.device)
+
+
+def _loaders(
+    recipe: Recipe, dataset: Dataset, chosen: Chosen, comm: Comm, batches: Loader | None
+) -> tuple[Loader, Loader]:
+    """The loaders of the training and of the test images."""
+    sharing = place().sharing if comm.size > 1 else 1
     parts = recipe.parts(comm.size)
     train = batches or loader(dataset, "train", recipe.batch, seed=recipe.seed, device=chosen.device, comm=comm)
     train.parts, train.fill = parts, recipe.last_batch == "fill"
     test_batch = recipe.evaluate.batch or recipe.batch // parts
+    test_batch += -test_batch % comm.size
     test = loader(dataset, "test", test_batch, device=chosen.device, comm=comm)
-    job = Job(model, lambda m: optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
-    own = [Seeded(recipe.seed), Rate(recipe.course, recipe.rate_scale)]
-    if recipe.norm_batch or recipe.norm_average:
-        own.append(VirtualRanks(recipe.norm_batch, recipe.norm_average))
+    for one in (train, test):
+        if isinstance(one, FilesLoader):
+            one.threads = max(1, one.threads // sharing)
+    return train, test
+
+
+def _apply(recipe: Recipe, job: Job, chosen: Chosen, classes: int) -> None:
+    """Applies the techniques that were chosen and those asked for; all ranks together."""
+    own = [Seeded(recipe.seed), Rate(recipe.course, recipe.rate_scale), *_ranks_own(recipe, job.comm.size)]
     job.apply(*chosen.techniques, *own, *recipe.techniques)
     if recipe.evaluate.stale and not any(isinstance(t, Recalibrate) for t in recipe.techniques):
         raise InputError("evaluate.stale = true: compares with the technique kasoku.parallel.Recalibrate; add it")
-    _check_loss(job, len(dataset.classes))
-    job.trace.add("data", "read the data set", start=start, stop=read)
-    job.trace.add("model", "build the model", start=read, stop=comm.clock.now())
-    total = updates(recipe, train.images)
-    if total < 1:
-        raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
-    return Training(recipe, job, dataset, test, chosen, total, began=start)
+    _check_loss(job, classes)
 
 
-def fit(training: Training, run: RunFolder, *, started: float, resume: bool = False, quiet: bool = False) -> Result:
-    """Trains to the end, the target, or a signal.
+def _ranks_own(recipe: Recipe, ranks: int) -> list[Technique]:
+    """What a batch shared by so many ranks, or by virtual ones, asks for."""
+    norm_batch = recipe.norm_batch
+    if ranks > 1 and not norm_batch and not recipe.device.graphs:  # else the running statistics are each rank's own
+        norm_batch = recipe.batch // (ranks * recipe.parts(ranks))
+    own: list[Technique] = []
+    if norm_batch or recipe.norm_average:
+        own.append(VirtualRanks(norm_batch, recipe.norm_average))
+    if not {"AllReduce", "Overlap"} & {type(technique).__name__ for technique in recipe.techniques}:
+        own.append(AllReduce() if recipe.device.graphs else Overlap())  # on one rank too: others may go on from there
+    return own
+
+
+def fit(
+    training: Training, run: RunFolder | None, *, started: float, resume: bool = False, quiet: bool = False
+) -> Result:
+    """Trains to the end, the target, or a signal; on many ranks all call it, and stop after the same step.
 
     Args:
-        training: what `prepare` made.
-        run: the run folder, locked.
+        training: what `prepare` made; its comm takes tensors on the CPU too (torch.distributed: with gloo).
+        run: the run folder, locked; None on all ranks but 0.
         started: when the process started, on the job's clock (`process_start()`).
         resume: go on from the newest good checkpoint in the folder.
         quiet: no bar, no lines.
@@ -87,19 +172,16 @@ def fit(training: Training, run: RunFolder, *, started: float, resume: bool = Fa
         DivergedError: with the step, the last good checkpoint and the likely cause.
         InputError: when the folder cannot be written any more.
     """
-    job = training.job
-    if job.comm.size > 1:
-        raise InputError(f"fit on {job.comm.size} ranks: one rank only so far; use a loop of your own with AllReduce()")
     with Watch(training, run, started=started, resume=resume, quiet=quiet) as watch, signals() as caught:
         for _ in steps(watch, caught):
             pass
-        return watch.finish(caught[0] if caught and not watch.over else None)
+        return watch.finish()
 
 
 def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
     """The loop: gives the turn away after each batch, and ends when the training is over or a signal was caught."""
     job = watch.job
-    while not watch.over and not caught:
+    while not watch.over and not watch.stopped:
         for x_NCHW, y_N in job.loader:
             loss = job.loss(job.model(x_NCHW), y_N)
             (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
@@ -108,7 +190,7 @@ def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
                 continue
             job.optimizer.step()
             job.optimizer.zero_grad()
-            if watch.after_step() or caught:
+            if watch.after_step(caught):
                 break
             yield
 

@@ -2,7 +2,10 @@
 
 import json
 import math
+import signal
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -12,12 +15,15 @@ import torch
 from torch import Tensor
 
 from kasoku.core import InputError, Job
-from kasoku.core.run import RunFolder, save_weights
+from kasoku.core.run import Checkpoint, RunFolder, save_weights
 from kasoku.data import Dataset
 from kasoku.device import Chosen
 from kasoku.evaluate import evaluate
+from kasoku.parallel.watched import Pulse
+from kasoku.ranks import Rounds, together
 from kasoku.recipe import Recipe
-from kasoku.report import Bar, Log
+from kasoku.report import Bar, Log, NoLog
+from kasoku.start import Start, itemised
 
 
 class DivergedError(RuntimeError):
@@ -35,6 +41,7 @@ class Training:
     chosen: Chosen
     total_steps: int
     began: float  # when its making began, on the job's clock
+    start: Start  # what was done for it, and when
 
 
 @dataclass
@@ -86,22 +93,31 @@ class Watch:
 
     Note: when losses are read. Reading one makes the host wait for the device. On a CPU that costs nothing, so each
     step is checked; on others they are collected and read twice a second, and always before anything is written.
+
+    Note: many ranks. Rank 0 has the run folder, the log and the bar; the others have None in the folder's place and
+    watch in silence. All do what communicates after the same steps: losses are read in `Rounds`, which also say that a
+    rank caught a signal and that it is time to save; scores are sums over all ranks; a write that fails, fails on all.
     """
 
     def __init__(
-        self, training: Training, run: RunFolder, *, started: float, resume: bool = False, quiet: bool = False
+        self, training: Training, run: RunFolder | None, *, started: float, resume: bool = False, quiet: bool = False
     ) -> None:
         self.training, self.run, self.job, self.recipe = training, run, training.job, training.recipe
         self.progress = _resume(training, run) if resume else Progress()
-        self.log = Log(run.path, resume_step=self.job.steps if resume else None)
-        self.bar = Bar(training.total_steps, self.recipe.epochs, quiet=quiet)
+        self.log = self._log(self.job.steps if resume else None)
+        self.bar = Bar(training.total_steps, self.recipe.epochs, quiet=quiet or run is None)
         self._mlperf_start()
         self._now = self.job.clock.now
         self._started = started
-        self.job.trace.add("import", "python and its packages", start=started, stop=training.began)
+        self._rounds, self._timely = Rounds(self.job.comm), False
+        self.stopped: str | None = None  # the signal that ended it, once all ranks know
+        if "import" not in training.start.after:
+            self.job.trace.add("import", "python and its packages", start=started, stop=training.began)
         self._loop = self._saved = self._now()
         self._read = -math.inf
         self._first_step = True
+        self._pulse: Pulse = getattr(self.job.comm, "pulse", None) or Pulse(0.0)
+        self._pulse.hang_timeout_s = self.recipe.device.hang_timeout_s
         self._losses: list[Tensor] = []
         self._sum, self._parts = torch.zeros(()), 0  # of the losses of the step under way
         self._loss = math.nan
@@ -138,39 +154,53 @@ class Watch:
         self._parts = 0
         return True
 
-    def after_step(self) -> bool:
-        """Does what is due after an update; True when the training is over."""
+    def after_step(self, caught: Sequence[str] = ()) -> bool:
+        """Does what is due after an update; True when the training is over or stopped by a signal.
+
+        `caught`: the signals this rank caught so far.
+        """
         job, evaluation, save = self.job, self.recipe.evaluate, self.recipe.save
         now = self._now()
+        self._pulse.step()
         if self._first_step:
             job.trace.add("first_step", "the first step, with compilation", start=self._loop, stop=now)
+            job.trace.total_s["first_step"] -= job.trace.total_s["wait"]
             self._first_step = False
-        if self._losses[-1].device.type == "cpu" or self.over or now - self._read > 0.5:
+            self._tell_start(now)
+        told = self._rounds.step(signal.Signals[caught[0]] if caught else 0, self._wants_to_save(now))
+        alone = job.comm.size == 1 and (self._losses[-1].device.type == "cpu" or now - self._read > 0.5)
+        if alone or self.over or (told and job.comm.size > 1):
             self._read_losses()
         crossed = self._crossed(evaluation.every)
         if self.over or (crossed and job.progress >= evaluation.start):
             self._evaluate()
         by_steps = save.every_steps and job.steps % save.every_steps == 0
-        if by_steps or (save.every_s and now - self._saved > save.every_s):
+        if told:
+            again = self._timely and job.comm.size > 1  # said before the save it asked for in the round before
+            self._timely = bool(told[1]) and not again
+            self.stopped = signal.Signals(int(told[0])).name if told[0] else None
+        if by_steps or (told and self._timely):
             self.save()
-        return self.over
+        return self.over or self.stopped is not None
 
     def save(self) -> None:
         """Writes a checkpoint. Raises DivergedError instead where the weights are not finite."""
         self._read_losses()
-        with self.job.trace.span("save"):
+        with self._doing("save"):
             self.job.drain()
             weights = [p.detach().float().sum() for p in self.job.model.parameters() if p.is_floating_point()]
             if not torch.stack(weights).isfinite().all():
                 raise DivergedError(self._diagnosis("the weights are not finite", self.job.steps))
             progress = {**asdict(self.progress), "spent_s": self._spent()}
             state = {"job": self.job.state_dict(), "progress": progress}
-            self.run.save(self.job.steps, self.job.model, state, keep=self.recipe.save.keep)
+            self._write(lambda run: run.save(self.job.steps, self.job.model, state, keep=self.recipe.save.keep))
             self._good = f"step {self.job.steps}"
         self._saved = self._now()
 
-    def finish(self, stopped: str | None) -> Result:
-        """Writes the last checkpoint, the weights as judged and result.json; `stopped` names the signal, if any."""
+    def finish(self) -> Result:
+        """Writes the last checkpoint, the weights as judged and result.json."""
+        self._rounds.close()
+        stopped = None if self.over else self.stopped
         if stopped is None and self._evaluated != self.job.steps:
             self._evaluate()
         self.save()
@@ -188,9 +218,31 @@ class Watch:
             stopped=stopped,
         )
         whole = {**asdict(result), "seconds": round(result.seconds, 3), "steps": self.job.steps}
-        self.run.write("result.json", json.dumps(whole, indent=1) + "\n")
+        self._write(lambda run: run.write("result.json", json.dumps(whole, indent=1) + "\n"))
         self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
         return result
+
+    def _log(self, resume_step: int | None) -> Log:
+        run = self.run
+        return together(self.job.comm, lambda: Log(run.path, resume_step=resume_step) if run else NoLog())
+
+    def _write(self, f: Callable[[RunFolder], object]) -> None:
+        """Has rank 0 write; all ranks go on when it is done, or fail with it."""
+        together(self.job.comm, lambda: f(self.run) if self.run else None)
+
+    def _wants_to_save(self, now: float) -> bool:
+        """Whether by rank 0's clock it is time."""
+        every_s = self.recipe.save.every_s
+        return bool(every_s and self.run and now - self._saved > every_s)
+
+    def _tell_start(self, now: float) -> None:
+        """Says how long it took to the end of the first step, and what took it."""
+        start = self.training.start
+        start.note("run folder", start.spans[-1].stop, self._loop)
+        start.note("first step", self._loop, now)
+        self.bar.say(itemised(start.spans, self._started))
+        tasks = {s.name: [round(s.start - self._started, 4), round(s.stop - self._started, 4)] for s in start.spans}
+        self.log.mlperf("start", round(now - self._started, 4), tasks=tasks, after=start.after)
 
     def _mlperf_start(self) -> None:
         """The lines an MLPerf log begins with."""
@@ -199,6 +251,12 @@ class Watch:
         self.log.mlperf("train_samples", len(self.training.dataset.train))
         self.log.mlperf("eval_samples", len(self.training.dataset.test))
         self.log.mlperf("run_start", event="INTERVAL_START")
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Times what is no step, and says so to who watches for ranks that hang."""
+        with self.job.trace.span(what), self._pulse.busy(what):
+            yield
 
     def _crossed(self, every: float) -> bool:
         """Whether the last update crossed a multiple of `every` epochs."""
@@ -209,7 +267,7 @@ class Watch:
         """Seconds since process start by kind, the earlier parts of a resumed run included; they sum to the whole."""
         now = self._now()
         spent = dict(self.job.trace.total_s)
-        spent["train"] = now - self._loop - sum(spent.get(k, 0.0) for k in ("first_step", "evaluate", "save"))
+        spent["train"] = now - self._loop - sum(spent.get(k, 0.0) for k in ("first_step", "evaluate", "save", "wait"))
         spent["other"] = now - self._started - sum(spent.values())
         earlier = self.progress.spent_s
         return {k: spent.get(k, 0.0) + earlier.get(k, 0.0) for k in (earlier | spent)}
@@ -221,8 +279,10 @@ class Watch:
     def _read_losses(self) -> None:
         if not self._losses:
             return
-        values = torch.stack(self._losses).float().tolist()
+        losses = torch.stack(self._losses).float()
         self._losses.clear()
+        self.job.comm.all_reduce(losses, op="mean").wait()
+        values = losses.tolist()
         for i, value in enumerate(values):
             if not math.isfinite(value):
                 raise DivergedError(self._diagnosis(f"the loss is {value}", self.job.steps - len(values) + 1 + i))
@@ -241,15 +301,15 @@ class Watch:
         self._read_losses()
         rate = self._images_per_s()
         self.log.mlperf("eval_start", event="INTERVAL_START", epoch_num=round(job.progress, 4))
-        with job.trace.span("evaluate"), job.evaluation() as model:
-            scores = evaluate(model, self.training.test, self.recipe.evaluate.views)
+        with self._doing("evaluate"), job.evaluation() as model:
+            scores = evaluate(model, self.training.test, self.recipe.evaluate.views, job.comm)
             if scores.top1 > progress.best or not progress.scores:
-                save_weights(model, self.run.path / "best.safetensors")
+                self._write(lambda run: save_weights(model, run.path / "best.safetensors"))
             target = self.recipe.evaluate.target
             reached = bool(target) and scores.top1 >= target
             self._reached = self._reached or (reached and self.recipe.evaluate.stop)
             if self.over:  # as judged: averaged, with the statistics measured for it
-                save_weights(model, self.run.path / "model.safetensors")
+                self._write(lambda run: save_weights(model, run.path / "model.safetensors"))
         self._evaluated = job.steps
         progress.best = max(progress.best, scores.top1)
         progress.scores = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
@@ -263,8 +323,8 @@ class Watch:
             progress.reached_s = round(sum(self._spent().values()), 3)
 
     def _compare_stale(self, top1: float) -> None:
-        with self.job.trace.span("evaluate"), self.job.evaluation(without="Recalibrate") as model:
-            stale = evaluate(model, self.training.test, self.recipe.evaluate.views).top1
+        with self._doing("evaluate"), self.job.evaluation(without="Recalibrate") as model:
+            stale = evaluate(model, self.training.test, self.recipe.evaluate.views, self.job.comm).top1
         self.log.metrics(self.job.steps, self.job.progress, {"test_stale_top1": stale})
         self.bar.say(f"accuracy lost to stale averages: {100 * (top1 - stale):.2f} points ({stale:.2%} with them)")
 
@@ -278,17 +338,26 @@ class Watch:
         return f"{what} at step {step}; last good checkpoint: {self._good}; {cause}"
 
 
-def _resume(training: Training, run: RunFolder) -> Progress:
-    def say(line: str) -> None:
-        print(f"kasoku: {line}", file=sys.stderr)
+def _resume(training: Training, run: RunFolder | None) -> Progress:
+    """Takes back the newest good checkpoint: rank 0 chooses it, every rank reads it."""
+    comm = training.job.comm
 
-    checkpoint = run.newest(warn=say)
+    def say(line: str) -> None:
+        if comm.rank == 0:
+            print(f"kasoku: {line}", file=sys.stderr)
+
+    checkpoint = comm.broadcast_object(together(comm, lambda: run.newest(warn=say) if run else None))
     if checkpoint is None:
         say("no good checkpoint there: starting from the beginning")
         return Progress()
+    progress = together(comm, lambda: _taken(checkpoint, training))
+    say(f"going on from step {training.job.steps} of {training.total_steps}")
+    return progress
+
+
+def _taken(checkpoint: Checkpoint, training: Training) -> Progress:
     state = checkpoint.load(training.job.model)
     training.job.load_state_dict(state["job"])
-    say(f"going on from step {training.job.steps} of {training.total_steps}")
     try:
         return Progress(**state["progress"])
     except TypeError as error:

@@ -119,7 +119,7 @@ def test_resuming_in_the_middle_of_an_epoch_gives_the_same_batches_bit_for_bit(m
         got.append((x.clone(), y.clone()))
     resumed = made()
     resumed.load_state_dict(batches.state_dict())
-    assert resumed.state_dict() == {"epoch": 0, "position": stop}
+    assert resumed.state_dict() == {"epoch": 0, "position": stop, "parts": 1}
     while resumed.epoch < 2:
         got += copies(resumed)
     assert equal(got, want)
@@ -221,6 +221,25 @@ def test_each_file_is_decoded_once_while_the_cache_has_room(photos, monkeypatch)
     batches.cache_bytes = 0
     copies(batches), copies(batches)
     assert len(decoded) == 3 * len(photos.test)
+
+
+@pytest.mark.parametrize(("parts", "size"), [(1, 1), (2, 1), (2, 2)])
+def test_what_was_decoded_ahead_is_the_next_batch_and_changes_none(photos, monkeypatch, parts, size):
+    def made():
+        batches = loader(photos, "train", 8, comm=SimpleNamespace(rank=size - 1, size=size))
+        batches.augment, batches.parts = CROPPED, parts
+        return batches
+
+    plain = copies(made())
+    ahead = made()
+    ahead.warm()
+    ahead.warm()
+    decoded = []
+    real = sys.modules["kasoku.data.decode"].decode
+    monkeypatch.setattr(sys.modules["kasoku.data.loader"], "decode", lambda *a: decoded.append(a[0]) or real(*a))
+    assert ahead.state_dict() == made().state_dict()
+    assert equal(copies(ahead), plain)
+    assert len(decoded) == len(set(decoded)) == ahead.images // 8 * 8 // size - 8 // size
 
 
 def test_a_file_of_the_wanted_size_is_used_as_it_is(photos):

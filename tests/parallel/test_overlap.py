@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import contracts
 from kasoku.core import Comm, InputError, Job, Linear, Technique, Threads
-from kasoku.device import Autocast, ChannelsLast, Compile, LossScale
+from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.optim import EMA, Clip, Rate, Trust, lars, sgd
-from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Planned
+from kasoku.parallel import Fixed, Graded, Layer, LowRank, OneGroup, Overlap, Planned, Reducer, Wire
 
 STEPS = 6
 POLICIES = [OneGroup(), Fixed(2000, 500), Graded(first=1, power=1.5, least_bytes=1000), Layer()]
@@ -109,7 +109,7 @@ def planned(comm: Comm) -> list[dict[str, Tensor]]:
         job = contracts.make(Overlap(policy, next_forward=policy != OneGroup()), comm=comm)
         contracts.train(job, 2 * STEPS)
         found.append(contracts.weights(job))
-    engine: Any = job._kept["overlap"]
+    engine: Any = job.kept("overlap")
     assert engine.probe is None, "the plan was not made"
     assert engine.forecast is not None
     return found
@@ -280,8 +280,8 @@ def test_a_resumed_run_keeps_its_plan() -> None:
         state = contracts.through_a_file(job.state_dict())
         other = contracts.make(Overlap(Planned(warm=0, measure=1)), comm=comm)
         other.load_state_dict(state)
-        ours: Any = job._kept["overlap"]
-        theirs: Any = other._kept["overlap"]
+        ours: Any = job.kept("overlap")
+        theirs: Any = other.kept("overlap")
         return ours.probe is None and theirs.probe is None and ours.plan == theirs.plan
 
     assert Threads(2).run(run) == [True, True]
@@ -343,3 +343,23 @@ def test_a_bypassed_block_is_told() -> None:
 def test_bad_settings(make: Callable[[], object], line: str) -> None:
     with pytest.raises(InputError, match=line):
         make()
+
+
+def stopped_and_resumed(comm: Comm, reducer: Reducer) -> list[dict[str, Tensor]]:
+    def job_of() -> Job:
+        return contracts.make(Overlap(Layer(), reducer=reducer), Seeded(3), comm=comm)
+
+    whole, first, second = job_of(), job_of(), job_of()
+    contracts.train(whole, STEPS)
+    contracts.train(first, STEPS - 3)
+    states = comm.gather_objects(contracts.through_a_file(first.state_dict()))
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(states[0])  # one rank's checkpoint, for all
+    contracts.train(second, 3)
+    return [contracts.weights(whole), contracts.weights(second)]
+
+
+@pytest.mark.parametrize("reducer", [Wire(), LowRank(rank=2, min_elements=100)], ids=lambda r: type(r).__name__)
+def test_what_a_reducer_has_not_sent_yet_is_in_the_checkpoint_for_every_rank(reducer: Reducer) -> None:
+    for whole, resumed in on_processes(2, stopped_and_resumed, reducer):
+        contracts.assert_same(whole, resumed)

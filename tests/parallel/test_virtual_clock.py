@@ -110,7 +110,7 @@ def test_pieces_are_sent_in_the_order_of_the_plan_whatever_arrives_first() -> No
     units = units_of(model, [1e-3] * 3, [2e-3] * 3)
     job = job_of(model, units, Backwards())
     run(job, (4, 100), 1)
-    engine: Any = job._kept["overlap"]
+    engine: Any = job.kept("overlap")
     sent = engine.comm.sent
     sizes = [4 * 15000, 4 * 15000, 4 * 7500, 4 * 7500, 4 * 10000, 4 * 10000]
     assert [size for _, size, _, _ in sent] == sizes

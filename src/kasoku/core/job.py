@@ -278,6 +278,10 @@ class Job:
         self._kept[name] = stateful
         self.undo(lambda: self._kept.pop(name))
 
+    def kept(self, name: str) -> Any:
+        """The part that was put there by `keep`."""
+        return self._kept[name]
+
     def patch(self, thing: object, name: str, value: object) -> None:
         """Sets an attribute until `close()`."""
         own = vars(thing) if hasattr(thing, "__dict__") else {}

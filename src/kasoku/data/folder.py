@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _VALIDATION = ("val", "validation", "test")
 _VERSION = 1
+_SCANNING = 8  # folders looked at at once: a folder on a network disk takes milliseconds to answer
 
 Tree = dict[str, list[str]]  # class -> file names, both sorted
 
@@ -132,7 +135,7 @@ def _indexed(top: Path, cache: str) -> dict[str, Tree]:
         if (
             index["version"] == _VERSION
             and index["root"] == str(top)
-            and all(os.stat(top / sub).st_mtime_ns == then for sub, then in index["changed"].items())
+            and _stamps(top, index["changed"]) == list(index["changed"].values())
         ):
             parts: dict[str, Tree] = index["parts"]
             return parts
@@ -143,7 +146,7 @@ def _indexed(top: Path, cache: str) -> dict[str, Tree]:
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=home, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            json.dump({"version": _VERSION, "root": str(top), "changed": changed, "parts": parts}, file)
+            file.write(json.dumps({"version": _VERSION, "root": str(top), "changed": changed, "parts": parts}))
         os.replace(file.name, kept)
     except (OSError, ValueError):
         pass  # an index only saves time: a cache that cannot be written is no error
@@ -169,15 +172,21 @@ def _classes(top: Path, part: str, names: list[str], changed: dict[str, int]) ->
             f"{top / part}: no class folders in it; expected {top / part}/<class>/<image>, a folder for each class"
         )
     tree: Tree = {}
-    for name in names:
-        tree[name] = [
-            file for file in _listed(top, os.path.join(part, name), changed)[1] if file.lower().endswith(SUFFIXES)
-        ]
+    with ThreadPoolExecutor(_SCANNING, thread_name_prefix="kasoku-list") as pool:  # in time where folders are far away
+        listed = list(pool.map(lambda name: _listed(top, os.path.join(part, name), changed)[1], names))
+    for name, files in zip(names, listed, strict=True):
+        tree[name] = [file for file in files if file.lower().endswith(SUFFIXES)]
         if not tree[name]:
             raise InputError(
                 f"{top / part / name}: a class folder with no image ({' '.join(SUFFIXES)}); add some or remove it"
             )
     return tree
+
+
+def _stamps(top: Path, subs: Iterable[str]) -> list[int]:
+    """When each of the folders changed last."""
+    with ThreadPoolExecutor(_SCANNING, thread_name_prefix="kasoku-list") as pool:
+        return list(pool.map(lambda sub: os.stat(top / sub).st_mtime_ns, subs))
 
 
 def _listed(top: Path, sub: str, changed: dict[str, int]) -> tuple[list[str], list[str]]:

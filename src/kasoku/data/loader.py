@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -114,12 +115,18 @@ class Loader:
         return whole + (left > 0 and (left >= self.least or not whole))
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader is."""
-        return {"epoch": self.epoch, "position": self.position}
+        """Where the loader is; any number of ranks and parts can go on from there."""
+        return {"epoch": self.epoch, "position": self.position, "parts": self.parts}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there: the same batches follow, bit for bit."""
-        epoch, position = int(state["epoch"]), int(state["position"])
+        """Go on from there: the same batches follow, bit for bit; in this loader's parts, where it has others."""
+        epoch = int(state["epoch"])
+        position, within = divmod(int(state["position"]) * self.parts, int(state.get("parts", self.parts)))
+        if within:
+            raise InputError(
+                f"position={state['position']} in {state['parts']} parts a batch: it lies within a batch, which cannot "
+                f"be gone on with in {self.parts} parts; resume with as many ranks as it was saved with"
+            )
         if epoch < 0 or not 0 <= position < len(self):
             raise InputError(
                 f"epoch={epoch}, position={position}: this loader has {len(self)} batches an epoch; "
@@ -162,6 +169,9 @@ class Loader:
     def fetch(self, epoch: int, first: int) -> Batches:
         """Gives (images_NHWC, y_N, index_N) on the device for each part of this rank, from part `first` on."""
         raise NotImplementedError
+
+    def warm(self) -> None:
+        """Gets ready what the next batch is made of, before anyone iterates; changes no batch."""
 
     def _shares(self, epoch: int, first: int, device: torch.device) -> Iterator[torch.Tensor]:
         """Sample indices of each part of this rank's share; the ranks share an incomplete batch as evenly as can be."""
@@ -227,6 +237,14 @@ class FilesLoader(Loader):
                     yield next(there), next(there), next(there)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def warm(self) -> None:
+        """Decodes this rank's images of the next batch into the cache. Raises InputError for a damaged one."""
+        if self.cache_bytes:
+            shares = islice(self._shares(self.epoch, self.position, torch.device("cpu")), self.parts)
+            with ThreadPoolExecutor(self.threads, thread_name_prefix="kasoku-decode") as pool:
+                for _ in pool.map(self._pixels, torch.cat(list(shares)).tolist()):
+                    pass
 
     def _started(
         self, pool: ThreadPoolExecutor, index_N: torch.Tensor, epoch: int

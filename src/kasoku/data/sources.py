@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,6 +56,17 @@ class Dataset:
     image_size: tuple[int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    def index(self) -> dict[str, str]:
+        """What it holds, in a few texts that ranks can compare: classes, and a digest of labels and files' names."""
+        return {"classes": ", ".join(self.classes), "train": _digest(self.train), "test": _digest(self.test)}
+
+
+def _digest(split: Split) -> str:
+    digest = hashlib.sha256(split.labels_N.numpy().tobytes())
+    if isinstance(split, Files):  # folders may lie elsewhere on another host
+        digest.update("\n".join("/".join(path.rsplit(os.sep, 2)[-2:]) for path in split.paths).encode())
+    return f"{len(split)} images, labels and names {digest.hexdigest()[:12]}"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class Device:
         threads: of the CPU; 0: all cores the process may use, shared among the ranks of this host.
         malloc: tune glibc's allocator on a CPU.
         deterministic: the same bits on every run, also on CUDA; slower there.
+        hang_timeout_s: a rank without a step for so long is said to hang; 0: the larger of 60 s and 10 median steps.
     """
 
     kind: Kind = "auto"
@@ -44,10 +45,13 @@ class Device:
     threads: int = 0
     malloc: bool = True
     deterministic: bool = False
+    hang_timeout_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.threads < 0:
             raise InputError(f"threads={self.threads}: 0 for all cores, or at least 1")
+        if self.hang_timeout_s < 0:
+            raise InputError(f"hang_timeout_s={self.hang_timeout_s}: seconds above 0, or 0 to choose them by the steps")
         if self.compile and self.graphs:
             raise InputError("compile=true with graphs=true: not both; leave one of them out")
 

@@ -38,7 +38,8 @@ class AllReduce(Technique):
 def start_equal(job: Job) -> None:
     """Gives rank 0's parameters and buffers to all ranks."""
     mine = [*job.model.parameters(), *job.model.buffers()]
-    first = job.comm.broadcast_object([x.detach().clone() for x in mine] if job.comm.rank == 0 else [])
+    sent = [x.detach().to("cpu" if x.is_cuda else x.device, copy=True) for x in mine] if job.comm.rank == 0 else []
+    first = job.comm.broadcast_object(sent)  # from a GPU they would arrive on rank 0's everywhere
     with torch.no_grad():
         for x, value in zip(mine, first, strict=bool(first)):
             x.copy_(value)

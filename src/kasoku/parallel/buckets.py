@@ -163,8 +163,12 @@ def ready_order(groups: Iterable[Sequence[int]], tensors: Sequence[Sized], polic
     return Plan(tuple(found), tuple(order), policy)
 
 
-def search(units: Sequence[Unit], tensors: Sequence[Sized], link: Link) -> tuple[Plan, Forecast, bool]:
+def search(
+    units: Sequence[Unit], tensors: Sequence[Sized], link: Link, *, next_forward: bool = True
+) -> tuple[Plan, Forecast, bool]:
     """The best plan, its forecast, and whether the next forward should start before all groups have arrived.
+
+    `next_forward`: False where it cannot, as something needs all gradients at once.
 
     Tried: all sizes of the head, for groups of units down to several sizes, in pieces of several sizes, the others in
     forward order, or of those that are ready the first in forward order; the best few are then changed as long as that
@@ -173,6 +177,8 @@ def search(units: Sequence[Unit], tensors: Sequence[Sized], link: Link) -> tuple
     """
     waiting = [(plan, forecast(units, tensors, plan, link, next_forward=False)) for plan in _simple(tensors)]
     plan, seen = min(waiting, key=lambda pair: pair[1].step_s)
+    if not next_forward:
+        return replace(plan, policy=f"planned: {plan.policy}"), seen, False
     found: list[tuple[float, Plan]] = []
     least = max(MIB, sum(t.size for t in tensors) // 64)
     for groups in _mergings(tensors):

@@ -46,8 +46,8 @@ class Overlap(Technique):
         show: print the plan once it is made.
 
     Saves: the time of communication, as far as computing covers it.
-    Costs: a copy of the gradients; the update waits for all gradients where a technique needs them at once (clipping by
-        global norm, fp16 loss scaling), which is said once.
+    Costs: a copy of the gradients; what the reducer keeps, in a checkpoint for every rank. The update waits for all
+        gradients where a technique needs them at once (clipping by global norm, fp16 loss scaling), which is said once.
     Maths: g = mean over ranks of g; bit for bit the step that waits for the same groups.
     Ref: [000] 4.4; [003]; Jayarajan et al. 2019 (P3, arXiv 1905.03960); Peng et al. 2019 (ByteScheduler).
     """
@@ -70,6 +70,18 @@ class Overlap(Technique):
         if job.comm.size > 1:
             start_equal(job)
             Engine(job, self).install()
+        else:
+            job.keep("overlap", _Alone())
+
+
+class _Alone:
+    """One rank shares nothing; what several ranks kept it leaves aside, so that they may go on as one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plan": {}, "reduce": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,7 +345,8 @@ class Engine:
             "policy": plan.policy,
             "late": self.late,
         }  # fmt: skip
-        return {"plan": made, "reduce": self.reduce.state_dict()}
+        own = self.reduce.state_dict()  # errors not sent yet are each rank's own, and only one writes the checkpoint
+        return {"plan": made, "reduce": self.job.comm.gather_objects(own) if own else []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with that plan. Raises InputError for a plan of another model."""
@@ -345,7 +358,8 @@ class Engine:
             self.probe = None
             self.late = self.late and made["late"]
             self.lay_out(Plan(groups, tuple(Piece(*piece) for piece in made["order"]), made["policy"]))
-        self.reduce.load_state_dict(state["reduce"])
+        kept = state["reduce"]
+        self.reduce.load_state_dict(kept[self.comm.rank] if len(kept) == self.comm.size else {})
 
 
 def _copied(hyper: Hyper) -> Hyper:

@@ -141,7 +141,7 @@ class Probe:
             units, rest = self.as_units(mine.tolist())
             tensors = [Sized(t.unit + 1, t.elements, t.size, t.kind) for t in model.tensors]
             link = self.fitted(units, tensors, rest)
-            found = (*search(units, tensors, link), link)
+            found = (*search(units, tensors, link, next_forward=engine.late), link)
         plan, seen_ahead, late, link = comm.broadcast_object(found)
         engine.adopt(plan, seen_ahead, link, late=late)
 

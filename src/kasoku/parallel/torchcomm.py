@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -54,6 +55,17 @@ class TorchComm:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.clock: Clock = clock or Wall()
         self._group = group
+        self._spare: list[TorchComm] = []
+
+    def warm(self, device: torch.device, *, channels: int = 0) -> None:
+        """Has the connections made now that the first collectives would make: the group's, and of so many channels.
+
+        Called by all ranks together, while nothing else is sent; `channel` gives the channels made here first.
+        """
+        made = [self._channel() for _ in range(channels)]
+        for comm in (self, *made):
+            comm.all_reduce(torch.zeros(1, device=device)).wait()
+        self._spare += made
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
         """Every rank's x becomes the sum (or "mean", "max") over ranks, in place; any dense layout."""
@@ -97,6 +109,9 @@ class TorchComm:
 
     def channel(self) -> TorchComm:
         """The same ranks in a process group of its own."""
+        return self._spare.pop(0) if self._spare else self._channel()
+
+    def _channel(self) -> TorchComm:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         return TorchComm(dist.new_group(ranks), self.clock)
 

@@ -240,6 +240,12 @@ class Watched:
         """The inner one's; not counted, as only some ranks have part in it."""
         return self._waited("sub", lambda: self.inner.sub(groups))
 
+    def warm(self, *args: Any, **settings: Any) -> None:
+        """The inner one's; counted."""
+        warm: Any = getattr(self.inner, "warm", None)
+        if warm is not None:
+            self._waited("warm", lambda: warm(*args, **settings))
+
     def channel(self) -> Watched:
         """The inner one's; counted by itself."""
         return Watched(self._waited("channel", self.inner.channel), self.pulse)

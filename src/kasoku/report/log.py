@@ -66,6 +66,22 @@ class Log:
                 part.close()
 
 
+class NoLog(Log):
+    """Writes nothing: of a rank that another one speaks for."""
+
+    def __init__(self) -> None:
+        pass
+
+    def metrics(self, step: int, epoch: float, values: dict[str, float]) -> None:
+        """Drops them."""
+
+    def mlperf(self, key: str, value: Any = None, *, event: str = "POINT_IN_TIME", **metadata: Any) -> None:
+        """Drops it."""
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+
 def _full(path: Path, error: OSError) -> InputError:
     return InputError(f"{path}: cannot be written ({error.strerror}): free some space and go on with --resume")
 

@@ -1,0 +1,295 @@
+"""The ranks of one training: which of them this process is, how they meet, what they agree on, and who starts them.
+
+Note: what a launcher says. torchrun (and what does as it does) sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE;
+srun sets SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID and SLURM_NTASKS_PER_NODE. MASTER_ADDR and MASTER_PORT say where
+rank 0 is. A batch script has Slurm's variables too; what it runs without srun and without MASTER_ADDR is alone.
+
+Note: a group of two engines. Tensors on a CPU travel by gloo, tensors on a GPU by NCCL. So what ranks agree on (a
+signal, an error, a file's name) goes past the GPU, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from kasoku.core import Comm, InputError, Solo, Work
+from kasoku.core.hardware import cores
+from kasoku.core.run import RunFolder
+from kasoku.parallel import TorchComm
+from kasoku.parallel.faults import Watchdog
+from kasoku.recipe import Recipe
+from kasoku.start import Start
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=30)  # that a rank waits for the others: longer than any evaluation or checkpoint
+_EVERY_S = 0.25
+_was_rank: list[object] = []
+
+
+class ToldElsewhereError(InputError):
+    """A user's mistake that another rank tells: said once, not once a rank."""
+
+
+class AgreedError(InputError):
+    """A user's mistake that all ranks know of; this one tells it."""
+
+
+class LostRankError(RuntimeError):
+    """Another rank is gone; it said why, or died."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among the ranks: in all, and on its host."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    bound: bool = False  # to cores of its own: those it may use are not shared with the others on its host
+    launched: bool = False  # by something that said so; else alone by default
+
+    @property
+    def sharing(self) -> int:
+        """How many processes share the cores that this one may use."""
+        return 1 if self.bound else self.local_size
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size or not 0 <= self.local_rank < self.local_size <= self.size:
+            raise InputError(
+                f"rank {self.rank} of {self.size}, {self.local_rank} of {self.local_size} on this host: ranks count "
+                "from 0 to below their number; start them with kasoku launch, torchrun or srun"
+            )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that tell a process its place, as torchrun sets them."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return dict(zip(names, map(str, (self.rank, self.size, self.local_rank, self.local_size)), strict=True))
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place:
+    """This process's place, from what its launcher set; alone without one. Raises InputError for half of it."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        local_rank = _number(environment, "LOCAL_RANK", 0)
+        return Place(rank, size, local_rank, _number(environment, "LOCAL_WORLD_SIZE", local_rank + 1), launched=True)
+    if "SLURM_PROCID" in environment and ("MASTER_ADDR" in environment or "SLURM_STEP_ID" in environment):
+        rank, size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
+        local_rank = _number(environment, "SLURM_LOCALID")
+        a_node = size // max(1, _number(environment, "SLURM_NNODES", 1))
+        local_size = _number(environment, "SLURM_NTASKS_PER_NODE", max(a_node, local_rank + 1))
+        if torch.cuda.device_count() == 1:  # Slurm shows each task a GPU of its own
+            local_rank = 0
+        bound = cores() <= _number(environment, "SLURM_CPUS_PER_TASK", 0)
+        launched = size > 1 or "MASTER_ADDR" in environment
+        return Place(rank, size, local_rank, min(size, local_size), bound=bound, launched=launched)
+    return Place()
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    given = environment.get(name, default)
+    try:
+        return int(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        said = f'{name}="{given}"' if given is not None else f"no {name}"
+        raise InputError(f"{said} beside other variables of a launcher: a number is wanted; launch anew") from None
+
+
+@contextmanager
+def joined(here: Place, start: Start) -> Iterator[Comm]:
+    """The collectives of the ranks this process is one of; the process group is destroyed at the end.
+
+    Args:
+        here: which of the ranks it is.
+        start: takes the meeting of the ranks as a task; while they do, the trainer is imported.
+
+    Raises:
+        InputError: where the launcher did not say where rank 0 is, or the ranks do not find each other.
+        LostRankError: where another rank ended in the midst of what they do together.
+    """
+    trainer = partial(import_module, "kasoku.trainer")
+    if here.size == 1:
+        start.do("packages", trainer)
+        yield Solo()
+        return
+    where = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
+    if None in where:
+        raise InputError(
+            f"{here.size} ranks without MASTER_ADDR and MASTER_PORT: set them to rank 0's host and a free port there, "
+            "or start with kasoku launch, which does"
+        )
+    _was_rank.append(here)
+    cuda = torch.cuda.is_available()
+    if cuda:  # before NCCL is there, which takes the device that is set
+        torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
+    start.add("rendezvous", lambda: _meet(here, "cpu:gloo,cuda:nccl" if cuda else "gloo", where))
+    start.do("packages", trainer)
+    start.import_compiler()  # not before: what meets would wait for it (init_process_group looks whether it is there)
+    _ = start["rendezvous"]
+    comm = Watchdog().start(TorchComm(), (str(where[0]), int(str(where[1]))))
+    try:
+        yield comm
+        comm.pulse.close()
+    except (AgreedError, ToldElsewhereError):
+        comm.pulse.close()
+        raise
+    except BaseException as error:
+        comm.pulse.close(failed=" ".join(str(error).split())[:200] or type(error).__name__)
+        if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            line = " ".join(str(error).split())[:120]
+            raise LostRankError(f"rank {here.rank}: lost another rank ({line}); resume from a checkpoint") from error
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _meet(here: Place, backend: str, where: Sequence[str | None]) -> None:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep one store for all of them
+    try:
+        store, _, _ = next(rendezvous("env://", here.rank, here.size, timeout=TIMEOUT))
+        mine = PrefixStore(f"attempt {attempt}", store)
+        dist.init_process_group(backend, store=mine, timeout=TIMEOUT, rank=here.rank, world_size=here.size)
+    except (RuntimeError, ValueError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"rank {here.rank} of {here.size} does not find the others at {':'.join(map(str, where))} ({line}): check "
+            "MASTER_ADDR and MASTER_PORT, and that all ranks were started"
+        ) from error
+
+
+def leave(code: int) -> int:
+    """Ends a process that was one of several ranks with this exit code; returns it in any other.
+
+    At once, without Python's own end: threads of gloo may still be giving up tensors, for which they ask Python, and
+    being refused at its end abort the process (torch 2.13).
+    """
+    if _was_rank:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    return code
+
+
+def together(comm: Comm, f: Callable[[], T]) -> T:
+    """f() on every rank; where it fails on one, all raise: one rank its message, the others ToldElsewhereError.
+
+    f has no collectives of its own, unless all ranks fail in it alike.
+    """
+    if comm.size == 1:
+        return f()
+    result: list[T] = []
+    failure: Exception | None = None
+    try:
+        result.append(f())
+    except (InputError, OSError) as error:
+        failure = error
+    told = isinstance(failure, ToldElsewhereError)
+    lines = comm.gather_objects(_line(failure) if failure and not told else None)
+    failed = [rank for rank, line in enumerate(lines) if line]
+    if not failed:
+        if failure:
+            raise failure
+        return result[0]
+    line = lines[failed[0]]
+    if len(failed) < comm.size and comm.size > 1 and failed[0] > 0:
+        line = f"rank {failed[0]}: {line}"
+    if comm.rank == 0:
+        raise AgreedError(line) from failure
+    raise ToldElsewhereError(line) from failure
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, OSError) and not isinstance(error, InputError):
+        return f"{error.filename or 'input or output'}: {error.strerror or error}"
+    return str(error)
+
+
+@contextmanager
+def folder(comm: Comm, path: Path, *, resume: bool) -> Iterator[RunFolder | None]:
+    """The run folder, held by rank 0; None on the others. Raises InputError on all where rank 0 cannot have it."""
+    run = together(comm, lambda: RunFolder(path, resume=resume) if comm.rank == 0 else None)
+    try:
+        yield run
+    finally:
+        if run is not None:
+            run.close()
+
+
+class Rounds:
+    """What the ranks tell each other between steps: a few numbers, of which all get the largest.
+
+    Note: never in the way. A round is begun after one step, goes by gloo, and is read when the next is due, long
+    after it ended; neither the device nor the host waits. All ranks know when that is: each round tells how long the
+    slowest rank's steps take, and the next is due after as many of them as fill a quarter of a second. So what one
+    rank says is acted on by all after the same step, half a second later, or two steps where steps take longer.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._work: Work | None = None
+        self._told = torch.zeros(0)
+        self._gap, self._steps, self._since = 1, 0, comm.clock.now()
+
+    def step(self, *mine: float) -> list[float] | None:
+        """To be called after each step: what was told in the last round, or None while the next is not due."""
+        if self._comm.size == 1:
+            return list(mine)
+        self._steps += 1
+        if self._steps < self._gap:
+            return None
+        now = self._comm.clock.now()
+        taken_s = (now - self._since) / self._steps
+        told = self.close() or [0.0] * (len(mine) + 1)
+        self._told = torch.tensor([*mine, taken_s], dtype=torch.float64)
+        self._work = self._comm.all_reduce(self._told, op="max")
+        self._gap = max(1, min(1000, math.floor(_EVERY_S / told[-1]))) if told[-1] else 1
+        self._steps, self._since = 0, now
+        return told[:-1]
+
+    def close(self) -> list[float] | None:
+        """Ends the round under way."""
+        if self._work is None:
+            return None
+        self._work.wait()
+        self._work = None
+        told: list[float] = self._told.tolist()
+        return told
+
+
+def check_share(recipe: Recipe, ranks: int) -> None:
+    """Raises InputError where so many ranks cannot share the recipe's batch."""
+    if not _can_share(recipe, ranks):
+        parts = f" x {recipe.parts(ranks)} parts" if recipe.parts(ranks) > 1 else ""
+        groups = f", in groups of norm_batch={recipe.norm_batch}" if recipe.norm_batch else ""
+        raise InputError(
+            f"batch={recipe.batch}: {ranks} ranks{parts} cannot share it evenly{groups}; {most_ranks(recipe, ranks)} "
+            "could, or choose another batch"
+        )
+
+
+def most_ranks(recipe: Recipe, limit: int) -> int:
+    """The largest number of ranks up to `limit` that can share the recipe's batch."""
+    return max((n for n in range(2, limit + 1) if _can_share(recipe, n)), default=1)
+
+
+def _can_share(recipe: Recipe, ranks: int) -> bool:
+    once, left = divmod(recipe.batch, ranks * recipe.parts(ranks))
+    group = recipe.norm_batch
+    return ranks == 1 or (left == 0 and (not group or once % group == 0 or group % once == 0))

@@ -1,0 +1,64 @@
+"""Whole trainings of several ranks for tests: processes on loopback, and what their run folders hold."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "digits_cnn_98.toml"
+KASOKU = [sys.executable, "-m", "kasoku"]
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "JOB_")
+# Rules whose steps do not amplify the last bit, so that runs on other numbers of ranks can be compared.
+SETTINGS = [
+    "optimizer={use='kasoku.optim.sgd', lr=0.1, momentum=0.9}",
+    "norm_batch=16",
+    "device.precision=fp32",
+    "device.threads=1",
+    "schedule.epochs=3",
+    "schedule.warmup=1",
+    "evaluate.target=0",
+]
+
+
+def options(*more: str) -> list[str]:
+    return [part for setting in (*SETTINGS, *more) for part in ("--set", setting)]
+
+
+def clean(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment without what a launcher around the tests set."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER)} | dict(more or {})
+
+
+def port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def ended(command: Sequence[str], environment: Mapping[str, str] | None = None, code: int = 0) -> str:
+    """Runs a command to its end, which must have this exit code; its stderr."""
+    done = subprocess.run(command, env=clean(environment), capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    return done.stderr
+
+
+def started(arguments: Sequence[str], size: int) -> list[subprocess.Popen[str]]:
+    """The ranks of `kasoku ARGUMENTS`, as a launcher starts them."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "WORLD_SIZE": str(size)}
+    places = [{"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(size)} for i in range(size)]
+    return [
+        subprocess.Popen([*KASOKU, *arguments], env=clean(where | place), stderr=subprocess.PIPE, text=True)
+        for place in places
+    ]
+
+
+def largest_difference(a: Path, b: Path) -> float:
+    """Of any weight or statistic, relative where they are above 1."""
+    left, right = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    assert left.keys() == right.keys()
+    pairs = [(left[name].double(), right[name].double()) for name in left]
+    return max(float(((x - y).abs() / y.abs().clamp(min=1)).max()) for x, y in pairs)

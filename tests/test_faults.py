@@ -1,0 +1,94 @@
+"""A rank that dies or hangs in a training is named by the others, and the training goes on from its last checkpoint."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from started import RECIPE, clean, ended, largest_difference, options, port, started
+from test_ranks import KASOKU, TORCHRUN
+
+SAVING = ("save.every_steps=5", "save.keep=99", "epochs=3", "schedule.epochs=3")
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not any(int(p.name.split("-")[1]) >= step for p in (run / "checkpoints").glob("step-*")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+
+
+def rank_below(parent: int, rank: int) -> int:
+    """The process id of a rank among the descendants of a launcher."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    for process in parents:
+        above = process
+        while above in parents and above != parent:
+            above = parents[above]
+        try:
+            told = dict(x.partition("=")[::2] for x in Path(f"/proc/{process}/environ").read_text().split("\0"))
+        except OSError:
+            continue
+        if above == parent and process != parent and told.get("RANK") == str(rank):
+            return process
+    raise AssertionError(f"no rank {rank} below {parent}")
+
+
+def test_a_killed_rank_is_restarted_by_torchrun_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    arguments = [str(RECIPE), *options(*SAVING), "--quiet", "--continue", "--out"]
+    ended([*TORCHRUN, *arguments, str(whole)])
+    torchrun = [*TORCHRUN[:3], "--max-restarts", "2", "--master-port", str(port()), *TORCHRUN[3:]]
+    process = subprocess.Popen([*torchrun, *arguments, str(killed)], env=clean(), stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_step(killed, 15, process)
+        os.kill(rank_below(process.pid, 1), signal.SIGKILL)
+        _, said = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "going on from step" in said
+    assert largest_difference(whole, killed) == 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_is_named_by_the_other(how: signal.Signals, tmp_path: Path) -> None:
+    ranks = started(["train", str(RECIPE), *options("epochs=10000"), "--quiet", "--out", str(tmp_path / "run")], 2)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1)
+        began = time.monotonic()
+        ranks[1].send_signal(how)
+        _, said = ranks[0].communicate(timeout=60)
+        assert time.monotonic() - began < 15
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ranks[0].returncode == 4, said
+    assert f"rank 1 (host {os.uname().nodename}, pid {ranks[1].pid}) died" in said
+
+
+def test_ranks_that_were_given_other_recipes_are_refused(tmp_path: Path) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = []
+    for rank, batch in enumerate(("batch=64", "batch=32")):
+        environment = clean(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        command = [*KASOKU, "train", str(RECIPE), *options(batch), "--out", str(tmp_path / "run")]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    lines = [line for line in "".join(said).splitlines() if line.startswith("kasoku:")]
+    assert lines == ["kasoku: rank 1 has another recipe: batch = 32 there, 64 on rank 0: start all ranks with the same"]
+    assert not (tmp_path / "run").exists()
