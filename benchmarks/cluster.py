@@ -1,0 +1,235 @@
+"""What the benchmarks of ranks share: two hosts on this machine with a shaped link between them, and rounds of steps.
+
+A benchmark calls `on_hosts(__file__, arguments)` as root: each rank is a process in a network namespace, with
+one thread on a core of its own; a bridge joins the namespaces, and `shape` limits what each may send. In the ranks
+`connected()` gives the Comm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common import spread
+from kasoku.core import InputError, Job
+from kasoku.models import alexnet, cifar_resnet18, cifar_vgg16_bn
+from kasoku.optim import sgd
+from kasoku.parallel import Overlap, Policy, TorchComm
+
+PORT, LIMIT_S = 29511, 880
+MODES = {"balanced": 1.0, "comm_bound": 2.5, "compute_bound": 0.0}  # the all-reduce alone over computing alone
+MODELS: dict[str, Callable[..., nn.Module]] = {"resnet18": cifar_resnet18, "alexnet": alexnet, "vgg16": cifar_vgg16_bn}
+SIDE = {"resnet18": 32, "alexnet": 64, "vgg16": 32}  # pixels: small, so that ranks without a GPU compute them
+
+
+def on_hosts(script: str, arguments: Sequence[str], hosts: int = 2) -> int:
+    """Runs script with RANK set on each host until all have ended; returns the worst exit code."""
+    if os.geteuid() != 0:
+        raise InputError("network namespaces: only as root, on Linux; run it as root")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed then too
+    with _namespaces(hosts) as names:
+        ranks = []
+        for rank, name in enumerate(names):
+            env = {"RANK": str(rank), "WORLD_SIZE": str(hosts), "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": str(PORT)}
+            env |= {"GLOO_SOCKET_IFNAME": "ve0", "OMP_NUM_THREADS": "1"}
+            core = sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]
+            command = ["ip", "netns", "exec", name, "taskset", "-c", str(core), sys.executable, script, *arguments]
+            ranks.append(subprocess.Popen(command, env=os.environ | env))
+        end = time.monotonic() + LIMIT_S
+        try:
+            while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < end:
+                time.sleep(0.2)
+        finally:
+            for p in ranks:
+                p.kill()
+                p.wait()
+        return max(abs(p.returncode) for p in ranks)
+
+
+@contextlib.contextmanager
+def _namespaces(hosts: int) -> Iterator[list[str]]:
+    """One namespace a host and one with the bridge that joins them; removed at the end."""
+    switch, names = f"ks{os.getpid()}", [f"kh{os.getpid()}-{i}" for i in range(hosts)]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    try:
+        for name in (switch, *names):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", switch, "link", "set", "br0", "up")
+        for i, name in enumerate(names):
+            ip("link", "add", "ve0", "netns", name, "type", "veth", "peer", "name", f"p{i}", "netns", switch)
+            ip("-n", switch, "link", "set", f"p{i}", "master", "br0", "up")
+            ip("-n", name, "addr", "add", f"10.99.0.{i + 1}/24", "dev", "ve0")
+            ip("-n", name, "link", "set", "ve0", "up")
+        yield names
+    finally:
+        for name in (*names, switch):
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+
+def shape(mbit: float) -> None:
+    """Limits what this host may send, in Mbit/s; 0: no limit."""
+    if mbit:
+        rule = ["rate", f"{round(1000 * mbit)}kbit", "burst", "256kb", "latency", "50ms"]
+        subprocess.run(["tc", "qdisc", "replace", "dev", "ve0", "root", "tbf", *rule], check=True)
+    else:
+        subprocess.run(["tc", "qdisc", "del", "dev", "ve0", "root"], stderr=subprocess.DEVNULL, check=False)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What each rank trains: network, images a rank and step, bf16 where the hardware computes it."""
+
+    model: str = "resnet18"
+    batch: int = 64
+
+    def network(self) -> nn.Module:
+        """The network with ten classes, in channels_last, the same on all ranks."""
+        torch.manual_seed(0)
+        return MODELS[self.model](num_classes=10).to(memory_format=torch.channels_last)
+
+    def data(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch."""
+        random = torch.Generator().manual_seed(rank)
+        side = SIDE[self.model]
+        x_NCHW = torch.randn(self.batch, 3, side, side, generator=random).to(memory_format=torch.channels_last)
+        return x_NCHW, torch.randint(10, (self.batch,), generator=random)
+
+
+# What makes a model share its gradients.
+Wrap = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Job | None]]
+
+
+def ours(comm: TorchComm, policy: Policy | None = None, *, next_forward: bool = True, show: bool = False) -> Wrap:
+    """Wraps a model with Overlap."""
+
+    def wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Job]:
+        more = {"buckets": policy} if policy else {}
+        job = Job(model, optimizer, comm=comm).apply(Overlap(next_forward=next_forward, show=show, **more))
+        return model, job
+
+    return wrap
+
+
+class Side:
+    """One way to train, ready to be timed: `step()` is a whole step. `job` is there where the house's Overlap is."""
+
+    def __init__(self, work: Workload, comm: TorchComm, wrap: Wrap) -> None:
+        model = work.network()
+        self.optimizer = sgd(model, lr=0.001, momentum=0.9, weight_decay=5e-4)
+        self.model, self.job = wrap(model, self.optimizer)
+        self.x_NCHW, self.y_N = work.data(comm.rank)
+
+    def once(self) -> float:
+        """Seconds of one step."""
+        start = time.perf_counter()
+        self.step()
+        return time.perf_counter() - start
+
+    def step(self) -> None:
+        """Forward, backward, update."""
+        with torch.autocast("cpu", torch.bfloat16):
+            out = self.model(self.x_NCHW)
+        nn.functional.cross_entropy(out.float(), self.y_N).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Transfer:
+    """An all-reduce of unrelated buffers as large as the gradients, in pieces of 2 MiB."""
+
+    def __init__(self, comm: TorchComm, model: nn.Module) -> None:
+        self.comm = comm
+        self.flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+
+    def start(self) -> None:
+        """Sends all pieces."""
+        self.works = [self.comm.all_reduce(piece) for piece in self.flat.split(2**19)]
+
+    def wait(self) -> None:
+        """Waits for them."""
+        for work in self.works:
+            work.wait()
+
+    def __call__(self) -> None:
+        """Both."""
+        self.start()
+        self.wait()
+
+    def once(self) -> float:
+        """Seconds of both, from a common start."""
+        self.comm.all_reduce(torch.zeros(1)).wait()
+        start = time.perf_counter()
+        self()
+        return time.perf_counter() - start
+
+
+def connected() -> TorchComm:
+    """This rank, in a group with the others."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
+    return TorchComm()
+
+
+def agreed(comm: TorchComm, seconds: float) -> float:
+    """The mean over ranks."""
+    x = torch.tensor([seconds], dtype=torch.float64)
+    comm.all_reduce(x, op="mean").wait()
+    return float(x)
+
+
+def timed(comm: TorchComm, step: Callable[[], object], *, steps: int, warm: int = 1) -> float:
+    """Seconds a step in the steady state: after `warm` steps, without a wait at either end; the mean over ranks."""
+    comm.all_reduce(torch.zeros(1)).wait()
+    for _ in range(warm):
+        step()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return agreed(comm, (time.perf_counter() - start) / steps)
+
+
+def rounds(
+    comm: TorchComm, sides: Mapping[str, Callable[[], object]], *, steps: int, budget_s: float, least: int = 3
+) -> dict[str, list[float]]:
+    """Seconds a step of each side, interleaved, in as many rounds as the time allows; every second round backwards."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    start, done = time.perf_counter(), 0
+    while done < least or agreed(comm, time.perf_counter() - start) * (done + 1) / done < budget_s:
+        for name in list(sides) if done % 2 == 0 else reversed(list(sides)):
+            found[name].append(timed(comm, sides[name], steps=steps))
+        done += 1
+    return found
+
+
+def balance(comm: TorchComm, compute_s: Callable[[], float], send_s: Callable[[], float], ratio: float) -> float:
+    """Shapes the link so that communicating alone takes `ratio` times computing alone, within 5 %; returns Mbit/s."""
+    mbit = 1000.0
+    for _ in range(10):
+        shape(mbit)
+        computing, sending = (agreed(comm, statistics.median(f() for _ in range(3))) for f in (compute_s, send_s))
+        if abs(sending / (ratio * computing) - 1) < 0.02:
+            break
+        mbit *= sending / (ratio * computing)
+    return mbit
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Spread of the ratios of the rounds."""
+    return {k: round(v, 4) for k, v in spread([a / b for a, b in zip(ours, theirs, strict=True)]).items()}

@@ -1,0 +1,103 @@
+"""How much of the communication does Overlap hide, beside the best that DDP can be set to?
+
+    python benchmarks/overlap.py [--case balanced | comm_bound | compute_bound] [--model resnet18 | alexnet | vgg16]
+
+As root: two ranks in network namespaces of their own, a core and one thread each, gloo, bf16 autocast. The link is
+shaped until the all-reduce of all gradients alone takes as long as forward, backward and update alone (balanced), 2.5
+times as long (comm_bound), or not at all (compute_bound). Interleaved in one run: computing alone (both ranks at once),
+the all-reduce alone, computing beside an all-reduce of unrelated buffers (bound_contended), DDP with its default and
+with bucket_cap_mb of 1, 2, 5, 10 and 25, ours with a barrier, ours overlapped. A step is timed from the start of one
+forward to the start of another, with the one before still under way.
+ours_over_best_ddp: the median of ours over the least median of DDP's. ours_over_bound: over max(computing, all-reduce).
+Last answer: see RECORDS.md. Why it matters: what communication shows is time that all devices lose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from cluster import MODES, Side, Transfer, Workload, Wrap, balance, connected, on_hosts, ours, ratio, rounds
+from common import finish, spread
+
+BUCKETS_MB = (1, 2, 5, 10, 25)
+STEPS, BUDGET_S = 3, 600
+
+
+def ddp(**more: Any) -> Wrap:
+    """Wraps a model with torch's DDP."""
+    return lambda model, optimizer: (DistributedDataParallel(model, **more), None)
+
+
+def rank_main(case: str, work: Workload, budget_s: float) -> None:
+    """What each rank does."""
+    comm = connected()
+    alone = Side(work, comm, lambda model, optimizer: (model, None))
+    transfer = Transfer(comm.channel(), alone.model)
+    alone.step()
+    mbit = 0.0
+    if MODES[case]:
+        mbit = balance(comm, alone.once, transfer.once, MODES[case])
+
+    def contended() -> None:
+        transfer.start()
+        alone.step()
+        transfer.wait()
+
+    sides: dict[str, Callable[[], object]] = {"compute": alone.step, "all_reduce": transfer, "contended": contended}
+    sides["ddp"] = Side(work, comm, ddp()).step
+    for mb in BUCKETS_MB:
+        sides[f"ddp_{mb}"] = Side(work, comm, ddp(bucket_cap_mb=mb)).step
+    sides["barrier"] = Side(work, comm, ours(comm, next_forward=False)).step
+    sides["ours"] = Side(work, comm, ours(comm, show=True)).step
+    for name in ("barrier", "ours"):  # the plans are made
+        for _ in range(16):
+            sides[name]()
+    for mb in BUCKETS_MB:  # DDP lays its buckets out anew after the first step
+        sides[f"ddp_{mb}"]()
+    seconds = rounds(comm, sides, steps=STEPS, budget_s=budget_s)
+    if comm.rank == 0:
+        report(case, work, mbit, seconds)
+
+
+def report(case: str, work: Workload, mbit: float, seconds: dict[str, list[float]]) -> None:
+    """The figures of the rounds."""
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    best = min((name for name in median if name.startswith("ddp")), key=lambda name: median[name])
+    bound = max(median["compute"], median["all_reduce"])
+    figures: dict[str, object] = {
+        "ours_over_best_ddp": round(median["ours"] / median[best], 4),
+        "ours_over_bound": round(median["ours"] / bound, 4),
+        "bound_contended": round(median["contended"] / bound, 4),
+        "barrier_over_best_ddp": round(median["barrier"] / median[best], 4),
+        "all_reduce_over_compute": round(median["all_reduce"] / median["compute"], 4),
+        "best_ddp": best,
+        "ours_over_best_ddp_rounds": ratio(seconds["ours"], seconds[best]),
+        "mbit": round(mbit, 1),
+        "seconds": {name: {k: round(v, 4) for k, v in spread(values).items()} for name, values in seconds.items()},
+    }
+    parameters = {"case": case, "model": work.model, "batch": work.batch, "ranks": 2, "threads": 1, "steps": STEPS}
+    finish("overlap", parameters, figures)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--case", choices=MODES, default="balanced")
+    parser.add_argument("--model", choices=("resnet18", "alexnet", "vgg16"), default="resnet18")
+    parser.add_argument("--batch", type=int, default=64, help="images a rank")
+    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for the timed rounds")
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        return on_hosts(__file__, sys.argv[1:])
+    rank_main(arguments.case, Workload(arguments.model, arguments.batch), arguments.seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

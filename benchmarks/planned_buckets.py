@@ -1,0 +1,104 @@
+"""Which groups of gradients are the best, and does the planner find them?
+
+    python benchmarks/planned_buckets.py [--seconds S]
+
+As root: two ranks with a shaped link, as in benchmarks/overlap.py, CIFAR ResNet-18. Every policy with a barrier (the
+step waits for all groups) and with next-forward overlap in ready order (a group is sent when backward has filled it);
+planned: groups, pieces and order searched from measured times. Three cases in one run: balanced (the all-reduce alone
+takes as long as computing alone), comm_bound (2.5 times as long), compute_bound (no limit).
+planned_over_best_fixed: planned over the best of the fixed sizes with a barrier, which is what DDP can be set to;
+planned_over_one_group: over one group with a barrier; planned_over_best: over the best of all others, hidden or not
+(bound: 1.02); prediction_error: |forecast - measured| / measured of the planned step. The same for the other cases
+under comm_... and compute_....
+Last answer: see RECORDS.md. Why it matters: nobody should have to tune groups by hand for each network and cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from typing import Any
+
+from cluster import MODES, Side, Transfer, Workload, balance, connected, on_hosts, ours, rounds, shape
+from common import finish, spread
+from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Planned, Policy, TorchComm
+
+MIB = 2**20
+POLICIES: dict[str, Policy] = {
+    "one": OneGroup(),
+    "fixed_1": Fixed(MIB),
+    "fixed_5": Fixed(5 * MIB),
+    "fixed_25": Fixed(25 * MIB),
+    "graded": Graded(),
+    "layer": Layer(),
+}
+STEPS, BUDGET_S, PLANNING = 2, 690, 16
+
+
+def sides_of(comm: TorchComm, work: Workload) -> dict[str, Side]:
+    """A training of its own for each policy and way to wait."""
+    found = {}
+    for name, policy in POLICIES.items():
+        found[f"{name}_barrier"] = Side(work, comm, ours(comm, policy, next_forward=False))
+        found[name] = Side(work, comm, ours(comm, policy))
+    return found
+
+
+def rank_main(work: Workload, budget_s: float) -> None:
+    """What each rank does."""
+    comm = connected()
+    alone = Side(work, comm, lambda model, optimizer: (model, None))
+    transfer = Transfer(comm.channel(), alone.model)
+    others = sides_of(comm, work)
+    alone.step()
+    figures: dict[str, object] = {}
+    for mode, ratio in MODES.items():
+        shape(0)
+        mbit = balance(comm, alone.once, transfer.once, ratio) if ratio else 0.0
+        planned = Side(work, comm, ours(comm, Planned(), show=True))
+        for _ in range(PLANNING):
+            planned.step()
+        sides = {name: side.step for name, side in others.items()} | {"planned": planned.step}
+        seconds = rounds(comm, sides, steps=STEPS, budget_s=budget_s / len(MODES))
+        expected = planned.job.kept("overlap").forecast.step_s
+        prefix = {"balanced": "", "comm_bound": "comm_", "compute_bound": "compute_"}[mode]
+        figures |= {f"{prefix}{name}": value for name, value in judged(seconds, expected, mbit).items()}
+    if comm.rank == 0:
+        parameters = {"model": work.model, "batch": work.batch, "ranks": 2, "threads": 1, "steps": STEPS}
+        bounds = {"planned_over_best_fixed_bound": 0.92, "planned_over_one_group_bound": 0.66}
+        finish("planned_buckets", parameters, {**figures, **bounds, "prediction_error_bound": 0.10})
+
+
+def judged(seconds: dict[str, list[float]], expected_s: float, mbit: float) -> dict[str, Any]:
+    """The figures of one case."""
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    planned = median.pop("planned")
+    best = min(median, key=lambda name: median[name])
+    fixed = min(median[name] for name in median if name.startswith("fixed") and name.endswith("barrier"))
+    return {
+        "planned_over_best_fixed": round(planned / fixed, 4),
+        "planned_over_one_group": round(planned / median["one_barrier"], 4),
+        "planned_over_best": round(planned / median[best], 4),
+        "prediction_error": round(abs(expected_s - planned) / planned, 4),
+        "expected_s": round(expected_s, 4),
+        "best": best,
+        "mbit": round(mbit, 1),
+        "seconds": {name: {k: round(v, 4) for k, v in spread(values).items()} for name, values in seconds.items()},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--batch", type=int, default=64, help="images a rank")
+    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for the timed rounds of all cases")
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        return on_hosts(__file__, sys.argv[1:])
+    rank_main(Workload(batch=arguments.batch), arguments.seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
