@@ -22,6 +22,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -218,6 +219,7 @@ def main() -> int:
     if arguments.two_epochs:
         two_epochs(arguments.two_epochs)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed then too
     with tempfile.TemporaryDirectory() as home:
         folder, small = Path(home) / "photos", Path(home) / "fewer"
         make_folder(folder, arguments.files)
