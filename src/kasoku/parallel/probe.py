@@ -115,7 +115,7 @@ class Probe:
     def stepped(self) -> None:
         """The step has ended; the last one makes the plan."""
         self.now.end = self.moment()
-        if self.now.begin is not None and self.now.out is not None:
+        if None not in (self.now.begin, self.now.out, self.now.called):
             self.steps[self.kinds[self.done]].append(self.now)
         self.done += 1
         self.now = _Step(begin=self.now.end)
