@@ -59,8 +59,8 @@ def rank_main(case: str, work: Workload, budget_s: float) -> None:
     for name in ("barrier", "ours"):  # the plans are made
         for _ in range(16):
             sides[name]()
-    for mb in BUCKETS_MB:  # DDP lays its buckets out anew after the first step
-        sides[f"ddp_{mb}"]()
+    for name in ("ddp", *(f"ddp_{mb}" for mb in BUCKETS_MB)):  # DDP lays its buckets out anew after the first step
+        sides[name]()
     seconds = rounds(comm, sides, steps=STEPS, budget_s=budget_s)
     if comm.rank == 0:
         report(case, work, mbit, seconds)

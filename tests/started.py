@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "digits_cnn_98.toml"
 KASOKU = [sys.executable, "-m", "kasoku"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "kasoku", "train"]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "JOB_")
 # Rules whose steps do not amplify the last bit, so that runs on other numbers of ranks can be compared.
 SETTINGS = [

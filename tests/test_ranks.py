@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from kasoku.data import digits, loader
 from kasoku.evaluate import evaluate
 from kasoku.ranks import Place, Rounds, ToldElsewhereError, check_share, most_ranks, place, together
 from kasoku.recipe import load
-from started import KASOKU, RECIPE, ended, largest_difference, options, started
+from started import KASOKU, RECIPE, TORCHRUN, ended, largest_difference, options, started
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "kasoku", "train"]
 SAVING = ("save.every_steps=10", "save.keep=9", "epochs=1.5")  # 33 updates, the second epoch is not ended
 
 

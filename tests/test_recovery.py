@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from started import RECIPE, clean, ended, largest_difference, options, port, started
-from test_ranks import KASOKU, TORCHRUN
+from started import KASOKU, RECIPE, TORCHRUN, clean, ended, largest_difference, options, port, started
 
 SAVING = ("save.every_steps=5", "save.keep=99", "epochs=3", "schedule.epochs=3")
 

@@ -126,7 +126,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return 2
     except LostRankError as error:
         print(f"kasoku: {error}", file=sys.stderr)
-        return 1
+        return 4
 
 
 def _train_or_diverge(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:

@@ -150,6 +150,8 @@ def joined(here: Place, start: Start) -> Iterator[Comm]:
         comm.pulse.close()
         raise
     except BaseException as error:
+        if isinstance(error, RuntimeError) and "gloo" in str(error):
+            comm.pulse.hear_out()  # mostly another rank is the cause
         comm.pulse.close(failed=" ".join(str(error).split())[:200] or type(error).__name__)
         if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error)):
             line = " ".join(str(error).split())[:120]

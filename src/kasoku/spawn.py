@@ -21,7 +21,7 @@ from pathlib import Path
 from kasoku.ranks import Place
 
 STARTED = "KASOKU_STARTED"  # when the command was typed, on the clock of time.perf_counter, which processes share
-LOST = 1  # of a rank that lost another one, and of faults
+LOST = 4  # of a rank that lost another one
 _GRACE_S = {75: 60.0}  # by exit code: how long the others may take to end by themselves; they name who died in 12 s
 _POLL_S = 0.02
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)

@@ -238,6 +238,8 @@ class Watch:
     def _tell_start(self, now: float) -> None:
         """Says how long it took to the end of the first step, and what took it."""
         start = self.training.start
+        if any(task.name == "first step" for task in start.tasks):
+            return  # fitted before
         start.note("run folder", start.spans[-1].stop, self._loop)
         start.note("first step", self._loop, now)
         self.bar.say(itemised(start.spans, self._started))

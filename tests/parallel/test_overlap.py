@@ -363,3 +363,61 @@ def stopped_and_resumed(comm: Comm, reducer: Reducer) -> list[dict[str, Tensor]]
 def test_what_a_reducer_has_not_sent_yet_is_in_the_checkpoint_for_every_rank(reducer: Reducer) -> None:
     for whole, resumed in on_processes(2, stopped_and_resumed, reducer):
         contracts.assert_same(whole, resumed)
+
+
+# ---- gradients that come by another way
+
+
+@pytest.mark.parametrize("used_in", [(0,), (1,), (0, 1)])
+def test_a_block_that_some_of_the_accumulated_passes_left_out_keeps_its_gradient(used_in: tuple[int, ...]) -> None:
+    def run(comm: Comm, buckets: Any) -> dict[str, Tensor]:
+        model = Shared()
+        job = contracts.make(model=model, comm=comm, accumulate=2)
+        if buckets is None:
+            plain = ByHand(job, OneGroup())
+            job.before_step(plain.average)
+        else:
+            job.apply(Overlap(buckets, unused="skip"))
+        for i, (x_NCHW, y_N) in enumerate([*job.loader, *job.loader]):
+            model.use_spare = i % 2 in used_in
+            (job.loss(job.model(x_NCHW), y_N) / 2).backward()
+            if i % 2 == 1:
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+        return contracts.weights(job)
+
+    by_hand_, found = (Threads(2).run(lambda comm, b=b: run(comm, b)) for b in (None, OneGroup()))
+    contracts.assert_same(by_hand_[0], found[0])
+
+
+def test_a_parameter_unfrozen_after_apply_is_told() -> None:
+    def run(comm: Comm) -> None:
+        model = Shared()
+        model.spare.requires_grad_(False)
+        rule = lambda m: torch.optim.SGD(m.parameters(), 0.1)  # noqa: E731
+        job = contracts.make(Overlap(Layer()), optimizer=rule, model=model, comm=comm)
+        model.spare.requires_grad_(True)
+        contracts.train(job, 1)
+
+    with pytest.raises(InputError, match="required none when Overlap was applied"):
+        Threads(2).run(run)
+
+
+def test_a_model_whose_own_forward_is_not_seen_keeps_its_first_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(comm: Comm) -> bool:
+        job = contracts.make(Overlap(Planned(warm=0, measure=1)), comm=comm)
+        job.model.eval()
+        contracts.train(job, STEPS)
+        return job.kept("overlap").probe is None
+
+    assert Threads(2).run(run) == [True, True]
+    assert capsys.readouterr().out.count("no forward of the model in training mode") == 1
+
+
+def test_a_model_without_a_gradient_is_refused() -> None:
+    def run(comm: Comm) -> None:
+        model = nn.Linear(2, 2).requires_grad_(False)
+        Job(model, torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1), comm=comm).apply(Overlap())
+
+    with pytest.raises(InputError, match="no parameter that requires a gradient"):
+        Threads(2).run(run)

@@ -33,9 +33,10 @@ class Chain(nn.Module):
         return self.layers(x)
 
 
-def units_of(model: nn.Module, forward_s: list[float], backward_s: list[float], update_s: float = 0.0) -> list[Unit]:
+def units_of(model: nn.Module, forward_s: list[float], backward_s: list[float]) -> list[Unit]:
     names = [name for name, _ in Units(model).modules]
-    return [Unit(n, f, b, update_s) for n, f, b in zip(names, forward_s, backward_s, strict=True)]
+    times = zip(names, forward_s, backward_s, strict=True)
+    return [Unit(n, f, b, update_s=1e-4 * (i + 1)) for i, (n, f, b) in enumerate(times)]
 
 
 def job_of(model: nn.Module, units: list[Unit], policy: Policy, *, next_forward: bool = True, link: Link = LINK) -> Job:
@@ -67,7 +68,7 @@ def by_recursion(units: list[Unit], policy: Policy, tensors: list[Sized], next_f
         size = sum(tensors[i].size for i in plan.groups[piece.group])
         end = max(end, ready[min(tensors[i].unit for i in plan.groups[piece.group])]) + LINK.seconds(size)
         arrived[piece.group] = end
-    now, done = passed, set()
+    now, done = passed if next_forward else max(passed, end), set()
     for i, unit in enumerate(units):
         wanted = [g for g in arrived if not next_forward or i in {tensors[t].unit for t in plan.groups[g]}]
         for g in sorted(wanted, key=lambda g: arrived[g]):
@@ -126,7 +127,7 @@ def test_waiting_is_what_communication_shows() -> None:
     job = job_of(model, units, Layer())
     begins = run(job, (4, 100), 5)
     job.drain()
-    compute = sum(u.forward_s + u.backward_s for u in units)
+    compute = sum(u.forward_s + u.backward_s + u.update_s for u in units)
     waited = [span for span in job.trace.spans if span.kind == "wait"]
     assert sum(s.stop - s.start for s in waited) == pytest.approx(job.clock.now() - 5 * compute)
     assert begins[-1] - begins[0] > 4 * compute

@@ -111,7 +111,18 @@ def forecast(
     for i, (group, _) in enumerate(pieces):
         last[group] = i
     ready_after = [len(units) - home[0] for home in homes]  # backward tasks that must have ended
-    return _Streams(link, pieces, ready_after, last).run(units, _wanted(units, homes, next_forward))
+    streams = _Streams(link, pieces, ready_after, last)
+    streams.update_s, streams.barrier = _updates(units, tensors, plan), not next_forward
+    return streams.run(units, _wanted(units, homes, next_forward))
+
+
+def _updates(units: Sequence[Unit], tensors: Sequence[Sized], plan: Plan) -> list[float]:
+    """Seconds to update each group: of each unit the share of its elements."""
+    whole = [0] * len(units)
+    for t in tensors:
+        whole[t.unit] += t.elements
+    shares = [units[t.unit].update_s * t.elements / max(1, whole[t.unit]) for t in tensors]
+    return [sum(shares[i] for i in group) for group in plan.groups]
 
 
 def _wanted(units: Sequence[Unit], homes: Sequence[Sequence[int]], next_forward: bool) -> list[list[int]]:
@@ -129,6 +140,8 @@ class _Streams:
         self, link: Link, pieces: list[tuple[int, float]], ready_after: Sequence[int], last: Sequence[int]
     ) -> None:
         self.link, self.pieces, self.ready_after, self.last = link, pieces, ready_after, last
+        self.update_s: Sequence[float] = ()
+        self.barrier = False  # no group is updated before all have arrived
         self.now, self.sent, self.ended = 0.0, 0, 0  # time, pieces arrived, backward tasks ended
         self.left = pieces[0][1] if pieces else 0.0
         self.arrived = [0.0] * len(last)
@@ -138,11 +151,13 @@ class _Streams:
             self.compute(unit.backward_s)
             self.ended += 1
         backward_s = self.now
-        update = sum(unit.update_s for unit in units) / max(1, len(self.last))
         for unit, groups in zip(units, wanted, strict=True):
-            for group in sorted(groups, key=lambda g: self.last[g]):
+            ordered = sorted(groups, key=lambda g: self.last[g])
+            if self.barrier and ordered:
+                self.wait(ordered[-1])
+            for group in ordered:
                 self.wait(group)
-                self.compute(update)
+                self.compute(self.update_s[group])
             self.compute(unit.forward_s)
         compute_s = sum(unit.backward_s + unit.forward_s + unit.update_s for unit in units)
         return Forecast(

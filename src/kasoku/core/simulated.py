@@ -145,7 +145,8 @@ class Emulate(Technique):
                 raise InputError(f"Emulate: no module {unit.name} in {type(job.model).__name__}")
             module = modules[unit.name]
             params = [p for p in module.parameters() if p.requires_grad]
-            shares |= {p: unit.update_s / len(params) for p in params}
+            whole = sum(p.numel() for p in params)
+            shares |= {p: unit.update_s * p.numel() / whole for p in params}
             self._pass(job, clock, module, unit)
         job.after_update(lambda params: clock.advance(sum(shares.get(p, 0.0) for p in params)))
 

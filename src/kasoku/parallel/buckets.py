@@ -133,11 +133,12 @@ class Planned(Policy):
 
     Args:
         warm: steps before anything is measured.
-        measure: steps measured in each of the two ways.
+        measure: steps of each kind: all groups at once after backward, the same in pieces, beside backward.
 
     Saves: the time that communication shows; see Note: the order matters most.
-    Costs: a few slower steps at the start. On more than two ranks the plan decides in which order gradients are summed,
-        so the last bits of the weights may differ between two runs; a resumed run keeps its plan.
+    Costs: some slower steps at the start, then seconds of search for large models. On more than two ranks the plan
+        decides in which order gradients are summed, so the last bits of the weights may differ between two runs; a
+        resumed run keeps its plan.
     """
 
     warm: int = 2

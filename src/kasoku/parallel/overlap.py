@@ -149,7 +149,9 @@ class Engine:
         self.units = Units(job.model)
         self.late = settings.next_forward
         self.hyper: Hyper = []
-        self.sent = 0
+        self.sent, self.layout = 0, "first"
+        if not self.units.named:
+            raise InputError(f"Overlap: {type(job.model).__name__} has no parameter that requires a gradient")
         self.forecast: Forecast | None = None
         self.link: Link | None = None
         self.probe: Probe | None = None
@@ -203,7 +205,7 @@ class Engine:
         """Brings a whole gradient home, and sends what can be sent."""
         member = self.member.get(p)
         if member is None:
-            raise InputError("Overlap: a gradient of a parameter that required none at apply: unfreeze before apply")
+            return  # told in step()
         if member.group.pending:
             raise InputError(
                 f"Overlap: {member.name} got a gradient before its last update, since the forward of its block "
@@ -229,14 +231,17 @@ class Engine:
             self.sent += 1
 
     def send_piece(self, piece: Piece) -> None:
-        """Sends one piece."""
+        """Sends one piece; what a reducer keeps belongs to a piece of this layout."""
         group = self.groups[piece.group]
-        group.works.append(self.reduce(f"{piece.group}:{piece.start}", group.flat[piece.start : piece.stop]))
+        key = f"{self.layout} {piece.group}:{piece.start}"
+        group.works.append(self.reduce(key, group.flat[piece.start : piece.stop]))
 
     # ---- at the step
 
     def step(self) -> None:
         """Every piece is under way; the updates come as they arrive, or after this where that is not possible."""
+        self.refuse_strangers()
+        self.bring_home()
         if not any(group.versions for group in self.groups) and self.settings.unused == "refuse":
             self.drain()
             return  # no backward since the last step: nothing moves
@@ -256,6 +261,23 @@ class Engine:
         self.sent = 0
         if self.probe is not None:
             self.probe.waited()
+
+    def refuse_strangers(self) -> None:
+        """Raises InputError for a gradient that ranks do not share: they would drift apart without a word."""
+        for group in self.job.optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p not in self.member:
+                    raise InputError(
+                        f"Overlap: a parameter of shape {tuple(p.shape)} has a gradient, but required none when "
+                        "Overlap was applied, or was added later: unfreeze and add parameters before apply"
+                    )
+
+    def bring_home(self) -> None:
+        """Gradients of blocks that only some of the accumulated passes used arrive here."""
+        for m in (m for group in self.groups for m in group.missing()):
+            if m.p.grad is not None:
+                self.drain()
+                self.arrive(m.p)
 
     def refuse_changed(self) -> None:
         """Raises InputError where a gradient was written to after it came home."""
@@ -316,7 +338,7 @@ class Engine:
         self.wait(group)
         group.pending = False
         group.show(True)
-        with self.full_precision:
+        with torch.inference_mode(False), self.full_precision:
             self.job.update([m.p for m in group.members if m.p not in group.idle], self.hyper)
         group.show(False)
 
@@ -330,6 +352,8 @@ class Engine:
         self.probe = None
         self.forecast, self.link = forecast, link
         self.late = self.late and late
+        self.layout = "planned"
+        self.reduce.load_state_dict({})  # errors of the first pieces are not those of the planned ones
         self.lay_out(plan)
         if self.settings.show:
             self.say(table(plan, self.units.tensors, forecast, next_forward=self.late))
@@ -357,6 +381,7 @@ class Engine:
                 raise InputError("checkpoint of Overlap: a plan for another model; resume with the run's recipe")
             self.probe = None
             self.late = self.late and made["late"]
+            self.layout = "planned"
             self.lay_out(Plan(groups, tuple(Piece(*piece) for piece in made["order"]), made["policy"]))
         kept = state["reduce"]
         self.reduce.load_state_dict(kept[self.comm.rank] if len(kept) == self.comm.size else {})

@@ -96,8 +96,10 @@ class Probe:
             order = tuple(cut(engine.plan.groups, engine.units.tensors, 2 * MIB))
         engine.comm.all_reduce(torch.zeros(1, device=engine.groups[0].flat.device)).wait()  # all ranks are here
         start = self.host()
+        engine.layout = self.kinds[self.done]
         for piece in order:
             engine.send_piece(piece)
+        engine.layout = "first"
         for group in engine.groups:
             group.wait()
         self.now.transfer_s = self.host() - start
@@ -131,10 +133,19 @@ class Probe:
         engine = self.engine
         comm, model = engine.job.comm, engine.units
         seen = self.steps["whole"] + self.steps["pieces"]
+        flat = engine.groups[0].flat
+        device = torch.device("cpu") if flat.is_meta else flat.device
+        lacking = torch.tensor(float(not all(self.steps[kind] for kind in _KINDS)), device=device)
+        comm.all_reduce(lacking, op="max").wait()
+        if lacking:
+            engine.probe = None
+            engine.say(
+                "Overlap: no forward of the model in training mode was seen, so the first groups stay as they are"
+            )
+            return
         order: list[int] = comm.broadcast_object(list(seen[0].entered) if seen else [])
         model.order = [*order, *(i for i in range(len(model.modules)) if i not in order)]
-        device = engine.groups[0].flat.device
-        mine = torch.tensor(self.measured(seen), dtype=torch.float64, device="cpu" if device.type == "meta" else device)
+        mine = torch.tensor(self.measured(seen), dtype=torch.float64, device=device)
         comm.all_reduce(mine, op="mean").wait()
         found: Any = None
         if comm.rank == 0:
