@@ -163,7 +163,8 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     if arguments.go_on and comm.broadcast_object((arguments.out / "recipe.toml").is_file()):
         arguments.resume, arguments.out, arguments.set = arguments.out, None, []
     recipe, folder = together(comm, lambda: _recipe_and_folder(arguments))
-    together(comm, lambda: agree(comm, {"recipe": dumps(recipe), **version_facts()}))
+    if comm.size > 1:  # one rank alone need not read the package's source
+        together(comm, lambda: agree(comm, {"recipe": dumps(recipe), **version_facts()}))
     resume = arguments.resume is not None
     if arguments.members or (resume and not (folder / "recipe.toml").is_file()):
         return _train_members(arguments, folder, comm)
@@ -172,9 +173,8 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
             _look_ahead(recipe, arguments.plot)
         return 0
     quiet = arguments.quiet = arguments.quiet or comm.rank > 0
-    training = together(
-        comm, lambda: prepare(recipe, comm, start=start)
-    )  # before the folder: a failed start leaves nothing behind
+    # before the folder: a start that fails leaves nothing behind
+    training = together(comm, lambda: prepare(recipe, comm, start=start))
     with run_folder(comm, folder, resume=resume) as run:
         together(comm, lambda: _begin(arguments, training, run) if run else None)
         result = fit(training, run, started=arguments.started, resume=resume, quiet=quiet)

@@ -52,6 +52,11 @@ class Sized:
     kind: str = ""
     name: str = ""
 
+    @property
+    def width(self) -> float:
+        """Bytes of an element."""
+        return self.size / self.elements
+
 
 @dataclass(frozen=True, order=True)
 class Piece:
@@ -105,15 +110,15 @@ def forecast(
         next_forward: a unit's update and next forward wait for its own groups only; False: for all groups.
     """
     homes = [sorted({tensors[i].unit for i in group}) for group in plan.groups]
-    width = [tensors[group[0]].size / tensors[group[0]].elements for group in plan.groups]  # bytes an element
+    width = [tensors[group[0]].width for group in plan.groups]
     pieces = [(p.group, link.seconds((p.stop - p.start) * width[p.group])) for p in plan.order]
     last = [0] * len(plan.groups)
     for i, (group, _) in enumerate(pieces):
         last[group] = i
     ready_after = [len(units) - home[0] for home in homes]  # backward tasks that must have ended
     streams = _Streams(link, pieces, ready_after, last)
-    streams.update_s, streams.barrier = _updates(units, tensors, plan), not next_forward
-    return streams.run(units, _wanted(units, homes, next_forward))
+    wanted = _wanted(units, homes, next_forward)
+    return streams.run(units, wanted, _updates(units, tensors, plan), barrier=not next_forward)
 
 
 def _updates(units: Sequence[Unit], tensors: Sequence[Sized], plan: Plan) -> list[float]:
@@ -140,24 +145,25 @@ class _Streams:
         self, link: Link, pieces: list[tuple[int, float]], ready_after: Sequence[int], last: Sequence[int]
     ) -> None:
         self.link, self.pieces, self.ready_after, self.last = link, pieces, ready_after, last
-        self.update_s: Sequence[float] = ()
-        self.barrier = False  # no group is updated before all have arrived
         self.now, self.sent, self.ended = 0.0, 0, 0  # time, pieces arrived, backward tasks ended
         self.left = pieces[0][1] if pieces else 0.0
         self.arrived = [0.0] * len(last)
 
-    def run(self, units: Sequence[Unit], wanted: Sequence[Sequence[int]]) -> Forecast:
+    def run(
+        self, units: Sequence[Unit], wanted: Sequence[Sequence[int]], update_s: Sequence[float], *, barrier: bool
+    ) -> Forecast:
+        """The whole step; with a barrier no group is updated before all have arrived."""
         for unit in reversed(units):
             self.compute(unit.backward_s)
             self.ended += 1
         backward_s = self.now
         for unit, groups in zip(units, wanted, strict=True):
             ordered = sorted(groups, key=lambda g: self.last[g])
-            if self.barrier and ordered:
+            if barrier and ordered:
                 self.wait(ordered[-1])
             for group in ordered:
                 self.wait(group)
-                self.compute(self.update_s[group])
+                self.compute(update_s[group])
             self.compute(unit.forward_s)
         compute_s = sum(unit.backward_s + unit.forward_s + unit.update_s for unit in units)
         return Forecast(

@@ -183,10 +183,10 @@ def search(
     found: list[tuple[float, Plan]] = []
     least = max(MIB, sum(t.size for t in tensors) // 64)
     for groups in _mergings(tensors):
+        ready_s = _ready(groups, units, tensors)
         for piece_bytes in (least, 2 * least, 4 * least, 8 * least, 2**60):
             pieces = cut(groups, tensors, piece_bytes)
-            ready_s = _ready(groups, units, tensors)
-            seconds = {p: link.seconds((p.stop - p.start) * _width(groups[p.group], tensors)) for p in pieces}
+            seconds = {p: link.seconds((p.stop - p.start) * tensors[groups[p.group][0]].width) for p in pieces}
             orders = {_headed(pieces, head) for head in range(len(pieces) + 1)}
             orders |= {_busy(pieces, head, ready_s, seconds) for head in range(len(pieces) + 1)}
             tried = [Plan(groups, order, "planned") for order in sorted(orders)]
@@ -202,11 +202,6 @@ def _ready(groups: Sequence[Sequence[int]], units: Sequence[Unit], tensors: Sequ
     """When each group is whole, from the start of backward."""
     ends = list(itertools.accumulate(unit.backward_s for unit in reversed(units)))[::-1]
     return [ends[min(tensors[i].unit for i in group)] for group in groups]
-
-
-def _width(group: Sequence[int], tensors: Sequence[Sized]) -> float:
-    """Bytes of an element."""
-    return tensors[group[0]].size / tensors[group[0]].elements
 
 
 def _simple(tensors: Sequence[Sized]) -> list[Plan]:
@@ -319,7 +314,7 @@ def table(plan: Plan, tensors: Sequence[Sized], forecast: Forecast | None = None
     for group, run in itertools.groupby(plan.order, key=lambda piece: piece.group):
         pieces = list(run)
         members = plan.groups[group]
-        size = sum(piece.stop - piece.start for piece in pieces) * _width(members, tensors)
+        size = sum(piece.stop - piece.start for piece in pieces) * tensors[members[0]].width
         parts = f" in {len(pieces)} pieces" if len(pieces) > 1 else ""
         first, last = tensors[min(members)].name, tensors[max(members)].name
         lines.append(f"  group {group}: {size / MIB:.2f} MiB{parts} of {len(members)} tensors, {first} to {last}")

@@ -349,14 +349,18 @@ class Engine:
 
     def adopt(self, plan: Plan, forecast: Forecast, link: Link, *, late: bool) -> None:
         """Takes the plan that was searched; between two steps."""
-        self.probe = None
         self.forecast, self.link = forecast, link
-        self.late = self.late and late
-        self.layout = "planned"
         self.reduce.load_state_dict({})  # errors of the first pieces are not those of the planned ones
-        self.lay_out(plan)
+        self.take(plan, late=late)
         if self.settings.show:
             self.say(table(plan, self.units.tensors, forecast, next_forward=self.late))
+
+    def take(self, plan: Plan, *, late: bool) -> None:
+        """Goes by a searched plan from here on, and measures no longer."""
+        self.probe = None
+        self.late = self.late and late
+        self.layout = "planned"
+        self.lay_out(plan)
 
     # ---- checkpoints
 
@@ -379,10 +383,8 @@ class Engine:
             groups = tuple(tuple(group) for group in made["groups"])
             if sorted(i for group in groups for i in group) != list(range(len(self.units.tensors))):
                 raise InputError("checkpoint of Overlap: a plan for another model; resume with the run's recipe")
-            self.probe = None
-            self.late = self.late and made["late"]
-            self.layout = "planned"
-            self.lay_out(Plan(groups, tuple(Piece(*piece) for piece in made["order"]), made["policy"]))
+            order = tuple(Piece(*piece) for piece in made["order"])
+            self.take(Plan(groups, order, made["policy"]), late=made["late"])
         kept = state["reduce"]
         self.reduce.load_state_dict(kept[self.comm.rank] if len(kept) == self.comm.size else {})
 

@@ -143,7 +143,7 @@ class Probe:
                 "Overlap: no forward of the model in training mode was seen, so the first groups stay as they are"
             )
             return
-        order: list[int] = comm.broadcast_object(list(seen[0].entered) if seen else [])
+        order: list[int] = comm.broadcast_object(list(seen[0].entered))
         model.order = [*order, *(i for i in range(len(model.modules)) if i not in order)]
         mine = torch.tensor(self.measured(seen), dtype=torch.float64, device=device)
         comm.all_reduce(mine, op="mean").wait()
@@ -173,12 +173,12 @@ class Probe:
         moments = [step.begin, *entered, step.out]
         forward = dict(zip([-1, *(u for u in order if u in step.entered)], itertools.pairwise(moments), strict=True))
         backward: dict[int, float] = {}
-        before, passed = step.out, 0.0
+        passed = 0.0
         for u in reversed(order):
             now = self.between(step.out, step.arrived[u]) if u in step.arrived else passed
             backward[u] = max(0.0, now - passed)
             passed = max(passed, now)
-        backward[-1] = max(0.0, self.between(before, step.called) - passed)
+        backward[-1] = max(0.0, self.between(step.out, step.called) - passed)
         places = [-1, *order]
         return [
             *(self.between(*forward[u]) if u in forward else 0.0 for u in places),
