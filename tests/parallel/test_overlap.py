@@ -17,7 +17,7 @@ from kasoku.optim import EMA, Clip, Rate, Trust, lars, sgd
 from kasoku.parallel import Fixed, Graded, Layer, LowRank, OneGroup, Overlap, Planned, Reducer, Wire
 
 STEPS = 6
-POLICIES = [OneGroup(), Fixed(2000, 500), Graded(first=1, power=1.5, least_bytes=1000), Layer()]
+POLICIES = [OneGroup(), Fixed(2000, 500), Graded(first=1, power=1.5, least_bytes=1000), Layer(0)]
 
 
 def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -134,7 +134,7 @@ def test_planned_groups_train_to_the_same_bits_on_two_ranks() -> None:
 def test_overlap_works_with(more: tuple[Technique, ...], capsys: pytest.CaptureFixture[str]) -> None:
     def run(comm: Comm, next_forward: bool) -> tuple[dict[str, Tensor], Tensor]:
         torch.manual_seed(5)
-        job = contracts.make(Overlap(Layer(), next_forward=next_forward), *more, comm=comm)
+        job = contracts.make(Overlap(Layer(0), next_forward=next_forward), *more, comm=comm)
         contracts.train(job, STEPS)
         return contracts.weights(job), contracts.judged(job)
 
@@ -176,7 +176,7 @@ def on_shared(
     comm: Comm, next_forward: bool, each: Callable[[Job, int], object], **settings: Any
 ) -> tuple[dict[str, Tensor], Job]:
     model = Shared()
-    job = contracts.make(Overlap(Layer(), next_forward=next_forward, **settings), model=model, comm=comm)
+    job = contracts.make(Overlap(Layer(0), next_forward=next_forward, **settings), model=model, comm=comm)
     for step, (x_NCHW, y_N) in enumerate([*job.loader, *job.loader]):
         each(job, step)
         job.loss(job.model(x_NCHW), y_N).backward()
@@ -198,7 +198,7 @@ def test_frozen_parameters_stay() -> None:
         model = Shared()
         model.spare.requires_grad_(False)
         before = model.spare.weight.detach().clone()
-        job = contracts.make(Overlap(Layer()), model=model, comm=comm)
+        job = contracts.make(Overlap(Layer(0)), model=model, comm=comm)
         contracts.train(job, 3)
         return contracts.weights(job), before
 
@@ -238,8 +238,8 @@ def test_unused_parameters_are_refused_by_name() -> None:
 
 def test_whoever_reads_parameters_sees_them_updated() -> None:
     def run(comm: Comm) -> list[bool]:
-        plain = contracts.make(Overlap(Layer(), next_forward=False), comm=comm)
-        hidden = contracts.make(Overlap(Layer()), comm=comm)
+        plain = contracts.make(Overlap(Layer(0), next_forward=False), comm=comm)
+        hidden = contracts.make(Overlap(Layer(0)), comm=comm)
         readers: list[Callable[[Job], dict[str, Tensor]]] = [
             lambda job: {k: v.clone() for k, v in job.model.state_dict().items()},
             lambda job: {"out": contracts.judged(job)},
@@ -264,7 +264,7 @@ def test_whoever_reads_parameters_sees_them_updated() -> None:
 def test_the_late_update_takes_the_rates_of_its_own_step() -> None:
     def run(comm: Comm, next_forward: bool) -> dict[str, Tensor]:
         torch.manual_seed(5)
-        job = contracts.make(Overlap(Layer(), next_forward=next_forward), comm=comm)
+        job = contracts.make(Overlap(Layer(0), next_forward=next_forward), comm=comm)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.5)
         contracts.train(job, STEPS, each=scheduler.step)
         return contracts.weights(job)
@@ -291,7 +291,7 @@ def test_a_resumed_run_keeps_its_plan() -> None:
 
 
 def one_step(comm: Comm, between: Callable[[Job], object], model: nn.Module | None = None) -> None:
-    job = contracts.make(Overlap(Layer()), model=model, comm=comm)
+    job = contracts.make(Overlap(Layer(0)), model=model, comm=comm)
     for x_NCHW, y_N in job.loader:
         job.loss(job.model(x_NCHW), y_N).backward()
         between(job)
@@ -325,6 +325,34 @@ class Bypassed(Shared):
         return self.head(x) * self.scale
 
 
+class Inner(nn.Module):
+    """A block whose layer is used without a call, as attention uses its projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.layer = nn.Linear(192, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.layer.weight, self.layer.bias)
+
+
+def test_a_layer_that_its_block_uses_without_a_call_is_waited_for_with_the_block() -> None:
+    def run(comm: Comm, next_forward: bool) -> dict[str, Tensor]:
+        model = Shared()
+        model.spare = Inner()  # type: ignore[assignment]
+        job = contracts.make(Overlap(Layer(0), next_forward=next_forward), model=model, comm=comm)
+        for x_NCHW, y_N in [*job.loader, *job.loader]:
+            job.loss(job.model(x_NCHW), y_N).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        return contracts.weights(job)
+
+    for waits, hides in Threads(2).run(lambda comm: (run(comm, False), run(comm, True))):
+        contracts.assert_same(waits, hides)
+
+
 def test_a_bypassed_block_is_told() -> None:
     with pytest.raises(InputError, match=r"spare\.(weight|bias) got a gradient before its last update.*bypassed"):
         Threads(2).run(lambda comm: one_step(comm, lambda job: None, Bypassed()))
@@ -347,7 +375,7 @@ def test_bad_settings(make: Callable[[], object], line: str) -> None:
 
 def stopped_and_resumed(comm: Comm, reducer: Reducer) -> list[dict[str, Tensor]]:
     def job_of() -> Job:
-        return contracts.make(Overlap(Layer(), reducer=reducer), Seeded(3), comm=comm)
+        return contracts.make(Overlap(Layer(0), reducer=reducer), Seeded(3), comm=comm)
 
     whole, first, second = job_of(), job_of(), job_of()
     contracts.train(whole, STEPS)
@@ -395,7 +423,7 @@ def test_a_parameter_unfrozen_after_apply_is_told() -> None:
         model = Shared()
         model.spare.requires_grad_(False)
         rule = lambda m: torch.optim.SGD(m.parameters(), 0.1)  # noqa: E731
-        job = contracts.make(Overlap(Layer()), optimizer=rule, model=model, comm=comm)
+        job = contracts.make(Overlap(Layer(0)), optimizer=rule, model=model, comm=comm)
         model.spare.requires_grad_(True)
         contracts.train(job, 1)
 

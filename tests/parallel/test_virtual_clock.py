@@ -17,6 +17,7 @@ from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
 from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Planned, Policy
 from kasoku.parallel.buckets import search
+from kasoku.parallel.probe import shares
 from kasoku.parallel.units import Units
 
 LINK = Link(latency_s=1e-3, bytes_per_s=1e9)
@@ -79,7 +80,7 @@ def by_recursion(units: list[Unit], policy: Policy, tensors: list[Sized], next_f
     return now
 
 
-@pytest.mark.parametrize("policy", [OneGroup(), Layer(), Fixed(200_000, 50_000), Graded(first=1, power=1.5)])
+@pytest.mark.parametrize("policy", [OneGroup(), Layer(0), Fixed(200_000, 50_000), Graded(first=1, power=1.5)])
 @pytest.mark.parametrize("next_forward", [True, False])
 def test_the_real_overlap_takes_the_time_of_the_closed_recursion(policy: Policy, next_forward: bool) -> None:
     torch.manual_seed(0)
@@ -124,7 +125,7 @@ def test_pieces_are_sent_in_the_order_of_the_plan_whatever_arrives_first() -> No
 def test_waiting_is_what_communication_shows() -> None:
     model = Chain([100, 300, 50, 400]).to("meta")
     units = units_of(model, [1e-3] * 3, [2e-3] * 3)
-    job = job_of(model, units, Layer())
+    job = job_of(model, units, Layer(0))
     begins = run(job, (4, 100), 5)
     job.drain()
     compute = sum(u.forward_s + u.backward_s + u.update_s for u in units)
@@ -180,3 +181,27 @@ def test_planned_on_the_virtual_clock_hides_what_the_other_policies_show() -> No
     others = {policy: period(policy, hidden) for policy in (OneGroup(), Graded(), Fixed()) for hidden in (True, False)}
     assert planned < 0.92 * min(others.values())
     assert planned < 1.2 * compute
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "beside_s", "rest_s", "sent_s", "kept"),
+    [
+        (1.0, 1 / 0.9, 1.25 - 0.8 / 0.9, 1.25, (0.9, 0.8)),  # under way all the time
+        (1.0, 1.05, 0.0, 0.1, (0.5, 1.0)),  # over long before computing was
+        (1.0, 0.98, 0.27, 1.25, (1.0, 1.0)),  # no loss at all
+        (1.0, 1.5, 0.0, 0.1, (0.3, 1.0)),  # noise
+    ],
+)
+def test_what_both_keep_of_their_speeds_is_that_of_the_model(
+    alone_s: float, beside_s: float, rest_s: float, sent_s: float, kept: tuple[float, float]
+) -> None:
+    assert shares(alone_s, beside_s, rest_s, sent_s) == pytest.approx(kept)
+
+
+def test_shares_are_those_by_which_the_forecast_slows_down() -> None:
+    link = Link(0.0, 1e6, compute_share=0.9, link_share=0.8)
+    units, tensors = [Unit("a", 0.0, 1.0), Unit("b", 0.0, 0.0)], [Sized(0, 1, 1), Sized(1, 1_250_000, 1_250_000)]
+    plan = Plan(((1,), (0,)), (Piece(0, 0, 1_250_000), Piece(1, 0, 1)))
+    seen = forecast(units, tensors, plan, link, next_forward=False)
+    rest_s = seen.arrived_s[0] - seen.backward_s
+    assert shares(1.0, seen.backward_s, rest_s, 1.25) == pytest.approx((0.9, 0.8))

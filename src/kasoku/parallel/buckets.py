@@ -113,27 +113,37 @@ class Graded(Policy):
 class Layer(Policy):
     """One group a layer.
 
+    Args:
+        least_bytes: a smaller layer (a norm) joins the one behind it.
+
     Saves: each layer's transfer starts as early as can be, and its next forward waits for itself alone.
     Costs: a latency a layer.
     Ref: [003].
     """
 
+    least_bytes: int = 2**16
+
+    def __post_init__(self) -> None:
+        if self.least_bytes < 0:
+            raise InputError(f"least_bytes={self.least_bytes}: 0 bytes or more")
+
     def plan(self, tensors: Sequence[Sized]) -> Plan:
         """One group a unit."""
-        return ready_order(_by_unit(tensors), tensors, "a layer")
+        return ready_order(_merged(tensors, self.least_bytes), tensors, "a layer")
 
 
 @dataclass(frozen=True)
 class Planned(Policy):
     """The plan with the shortest forecast step, searched for the times of this model on this device and these links.
 
-    The first steps are measured: `warm` that do not count, `measure` that wait for all gradients (times of each unit,
-    of each transfer), and as many with overlap (what computing and communicating cost each other). Until then the
-    groups are those of Graded. All ranks take the plan that rank 0 finds for the mean of what they measured.
+    The first steps are measured: `warm` that do not count, then `measure` times three: two that send after backward,
+    few groups or many pieces (times of each unit, latency and bandwidth of the link), and one that computes beside
+    transfers (what computing and communicating cost each other). Until then the groups are those of Graded. All ranks
+    take the plan that rank 0 finds for the mean of what they measured.
 
     Args:
         warm: steps before anything is measured.
-        measure: steps of each kind: all groups at once after backward, the same in pieces, beside backward.
+        measure: steps of each of the three kinds.
 
     Saves: the time that communication shows; see Note: the order matters most.
     Costs: some slower steps at the start, then seconds of search for large models. On more than two ranks the plan
@@ -181,10 +191,10 @@ def search(
     if not next_forward:
         return replace(plan, policy=f"planned: {plan.policy}"), seen, False
     found: list[tuple[float, Plan]] = []
-    least = max(MIB, sum(t.size for t in tensors) // 64)
+    least = max(2 * MIB, sum(t.size for t in tensors) // 64)
     for groups in _mergings(tensors):
         ready_s = _ready(groups, units, tensors)
-        for piece_bytes in (least, 2 * least, 4 * least, 8 * least, 2**60):
+        for piece_bytes in (least, 2 * least, 4 * least, 2**60):
             pieces = cut(groups, tensors, piece_bytes)
             seconds = {p: link.seconds((p.stop - p.start) * tensors[groups[p.group][0]].width) for p in pieces}
             orders = {_headed(pieces, head) for head in range(len(pieces) + 1)}
@@ -237,20 +247,23 @@ def _moved(order: Sequence[Piece]) -> Iterator[tuple[Piece, ...]]:
 
 def _mergings(tensors: Sequence[Sized]) -> list[tuple[tuple[int, ...], ...]]:
     """Groups of neighbouring units, in forward order, for several least sizes."""
-    layers = _by_unit(tensors)
-    found: dict[tuple[tuple[int, ...], ...], None] = {}
-    for least in (0, MIB // 4, MIB, 2 * MIB, 4 * MIB):
-        merged: list[tuple[int, ...]] = []
-        open_: tuple[int, ...] = ()
-        for layer in layers:
-            open_ += layer
-            if sum(tensors[i].size for i in open_) >= least:
-                merged.append(open_)
-                open_ = ()
-        if open_:
-            merged[-1:] = [merged[-1] + open_] if merged else [open_]
-        found[ready_order(merged, tensors, "").groups[::-1]] = None
+    sizes = (min(MIB // 4, sum(t.size for t in tensors) // 256), MIB // 4, MIB, 2 * MIB, 4 * MIB)
+    found = {ready_order(_merged(tensors, least), tensors, "").groups[::-1]: None for least in sizes}
     return list(found)
+
+
+def _merged(tensors: Sequence[Sized], least_bytes: int) -> list[tuple[int, ...]]:
+    """Groups of neighbouring units, in forward order, each closed once it has least_bytes."""
+    merged: list[tuple[int, ...]] = []
+    open_: tuple[int, ...] = ()
+    for layer in _by_unit(tensors):
+        open_ += layer
+        if sum(tensors[i].size for i in open_) >= least_bytes:
+            merged.append(open_)
+            open_ = ()
+    if open_:
+        merged[-1:] = [merged[-1] + open_] if merged else [open_]
+    return merged
 
 
 def _by_unit(tensors: Sequence[Sized]) -> list[tuple[int, ...]]:
@@ -308,7 +321,14 @@ def _busy(
     return tuple(order)
 
 
-def table(plan: Plan, tensors: Sequence[Sized], forecast: Forecast | None = None, *, next_forward: bool = False) -> str:
+def table(
+    plan: Plan,
+    tensors: Sequence[Sized],
+    forecast: Forecast | None = None,
+    link: Link | None = None,
+    *,
+    next_forward: bool = False,
+) -> str:
     """The plan as lines of text: its groups in the order they are sent, and what is expected of it."""
     lines = [f"gradients in {len(plan.groups)} groups, {len(plan.order)} pieces ({plan.policy}), in this order:"]
     for group, run in itertools.groupby(plan.order, key=lambda piece: piece.group):
@@ -326,4 +346,9 @@ def table(plan: Plan, tensors: Sequence[Sized], forecast: Forecast | None = None
         )
         lines.append(f"  waited for when {until}; expected: {step} a step, {exposed} of it exposed communication")
         lines.append(f"  no plan can be faster than {bound} (computing {computing}, communicating {sending})")
+    if link is not None:
+        lines.append(
+            f"  measured: {1e3 * link.latency_s:.2f} ms and {link.bytes_per_s / 1e6:.1f} MB/s an all-reduce; in "
+            f"company computing keeps {link.compute_share:.0%} of its speed, communicating {link.link_share:.0%}"
+        )
     return "\n".join(lines)

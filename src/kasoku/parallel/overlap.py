@@ -353,7 +353,7 @@ class Engine:
         self.reduce.load_state_dict({})  # errors of the first pieces are not those of the planned ones
         self.take(plan, late=late)
         if self.settings.show:
-            self.say(table(plan, self.units.tensors, forecast, next_forward=self.late))
+            self.say(table(plan, self.units.tensors, forecast, link, next_forward=self.late))
 
     def take(self, plan: Plan, *, late: bool) -> None:
         """Goes by a searched plan from here on, and measures no longer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,14 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kasoku.core.cost import Link, Plan, Sized, Unit, forecast
+from kasoku.core import Work
+from kasoku.core.cost import Link, Sized, Unit
 from kasoku.parallel.buckets import MIB, Planned, cut, search
 
 if TYPE_CHECKING:
     from kasoku.parallel.overlap import Engine
 
-_KINDS = ("whole", "pieces", "overlap")  # all groups at once; the same in pieces; as they come, beside backward
-_SHARES = [1 - 0.05 * k for k in range(11)]
+_KINDS = ("whole", "pieces", "beside")  # all groups after backward; the same in pieces; computing beside transfers
+_PIECE = 2 * MIB
+_LONGER, _TIMES = (
+    1.25,
+    8,
+)  # what is sent beside computing: for so many times as long, at most so many times all gradients
+_LEAST = 0.3  # of a speed; less is noise
 
 
 @dataclass
@@ -32,6 +39,7 @@ class _Step:
     called: Any = None  # optimizer.step()
     waited: Any = None
     transfer_s: float = 0.0
+    ended: Any = None  # what was sent beside it has arrived
     end: Any = None
 
 
@@ -45,9 +53,11 @@ class Probe:
 
     def __init__(self, engine: Engine, settings: Planned) -> None:
         self.engine = engine
-        kinds = [kind for _ in range(settings.measure) for kind in _KINDS[:2]] + [_KINDS[2]] * settings.measure
-        self.kinds = ["warm"] * (settings.warm + 1) + kinds  # the first one has no begin
+        self.kinds = ["warm"] * (settings.warm + 1) + [*_KINDS] * settings.measure  # the first one has no begin
         self.steps: dict[str, list[_Step]] = {kind: [] for kind in ("warm", *_KINDS)}
+        self.parts: tuple[Tensor, ...] = ()  # what is sent beside computing, over and over
+        self.beside: list[Work] = []
+        self.number, self.beside_s = 0, 0.0  # how many of them, and what they take alone
         self.done, self.now = 0, _Step()
         self.cuda = engine.groups[0].flat.is_cuda
         engine.job.undo(engine.job.model.register_forward_hook(lambda *_: self.output()).remove)
@@ -55,7 +65,7 @@ class Probe:
     @property
     def holding(self) -> bool:
         """Nothing is sent before the step is called, so that computing is seen alone."""
-        return self.kinds[self.done] in _KINDS[:2]
+        return self.kinds[self.done] in _KINDS
 
     # ---- moments
 
@@ -90,10 +100,14 @@ class Probe:
         self.now.called = self.moment()
         if not self.holding:
             return
+        for work in self.beside:
+            work.wait()
+        self.now.ended = self.moment()
+        self.beside.clear()
         engine = self.engine
         order = engine.plan.order
         if self.kinds[self.done] == "pieces":
-            order = tuple(cut(engine.plan.groups, engine.units.tensors, 2 * MIB))
+            order = tuple(cut(engine.plan.groups, engine.units.tensors, _PIECE))
         engine.comm.all_reduce(torch.zeros(1, device=engine.groups[0].flat.device)).wait()  # all ranks are here
         start = self.host()
         engine.layout = self.kinds[self.done]
@@ -103,6 +117,34 @@ class Probe:
         for group in engine.groups:
             group.wait()
         self.now.transfer_s = self.host() - start
+
+    def send_beside(self) -> None:
+        """Starts transfers that mean nothing, and should outlast the computing of the step that begins."""
+        if not self.parts:
+            self.measure_out()
+        for k in range(self.number):
+            part = k % len(self.parts)
+            self.beside.append(self.engine.reduce(f"beside {part}", self.parts[part]))
+
+    def measure_out(self) -> None:
+        """How much to send beside computing, by the steps so far; the same on all ranks."""
+        like = self.engine.groups[0].flat
+        seen = self.steps["pieces"]  # without a step in it, finish() tells
+        times = [
+            statistics.median(values or [0.0])
+            for values in ([self.between(s.begin, s.called) for s in seen], [s.transfer_s for s in seen])
+        ]
+        known = torch.tensor(times, dtype=torch.float64, device="cpu" if like.is_meta else like.device)
+        self.engine.job.comm.all_reduce(known, op="mean").wait()
+        computing_s, sending_s = known.tolist()
+        size = sum(t.size for t in self.engine.units.tensors)
+        elements = size // like.element_size()
+        scratch = torch.zeros(elements, dtype=like.dtype, device=like.device)
+        step = max(1, min(_PIECE, size) // like.element_size())
+        self.parts = tuple(scratch[start : start + step] for start in range(0, elements, step))
+        wanted = math.ceil(_LONGER * computing_s / max(sending_s, 1e-9) * len(self.parts))
+        self.number = min(_TIMES * len(self.parts), wanted)
+        self.beside_s = self.number / len(self.parts) * sending_s
 
     def host(self) -> float:
         """Now, with nothing under way on the device."""
@@ -120,11 +162,14 @@ class Probe:
         if None not in (self.now.begin, self.now.out, self.now.called):
             self.steps[self.kinds[self.done]].append(self.now)
         self.done += 1
-        self.now = _Step(begin=self.now.end)
+        if self.cuda:
+            torch.cuda.synchronize()
         if self.done == len(self.kinds):
-            if self.cuda:
-                torch.cuda.synchronize()
             self.finish()
+            return
+        if self.kinds[self.done] == "beside":
+            self.send_beside()
+        self.now = _Step(begin=self.moment())
 
     # ---- the plan
 
@@ -132,7 +177,7 @@ class Probe:
         """All ranks agree on what was measured; rank 0 searches; all take its plan."""
         engine = self.engine
         comm, model = engine.job.comm, engine.units
-        seen = self.steps["whole"] + self.steps["pieces"]
+        seen = self.steps["whole"] + self.steps["pieces"]  # nothing is under way while they compute
         flat = engine.groups[0].flat
         device = torch.device("cpu") if flat.is_meta else flat.device
         lacking = torch.tensor(float(not all(self.steps[kind] for kind in _KINDS)), device=device)
@@ -151,7 +196,7 @@ class Probe:
         if comm.rank == 0:
             units, rest = self.as_units(mine.tolist())
             tensors = [Sized(t.unit + 1, t.elements, t.size, t.kind) for t in model.tensors]
-            link = self.fitted(units, tensors, rest)
+            link = self.fitted(tensors, rest)
             found = (*search(units, tensors, link, next_forward=engine.late), link)
         plan, seen_ahead, late, link = comm.broadcast_object(found)
         engine.adopt(plan, seen_ahead, link, late=late)
@@ -161,10 +206,11 @@ class Probe:
         rows = [self.row(step) for step in seen]
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
         transfers = [statistics.median(s.transfer_s for s in self.steps[kind]) for kind in _KINDS[:2]]
-        beside = self.steps["overlap"]
-        backward = statistics.median(self.between(s.out, s.called) for s in beside)
-        arrived = statistics.median(self.between(s.out, s.waited) for s in beside)
-        return [*medians, *transfers, backward, arrived]
+        alone_s = statistics.median(self.between(s.begin, s.called) for s in seen)
+        beside = self.steps["beside"]
+        beside_s = statistics.median(self.between(s.begin, s.called) for s in beside)
+        rest_s = statistics.median(self.between(s.called, s.ended) for s in beside)
+        return [*medians, *transfers, alone_s, beside_s, rest_s]
 
     def row(self, step: _Step) -> list[float]:
         """One step: forward of the start and of each unit, the same backward, the update."""
@@ -201,24 +247,30 @@ class Probe:
         ]
         return units, values[2 * n + 1 :]
 
-    def fitted(self, units: Sequence[Unit], tensors: Sequence[Sized], rest: Sequence[float]) -> Link:
+    def fitted(self, tensors: Sequence[Sized], rest: Sequence[float]) -> Link:
         """Latency and bandwidth from transfers of few and of many pieces; what is left of both speeds in company."""
-        whole_s, pieces_s, backward_s, arrived_s = rest
+        whole_s, pieces_s, *company = rest
         plan = self.engine.plan
-        few, many = len(plan.order), len(cut(plan.groups, tensors, 2 * MIB))
+        few, many = len(plan.order), len(cut(plan.groups, tensors, _PIECE))
         size = sum(t.size for t in tensors)
         latency = max(0.0, (pieces_s - whole_s) / (many - few)) if many > few else 0.0
-        plain = Link(latency, size / max(whole_s - few * latency, 0.1 * whole_s, 1e-9))
-        return _in_company(plain, units, tensors, plan, backward_s, arrived_s)
+        alone_s, beside_s, rest_s = company
+        compute_share, link_share = shares(alone_s, beside_s, rest_s, self.beside_s)
+        return Link(latency, size / max(whole_s - few * latency, 0.1 * whole_s, 1e-9), compute_share, link_share)
 
 
-def _in_company(plain: Link, units: Sequence[Unit], tensors: Sequence[Sized], plan: Plan, *measured: float) -> Link:
-    """The shares that explain best how long backward and all transfers took beside each other."""
-    backward_s, arrived_s = measured
+def shares(alone_s: float, beside_s: float, rest_s: float, sent_s: float) -> tuple[float, float]:
+    """What computing and communicating keep of their speeds in each other's company.
 
-    def off(link: Link) -> float:
-        seen = forecast(units, tensors, plan, link, next_forward=False)
-        return abs(seen.backward_s - backward_s) + abs(max(seen.arrived_s) - arrived_s)
-
-    tried = [Link(plain.latency_s, plain.bytes_per_s, a, b) for a in _SHARES for b in _SHARES]
-    return min(tried, key=off)
+    Args:
+        alone_s: computing alone.
+        beside_s: the same beside transfers.
+        rest_s: what these took on alone once it had ended.
+        sent_s: what these take alone.
+    """
+    if rest_s > 0.02 * beside_s:  # they were under way all the time
+        found = alone_s / beside_s, (sent_s - rest_s) / beside_s
+    else:
+        found = 1 - (beside_s - alone_s) / max(sent_s, 1e-9), 1.0
+    compute, link = (min(1.0, max(_LEAST, share)) for share in found)
+    return compute, link

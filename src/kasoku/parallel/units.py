@@ -12,26 +12,25 @@ from kasoku.core.cost import Sized
 
 
 class Units:
-    """The blocks of a model that have parameters; a plain Sequential is opened, unless it was compiled as one.
+    """The layers of a model that have parameters of their own; a part that was compiled as one stays one.
 
     Attributes:
-        modules: (name, module) of each unit; the model itself stands for parameters that are in no block.
+        modules: (name, module) of each unit; the model itself stands for parameters that are in no layer.
         named: (name, parameter) of the parameters that require a gradient, in order of definition.
         users: the units that have a parameter, the first one first.
+        order: the units in the order of their forwards, as far as it is known.
         tensors: the same parameters as the planner sees them: `unit` is that of its first user.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.named: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        found = [unit for name, block in blocks(model) for unit in _opened(name, block)]
-        inside = {p for _, module in found for p in module.parameters()}
-        if any(p not in inside for _, p in self.named):
-            found.insert(0, ("", model))
-        self.modules = found
+        self.blocks = [block for _, block in blocks(model)]
+        found = list(_layers("", model, set()))
+        self.modules = [(name, module) for name, module, _ in found]
         self.users: dict[Tensor, list[int]] = {p: [] for _, p in self.named}
-        for i, (name, module) in enumerate(found):
-            for p in module.parameters():
-                if p in self.users and (name or p not in inside):
+        for i, (_, _, params) in enumerate(found):
+            for p in params:
+                if p in self.users:
                     self.users[p].append(i)
         self.order: Sequence[int] = range(len(found))
 
@@ -51,18 +50,44 @@ class Units:
         ]
 
     def before(self, job: Job, f: Callable[[int], None]) -> None:
-        """Calls f(unit) before the forward of each unit, until the job is closed."""
-        for i, (_, module) in enumerate(self.modules):
-            job.undo(module.register_forward_pre_hook(lambda *_, unit=i: f(unit)).remove)
+        """Calls f(unit) before the forward of each unit, until the job is closed.
+
+        A layer whose parameters are used without a call of its own (attention reads the weights of its projection) is
+        told by never having been called; it begins with its block.
+        """
+        silent = set(range(len(self.modules)))
+
+        def enter(unit: int) -> None:
+            silent.discard(unit)
+            f(unit)
+
+        def enter_block(units: Sequence[int]) -> None:
+            for unit in units:
+                if unit in silent:
+                    f(unit)
+
+        places = {module: i for i, (_, module) in enumerate(self.modules)}
+        for block in self.blocks:
+            inside = [places[m] for m in block.modules() if m is not block and m in places]
+            if inside:
+                job.undo(block.register_forward_pre_hook(lambda *_, units=inside: enter_block(units)).remove)
+        for module, i in places.items():
+            job.undo(module.register_forward_pre_hook(lambda *_, unit=i: enter(unit)).remove)
 
     def name_of(self, p: Tensor) -> str:
         """The unit that has a parameter."""
         return self.modules[self.users[p][0]][0] or "the model"
 
 
-def _opened(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if type(module) is nn.Sequential and "forward" not in vars(module):
+def _layers(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Each with the parameters that its own forward uses."""
+    if module in seen:
+        return
+    seen.add(module)
+    one = "forward" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None
+    own = list(module.parameters(recurse=one))
+    if own:
+        yield name, module, own
+    if not one:
         for child_name, child in module.named_children():
-            yield from _opened(f"{name}.{child_name}", child)
-    elif any(True for _ in module.parameters()):
-        yield name, module
+            yield from _layers(f"{name}.{child_name}".lstrip("."), child, seen)
