@@ -41,25 +41,24 @@ def rank_main(case: str, work: Workload, budget_s: float) -> None:
     alone = Side(work, comm, lambda model, optimizer: (model, None))
     transfer = Transfer(comm.channel(), alone.model)
     for _ in range(5):  # memory is laid out, clocks are up
-        alone.step()
+        alone()
     mbit = 0.0
     if MODES[case]:
         mbit = balance(comm, alone.once, transfer.once, MODES[case])
 
     def contended() -> None:
         transfer.start()
-        alone.step()
+        alone()
         transfer.wait()
 
-    sides: dict[str, Callable[[], object]] = {"compute": alone.step, "all_reduce": transfer, "contended": contended}
-    sides["ddp"] = Side(work, comm, ddp()).step
+    hidden, barrier = Side(work, comm, ours(comm, show=True)), Side(work, comm, ours(comm, next_forward=False))
+    for side in (barrier, hidden):
+        side.plan()
+    sides: dict[str, Callable[[], object]] = {"compute": alone, "all_reduce": transfer, "contended": contended}
+    sides["ddp"] = Side(work, comm, ddp())
     for mb in BUCKETS_MB:
-        sides[f"ddp_{mb}"] = Side(work, comm, ddp(bucket_cap_mb=mb)).step
-    sides["barrier"] = Side(work, comm, ours(comm, next_forward=False)).step
-    sides["ours"] = Side(work, comm, ours(comm, show=True)).step
-    for name in ("barrier", "ours"):  # the plans are made
-        for _ in range(16):
-            sides[name]()
+        sides[f"ddp_{mb}"] = Side(work, comm, ddp(bucket_cap_mb=mb))
+    sides |= {"barrier": barrier, "ours": hidden}
     for name in ("ddp", *(f"ddp_{mb}" for mb in BUCKETS_MB)):  # DDP lays its buckets out anew after the first step
         sides[name]()
     seconds = rounds(comm, sides, steps=STEPS, budget_s=budget_s)

@@ -138,6 +138,8 @@ def joined(here: Place, start: Start) -> Iterator[Comm]:
     cuda = torch.cuda.is_available()
     if cuda:  # before NCCL is there, which takes the device that is set
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
+        # NCCL would end this process before the Watchdog says which rank was lost (torch's own default is 3: tear down)
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     start.add("rendezvous", lambda: _meet(here, "cpu:gloo,cuda:nccl" if cuda else "gloo", where))
     start.do("packages", trainer)
     start.import_compiler()  # not before: what meets would wait for it (init_process_group looks whether it is there)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import contracts
 from kasoku.core import Comm, InputError, Job, Linear, Technique, Threads
+from kasoku.core.blocks import blocks
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.optim import EMA, Clip, Rate, Trust, lars, sgd
 from kasoku.parallel import Fixed, Graded, Layer, LowRank, OneGroup, Overlap, Planned, Reducer, Wire
+from kasoku.parallel.units import Units
 
 STEPS = 6
 POLICIES = [OneGroup(), Fixed(2000, 500), Graded(first=1, power=1.5, least_bytes=1000), Layer(0)]
@@ -45,8 +47,6 @@ class ByHand:
     def __init__(self, job: Job, policy: Any) -> None:
         self.job = job
         self.params = [p for p in job.model.parameters() if p.requires_grad]
-        from kasoku.parallel.units import Units
-
         self.groups = policy.plan(Units(job.model).tensors).groups
 
     def average(self) -> None:
@@ -102,11 +102,11 @@ def test_every_policy_trains_to_the_same_bits_in_threads(policy: Any) -> None:
         contracts.assert_same(plain, barrier)
 
 
-def planned(comm: Comm) -> list[dict[str, Tensor]]:
+def planned(comm: Comm, accumulate: int = 1) -> list[dict[str, Tensor]]:
     found = []
     for policy in (OneGroup(), Planned(warm=1, measure=1)):
         torch.manual_seed(5)
-        job = contracts.make(Overlap(policy, next_forward=policy != OneGroup()), comm=comm)
+        job = contracts.make(Overlap(policy, next_forward=policy != OneGroup()), comm=comm, accumulate=accumulate)
         contracts.train(job, 2 * STEPS)
         found.append(contracts.weights(job))
     engine: Any = job.kept("overlap")
@@ -115,9 +115,31 @@ def planned(comm: Comm) -> list[dict[str, Tensor]]:
     return found
 
 
-def test_planned_groups_train_to_the_same_bits_on_two_ranks() -> None:
-    for plain, found in [*on_processes(2, planned), *Threads(2).run(planned)]:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_planned_groups_train_to_the_same_bits_on_two_ranks(accumulate: int) -> None:
+    for plain, found in [
+        *on_processes(2, planned, accumulate),
+        *Threads(2).run(lambda comm: planned(comm, accumulate)),
+    ]:
         contracts.assert_same(plain, found)
+
+
+@pytest.mark.parametrize("reducer", [Wire(), LowRank(rank=2, min_elements=100)], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_a_training_may_end_or_be_saved_at_any_step_of_the_measuring(steps: int, reducer: Reducer) -> None:
+    def run(comm: Comm) -> int:
+        job = contracts.make(Overlap(Planned(warm=0, measure=2), reducer=reducer), comm=comm)
+        contracts.train(job, steps)
+        engine: Any = job.kept("overlap")
+        state = engine.state_dict()
+        assert bool(state["plan"]) == (engine.probe is None) == (steps == 7)
+        job.close()
+        assert engine.probe is None or not engine.probe.beside
+        return len([key for kept in state["reduce"] for by_key in kept.values() for key in by_key if "beside" in key])
+
+    kept = Threads(2).run(run)
+    assert kept[0] == kept[1]
+    assert steps < 7 or not kept[0], "what the reducer kept of transfers that mean nothing"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +148,7 @@ def test_planned_groups_train_to_the_same_bits_on_two_ranks() -> None:
         (EMA(0.8, every=2),),
         (Autocast("bf16"), ChannelsLast()),
         (Clip(0.1),),
-        (LossScale(every=3),),
+        (LossScale(2.0**129, every=3),),  # overflows at first, and after every third step that does not
         (Compile("eager"),),
     ],
     ids=lambda t: type(t[0]).__name__,
@@ -326,7 +348,7 @@ class Bypassed(Shared):
 
 
 class Inner(nn.Module):
-    """A block whose layer is used without a call, as attention uses its projection."""
+    """A block whose layer is called in evaluation only; in training its weights are read, as attention reads some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,7 +357,7 @@ class Inner(nn.Module):
             self.layer = nn.Linear(192, 192)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.layer.weight, self.layer.bias)
+        return nn.functional.linear(x, self.layer.weight, self.layer.bias) if self.training else self.layer(x)
 
 
 def test_a_layer_that_its_block_uses_without_a_call_is_waited_for_with_the_block() -> None:
@@ -347,10 +369,23 @@ def test_a_layer_that_its_block_uses_without_a_call_is_waited_for_with_the_block
             job.loss(job.model(x_NCHW), y_N).backward()
             job.optimizer.step()
             job.optimizer.zero_grad()
+            with job.evaluation() as judged, torch.no_grad():
+                judged(x_NCHW)
         return contracts.weights(job)
 
     for waits, hides in Threads(2).run(lambda comm: (run(comm, False), run(comm, True))):
         contracts.assert_same(waits, hides)
+
+
+def test_units_are_layers_also_under_autocast_and_blocks_where_they_are_compiled() -> None:
+    def units(*more: Technique) -> list[str]:
+        return [name for name, _ in Units(contracts.make(*more).model).modules]
+
+    model = contracts.make().model
+    layers = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    assert units() == layers == units(Autocast("bf16"))
+    assert units(Compile("eager")) == [name for name, block in blocks(model) if any(True for _ in block.parameters())]
+    assert len(units()) > len(units(Compile("eager"))) > 1
 
 
 def test_a_bypassed_block_is_told() -> None:
@@ -365,6 +400,7 @@ def test_a_bypassed_block_is_told() -> None:
         (lambda: Graded(first=0), "first=0"),
         (lambda: Graded(power=-1.0), "power=-1.0"),
         (lambda: Planned(measure=0), "measure=0"),
+        (lambda: Layer(-1), "least_bytes=-1"),
         (lambda: Overlap(unused="ignore"), 'unused="ignore"'),  # type: ignore[arg-type]
     ],
 )

@@ -1,4 +1,4 @@
-"""Finds the blocks of a model: its parts in order, which are compiled, frozen and planned one by one."""
+"""Finds the blocks of a model: its parts in order, which are compiled and frozen one by one."""
 
 from torch import nn
 

@@ -9,6 +9,7 @@ cannot be overtaken. The head (1) must fill the link until backward ends, and no
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from kasoku.core import InputError
 from kasoku.core.cost import Forecast, Link, Piece, Plan, Sized, Unit, forecast
 
 MIB = 2**20
-_KEPT, _ROUNDS = 4, 4  # of the search: plans that are improved, and how often
+_KEPT, _ROUNDS, _HEADS = 4, 4, 64  # of the search: plans that are improved, how often; heads that are tried
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ class Layer(Policy):
     Args:
         least_bytes: a smaller layer (a norm) joins the one behind it.
 
-    Saves: each layer's transfer starts as early as can be, and its next forward waits for itself alone.
-    Costs: a latency a layer.
+    Saves: each layer's transfer starts as early as can be, and its next forward waits for its own group alone.
+    Costs: a latency a group.
     Ref: [003].
     """
 
@@ -128,7 +129,7 @@ class Layer(Policy):
             raise InputError(f"least_bytes={self.least_bytes}: 0 bytes or more")
 
     def plan(self, tensors: Sequence[Sized]) -> Plan:
-        """One group a unit."""
+        """One group a unit, small ones together."""
         return ready_order(_merged(tensors, self.least_bytes), tensors, "a layer")
 
 
@@ -146,9 +147,9 @@ class Planned(Policy):
         measure: steps of each of the three kinds.
 
     Saves: the time that communication shows; see Note: the order matters most.
-    Costs: some slower steps at the start, then seconds of search for large models. On more than two ranks the plan
-        decides in which order gradients are summed, so the last bits of the weights may differ between two runs; a
-        resumed run keeps its plan.
+    Costs: some slower steps at the start, with one more copy of the gradients; then seconds of search. On more than two
+        ranks the plan decides in which order gradients are summed, so the last bits of the weights may differ between
+        two runs; a resumed run keeps its plan.
     """
 
     warm: int = 2
@@ -175,17 +176,19 @@ def ready_order(groups: Iterable[Sequence[int]], tensors: Sequence[Sized], polic
 
 
 def search(
-    units: Sequence[Unit], tensors: Sequence[Sized], link: Link, *, next_forward: bool = True
+    units: Sequence[Unit], tensors: Sequence[Sized], link: Link, *, next_forward: bool = True, limit_s: float = 20.0
 ) -> tuple[Plan, Forecast, bool]:
     """The best plan, its forecast, and whether the next forward should start before all groups have arrived.
 
-    `next_forward`: False where it cannot, as something needs all gradients at once.
+    `next_forward`: False where it cannot, as something needs all gradients at once. `limit_s`: no plan is improved any
+    further after so many seconds; for a network of 50 convolutions the search takes two.
 
-    Tried: all sizes of the head, for groups of units down to several sizes, in pieces of several sizes, the others in
-    forward order, or of those that are ready the first in forward order; the best few are then changed as long as that
-    helps. And every other policy, with overlap with backward alone. Against all orders of
-    six random layers it was never 1 % worse (tests/parallel/test_virtual_clock.py).
+    Tried: all sizes of the head (64 of them where there are more), for groups of units down to several sizes, in pieces
+    of several sizes, the others in forward order, or of those that are ready the first in forward order; the best few
+    are then changed as long as that helps. And every other policy, with overlap with backward alone. Against all orders
+    of six random layers it was never 1 % worse (tests/parallel/test_virtual_clock.py).
     """
+    until = time.monotonic() + limit_s
     waiting = [(plan, forecast(units, tensors, plan, link, next_forward=False)) for plan in _simple(tensors)]
     plan, seen = min(waiting, key=lambda pair: pair[1].step_s)
     if not next_forward:
@@ -197,12 +200,13 @@ def search(
         for piece_bytes in (least, 2 * least, 4 * least, 2**60):
             pieces = cut(groups, tensors, piece_bytes)
             seconds = {p: link.seconds((p.stop - p.start) * tensors[groups[p.group][0]].width) for p in pieces}
-            orders = {_headed(pieces, head) for head in range(len(pieces) + 1)}
-            orders |= {_busy(pieces, head, ready_s, seconds) for head in range(len(pieces) + 1)}
+            heads = {*range(0, len(pieces), -(-len(pieces) // _HEADS)), len(pieces)}
+            orders = {_headed(pieces, head) for head in heads}
+            orders |= {_busy(pieces, head, ready_s, seconds) for head in heads}
             tried = [Plan(groups, order, "planned") for order in sorted(orders)]
             found.append(min(((forecast(units, tensors, p, link).step_s, p) for p in tried), key=lambda pair: pair[0]))
     best = sorted(found, key=lambda pair: pair[0])[:_KEPT]
-    late = min((_improved(p, units, tensors, link) for _, p in best), key=lambda pair: pair[1].step_s)
+    late = min((_improved(p, units, tensors, link, until) for _, p in best), key=lambda pair: pair[1].step_s)
     if late[1].step_s < seen.step_s:
         return *late, True
     return replace(plan, policy=f"planned: {plan.policy}"), seen, False
@@ -219,12 +223,16 @@ def _simple(tensors: Sequence[Sized]) -> list[Plan]:
     return [policy.plan(tensors) for policy in policies]
 
 
-def _improved(plan: Plan, units: Sequence[Unit], tensors: Sequence[Sized], link: Link) -> tuple[Plan, Forecast]:
+def _improved(
+    plan: Plan, units: Sequence[Unit], tensors: Sequence[Sized], link: Link, until: float
+) -> tuple[Plan, Forecast]:
     """Moves single pieces a little, and runs of a group's pieces anywhere, as long as the forecast falls."""
     seen = forecast(units, tensors, plan, link)
     for _ in range(_ROUNDS):
         before = seen.step_s
         for order in _moved(plan.order):
+            if time.monotonic() > until:
+                return plan, seen
             tried = replace(plan, order=order)
             result = forecast(units, tensors, tried, link)
             if result.step_s < seen.step_s:

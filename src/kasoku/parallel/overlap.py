@@ -33,7 +33,7 @@ class Overlap(Technique):
     """Averages gradients over all ranks in planned groups, hidden behind backward and behind the next forward.
 
     A gradient is brought home to its group as it arrives, a group is sent when it is whole and updated when its mean
-    has arrived: at the latest when the next forward enters a block that has one of its parameters. Rank 0's parameters
+    has arrived: at the latest when the next forward enters a layer that has one of its parameters. Rank 0's parameters
     and buffers are given to all ranks at `apply`. Read parameters after `job.drain()`; `state_dict()`, evaluation,
     checkpoints and `close()` do that themselves.
 
@@ -48,6 +48,7 @@ class Overlap(Technique):
     Saves: the time of communication, as far as computing covers it.
     Costs: a copy of the gradients; what the reducer keeps, in a checkpoint for every rank. The update waits for all
         gradients where a technique needs them at once (clipping by global norm, fp16 loss scaling), which is said once.
+        Parameters that forward reads before it calls their layer (a penalty on weights) need next_forward = False.
     Maths: g = mean over ranks of g; bit for bit the step that waits for the same groups.
     Ref: [000] 4.4; [003]; Jayarajan et al. 2019 (P3, arXiv 1905.03960); Peng et al. 2019 (ByteScheduler).
     """
@@ -208,7 +209,7 @@ class Engine:
             return  # told in step()
         if member.group.pending:
             raise InputError(
-                f"Overlap: {member.name} got a gradient before its last update, since the forward of its block "
+                f"Overlap: {member.name} got a gradient before its last update, since the forward of its layer "
                 f"({self.units.name_of(p)}) was bypassed: call that module itself, or set next_forward = false"
             )
         if p.grad is not member.home:
@@ -251,7 +252,8 @@ class Engine:
         if self.probe is not None:
             self.probe.at_step()
         if late:
-            self.hyper = _copied(self.job.hyper())
+            hyper = self.job.hyper()  # as they are now: a scheduler may change them in place
+            self.hyper = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in hyper]
         for group in self.in_order:
             if not late:
                 self.wait(group)
@@ -294,7 +296,7 @@ class Engine:
         missing = [m for group in self.groups for m in group.missing()]
         if self.settings.unused == "refuse":
             if missing:
-                names = ", ".join(m.name for m in missing[:3]) + (", ..." if len(missing) > 3 else "")
+                names = ", ".join([*(m.name for m in missing[:3]), *(["..."] if len(missing) > 3 else [])])
                 raise InputError(
                     f"Overlap: {len(missing)} parameters got no gradient in backward ({names}): freeze them before "
                     'apply, or set unused = "skip"'
@@ -350,17 +352,23 @@ class Engine:
     def adopt(self, plan: Plan, forecast: Forecast, link: Link, *, late: bool) -> None:
         """Takes the plan that was searched; between two steps."""
         self.forecast, self.link = forecast, link
-        self.reduce.load_state_dict({})  # errors of the first pieces are not those of the planned ones
         self.take(plan, late=late)
         if self.settings.show:
             self.say(table(plan, self.units.tensors, forecast, link, next_forward=self.late))
 
     def take(self, plan: Plan, *, late: bool) -> None:
         """Goes by a searched plan from here on, and measures no longer."""
-        self.probe = None
+        self.end_probe()
         self.late = self.late and late
         self.layout = "planned"
         self.lay_out(plan)
+
+    def end_probe(self) -> None:
+        """Measures no longer."""
+        if self.probe is not None:
+            self.probe.close()
+            self.probe = None
+        self.reduce.load_state_dict({})  # errors of the pieces so far are not those of the planned ones
 
     # ---- checkpoints
 
@@ -387,8 +395,3 @@ class Engine:
             self.take(Plan(groups, order, made["policy"]), late=made["late"])
         kept = state["reduce"]
         self.reduce.load_state_dict(kept[self.comm.rank] if len(kept) == self.comm.size else {})
-
-
-def _copied(hyper: Hyper) -> Hyper:
-    """The settings as they are now, also those that a scheduler changes in place."""
-    return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in hyper]

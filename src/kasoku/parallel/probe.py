@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 _KINDS = ("whole", "pieces", "beside")  # all groups after backward; the same in pieces; computing beside transfers
 _PIECE = 2 * MIB
-_LONGER, _TIMES = (
-    1.25,
-    8,
-)  # what is sent beside computing: for so many times as long, at most so many times all gradients
+_LONGER = 1.25  # what is sent beside computing takes so many times as long
+_MOST = 8  # but is at most so many times all gradients
 _LEAST = 0.3  # of a speed; less is noise
 
 
@@ -37,9 +35,9 @@ class _Step:
     out: Any = None  # the first forward of the step has ended
     arrived: dict[int, Any] = field(default_factory=dict)
     called: Any = None  # optimizer.step()
-    waited: Any = None
+    arrived_beside: Any = None  # what was sent beside it
     transfer_s: float = 0.0
-    ended: Any = None  # what was sent beside it has arrived
+    waited: Any = None
     end: Any = None
 
 
@@ -56,11 +54,24 @@ class Probe:
         self.kinds = ["warm"] * (settings.warm + 1) + [*_KINDS] * settings.measure  # the first one has no begin
         self.steps: dict[str, list[_Step]] = {kind: [] for kind in ("warm", *_KINDS)}
         self.parts: tuple[Tensor, ...] = ()  # what is sent beside computing, over and over
+        self.transfers, self.transfers_s = 0, 0.0  # how many of them, and what they take alone
         self.beside: list[Work] = []
-        self.number, self.beside_s = 0, 0.0  # how many of them, and what they take alone
         self.done, self.now = 0, _Step()
         self.cuda = engine.groups[0].flat.is_cuda
-        engine.job.undo(engine.job.model.register_forward_hook(lambda *_: self.output()).remove)
+        self.hook = engine.job.model.register_forward_hook(lambda *_: self.output())
+        engine.job.undo(self.close)
+
+    def close(self) -> None:
+        """Leaves nothing under way and no memory taken."""
+        self.wait_beside()
+        self.hook.remove()
+        self.parts, self.steps = (), {}
+
+    def wait_beside(self) -> None:
+        """Waits for what was sent beside computing."""
+        for work in self.beside:
+            work.wait()
+        self.beside.clear()
 
     @property
     def holding(self) -> bool:
@@ -88,7 +99,7 @@ class Probe:
 
     def output(self) -> None:
         """The model's forward has ended."""
-        if self.engine.probe is self and self.now.out is None and self.engine.job.model.training:
+        if self.now.out is None and self.engine.job.model.training:
             self.now.out = self.moment()
 
     def arrived(self, p: Tensor) -> None:
@@ -100,15 +111,13 @@ class Probe:
         self.now.called = self.moment()
         if not self.holding:
             return
-        for work in self.beside:
-            work.wait()
-        self.now.ended = self.moment()
-        self.beside.clear()
+        self.wait_beside()
+        self.now.arrived_beside = self.moment()
         engine = self.engine
         order = engine.plan.order
         if self.kinds[self.done] == "pieces":
             order = tuple(cut(engine.plan.groups, engine.units.tensors, _PIECE))
-        engine.comm.all_reduce(torch.zeros(1, device=engine.groups[0].flat.device)).wait()  # all ranks are here
+        self.meet()
         start = self.host()
         engine.layout = self.kinds[self.done]
         for piece in order:
@@ -118,33 +127,37 @@ class Probe:
             group.wait()
         self.now.transfer_s = self.host() - start
 
+    def meet(self) -> None:
+        """All ranks are here."""
+        self.engine.comm.all_reduce(torch.zeros(1, device=self.engine.groups[0].flat.device)).wait()
+
     def send_beside(self) -> None:
-        """Starts transfers that mean nothing, and should outlast the computing of the step that begins."""
+        """Starts transfers that mean nothing, and should outlast the computing of the step that begins.
+
+        The same zeros are under way several times, if those of all gradients do not last as long: what a reducer keeps
+        of them is mixed up, and thrown away with the plan.
+        """
         if not self.parts:
             self.measure_out()
-        for k in range(self.number):
+        self.meet()
+        for k in range(self.transfers):
             part = k % len(self.parts)
             self.beside.append(self.engine.reduce(f"beside {part}", self.parts[part]))
 
     def measure_out(self) -> None:
         """How much to send beside computing, by the steps so far; the same on all ranks."""
-        like = self.engine.groups[0].flat
-        seen = self.steps["pieces"]  # without a step in it, finish() tells
-        times = [
-            statistics.median(values or [0.0])
-            for values in ([self.between(s.begin, s.called) for s in seen], [s.transfer_s for s in seen])
-        ]
-        known = torch.tensor(times, dtype=torch.float64, device="cpu" if like.is_meta else like.device)
-        self.engine.job.comm.all_reduce(known, op="mean").wait()
-        computing_s, sending_s = known.tolist()
+        comm, like = self.engine.job.comm, self.engine.groups[0].flat
         size = sum(t.size for t in self.engine.units.tensors)
         elements = size // like.element_size()
         scratch = torch.zeros(elements, dtype=like.dtype, device=like.device)
         step = max(1, min(_PIECE, size) // like.element_size())
         self.parts = tuple(scratch[start : start + step] for start in range(0, elements, step))
+        seen = self.steps["pieces"]  # where there is none, finish() tells
+        computing_s = statistics.median([self.between(s.begin, s.called) for s in seen] or [0.0])
+        sending_s = statistics.median([s.transfer_s for s in seen] or [1.0])
         wanted = math.ceil(_LONGER * computing_s / max(sending_s, 1e-9) * len(self.parts))
-        self.number = min(_TIMES * len(self.parts), wanted)
-        self.beside_s = self.number / len(self.parts) * sending_s
+        self.transfers = comm.broadcast_object(min(_MOST * len(self.parts), wanted))
+        self.transfers_s = self.transfers / len(self.parts) * comm.broadcast_object(sending_s)
 
     def host(self) -> float:
         """Now, with nothing under way on the device."""
@@ -158,6 +171,7 @@ class Probe:
 
     def stepped(self) -> None:
         """The step has ended; the last one makes the plan."""
+        self.wait_beside()  # where no backward came
         self.now.end = self.moment()
         if None not in (self.now.begin, self.now.out, self.now.called):
             self.steps[self.kinds[self.done]].append(self.now)
@@ -183,7 +197,7 @@ class Probe:
         lacking = torch.tensor(float(not all(self.steps[kind] for kind in _KINDS)), device=device)
         comm.all_reduce(lacking, op="max").wait()
         if lacking:
-            engine.probe = None
+            engine.end_probe()
             engine.say(
                 "Overlap: no forward of the model in training mode was seen, so the first groups stay as they are"
             )
@@ -209,7 +223,7 @@ class Probe:
         alone_s = statistics.median(self.between(s.begin, s.called) for s in seen)
         beside = self.steps["beside"]
         beside_s = statistics.median(self.between(s.begin, s.called) for s in beside)
-        rest_s = statistics.median(self.between(s.called, s.ended) for s in beside)
+        rest_s = statistics.median(self.between(s.called, s.arrived_beside) for s in beside)
         return [*medians, *transfers, alone_s, beside_s, rest_s]
 
     def row(self, step: _Step) -> list[float]:
@@ -233,7 +247,7 @@ class Probe:
         ]
 
     def as_units(self, values: Sequence[float]) -> tuple[list[Unit], Sequence[float]]:
-        """The units in forward order, and the transfers and overlapped times that follow."""
+        """The units in forward order, and what follows of `measured`."""
         model = self.engine.units
         names = ["", *(model.modules[u][0] for u in model.order)]
         n = len(names)
@@ -255,7 +269,7 @@ class Probe:
         size = sum(t.size for t in tensors)
         latency = max(0.0, (pieces_s - whole_s) / (many - few)) if many > few else 0.0
         alone_s, beside_s, rest_s = company
-        compute_share, link_share = shares(alone_s, beside_s, rest_s, self.beside_s)
+        compute_share, link_share = shares(alone_s, beside_s, rest_s, self.transfers_s)
         return Link(latency, size / max(whole_s - few * latency, 0.1 * whole_s, 1e-9), compute_share, link_share)
 
 

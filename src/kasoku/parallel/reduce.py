@@ -215,7 +215,7 @@ class _Chained:
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
-        return {name: {key: x.clone() for key, x in by_key.items()} for name, by_key in self.kept.items()}
+        return {name: {key: x.to("cpu", copy=True) for key, x in by_key.items()} for name, by_key in self.kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.settle()

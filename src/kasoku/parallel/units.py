@@ -16,6 +16,7 @@ class Units:
 
     Attributes:
         modules: (name, module) of each unit; the model itself stands for parameters that are in no layer.
+        blocks: what the model's forward calls one after the other; a unit is a block or lies within one.
         named: (name, parameter) of the parameters that require a gradient, in order of definition.
         users: the units that have a parameter, the first one first.
         order: the units in the order of their forwards, as far as it is known.
@@ -52,25 +53,32 @@ class Units:
     def before(self, job: Job, f: Callable[[int], None]) -> None:
         """Calls f(unit) before the forward of each unit, until the job is closed.
 
-        A layer whose parameters are used without a call of its own (attention reads the weights of its projection) is
-        told by never having been called; it begins with its block.
+        A layer that its block did not call in its last training forward begins with the block: attention reads the
+        weights of its projection, and never calls it.
         """
-        silent = set(range(len(self.modules)))
+        silent, called = set(range(len(self.modules))), set()
 
         def enter(unit: int) -> None:
-            silent.discard(unit)
+            called.add(unit)
             f(unit)
 
         def enter_block(units: Sequence[int]) -> None:
             for unit in units:
                 if unit in silent:
                     f(unit)
+            called.difference_update(units)
+
+        def leave_block(block: nn.Module, units: Sequence[int]) -> None:
+            if block.training:
+                silent.update(units)
+                silent.difference_update(called)
 
         places = {module: i for i, (_, module) in enumerate(self.modules)}
         for block in self.blocks:
             inside = [places[m] for m in block.modules() if m is not block and m in places]
             if inside:
                 job.undo(block.register_forward_pre_hook(lambda *_, units=inside: enter_block(units)).remove)
+                job.undo(block.register_forward_hook(lambda m, *_, units=inside: leave_block(m, units)).remove)
         for module, i in places.items():
             job.undo(module.register_forward_pre_hook(lambda *_, unit=i: enter(unit)).remove)
 
@@ -84,7 +92,8 @@ def _layers(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tupl
     if module in seen:
         return
     seen.add(module)
-    one = "forward" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None
+    compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    one = compiled or getattr(module, "_compiled_call_impl", None) is not None
     own = list(module.parameters(recurse=one))
     if own:
         yield name, module, own
