@@ -27,7 +27,7 @@ from cluster import MODES, Side, Transfer, Workload, Wrap, balance, connected, o
 from common import finish, spread
 
 BUCKETS_MB = (1, 2, 5, 10, 25)
-STEPS, BUDGET_S = 3, 420
+STEPS, BUDGET_S = 3, 300
 
 
 def ddp(**more: Any) -> Wrap:

@@ -186,16 +186,16 @@ def test_planned_on_the_virtual_clock_hides_what_the_other_policies_show() -> No
         return begins[-1] - begins[-2]
 
     seen: list[tuple[Any, list[float]]] = []
-    planned = period(Planned(warm=1, measure=1), steps=8)
+    planned = period(Planned(warm=1, measure=1), steps=7)
     others = {policy: period(policy, hidden) for policy in (OneGroup(), Graded(), Fixed()) for hidden in (True, False)}
     assert planned < 0.85 * min(others.values())
     assert planned < 1.12 * compute
     engine, begins = seen[0]
     assert planned == pytest.approx(engine.forecast.step_s, rel=0.01)
-    assert engine.link.latency_s == pytest.approx(link.latency_s, rel=1e-6)
-    assert engine.link.bytes_per_s == pytest.approx(link.bytes_per_s, rel=1e-6)
+    assert engine.link.latency_s == pytest.approx(link.latency_s, rel=1e-3)
+    assert engine.link.bytes_per_s == pytest.approx(link.bytes_per_s, rel=1e-3)
     assert (engine.link.compute_share, engine.link.link_share) == pytest.approx((1.0, 1.0), rel=0.01)
-    beside = [stop - start for what, _, start, stop in engine.comm.sent if begins[4] <= stop <= begins[4] + compute]
+    beside = [stop - start for what, _, start, stop in engine.comm.sent if begins[3] <= stop <= begins[3] + compute]
     assert sum(beside) > 0.95 * compute, "the link was idle while computing was measured beside transfers"
 
 

@@ -137,14 +137,14 @@ class Layer(Policy):
 class Planned(Policy):
     """The plan with the shortest forecast step, searched for the times of this model on this device and these links.
 
-    The first steps are measured: `warm` that do not count, then `measure` times three: two that send after backward,
-    few groups or many pieces (times of each unit, latency and bandwidth of the link), and one that computes beside
-    transfers (what computing and communicating cost each other). Until then the groups are those of Graded. All ranks
-    take the plan that rank 0 finds for the mean of what they measured.
+    The first steps are measured: `warm` that do not count, then `measure` times two: one that sends in pieces after
+    backward (times of each unit, latency and bandwidth of the link), and one that computes beside transfers (what
+    computing and communicating cost each other). Until then the groups are those of Graded. All ranks take the plan
+    that rank 0 finds for the mean of what they measured.
 
     Args:
         warm: steps before anything is measured.
-        measure: steps of each of the three kinds.
+        measure: steps of each of the two kinds.
 
     Saves: the time that communication shows; see Note: the order matters most.
     Costs: some slower steps at the start, with one more copy of the gradients; then seconds of search. On more than two
@@ -153,7 +153,7 @@ class Planned(Policy):
     """
 
     warm: int = 2
-    measure: int = 4
+    measure: int = 6
 
     def __post_init__(self) -> None:
         if self.warm < 0 or self.measure < 1:

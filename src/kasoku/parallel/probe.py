@@ -19,7 +19,8 @@ from kasoku.parallel.buckets import MIB, Planned, cut, search
 if TYPE_CHECKING:
     from kasoku.parallel.overlap import Engine
 
-_KINDS = ("whole", "pieces", "beside")  # all groups after backward; the same in pieces; computing beside transfers
+_KINDS = ("alone", "beside")  # gradients are sent after backward; the same, and computing goes on beside transfers
+_EMPTY = 4  # all-reduces of one number, one after the other, for the latency
 _PIECE = 2 * MIB
 _LONGER = 1.25  # what is sent beside computing takes so many times as long
 _MOST = 8  # but is at most so many times all gradients
@@ -36,13 +37,14 @@ class _Step:
     arrived: dict[int, Any] = field(default_factory=dict)
     called: Any = None  # optimizer.step()
     arrived_beside: Any = None  # what was sent beside it
+    latency_s: float = 0.0
     transfer_s: float = 0.0
     waited: Any = None
     end: Any = None
 
 
 class Probe:
-    """Times steps of three kinds, then hands the engine the plan that rank 0 finds.
+    """Times steps of two kinds, then hands the engine the plan that rank 0 finds.
 
     Note: what belongs to which unit. The forward of a unit lasts until the next one is entered, its backward from the
     last gradient of the unit behind it to its own last gradient. What lies between two steps (data) is a unit of its
@@ -114,18 +116,19 @@ class Probe:
         self.wait_beside()
         self.now.arrived_beside = self.moment()
         engine = self.engine
-        order = engine.plan.order
-        if self.kinds[self.done] == "pieces":
-            order = tuple(cut(engine.plan.groups, engine.units.tensors, _PIECE))
         self.meet()
         start = self.host()
-        engine.layout = self.kinds[self.done]
-        for piece in order:
+        for _ in range(_EMPTY):
+            self.meet()
+        begin = self.host()
+        self.now.latency_s = (begin - start) / _EMPTY
+        engine.layout = "measured"
+        for piece in cut(engine.plan.groups, engine.units.tensors, _PIECE):
             engine.send_piece(piece)
         engine.layout = "first"
         for group in engine.groups:
             group.wait()
-        self.now.transfer_s = self.host() - start
+        self.now.transfer_s = self.host() - begin
 
     def meet(self) -> None:
         """All ranks are here."""
@@ -152,7 +155,7 @@ class Probe:
         scratch = torch.zeros(elements, dtype=like.dtype, device=like.device)
         step = max(1, min(_PIECE, size) // like.element_size())
         self.parts = tuple(scratch[start : start + step] for start in range(0, elements, step))
-        seen = self.steps["pieces"]  # where there is none, finish() tells
+        seen = self.steps["alone"]  # where there is none, finish() tells
         computing_s = statistics.median([self.between(s.begin, s.called) for s in seen] or [0.0])
         sending_s = statistics.median([s.transfer_s for s in seen] or [1.0])
         wanted = math.ceil(_LONGER * computing_s / max(sending_s, 1e-9) * len(self.parts))
@@ -191,7 +194,7 @@ class Probe:
         """All ranks agree on what was measured; rank 0 searches; all take its plan."""
         engine = self.engine
         comm, model = engine.job.comm, engine.units
-        seen = self.steps["whole"] + self.steps["pieces"]  # nothing is under way while they compute
+        seen = self.steps["alone"]
         flat = engine.groups[0].flat
         device = torch.device("cpu") if flat.is_meta else flat.device
         lacking = torch.tensor(float(not all(self.steps[kind] for kind in _KINDS)), device=device)
@@ -219,7 +222,8 @@ class Probe:
         """Medians in seconds: forward and backward of each unit, then what `as_units` leaves."""
         rows = [self.row(step) for step in seen]
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-        transfers = [statistics.median(s.transfer_s for s in self.steps[kind]) for kind in _KINDS[:2]]
+        both = [*seen, *self.steps["beside"]]  # of which the transfers do not differ
+        transfers = [statistics.median(s.latency_s for s in both), statistics.median(s.transfer_s for s in both)]
         alone_s = statistics.median(self.between(s.begin, s.called) for s in seen)
         beside = self.steps["beside"]
         beside_s = statistics.median(self.between(s.begin, s.called) for s in beside)
@@ -262,15 +266,12 @@ class Probe:
         return units, values[2 * n + 1 :]
 
     def fitted(self, tensors: Sequence[Sized], rest: Sequence[float]) -> Link:
-        """Latency and bandwidth from transfers of few and of many pieces; what is left of both speeds in company."""
-        whole_s, pieces_s, *company = rest
-        plan = self.engine.plan
-        few, many = len(plan.order), len(cut(plan.groups, tensors, _PIECE))
-        size = sum(t.size for t in tensors)
-        latency = max(0.0, (pieces_s - whole_s) / (many - few)) if many > few else 0.0
-        alone_s, beside_s, rest_s = company
+        """Latency of an all-reduce, bandwidth of many pieces behind each other, what is left of speeds in company."""
+        latency_s, transfer_s, alone_s, beside_s, rest_s = rest
+        pieces = len(cut(self.engine.plan.groups, tensors, _PIECE))
+        moving_s = max(transfer_s - pieces * latency_s, 0.1 * transfer_s, 1e-9)
         compute_share, link_share = shares(alone_s, beside_s, rest_s, self.transfers_s)
-        return Link(latency, size / max(whole_s - few * latency, 0.1 * whole_s, 1e-9), compute_share, link_share)
+        return Link(latency_s, sum(t.size for t in tensors) / moving_s, compute_share, link_share)
 
 
 def shares(alone_s: float, beside_s: float, rest_s: float, sent_s: float) -> tuple[float, float]:
