@@ -4,9 +4,9 @@
 
 As root: two ranks with a shaped link, as in benchmarks/overlap.py, CIFAR ResNet-18. Every policy with a barrier (the
 step waits for all groups) and with next-forward overlap in ready order (a group is sent when backward has filled it);
-planned: groups, pieces and order searched from measured times. Three cases in one run: balanced (the all-reduce alone
-takes as long as computing alone), comm_bound (2.5 times as long), compute_bound (no limit). 32 images a rank, so that
-the default run ends in time.
+planned: groups, pieces and order searched from measured times. All on one training, which goes over from plan to plan.
+Three cases in one run: balanced (the all-reduce alone takes as long as computing alone), comm_bound (2.5 times as
+long), compute_bound (no limit). 32 images a rank, so that the default run ends in time.
 planned_over_best_fixed: planned over the best of the fixed sizes with a barrier, which is what DDP can be set to;
 planned_over_one_group: over one group with a barrier; planned_over_best: over the least median of all others, hidden or
 not (bound: 1.02); planned_over_best_unbiased: the same with the best chosen by every second round and compared in the
@@ -23,9 +23,9 @@ import statistics
 import sys
 from typing import Any
 
-from cluster import MODES, Side, Transfer, Workload, balance, connected, on_hosts, ours, rounds, shape
+from cluster import MODES, Side, Transfer, Way, Workload, balance, connected, on_hosts, ours, rounds, shape
 from common import finish, spread
-from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Planned, Policy, TorchComm
+from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Planned, Policy
 
 MIB = 2**20
 POLICIES: dict[str, Policy] = {
@@ -39,12 +39,13 @@ POLICIES: dict[str, Policy] = {
 STEPS, BUDGET_S = 2, 600
 
 
-def sides_of(comm: TorchComm, work: Workload) -> dict[str, Side]:
-    """A training of its own for each policy and way to wait."""
-    found = {}
+def ways(side: Side) -> dict[str, Way]:
+    """Each policy and way to wait, and what was planned, on one training."""
+    engine = side.job.kept("overlap")
+    found = {"planned": Way(side, engine.plan, engine.late)}
     for name, policy in POLICIES.items():
-        found[f"{name}_barrier"] = Side(work, comm, ours(comm, policy, next_forward=False))
-        found[name] = Side(work, comm, ours(comm, policy))
+        plan = policy.plan(engine.units.tensors)
+        found |= {f"{name}_barrier": Way(side, plan, late=False), name: Way(side, plan, late=True)}
     return found
 
 
@@ -53,20 +54,18 @@ def rank_main(work: Workload, budget_s: float) -> None:
     comm = connected()
     alone = Side(work, comm, lambda model, optimizer: (model, None))
     transfer = Transfer(comm.channel(), alone.model)
-    others = sides_of(comm, work)
-    for _ in range(5):
+    for _ in range(5):  # memory is laid out, clocks are up
         alone()
     figures: dict[str, object] = {}
     for mode, ratio in MODES.items():
         shape(0)
         mbit = balance(comm, alone.once, transfer.once, ratio) if ratio else 0.0
-        planned = Side(work, comm, ours(comm, Planned(), show=True))
-        planned.plan()
-        sides = {**others, "planned": planned}
-        seconds = rounds(comm, sides, steps=STEPS, budget_s=budget_s / len(MODES))
-        expected = planned.job.kept("overlap").forecast.step_s
+        side = Side(work, comm, ours(comm, Planned(), show=True))
+        side.plan()
+        expected_s = side.job.kept("overlap").forecast.step_s
+        seconds = rounds(comm, ways(side), steps=STEPS, budget_s=budget_s / len(MODES))
         prefix = {"balanced": "", "comm_bound": "comm_", "compute_bound": "compute_"}[mode]
-        figures |= {f"{prefix}{name}": value for name, value in judged(seconds, expected, mbit).items()}
+        figures |= {f"{prefix}{name}": value for name, value in judged(seconds, expected_s, mbit).items()}
     if comm.rank == 0:
         parameters = {"model": work.model, "batch": work.batch, "ranks": 2, "threads": 1, "steps": STEPS}
         bounds = {"planned_over_best_fixed_bound": 0.92, "planned_over_one_group_bound": 0.66}
