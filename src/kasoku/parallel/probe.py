@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kasoku.parallel.overlap import Engine
 
 _KINDS = ("alone", "beside")  # gradients are sent after backward; the same, and computing goes on beside transfers
-_EMPTY = 4  # all-reduces of one number, one after the other, for the latency
 _PIECE = 2 * MIB
 _LONGER = 1.25  # what is sent beside computing takes so many times as long
 _MOST = 8  # but is at most so many times all gradients
@@ -118,10 +117,9 @@ class Probe:
         engine = self.engine
         self.meet()
         start = self.host()
-        for _ in range(_EMPTY):
-            self.meet()
+        self.meet()  # an all-reduce of one number, which no rank comes late to
         begin = self.host()
-        self.now.latency_s = (begin - start) / _EMPTY
+        self.now.latency_s = begin - start
         engine.layout = "measured"
         for piece in cut(engine.plan.groups, engine.units.tensors, _PIECE):
             engine.send_piece(piece)
