@@ -195,10 +195,13 @@ class Shared(nn.Module):
 
 
 def on_shared(
-    comm: Comm, next_forward: bool, each: Callable[[Job, int], object], **settings: Any
+    comm: Comm,
+    next_forward: bool,
+    each: Callable[[Job, int], object],
+    model: nn.Module | None = None,
+    **settings: Any,
 ) -> tuple[dict[str, Tensor], Job]:
-    model = Shared()
-    job = contracts.make(Overlap(Layer(0), next_forward=next_forward, **settings), model=model, comm=comm)
+    job = contracts.make(Overlap(Layer(0), next_forward=next_forward, **settings), model=model or Shared(), comm=comm)
     for step, (x_NCHW, y_N) in enumerate([*job.loader, *job.loader]):
         each(job, step)
         job.loss(job.model(x_NCHW), y_N).backward()
@@ -361,17 +364,14 @@ class Inner(nn.Module):
 
 
 def test_a_layer_that_its_block_uses_without_a_call_is_waited_for_with_the_block() -> None:
+    def judge(job: Job, _: int) -> None:
+        with job.evaluation() as judged, torch.no_grad():
+            judged(torch.zeros(2, 192))
+
     def run(comm: Comm, next_forward: bool) -> dict[str, Tensor]:
         model = Shared()
         model.spare = Inner()  # type: ignore[assignment]
-        job = contracts.make(Overlap(Layer(0), next_forward=next_forward), model=model, comm=comm)
-        for x_NCHW, y_N in [*job.loader, *job.loader]:
-            job.loss(job.model(x_NCHW), y_N).backward()
-            job.optimizer.step()
-            job.optimizer.zero_grad()
-            with job.evaluation() as judged, torch.no_grad():
-                judged(x_NCHW)
-        return contracts.weights(job)
+        return on_shared(comm, next_forward, judge, model)[0]
 
     for waits, hides in Threads(2).run(lambda comm: (run(comm, False), run(comm, True))):
         contracts.assert_same(waits, hides)

@@ -157,8 +157,8 @@ class Probe:
         computing_s = statistics.median([self.between(s.begin, s.called) for s in seen] or [0.0])
         sending_s = statistics.median([s.transfer_s for s in seen] or [1.0])
         wanted = math.ceil(_LONGER * computing_s / max(sending_s, 1e-9) * len(self.parts))
-        self.transfers = comm.broadcast_object(min(_MOST * len(self.parts), wanted))
-        self.transfers_s = self.transfers / len(self.parts) * comm.broadcast_object(sending_s)
+        self.transfers, sending_s = comm.broadcast_object((min(_MOST * len(self.parts), wanted), sending_s))
+        self.transfers_s = self.transfers / len(self.parts) * sending_s
 
     def host(self) -> float:
         """Now, with nothing under way on the device."""
@@ -220,10 +220,10 @@ class Probe:
         """Medians in seconds: forward and backward of each unit, then what `as_units` leaves."""
         rows = [self.row(step) for step in seen]
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-        both = [*seen, *self.steps["beside"]]  # of which the transfers do not differ
+        beside = self.steps["beside"]
+        both = [*seen, *beside]  # of which the transfers do not differ
         transfers = [statistics.median(s.latency_s for s in both), statistics.median(s.transfer_s for s in both)]
         alone_s = statistics.median(self.between(s.begin, s.called) for s in seen)
-        beside = self.steps["beside"]
         beside_s = statistics.median(self.between(s.begin, s.called) for s in beside)
         rest_s = statistics.median(self.between(s.called, s.arrived_beside) for s in beside)
         return [*medians, *transfers, alone_s, beside_s, rest_s]
@@ -231,9 +231,9 @@ class Probe:
     def row(self, step: _Step) -> list[float]:
         """One step: forward of the start and of each unit, the same backward, the update."""
         order = self.engine.units.order
-        entered = [step.entered[u] for u in order if u in step.entered]
-        moments = [step.begin, *entered, step.out]
-        forward = dict(zip([-1, *(u for u in order if u in step.entered)], itertools.pairwise(moments), strict=True))
+        entered = [u for u in order if u in step.entered]
+        moments = [step.begin, *(step.entered[u] for u in entered), step.out]
+        forward = dict(zip([-1, *entered], itertools.pairwise(moments), strict=True))
         backward: dict[int, float] = {}
         passed = 0.0
         for u in reversed(order):
