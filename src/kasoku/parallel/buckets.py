@@ -137,14 +137,14 @@ class Layer(Policy):
 class Planned(Policy):
     """The plan with the shortest forecast step, searched for the times of this model on this device and these links.
 
-    The first steps are measured: `warm` that do not count, then `measure` times two: one that sends in pieces after
-    backward (times of each unit, latency and bandwidth of the link), and one that computes beside transfers (what
-    computing and communicating cost each other). Until then the groups are those of Graded. All ranks take the plan
-    that rank 0 finds for the mean of what they measured.
+    Measured are the latency of an empty all-reduce, at `apply`, and the first steps: `warm` that do not count, then
+    `measure` times two: one that sends in pieces after backward (times of each unit, bandwidth of the link), and one
+    that computes beside transfers (what computing and communicating cost each other). Until then the groups are those
+    of Graded. All ranks take the plan that rank 0 finds for the mean of what they measured.
 
     Args:
         warm: steps before anything is measured.
-        measure: steps of each of the two kinds.
+        measure: steps of each of the two kinds; of a short epoch no more than one in 50 of each.
 
     Saves: the time that communication shows; see Note: the order matters most.
     Costs: some slower steps at the start, with one more copy of the gradients; then seconds of search. On more than two

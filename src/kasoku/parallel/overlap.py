@@ -248,7 +248,7 @@ class Engine:
             return  # no backward since the last step: nothing moves
         self.refuse_changed()
         self.fill_missing()
-        late = self.late and self.probe is None
+        late = self.late and (self.probe is None or self.probe.late)
         if self.probe is not None:
             self.probe.at_step()
         if late:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ _PIECE = 2 * MIB
 _LONGER = 1.25  # what is sent beside computing takes so many times as long
 _MOST = 8  # but is at most so many times all gradients
 _LEAST = 0.3  # of a speed; less is noise
+_LATENCIES = 3  # empty all-reduces that are timed
+_SHARE = 50  # of so many steps of an epoch, one of each kind is measured
 
 
 @dataclass
@@ -36,14 +39,13 @@ class _Step:
     arrived: dict[int, Any] = field(default_factory=dict)
     called: Any = None  # optimizer.step()
     arrived_beside: Any = None  # what was sent beside it
-    latency_s: float = 0.0
     transfer_s: float = 0.0
     waited: Any = None
     end: Any = None
 
 
 class Probe:
-    """Times steps of two kinds, then hands the engine the plan that rank 0 finds.
+    """Times an empty all-reduce and steps of two kinds, then hands the engine the plan that rank 0 finds.
 
     Note: what belongs to which unit. The forward of a unit lasts until the next one is entered, its backward from the
     last gradient of the unit behind it to its own last gradient. What lies between two steps (data) is a unit of its
@@ -52,13 +54,19 @@ class Probe:
 
     def __init__(self, engine: Engine, settings: Planned) -> None:
         self.engine = engine
-        self.kinds = ["warm"] * (settings.warm + 1) + [*_KINDS] * settings.measure  # the first one has no begin
+        of_epoch = operator.length_hint(engine.job.loader) // engine.job.accumulate or _SHARE * settings.measure
+        each = min(settings.measure, max(1, of_epoch // _SHARE))
         self.steps: dict[str, list[_Step]] = {kind: [] for kind in ("warm", *_KINDS)}
         self.parts: tuple[Tensor, ...] = ()  # what is sent beside computing, over and over
-        self.transfers, self.transfers_s = 0, 0.0  # how many of them, and what they take alone
+        self.transfers = 0  # how many of them
+        self.sending_s: list[float] = []  # what sending all gradients takes after each step alone
         self.beside: list[Work] = []
         self.done, self.now = 0, _Step()
-        self.cuda = engine.groups[0].flat.is_cuda
+        flat = engine.groups[0].flat
+        self.cuda = flat.is_cuda
+        self.device = torch.device("cpu") if flat.is_meta else flat.device
+        self.latency_s, each = self.meet(each)
+        self.kinds = ["warm"] * (settings.warm + 1) + [*_KINDS] * each  # the first one has no begin
         self.hook = engine.job.model.register_forward_hook(lambda *_: self.output())
         engine.job.undo(self.close)
 
@@ -74,10 +82,24 @@ class Probe:
             work.wait()
         self.beside.clear()
 
+    def meet(self, each: int) -> tuple[float, int]:
+        """Seconds of an all-reduce of one number, to which no rank comes late; the least that a rank gives."""
+        least = torch.tensor(-float(each), device=self.device)
+        moments = []
+        for _ in range(1 + _LATENCIES):
+            self.engine.comm.all_reduce(least, op="max").wait()
+            moments.append(self.host())
+        return statistics.median_low(b - a for a, b in itertools.pairwise(moments)), round(-least.item())
+
     @property
     def holding(self) -> bool:
         """Nothing is sent before the step is called, so that computing is seen alone."""
         return self.kinds[self.done] in _KINDS
+
+    @property
+    def late(self) -> bool:
+        """Updates may wait for the next forward: it is not measured, and neither is this step."""
+        return not self.holding and self.kinds[self.done + 1] not in _KINDS
 
     # ---- moments
 
@@ -115,11 +137,7 @@ class Probe:
         self.wait_beside()
         self.now.arrived_beside = self.moment()
         engine = self.engine
-        self.meet()
-        start = self.host()
-        self.meet()  # an all-reduce of one number, which no rank comes late to
         begin = self.host()
-        self.now.latency_s = begin - start
         engine.layout = "measured"
         for piece in cut(engine.plan.groups, engine.units.tensors, _PIECE):
             engine.send_piece(piece)
@@ -128,37 +146,40 @@ class Probe:
             group.wait()
         self.now.transfer_s = self.host() - begin
 
-    def meet(self) -> None:
-        """All ranks are here."""
-        self.engine.comm.all_reduce(torch.zeros(1, device=self.engine.groups[0].flat.device)).wait()
-
     def send_beside(self) -> None:
         """Starts transfers that mean nothing, and should outlast the computing of the step that begins.
 
         The same zeros are under way several times, if those of all gradients do not last as long: what a reducer keeps
         of them is mixed up, and thrown away with the plan.
         """
-        if not self.parts:
-            self.measure_out()
-        self.meet()
+        self.measure_out()
         for k in range(self.transfers):
             part = k % len(self.parts)
             self.beside.append(self.engine.reduce(f"beside {part}", self.parts[part]))
 
     def measure_out(self) -> None:
-        """How much to send beside computing, by the steps so far; the same on all ranks."""
-        comm, like = self.engine.job.comm, self.engine.groups[0].flat
-        size = sum(t.size for t in self.engine.units.tensors)
-        elements = size // like.element_size()
-        scratch = torch.zeros(elements, dtype=like.dtype, device=like.device)
-        step = max(1, min(_PIECE, size) // like.element_size())
-        self.parts = tuple(scratch[start : start + step] for start in range(0, elements, step))
-        seen = self.steps["alone"]  # where there is none, finish() tells
-        computing_s = statistics.median([self.between(s.begin, s.called) for s in seen] or [0.0])
-        sending_s = statistics.median([s.transfer_s for s in seen] or [1.0])
-        wanted = math.ceil(_LONGER * computing_s / max(sending_s, 1e-9) * len(self.parts))
-        self.transfers, sending_s = comm.broadcast_object((min(_MOST * len(self.parts), wanted), sending_s))
-        self.transfers_s = self.transfers / len(self.parts) * sending_s
+        """What a step without company takes, the same on all ranks; once, how much to send beside computing."""
+        last = self.steps["alone"][-1:]  # where there is none, finish() tells
+        alone_s = [self.between(s.begin, s.called) for s in last] or [0.0]
+        sending_s = [s.transfer_s for s in last] or [1.0]
+        computing_s, negative_s = self.agreed([*alone_s, -sending_s[0]], op="max")  # the last rank waits for nobody
+        self.sending_s.append(max(-negative_s, 1e-9))
+        if not self.parts:
+            like = self.engine.groups[0].flat
+            size = sum(t.size for t in self.engine.units.tensors)
+            elements = size // like.element_size()
+            scratch = torch.zeros(elements, dtype=like.dtype, device=like.device)
+            step = max(1, min(_PIECE, size) // like.element_size())
+            self.parts = tuple(scratch[start : start + step] for start in range(0, elements, step))
+            wanted = math.ceil(_LONGER * computing_s / self.sending_s[0] * len(self.parts))
+            self.transfers = min(_MOST * len(self.parts), wanted)
+
+    def agreed(self, values: Sequence[float], *, op: str) -> list[float]:
+        """The same numbers on all ranks: the mean, or the largest."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self.engine.job.comm.all_reduce(mine, op=op).wait()
+        found: list[float] = mine.tolist()
+        return found
 
     def host(self) -> float:
         """Now, with nothing under way on the device."""
@@ -190,61 +211,51 @@ class Probe:
 
     def finish(self) -> None:
         """All ranks agree on what was measured; rank 0 searches; all take its plan."""
-        engine = self.engine
-        comm, model = engine.job.comm, engine.units
-        seen = self.steps["alone"]
-        flat = engine.groups[0].flat
-        device = torch.device("cpu") if flat.is_meta else flat.device
-        lacking = torch.tensor(float(not all(self.steps[kind] for kind in _KINDS)), device=device)
-        comm.all_reduce(lacking, op="max").wait()
-        if lacking:
+        engine, model = self.engine, self.engine.units
+        lacking = not all(self.steps[kind] for kind in _KINDS)
+        nothing = [0.0] * (2 * len(model.modules) + 6)
+        lacks, *values = self.agreed([float(lacking), *(nothing if lacking else self.measured())], op="mean")
+        if lacks:
             engine.end_probe()
             engine.say(
                 "Overlap: no forward of the model in training mode was seen, so the first groups stay as they are"
             )
             return
-        order: list[int] = comm.broadcast_object(list(seen[0].entered))
-        model.order = [*order, *(i for i in range(len(model.modules)) if i not in order)]
-        mine = torch.tensor(self.measured(seen), dtype=torch.float64, device=device)
-        comm.all_reduce(mine, op="mean").wait()
         found: Any = None
-        if comm.rank == 0:
-            units, rest = self.as_units(mine.tolist())
+        if engine.comm.rank == 0:
+            called = list(self.steps["alone"][0].entered)
+            model.order = [*called, *(i for i in range(len(model.modules)) if i not in called)]
+            units, rest = self.as_units(values)
             tensors = [Sized(t.unit + 1, t.elements, t.size, t.kind) for t in model.tensors]
-            link = self.fitted(tensors, rest)
-            found = (*search(units, tensors, link, next_forward=engine.late), link)
-        plan, seen_ahead, late, link = comm.broadcast_object(found)
+            link = self.fitted(tensors, *rest)
+            found = (model.order, *search(units, tensors, link, next_forward=engine.late), link)
+        model.order, plan, seen_ahead, late, link = engine.job.comm.broadcast_object(found)
         engine.adopt(plan, seen_ahead, link, late=late)
 
-    def measured(self, seen: Sequence[_Step]) -> list[float]:
+    def measured(self) -> list[float]:
         """Medians in seconds: forward and backward of each unit, then what `as_units` leaves."""
-        rows = [self.row(step) for step in seen]
-        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-        beside = self.steps["beside"]
-        both = [*seen, *beside]  # of which the transfers do not differ
-        transfers = [statistics.median(s.latency_s for s in both), statistics.median(s.transfer_s for s in both)]
-        alone_s = statistics.median(self.between(s.begin, s.called) for s in seen)
-        beside_s = statistics.median(self.between(s.begin, s.called) for s in beside)
-        rest_s = statistics.median(self.between(s.called, s.arrived_beside) for s in beside)
-        return [*medians, *transfers, alone_s, beside_s, rest_s]
+        alone, beside = (self.steps[kind] for kind in _KINDS)
+        medians = [statistics.median_low(column) for column in zip(*(self.row(step) for step in alone), strict=True)]
+        alone_s = statistics.median_low([self.between(s.begin, s.called) for s in alone])
+        beside_s = statistics.median_low([self.between(s.begin, s.called) for s in beside])
+        rest_s = statistics.median_low([self.between(s.called, s.arrived_beside) for s in beside])
+        return [*medians, alone_s, beside_s, rest_s]
 
     def row(self, step: _Step) -> list[float]:
         """One step: forward of the start and of each unit, the same backward, the update."""
-        order = self.engine.units.order
-        entered = [u for u in order if u in step.entered]
-        moments = [step.begin, *(step.entered[u] for u in entered), step.out]
-        forward = dict(zip([-1, *entered], itertools.pairwise(moments), strict=True))
+        moments = [step.begin, *step.entered.values(), step.out]
+        forward = dict(zip([-1, *step.entered], itertools.pairwise(moments), strict=True))
         backward: dict[int, float] = {}
         passed = 0.0
-        for u in reversed(order):
+        places = range(len(self.engine.units.modules))
+        for u in reversed([*step.entered, *(u for u in places if u not in step.entered)]):
             now = self.between(step.out, step.arrived[u]) if u in step.arrived else passed
             backward[u] = max(0.0, now - passed)
             passed = max(passed, now)
         backward[-1] = max(0.0, self.between(step.out, step.called) - passed)
-        places = [-1, *order]
         return [
-            *(self.between(*forward[u]) if u in forward else 0.0 for u in places),
-            *(backward[u] for u in places),
+            *(self.between(*forward[u]) if u in forward else 0.0 for u in (-1, *places)),
+            *(backward[u] for u in (-1, *places)),
             self.between(step.waited, step.end),
         ]
 
@@ -263,13 +274,13 @@ class Probe:
         ]
         return units, values[2 * n + 1 :]
 
-    def fitted(self, tensors: Sequence[Sized], rest: Sequence[float]) -> Link:
+    def fitted(self, tensors: Sequence[Sized], alone_s: float, beside_s: float, rest_s: float) -> Link:
         """Latency of an all-reduce, bandwidth of many pieces behind each other, what is left of speeds in company."""
-        latency_s, transfer_s, alone_s, beside_s, rest_s = rest
+        transfer_s = statistics.median_low(self.sending_s)
         pieces = len(cut(self.engine.plan.groups, tensors, _PIECE))
-        moving_s = max(transfer_s - pieces * latency_s, 0.1 * transfer_s, 1e-9)
-        compute_share, link_share = shares(alone_s, beside_s, rest_s, self.transfers_s)
-        return Link(latency_s, sum(t.size for t in tensors) / moving_s, compute_share, link_share)
+        moving_s = max(transfer_s - pieces * self.latency_s, 0.1 * transfer_s, 1e-9)
+        compute_share, link_share = shares(alone_s, beside_s, rest_s, self.transfers / len(self.parts) * transfer_s)
+        return Link(self.latency_s, sum(t.size for t in tensors) / moving_s, compute_share, link_share)
 
 
 def shares(alone_s: float, beside_s: float, rest_s: float, sent_s: float) -> tuple[float, float]:
