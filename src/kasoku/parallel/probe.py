@@ -25,7 +25,7 @@ _PIECE = 2 * MIB
 _LONGER = 1.25  # what is sent beside computing takes so many times as long
 _MOST = 8  # but is at most so many times all gradients
 _LEAST = 0.3  # of a speed; less is noise
-_LATENCIES = 3  # empty all-reduces that are timed
+_LATENCIES = 2  # empty all-reduces that are timed
 _SHARE = 50  # of so many steps of an epoch, one of each kind is measured
 
 
