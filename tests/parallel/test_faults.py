@@ -135,7 +135,7 @@ def test_a_death_is_named_on_all_others_while_they_wait_for_it(
         assert code == EXIT_CODE, (rank, ranks.said(rank))
         verb = "died" if victim else "is gone"
         assert line.startswith(f"kasoku: {pid_of(ranks, victim)} {verb}: "), line
-        assert line.endswith("restart all ranks from the last checkpoint (torchrun does it by itself)")
+        assert line.endswith("again with --continue --out DIR (torchrun --max-restarts N does it by itself)")
         assert line.count("\n") == 0
 
 

@@ -32,7 +32,7 @@ from kasoku.core import Comm, InputError
 from kasoku.parallel.watched import BEGINS, BUSY, STILL, Pulse, Watched, behind
 
 EXIT_CODE = 4  # of a process that ends because another rank died or hangs
-_ADVICE = "restart all ranks from the last checkpoint (torchrun does it by itself)"
+_ADVICE = "start all ranks again with --continue --out DIR (torchrun --max-restarts N does it by itself)"
 _NONE = b"-"  # no verdict yet
 _ENDED, _FAILED, _TOLD = b"e", b"f", b"v"  # what a rank says last; the others are Pulse.state()
 _SHOWN = 3  # ranks named one by one
