@@ -1,0 +1,80 @@
+"""Crops of JPEG files by the house's own piece of C, where it was built: only what a crop needs is decoded.
+
+Note: never the only way. What the C code does not read (progressive, CMYK, turned by EXIF, damaged) and every file
+where it was not built goes through `decode`, which needs Pillow alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
+
+
+def _library() -> Any:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_jpeg{suffix}")
+        if path.exists():
+            try:
+                return _declared(ctypes.CDLL(str(path)))
+            except OSError:  # built for another machine
+                return None
+    return None
+
+
+def _declared(library: Any) -> Any:
+    new, free, opened, crop = (getattr(library, f"kasoku_jpeg_{name}") for name in ("new", "free", "open", "crop"))
+    pointer, int32 = ctypes.c_void_p, ctypes.c_int32
+    new.restype, new.argtypes = pointer, []
+    free.restype, free.argtypes = None, [pointer]
+    opened.argtypes = [pointer, ctypes.c_char_p, ctypes.c_size_t, pointer, pointer]
+    crop.argtypes = [pointer, pointer, int32, int32, int32, pointer]
+    return library
+
+
+_LIBRARY = _library()
+_LOCAL = threading.local()  # a decoder and its memory for each thread
+
+
+class _Decoder:
+    def __init__(self) -> None:
+        self.handle = _LIBRARY.kasoku_jpeg_new()
+        if not self.handle:
+            raise MemoryError("no memory for a JPEG decoder")
+        self.size = np.zeros(2, np.int32)
+        self.box = np.zeros(4, np.float64)
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            _LIBRARY.kasoku_jpeg_free(self.handle)
+
+
+def available() -> bool:
+    """Whether the piece of C is there."""
+    return _LIBRARY is not None
+
+
+def crop(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> bool:
+    """Writes the part box(width, height) of a JPEG into out_HWC (uint8, RGB, contiguous), resized to its shape.
+
+    Bilinear, antialiased, as Pillow's resize; releases the GIL. False, with out_HWC undefined: a file for `decode`.
+    """
+    if _LIBRARY is None:
+        return False
+    decoder: _Decoder | None = getattr(_LOCAL, "decoder", None)
+    if decoder is None:
+        decoder = _LOCAL.decoder = _Decoder()
+    size = decoder.size.ctypes.data
+    if _LIBRARY.kasoku_jpeg_open(decoder.handle, data, len(data), size, size + 4):
+        return False
+    decoder.box[:] = box(*decoder.size.tolist())
+    height, width, _ = out_HWC.shape
+    place = out_HWC.ctypes.data
+    return not _LIBRARY.kasoku_jpeg_crop(decoder.handle, decoder.box.ctypes.data, width, height, 0, place)
