@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm, Constant, Job, Linear, Technique
+from kasoku.data import Mix
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
 from kasoku.parallel import AllReduce, Graded, Overlap, Recalibrate, VirtualRanks
@@ -51,6 +52,7 @@ ROWS = [
     Row(EMA(decay=0.8, every=2), neutral=EMA(decay=0.0, warmup=False)),
     Row(Lookahead(every=2, decay=0.5), neutral=Lookahead(every=2, decay=0.0)),
     Row(LossScale(start=2.0**140, every=3), neutral=LossScale(start=1024.0, every=2), steps=40),
+    Row(Mix(0.1, 0.1), neutral=Mix(0.0, 0.0), tolerance=2e-2, steps=60),  # each rank mixes its own share of a batch
     Row(Overlap(Graded(first=1, power=1.5, least_bytes=1000)), neutral=Overlap()),
     Row(Rate(Linear(epochs=12, warmup=1)), neutral=Rate(Constant()), owns_rate=True),
     Row(Recalibrate(images=32)),
@@ -64,6 +66,7 @@ NO_ROW = {
     "GrowBatch": "needs a loader of kasoku.data: tests/data/test_grow.py",
     "LowResolution": "needs a network that takes any size: tests/data/test_resolution.py",
     "Pretrained": "needs a file of weights: tests/models",
+    "RandAugment": "needs images, not tensors: tests/data/test_randaugment.py",
 }
 
 

@@ -1,4 +1,4 @@
-"""The command: kasoku train | launch | eval | predict | export | list.
+"""The command: kasoku train | launch | eval | predict | export | data | pack | list.
 
 Exit codes: 0 done, 1 a fault of kasoku's own, 2 something given cannot be used, 3 the training diverged,
 4 another rank died or hangs, 75 stopped by SIGINT or SIGTERM with a checkpoint written (go on with --resume),
@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -102,9 +102,29 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--out", type=Path, metavar="FILE", help="where to (default: in the run folder)")
     export.set_defaults(run=_export)
 
-    listing = commands.add_parser("list", help="models, data sources, techniques, recipes, one line each")
-    listing.set_defaults(run=_list)
+    _add_data(commands)
+    commands.add_parser("list", help="models, data sources, techniques, recipes").set_defaults(run=_list)
     return parser
+
+
+def _add_data(commands: Any) -> None:
+    data = commands.add_parser("data", help="download the official files of a data set")
+    data.add_argument("name", metavar="NAME", help="cifar10, cifar100, mnist, fashion-mnist or imagenette")
+    data.add_argument("--to", required=True, metavar="DIR", help="the folder for the data")
+    data.add_argument("--source", default="", metavar="URL", help="another address of the same files")
+    data.add_argument("--quiet", action="store_true", help="no progress bar")
+    data.set_defaults(run=_data)
+
+    pack = commands.add_parser("pack", help="pack images into tar shards once, to be read faster ever after")
+    pack.add_argument("source", nargs="?", metavar="SRC", help="a folder of images, or tar shards; or their address")
+    pack.add_argument("target", nargs="?", metavar="DST", help="the folder for the pack")
+    pack.add_argument("--side", type=int, default=256, help="shorter side in pixels; 0: as it is (default: 256)")
+    pack.add_argument("--format", choices=("jpeg", "raw"), default="jpeg", help="raw: pixels (default: jpeg)")
+    pack.add_argument("--quality", type=int, default=90, help="of JPEG (default: 90)")
+    pack.add_argument("--workers", type=int, default=0, help="threads (default: one a core)")
+    pack.add_argument("--verify", metavar="DIR", help="check that a pack is whole, by its checksums")
+    pack.add_argument("--quiet", action="store_true", help="no progress bar")
+    pack.set_defaults(run=_pack)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -327,6 +347,27 @@ def _export(arguments: argparse.Namespace) -> int:
     from kasoku.export import export
 
     print(export(arguments.trained, arguments.format, arguments.out))
+    return 0
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    from kasoku.data.download import download
+
+    print(download(arguments.name, arguments.to, source=arguments.source, quiet=arguments.quiet))
+    return 0
+
+
+def _pack(arguments: argparse.Namespace) -> int:
+    from kasoku.data.pack import pack, verify
+
+    given = [one for one in (arguments.source, arguments.target) if one]
+    if len(given) != (0 if arguments.verify else 2):
+        raise InputError("kasoku pack: SRC DST to pack, or --verify DIR to check a pack")
+    if arguments.verify:
+        print(verify(arguments.verify))
+        return 0
+    settings = {name: getattr(arguments, name) for name in ("side", "format", "quality", "workers", "quiet")}
+    print(pack(arguments.source, arguments.target, **settings))
     return 0
 
 

@@ -7,6 +7,7 @@ or returns with `stopped` set by SIGINT or SIGTERM (75: resume it).
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ from kasoku.core import Comm, InputError, Job, Solo, Technique
 from kasoku.core.run import RunFolder
 from kasoku.course import updates
 from kasoku.data import Dataset, FilesLoader, Loader, loader, sample
+from kasoku.data.index import OneScan
 from kasoku.device import Chosen, Seeded, choose
 from kasoku.models import check_fits
 from kasoku.optim import Rate
@@ -53,20 +55,7 @@ def prepare(
     start = start or Start(comm.clock, overlap=None if comm.own_threads or comm.size == 1 else False)
     began = comm.clock.now()
     check_share(recipe, comm.size)
-    here = place() if comm.size > 1 else Place()
-    start.import_compiler()
-    start.add("data", lambda: dataset or made(recipe.data(), Dataset, "data"))
-    more = recipe.device.deterministic or recipe.device.compile  # these import more of torch: one after the other
-    alone = ("compiler",) if more else ()
-    chosen = start.do(
-        "device",
-        lambda *_: together(comm, lambda: choose(recipe.device, local_rank=here.local_rank, local_size=here.sharing)),
-        alone,
-    )
-    if recipe.device.compile:
-        start.add("inductor", lambda _: import_module("torch._inductor.compile_fx"), after=("compiler",))
-    if comm.size > 1:
-        start.add("communicator", lambda: _connected(recipe, comm, chosen))
+    chosen = _begun(recipe, comm, start, dataset)
     start.add("digest", lambda data: data.index() if comm.size > 1 else {}, after=("data",))
     start.add("network", lambda data: _network(recipe, data), after=("data",))
     start.add("model", lambda data, net, _: _ready(recipe, data, net, chosen), after=("data", "network", "compiler"))
@@ -91,6 +80,32 @@ def prepare(
     if total < 1:
         raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
     return Training(recipe, job, dataset, test, chosen, total, began=began, start=start)
+
+
+def _begun(recipe: Recipe, comm: Comm, start: Start, dataset: Dataset | None) -> Chosen:
+    """Begins to make the data and to connect the ranks; returns the device, which all have chosen.
+
+    The connections are made while rank 0 looks into image folders; then it tells the others what it found.
+    """
+    here = place() if comm.size > 1 else Place()
+    scan = OneScan(comm)
+    data = partial(start.add, "data", lambda: scan.during(lambda: dataset or made(recipe.data(), Dataset, "data")))
+    start.import_compiler()
+    early = start.overlap or comm.rank == 0
+    if early:
+        data()
+    more = recipe.device.deterministic or recipe.device.compile  # these import more of torch: one after the other
+    alone = ("compiler",) if more else ()
+    choice = partial(choose, recipe.device, local_rank=here.local_rank, local_size=here.sharing)
+    chosen = start.do("device", lambda *_: scan.needed(lambda: together(comm, choice)), alone)
+    if recipe.device.compile:
+        start.add("inductor", lambda _: import_module("torch._inductor.compile_fx"), after=("compiler",))
+    if comm.size > 1:
+        start.add("communicator", lambda: scan.needed(lambda: _connected(recipe, comm, chosen)))
+        start.add("index", lambda _: scan.tell(), after=("communicator",))
+    if not early:  # one task after the other: by now rank 0 has told what is waited for
+        data()
+    return chosen
 
 
 def _connected(recipe: Recipe, comm: Comm, chosen: Chosen) -> None:
@@ -130,7 +145,7 @@ def _loaders(
     test = loader(dataset, "test", test_batch, device=chosen.device, comm=comm)
     for one in (train, test):
         if isinstance(one, FilesLoader):
-            one.threads = max(1, one.threads // sharing)
+            one.sharing = sharing
     return train, test
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kasoku.core import InputError, Job
 from kasoku.core.run import Checkpoint, RunFolder, save_weights
-from kasoku.data import Dataset
+from kasoku.data import Dataset, FilesLoader
 from kasoku.device import Chosen
 from kasoku.evaluate import evaluate
 from kasoku.parallel.watched import Pulse
@@ -164,7 +164,7 @@ class Watch:
         self._pulse.step()
         if self._first_step:
             job.trace.add("first_step", "the first step, with compilation", start=self._loop, stop=now)
-            job.trace.total_s["first_step"] -= job.trace.total_s["wait"]
+            job.trace.total_s["first_step"] -= job.trace.total_s["wait"] + job.trace.total_s["input"]
             self._first_step = False
             self._tell_start(now)
         told = self._rounds.step(signal.Signals[caught[0]] if caught else 0, self._wants_to_save(now))
@@ -204,6 +204,7 @@ class Watch:
         if stopped is None and self._evaluated != self.job.steps:
             self._evaluate()
         self.save()
+        self._tell_skipped()
         spent, progress = self._spent(), self.progress
         result = Result(
             top1=progress.scores.get("top1"),
@@ -221,6 +222,19 @@ class Watch:
         self._write(lambda run: run.write("result.json", json.dumps(whole, indent=1) + "\n"))
         self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
         return result
+
+    def _tell_skipped(self) -> None:
+        """Names the images that could not be decoded on any rank."""
+        loaders = {"training": self.job.plain_loader, "test": self.training.test}
+        found = {part: one.skipped for part, one in loaders.items() if isinstance(one, FilesLoader)}
+        if not found:
+            return
+        for others in self.job.comm.gather_objects({part: skipped.reasons for part, skipped in found.items()}):
+            for part, reasons in others.items():
+                found[part].reasons.update(reasons)
+        for part, skipped in found.items():
+            if skipped.reasons:
+                self.bar.say(f"skipped {len(skipped.reasons)} of the {part} images: {skipped.told()}")
 
     def _log(self, resume_step: int | None) -> Log:
         run = self.run
@@ -269,14 +283,15 @@ class Watch:
         """Seconds since process start by kind, the earlier parts of a resumed run included; they sum to the whole."""
         now = self._now()
         spent = dict(self.job.trace.total_s)
-        spent["train"] = now - self._loop - sum(spent.get(k, 0.0) for k in ("first_step", "evaluate", "save", "wait"))
+        apart = ("first_step", "input", "evaluate", "save", "wait")
+        spent["train"] = now - self._loop - sum(spent.get(kind, 0.0) for kind in apart)
         spent["other"] = now - self._started - sum(spent.values())
         earlier = self.progress.spent_s
         return {k: spent.get(k, 0.0) + earlier.get(k, 0.0) for k in (earlier | spent)}
 
     def _images_per_s(self) -> float:
         spent = self._spent()
-        return self.progress.images / max(1e-9, spent.get("train", 0.0) + spent.get("first_step", 0.0))
+        return self.progress.images / max(1e-9, sum(spent.get(kind, 0.0) for kind in ("train", "first_step", "input")))
 
     def _read_losses(self) -> None:
         if not self._losses:

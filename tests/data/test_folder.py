@@ -1,12 +1,13 @@
-import json
 import os
+import time
+import zlib
 
 import pytest
 import torch
 from PIL import Image
 
 from kasoku.core import InputError
-from kasoku.data import find_images, folder
+from kasoku.data import find_images, folder, loader
 
 
 @pytest.fixture
@@ -29,6 +30,12 @@ def refuse_to_list(monkeypatch):
 
     for name in ("scandir", "walk", "listdir"):
         monkeypatch.setattr(os, name, listing)
+
+
+def age(monkeypatch):
+    """Lets all that was changed until now have been changed long ago."""
+    now_ns = time.time_ns() + 10**10
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns)
 
 
 def facts(dataset):
@@ -78,6 +85,7 @@ def test_hidden_and_other_files_are_left_out_and_endings_ignore_case(tree):
 
 
 def test_a_second_start_scans_no_tree(tree, monkeypatch):
+    age(monkeypatch)
     first = folder(str(tree))
     refuse_to_list(monkeypatch)
     assert facts(folder(str(tree))) == facts(first)
@@ -99,15 +107,28 @@ def test_the_index_falls_with_any_change_of_a_folder(tree):
 
 
 @pytest.mark.parametrize(
-    "body", ["", "{", "[]", '{"version": 1}', '{"version": 1, "root": 3, "changed": [], "parts": 1}']
+    "body",
+    [
+        b"",
+        b"{",
+        *map(zlib.compress, (b"", b"[]", b'{"version": 1}', b'{"version": 2, "root": 3, "folders": []}')),
+    ],
+    ids=["nothing", "text", "no json", "a list", "half", "another version"],
 )
-def test_a_damaged_index_is_written_anew(tree, tmp_path, body):
+def test_a_damaged_index_is_written_anew(tree, tmp_path, monkeypatch, body):
+    age(monkeypatch)
     first = folder(str(tree), cache=str(tmp_path / "c"))
     (index,) = (tmp_path / "c").iterdir()
-    good = json.loads(index.read_text())
-    index.write_text(body)
+    good = index.read_bytes()
+    index.write_bytes(body)
     assert facts(folder(str(tree), cache=str(tmp_path / "c"))) == facts(first)
-    assert json.loads(index.read_text()) == good
+    assert index.read_bytes() == good
+    misshapen = [zlib.decompress(good).replace(b'"cat": [', other) for other in (b'"x": 3, "cat": [', b'"cat": [3, ')]
+    flipped = good[:40] + bytes([good[40] ^ 1]) + good[41:]
+    for broken in (good[:-1], flipped, *map(zlib.compress, misshapen)):
+        index.write_bytes(broken)
+        assert facts(folder(str(tree), cache=str(tmp_path / "c"))) == facts(first)
+    assert list((tmp_path / "c").iterdir()) == [index]
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tree, tmp_path):
@@ -173,3 +194,57 @@ def test_real_imagenette_has_its_classes_and_counts(real_data):
     assert (len(d.classes), len(d.train), len(d.test)) == (10, 1700, 600)
     assert d.classes[0] == "n01440764"
     assert torch.bincount(d.train.labels_N).tolist() == [170] * 10
+
+
+# ---- far away
+
+
+@pytest.fixture
+def far():
+    """A file system in memory that fsspec reaches at memory://far."""
+    memory = pytest.importorskip("fsspec", reason="fsspec is not installed: no data far away").filesystem("memory")
+    yield memory
+    memory.rm("/far", recursive=True)
+
+
+def upload(far, tree, where):
+    for file in tree.rglob("*"):
+        if file.is_file():
+            far.pipe(f"{where}/{file.relative_to(tree)}", file.read_bytes())
+
+
+@pytest.mark.parametrize("parts", [("",), ("train", "val")])
+def test_a_folder_far_away_gives_the_same_classes_split_and_pixels(tmp_path, monkeypatch, far, parts):
+    for part in parts:
+        for name in ("cat", "dog"):
+            fill(tmp_path / "photos" / part / name, 10)
+            fill(tmp_path / "photos" / part / name / "nested", 1)
+            (tmp_path / "photos" / part / name / "notes.txt").write_text("")
+    fill(tmp_path / "photos" / ".hidden", 1)
+    upload(far, tmp_path / "photos", "/far/photos")
+    monkeypatch.setenv("BUCKET", "memory://far")
+    here, there = folder(str(tmp_path / "photos"), 8), folder("$BUCKET/photos/", 8)
+    assert (there.name, there.classes, there.index()) == ("photos", here.classes, here.index())
+    for split in ("train", "test"):
+        (x_NCHW, y_N), (z_NCHW, w_N) = (next(iter(loader(d, split, 4))) for d in (here, there))
+        assert x_NCHW.equal(z_NCHW)
+        assert y_N.equal(w_N)
+    assert there.train.read(0) == here.train.read(0)
+
+
+def test_a_wrong_tree_far_away_is_one_clear_line(tree, far):
+    upload(far, tree, "/far/flat")
+    far.pipe("/far/flat/void/readme.txt", b"")
+    with pytest.raises(InputError, match=r"memory://far/flat/void: a class folder with no image"):
+        folder("memory://far/flat")
+    far.pipe("/far/empty/00.png", b"")
+    with pytest.raises(InputError, match=r"memory://far/empty: no class folders in it"):
+        folder("memory://far/empty")
+
+
+def test_a_file_gone_far_away_is_told_by_its_name(tree, far):
+    upload(far, tree, "/far/photos")
+    d = folder("memory://far/photos")
+    far.rm(f"/far/photos/{d.train.name(3)}")
+    with pytest.raises(InputError, match=d.train.name(3)):
+        d.train.read(3)

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,8 +11,21 @@ import pytest
 import torch
 from PIL import Image
 
-from kasoku.core import InputError
-from kasoku.data import Augment, FilesLoader, MemoryLoader, digits, folder, loader, normalise, order, sample, shared
+from kasoku.core import InputError, Job
+from kasoku.data import (
+    Augment,
+    FilesLoader,
+    Items,
+    MemoryLoader,
+    digits,
+    folder,
+    images,
+    loader,
+    normalise,
+    order,
+    sample,
+    shared,
+)
 
 VARIED = Augment(flip="alternating", translate=1, cutout=2)
 CROPPED = Augment(flip="random", translate=3, crop="random_resized")
@@ -198,29 +212,53 @@ def test_a_program_that_ends_in_the_middle_of_an_epoch_does_not_hang(photos):
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("threads", "cache_bytes"), [(1, 0), (3, 0), (3, 5000), (16, 2**30)])
-def test_batches_do_not_depend_on_threads_and_cache(photos, threads, cache_bytes):
+@pytest.mark.parametrize("cache_bytes", [0, 2**30])
+@pytest.mark.parametrize("threads", [0, 1, 7])
+def test_batches_do_not_depend_on_the_number_of_threads(photos, threads, cache_bytes):
     runs = []
-    for settings in ((2, 2**30), (threads, cache_bytes)):
+    for count in (2, threads):
         batches = loader(photos, "train", 8)
         batches.augment = CROPPED
-        batches.threads, batches.cache_bytes = settings
+        batches.threads, batches.cache_bytes = count, cache_bytes
         runs.append([*copies(batches), *copies(batches)])
     assert equal(*runs)
 
 
-def test_each_file_is_decoded_once_while_the_cache_has_room(photos, monkeypatch):
-    decoded = []
-    real = sys.modules["kasoku.data.decode"].decode
-    monkeypatch.setattr(sys.modules["kasoku.data.loader"], "decode", lambda *a: decoded.append(a[0]) or real(*a))
+def counted(monkeypatch):
+    """The names of the images that are decoded from now on."""
+    seen = []
+    for what in ("decode", "crop"):
+        real = getattr(images, what)
+
+        def noted(*a, real=real, **named):
+            if isinstance(a[0], bytes):
+                seen.append(named["name"])
+            return real(*a, **named)
+
+        monkeypatch.setattr(images, what, noted)
+    return seen
+
+
+def test_each_image_of_a_set_that_fits_the_cache_is_decoded_once(photos, monkeypatch):
+    decoded = counted(monkeypatch)
     batches = loader(photos, "test", 4)
     first = copies(batches)
     assert equal(first, copies(batches))
-    assert sorted(decoded) == sorted(photos.test.paths)
+    assert sorted(decoded) == sorted(photos.test.name(i) for i in range(len(photos.test)))
     batches = loader(photos, "test", 4)
     batches.cache_bytes = 0
     copies(batches), copies(batches)
     assert len(decoded) == 3 * len(photos.test)
+
+
+def test_what_is_kept_is_known_from_the_set_alone_not_from_what_was_decoded(photos):
+    batches = loader(photos, "train", 4)
+    side = images.stored_side(16)
+    for most, keeps in ((batches.images * 4 * side * side, True), (batches.images * 4 * side * side - 1, False)):
+        batches.cache_bytes = most
+        assert batches.keeps is keeps
+        copies(batches)
+        assert batches.keeps is keeps
 
 
 @pytest.mark.parametrize(("parts", "size"), [(1, 1), (2, 1), (2, 2)])
@@ -234,9 +272,7 @@ def test_what_was_decoded_ahead_is_the_next_batch_and_changes_none(photos, monke
     ahead = made()
     ahead.warm()
     ahead.warm()
-    decoded = []
-    real = sys.modules["kasoku.data.decode"].decode
-    monkeypatch.setattr(sys.modules["kasoku.data.loader"], "decode", lambda *a: decoded.append(a[0]) or real(*a))
+    decoded = counted(monkeypatch)
     assert ahead.state_dict() == made().state_dict()
     assert equal(copies(ahead), plain)
     assert len(decoded) == len(set(decoded)) == ahead.images // 8 * 8 // size - 8 // size
@@ -249,13 +285,134 @@ def test_a_file_of_the_wanted_size_is_used_as_it_is(photos):
     assert x_NCHW[at].equal(normalise(torch.from_numpy(want)[None], photos.mean, photos.std)[0])
 
 
-def test_a_damaged_file_is_one_clear_line_and_ends_the_threads(photos, tmp_path):
-    (tmp_path / "bad.png").write_bytes(b"no image")
-    paths = (*photos.test.paths[:-1], str(tmp_path / "bad.png"))
-    broken = replace(photos, test=replace(photos.test, paths=paths))
-    with pytest.raises(InputError, match=r"bad\.png: cannot be decoded"):
-        copies(loader(broken, "test", 4))
+def with_bad(photos, tmp_path, count, split="train", **more):
+    """The same set with so many files that are no images; returns it and their places."""
+    part = getattr(photos, split)
+    paths, places = list(part.paths), [3 * i for i in range(count)]
+    for i in places:
+        bad = tmp_path / os.path.basename(os.path.dirname(paths[i])) / f"bad{i}.png"
+        bad.parent.mkdir(exist_ok=True)
+        bad.write_bytes(b"no image")
+        paths[i] = str(bad)
+    return replace(photos, **{split: replace(part, paths=tuple(paths))}, **more), places
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2**30])
+def test_in_place_of_a_bad_image_training_shows_the_next_good_one_with_its_label(photos, tmp_path, cache_bytes):
+    bad, places = with_bad(photos, tmp_path, 3, max_bad_fraction=0.2)
+    paths, labels_N = list(photos.train.paths), photos.train.labels_N.clone()
+    for i in places:
+        paths[i], labels_N[i] = paths[i + 1], labels_N[i + 1]
+    want, got = (
+        loader(one, "train", len(paths))
+        for one in (replace(photos, train=replace(photos.train, paths=tuple(paths), labels_N=labels_N)), bad)
+    )
+    want.cache_bytes = got.cache_bytes = cache_bytes
+    assert equal([*copies(got), *copies(got)], [*copies(want), *copies(want)])
+    assert sorted(got.skipped.reasons) == places
+    for i in places:
+        assert f"bad{i}.png: cannot be decoded" in got.skipped.told()
+
+
+def test_bad_test_images_are_left_out(photos, tmp_path):
+    bad, places = with_bad(photos, tmp_path, 2, split="test", max_bad_fraction=0.3)
+    got = torch.cat([y for _, y in loader(bad, "test", 4)])
+    keep = [i for i in range(len(photos.test)) if i not in places]
+    assert got.equal(photos.test.labels_N[keep])
+
+
+def test_more_bad_images_than_allowed_end_the_epoch_with_their_names(photos, tmp_path):
+    one, _ = with_bad(photos, tmp_path, 1)
+    copies(loader(one, "train", 4))  # one is always allowed
+    two, _ = with_bad(photos, tmp_path, 2)
+    with pytest.raises(InputError, match=r"more than 1 of 28 images.*bad0\.png.*bad3\.png") as caught:
+        copies(loader(two, "train", 4))
+    assert "\n" not in str(caught.value)
     assert not decoders()
+
+
+class Own:
+    """A data set as users write them."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        pixels = np.full((20, 24, 3), 10 * index, np.uint8)
+        image = {
+            "array": pixels,
+            "grey": pixels[..., 0],
+            "tensor": torch.from_numpy(pixels).permute(2, 0, 1),
+            "pillow": Image.fromarray(pixels),
+        }[self.kind]
+        return image, index % 3
+
+
+def own(kind, **settings):
+    return replace(digits(), train=Items(Own(kind), **settings), image_size=(16, 16), mean=(0,) * 3, std=(1,) * 3)
+
+
+@pytest.mark.parametrize("kind", ["array", "grey", "tensor", "pillow"])
+def test_a_data_set_of_the_users_own_is_a_split(kind):
+    batches = loader(own(kind), "train", 8)
+    values = torch.cat([torch.stack([x[:, 0, 0, 0] * 255, y.float()]) for x, y in batches], 1)
+    assert values.shape == (2, 24)
+    order_N = order(24, 0, 0)
+    torch.testing.assert_close(values, torch.stack([10.0 * order_N, (order_N % 3).float()]))
+
+
+def test_processes_give_the_batches_of_threads():
+    runs = []
+    for settings in ({}, {"processes": 2}):
+        batches = loader(own("pillow", **settings), "train", 8)
+        batches.augment = CROPPED
+        runs.append([*copies(batches), *copies(batches)])
+    assert equal(*runs)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (np.zeros((4, 4, 3)), r"item 0: an array of float64, shape \(4, 4, 3\): the bytes or the path"),
+        (np.zeros((4, 4, 5), np.uint8), "item 0: an array of uint8"),
+        ("/nowhere/x.png", "item 0: FileNotFoundError"),
+        (7, "item 0: a int"),
+    ],
+)
+def test_items_that_are_no_images_are_one_clear_line(item, message):
+    with pytest.raises(InputError, match=message):
+        Items([(item, 0)]).read(0)
+
+
+def test_waiting_for_input_is_noted_in_the_jobs_trace(photos):
+    model = torch.nn.Linear(1, 1)
+    batches = loader(photos, "train", 4)
+    job = Job(model, lambda m: torch.optim.SGD(m.parameters(), 0.1), loader=batches)
+    copies(job.loader)
+    spans = [span for span in job.trace.spans if span.kind == "input"]
+    assert len(spans) == len(batches)
+    assert batches.stats.batches == len(batches)
+    assert batches.stats.images == 4 * len(batches)
+    assert batches.stats.waited_s == pytest.approx(job.trace.total_s["input"], rel=0.2, abs=0.01)
+
+
+def test_memory_does_not_grow_over_epochs(photos):
+    batches = loader(photos, "train", 4)
+    batches.cache_bytes = 0
+    copies(batches)
+    tracemalloc.start()
+    try:
+        for _ in range(2):
+            copies(batches)
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(10):
+            copies(batches)
+        assert tracemalloc.get_traced_memory()[0] < before + 50_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_sample_is_deterministic_and_not_augmented(photos):

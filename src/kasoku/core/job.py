@@ -88,6 +88,8 @@ class Job:
         self.comm: Comm = comm or Solo()
         self.accumulate = accumulate
         self.trace = Trace(self.comm.clock, rank=self.comm.rank)
+        if getattr(loader, "trace", self) is None:
+            loader.trace = self.trace  # type: ignore[attr-defined]
         self.steps = 0
         self._since = (0, 0.0)  # steps and epochs when the loader last took its present length
         self.needs_all = False  # set by techniques that need every gradient before any update

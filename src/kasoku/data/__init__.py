@@ -6,24 +6,33 @@ from kasoku.data.decode import decode, read_image
 from kasoku.data.folder import find_images, folder, imagenet
 from kasoku.data.grow import GrowBatch
 from kasoku.data.idx import fashion_mnist, idx, mnist
-from kasoku.data.loader import FilesLoader, Loader, MemoryLoader, loader, sample
+from kasoku.data.images import FilesLoader
+from kasoku.data.loader import Loader, MemoryLoader, loader, sample
+from kasoku.data.mix import Mix
 from kasoku.data.order import draws, order
+from kasoku.data.randaugment import RandAugment
 from kasoku.data.resolution import LowResolution
+from kasoku.data.shards import shards
 from kasoku.data.shared import shared
-from kasoku.data.sources import PUBLISHED, Dataset, Facts, Files, Memory, Split, digits
+from kasoku.data.sources import PUBLISHED, Dataset, Encoded, Facts, Files, GoneError, Items, Memory, Split, digits
 
 __all__ = [
     "PUBLISHED",
     "Augment",
     "Dataset",
+    "Encoded",
     "Facts",
     "Files",
     "FilesLoader",
+    "GoneError",
     "GrowBatch",
+    "Items",
     "Loader",
     "LowResolution",
     "Memory",
     "MemoryLoader",
+    "Mix",
+    "RandAugment",
     "Split",
     "Transform",
     "cifar10",
@@ -42,5 +51,6 @@ __all__ = [
     "order",
     "read_image",
     "sample",
+    "shards",
     "shared",
 ]

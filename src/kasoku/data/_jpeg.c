@@ -18,7 +18,7 @@
 #include <string.h>
 
 enum { JPEG_OK = 0, JPEG_OTHER = 1, JPEG_DAMAGED = 2, JPEG_MEMORY = 3 };
-enum { LOOK = 10, ROWS = 8 };
+enum { LOOK = 10, ROWS = 8, LINES = 64 };
 
 #define ONES 0x0101010101010101u
 #define HIGHEST 0x8080808080808080u
@@ -26,7 +26,8 @@ enum { LOOK = 10, ROWS = 8 };
 
 typedef float v8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
-typedef uint8_t b8 __attribute__((vector_size(8)));
+typedef int64_t q4 __attribute__((vector_size(32)));
+typedef uint8_t b32 __attribute__((vector_size(32)));
 
 /* Zigzag place -> place in the block. */
 static const uint8_t ZIGZAG[64] = {
@@ -36,10 +37,13 @@ static const uint8_t ZIGZAG[64] = {
 
 typedef struct {
     uint32_t look[1 << LOOK]; /* see entry() */
+    uint64_t pair[1 << LOOK]; /* of AC codes: up to two values at once, see pairs() */
+    uint32_t skip[1 << LOOK]; /* as many as can be, for blocks that are not wanted */
     int32_t max[18];          /* largest code of each length, to the left of 16 bits; -1: none */
     int32_t offset[17];       /* of the first code of each length in values */
     uint8_t values[256];
-    int there;
+    uint8_t told[16 + 256]; /* what the file said of them, so that the same codes of the next file need no new tables */
+    int told_size, there;
 } Codes;
 
 /* An entry of `look`: bits to take, run, size of the value still to be read, the value if it is in it already. */
@@ -124,11 +128,51 @@ static int extended(int value, int size) { return value < 1 << (size - 1) ? valu
 static uint32_t entry(int bits, int length, int symbol, int is_dc) {
     int run = is_dc ? 0 : symbol >> 4, size = is_dc ? symbol : symbol & 15;
     if (!size && (is_dc || !run)) return (uint32_t)(length | run << 5) | (is_dc ? ENTRY_DONE : 0); /* DC 0; end of block */
+    uint32_t e = (uint32_t)run << 5 | (uint32_t)size << 9;
     if (size && length + size <= LOOK) {
         int value = extended(bits >> (LOOK - length - size) & ((1 << size) - 1), size);
-        return (uint32_t)(length + size) | (uint32_t)run << 5 | ENTRY_DONE | (uint32_t)value << 16;
+        return e | (uint32_t)(length + size) | ENTRY_DONE | (uint32_t)value << 16;
     }
-    return (uint32_t)length | (uint32_t)run << 5 | (uint32_t)size << 9;
+    return e | (uint32_t)length;
+}
+
+/* An entry of `pair` or `skip`: bits to take, places to go on in the block, whether the block ends there; of `pair` also
+   how far on the values go, and the values; a second one that is not there is a 0, and the first one is written over it.
+   0: see `look`. */
+#define PAIR_BITS(e) ((e) & 31)
+#define PAIR_PLACES(e) ((int)((e) >> 5) & 63)
+#define PAIR_END(e) ((int)((e) >> 11) & 1)
+#define PAIR_FIRST(e) ((int)((e) >> 12) & 63)
+#define PAIR_SECOND(e) ((int)((e) >> 18) & 63)
+
+static void pairs(Codes *c) {
+    for (uint32_t bits = 0; bits < 1 << LOOK; bits++) {
+        int values = 0, end = 0;
+        uint32_t used = 0, places = 0, at[2] = {0, 0};
+        int64_t value[2] = {0, 0};
+        uint64_t pair = 0;
+        while (!end && used < LOOK && places < 48) {
+            uint32_t e = c->look[bits << used & ((1 << LOOK) - 1)], size = ENTRY_SIZE(e), run = ENTRY_RUN(e);
+            uint32_t code = ENTRY_BITS(e) - (e & ENTRY_DONE ? size : 0);
+            if (!e || used + code > LOOK) break; /* more bits than are seen here */
+            int known = used + ENTRY_BITS(e) <= LOOK && (e & ENTRY_DONE || !size);
+            used += code + size;
+            if (!size && !run) end = 1;
+            else {
+                if (size && values < 2) at[values] = places + run, value[values] = ENTRY_VALUE(e);
+                places += run + 1;
+            }
+            values += size > 0;
+            if (!known || values > 2) values = 3;
+            if (values < 3) {
+                uint32_t second = values == 2 ? at[1] : at[0];
+                pair = used | places << 5 | (uint32_t)end << 11 | (uint64_t)at[0] << 12 | (uint64_t)second << 18;
+                pair |= (uint64_t)(value[0] & 0xFFFF) << 32 | (uint64_t)(value[1] & 0xFFFF) << 48;
+            }
+        }
+        c->pair[bits] = pair;
+        c->skip[bits] = used | places << 5 | (uint32_t)end << 11;
+    }
 }
 
 static int read_codes(Jpeg *j, const uint8_t *p, const uint8_t *end) {
@@ -141,6 +185,11 @@ static int read_codes(Jpeg *j, const uint8_t *p, const uint8_t *end) {
         p += 17;
         if (total > 256 || end - p < total) return JPEG_DAMAGED;
         Codes *c = is_ac ? &j->ac[id] : &j->dc[id];
+        if (c->told_size == 16 + total && !memcmp(c->told, counts, (size_t)c->told_size)) {
+            c->there = 1;
+            p += total;
+            continue;
+        }
         memset(c, 0, sizeof *c);
         memcpy(c->values, p, (size_t)total);
         for (int i = 0; i < total; i++)
@@ -160,7 +209,9 @@ static int read_codes(Jpeg *j, const uint8_t *p, const uint8_t *end) {
             c->max[length] = counts[length - 1] ? code - 1 : -1;
             code <<= 1;
         }
-        c->there = 1;
+        if (is_ac) pairs(c);
+        memcpy(c->told, counts, 16 + (size_t)total);
+        c->told_size = 16 + total, c->there = 1;
     }
     return JPEG_OK;
 }
@@ -206,10 +257,8 @@ static int read_scan(Jpeg *j, const uint8_t *p, const uint8_t *end) {
 }
 
 static int read_headers(Jpeg *j, const uint8_t *data, size_t size) {
-    uint8_t *memory = j->memory;
-    size_t had = j->size;
-    memset(j, 0, sizeof *j);
-    j->memory = memory, j->size = had;
+    j->width = j->height = j->components = j->restart = 0;
+    for (int i = 0; i < 4; i++) j->dc[i].there = j->ac[i].there = j->quant_there[i] = 0;
     j->orientation = 1, j->adobe = -1;
     const uint8_t *p = data, *end = data + size;
     if (size < 4 || p[0] != 0xFF || p[1] != 0xD8) return JPEG_OTHER;
@@ -298,22 +347,48 @@ INLINE int signed_value(uint64_t bits, int size) { /* of the first size > 0 bits
     return value + (((value - (1 << (size - 1))) >> 31) & (int)((~0u << size) + 1));
 }
 
-/* One block. With `out`: its coefficients that are not 0, dequantised; returns the zigzag place of the last one, or -1
-   where there is no such code. */
+/* One AC code, by itself: takes it, and tells how far on its value is; -1: there is none such. A size of 0 is told as
+   value 0: with 15 places a run, with none the end of the block. */
+INLINE int one_code(Reader *b, const Codes *ac, int *value) {
+    uint32_t e = ac->look[b->bits >> (64 - LOOK)];
+    int run = (int)ENTRY_RUN(e), size = (int)ENTRY_SIZE(e);
+    *value = 0;
+    if (e & ENTRY_DONE) {
+        TAKE(*b, ENTRY_BITS(e));
+        *value = ENTRY_VALUE(e);
+        return run;
+    }
+    if (e) {
+        TAKE(*b, ENTRY_BITS(e));
+    } else {
+        int symbol = long_code(b->bits, ac);
+        if (symbol < 0) return -1;
+        TAKE(*b, symbol >> 8);
+        run = symbol >> 4 & 15, size = symbol & 15;
+    }
+    if (size) {
+        *value = signed_value(b->bits, size);
+        TAKE(*b, size);
+    }
+    return run;
+}
+
+/* One block. With `out`: its coefficients, dequantised; returns a zigzag place behind which all are 0, or -1 where there
+   is no such code. */
 INLINE int block(Reader *r, const Codes *dc, const Codes *ac, int *prediction, const float *quant, float *out) {
     Reader b = *r; /* in registers */
-    int last = 0, symbol;
     REFILL(b, r);
-    uint32_t e = dc->look[b.bits >> (64 - LOOK)];
-    if (e & ENTRY_DONE) {
-        TAKE(b, ENTRY_BITS(e));
-        *prediction += ENTRY_VALUE(e);
+    uint32_t first = dc->look[b.bits >> (64 - LOOK)];
+    if (first & ENTRY_DONE) {
+        TAKE(b, ENTRY_BITS(first));
+        *prediction += ENTRY_VALUE(first);
     } else {
-        int size = (int)ENTRY_SIZE(e);
-        if (e) {
-            TAKE(b, ENTRY_BITS(e));
+        int size = (int)ENTRY_SIZE(first);
+        if (first) {
+            TAKE(b, ENTRY_BITS(first));
         } else {
-            if ((symbol = long_code(b.bits, dc)) < 0) return -1;
+            int symbol = long_code(b.bits, dc);
+            if (symbol < 0) return -1;
             TAKE(b, symbol >> 8);
             size = symbol & 255;
         }
@@ -323,83 +398,112 @@ INLINE int block(Reader *r, const Codes *dc, const Codes *ac, int *prediction, c
         }
     }
     if (out) out[0] = (float)*prediction * quant[0];
-    for (int k = 1; k < 64; k++) {
+    int k = 1;
+    while (k < 64) {
         if (b.count < 32) REFILL(b, r);
-        int value;
-        e = ac->look[b.bits >> (64 - LOOK)];
-        if (e & ENTRY_DONE) {
-            TAKE(b, ENTRY_BITS(e));
-            k += (int)ENTRY_RUN(e);
-            value = ENTRY_VALUE(e);
-        } else {
-            int run = (int)ENTRY_RUN(e), size = (int)ENTRY_SIZE(e);
-            if (e) {
-                TAKE(b, ENTRY_BITS(e));
-            } else {
-                if ((symbol = long_code(b.bits, ac)) < 0) return -1;
-                TAKE(b, symbol >> 8);
-                run = symbol >> 4 & 15, size = symbol & 15;
+        uint64_t e = out ? ac->pair[b.bits >> (64 - LOOK)] : ac->skip[b.bits >> (64 - LOOK)];
+        int places = PAIR_PLACES(e), end = PAIR_END(e);
+        if (e && k + places + end <= 64) { /* a block that is full has no end: what follows belongs to the next one */
+            TAKE(b, PAIR_BITS(e));
+            if (out && places) {
+                int one = k + PAIR_FIRST(e), two = k + PAIR_SECOND(e);
+                out[ZIGZAG[two]] = (float)(int16_t)(e >> 48) * quant[two];
+                out[ZIGZAG[one]] = (float)(int16_t)(e >> 32) * quant[one];
             }
-            if (!size) {
-                if (run != 15) break; /* end of block */
-                k += 15;
-                continue;
-            }
-            k += run;
-            value = signed_value(b.bits, size);
-            TAKE(b, size);
+            k += places;
+            if (end) break;
+            continue;
         }
+        int value, run = one_code(&b, ac, &value);
+        if (run < 0) return -1;
+        if (!value && run != 15) break; /* end of block */
+        k += run;
         if (k > 63) return -1;
-        if (out) out[ZIGZAG[k]] = (float)value * quant[k], last = k;
+        if (out) out[ZIGZAG[k]] = (float)value * quant[k];
+        k++;
     }
     *r = b;
-    return last;
+    return k - 1;
 }
 
 /* ---- the inverse cosine transform */
 
 static float COSINE[8][8]; /* [frequency][place], with its norm */
-static uint8_t LAST_ROW[64], LAST_COLUMN[64]; /* of the block, that places up to this one of the zigzag reach */
 
 static void __attribute__((constructor)) tables(void) {
     for (int u = 0; u < 8; u++)
         for (int x = 0; x < 8; x++)
             COSINE[u][x] = (float)((u ? 0.5 : sqrt(0.125)) * cos((2 * x + 1) * u * 3.14159265358979323846 / 16));
-    for (int k = 0, row = 0, column = 0; k < 64; k++) {
-        if (ZIGZAG[k] / 8 > row) row = ZIGZAG[k] / 8;
-        if (ZIGZAG[k] % 8 > column) column = ZIGZAG[k] % 8;
-        LAST_ROW[k] = (uint8_t)row, LAST_COLUMN[k] = (uint8_t)column;
-    }
 }
 
-INLINE b8 rounded(v8 x) {
+/* Some of the elements of two vectors, by number: 0 to 7 of the first, 8 to 15 of the second; bytes of one vector. The
+   compilers' own conversion between bytes and floats goes through single numbers. */
+#if defined(__clang__) || __GNUC__ >= 12
+#define MIXED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define BYTES(a, ...) __builtin_shufflevector(a, a, __VA_ARGS__)
+#else
+#define MIXED(a, b, ...) __builtin_shuffle(a, b, (i8){__VA_ARGS__})
+#define BYTES(a, ...) __builtin_shuffle(a, (b32){__VA_ARGS__})
+#endif
+#define FOUR(k) k, k, k, k
+#define LOWEST(k) k, k + 4, k + 8, k + 12
+
+INLINE v8 widened(const uint8_t *in) { /* 8 bytes */
+    int64_t word;
+    memcpy(&word, in, 8);
+    b32 x = (b32)((q4){} + word);
+    x = BYTES(x, FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(20), FOUR(21), FOUR(22), FOUR(23));
+    return __builtin_convertvector((i8)x & 255, v8);
+}
+
+INLINE uint64_t rounded(v8 x) { /* 8 bytes */
     i8 n = __builtin_convertvector(x + 0.5f, i8); /* towards 0, which is down for what is not below 0 */
     i8 over = n > 255;
     n = ((n & ~over) | (over & 255)) & ~(n < 0);
-    return __builtin_convertvector(n, b8);
+    b32 y = (b32)n;
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    y = BYTES(y, LOWEST(0), LOWEST(0), LOWEST(0), LOWEST(0), LOWEST(16), LOWEST(16), LOWEST(16), LOWEST(16));
+#else
+    y = BYTES(y, LOWEST(3), LOWEST(3), LOWEST(3), LOWEST(3), LOWEST(19), LOWEST(19), LOWEST(19), LOWEST(19));
+#endif
+    int32_t half[2] = {((i8)y)[0], ((i8)y)[4]};
+    uint64_t word;
+    memcpy(&word, half, 8);
+    return word;
+}
+
+/* Of a block whose coefficients lie in its first n rows and columns: 2, 4, 6 or 8. */
+INLINE void transform_of(int n, const float *in, uint8_t *out, size_t stride) {
+    v8 x[8], c[8];
+    float half[64] __attribute__((aligned(32)));
+    for (int v = 0; v < n; v++) memcpy(&x[v], in + 8 * v, 32), memcpy(&c[v], COSINE[v], 32);
+    for (int y = 0; y < 4; y++) { /* cosines of even frequencies are alike on both sides, of odd ones opposite */
+        v8 even = x[0] * COSINE[0][y], odd = x[1] * COSINE[1][y];
+        for (int v = 2; v < n; v += 2) even += x[v] * COSINE[v][y], odd += x[v + 1] * COSINE[v + 1][y];
+        v8 near = even + odd, far = even - odd;
+        memcpy(half + 8 * y, &near, 32);
+        memcpy(half + 8 * (7 - y), &far, 32);
+    }
+    for (int y = 0; y < 8; y++) {
+        v8 sum = half[8 * y] * c[0] + 128;
+        for (int u = 1; u < n; u++) sum += half[8 * y + u] * c[u];
+        uint64_t line = rounded(sum);
+        memcpy(out + (size_t)y * stride, &line, 8);
+    }
 }
 
 INLINE void transform(const float *in, int last, uint8_t *out, size_t stride) {
     if (!last) {
-        b8 flat = rounded((v8){} + (in[0] * 0.125f + 128));
+        uint64_t flat = rounded((v8){} + (in[0] * 0.125f + 128));
         for (int y = 0; y < 8; y++) memcpy(out + (size_t)y * stride, &flat, 8);
-        return;
-    }
-    int rows = LAST_ROW[last], columns = LAST_COLUMN[last];
-    v8 x[8], c[8];
-    float half[64] __attribute__((aligned(32)));
-    for (int v = 0; v <= rows; v++) memcpy(&x[v], in + 8 * v, 32);
-    for (int y = 0; y < 8; y++) {
-        v8 sum = x[0] * COSINE[0][y];
-        for (int v = 1; v <= rows; v++) sum += x[v] * COSINE[v][y];
-        memcpy(half + 8 * y, &sum, 32);
-    }
-    for (int u = 0; u <= columns; u++) memcpy(&c[u], COSINE[u], 32);
-    for (int y = 0; y < 8; y++) {
-        v8 sum = half[8 * y] * c[0] + 128;
-        for (int u = 1; u <= columns; u++) sum += half[8 * y + u] * c[u];
-        b8 line = rounded(sum);
-        memcpy(out + (size_t)y * stride, &line, 8);
+    } else if (last < 3) {
+        transform_of(2, in, out, stride);
+    } else if (last < 10) { /* the first four of the zigzag's diagonals */
+        transform_of(4, in, out, stride);
+    } else if (last < 21) {
+        transform_of(6, in, out, stride);
+    } else {
+        transform_of(8, in, out, stride);
     }
 }
 
@@ -513,125 +617,173 @@ static void reach_of(const Taps *taps, int out, int *from, int *to) {
     }
 }
 
-/* ---- colour */
-
 typedef struct {
-    int left, right, top, bottom;
-} Window;
+    int x0, x1, y0, y1;  /* units (MCUs) that are decoded */
+    int left, right;     /* the columns that are needed */
+    int planes;          /* of pixels that are there already, or of the file; 1: grey */
+    const uint8_t *data; /* pixels that are there already */
+    Taps *across, *down;
+    int width, height, mirror;
+    uint16_t *sums;
+    uint8_t *chroma; /* rows of it, doubled */
+    size_t pitch;    /* of these rows */
+    v8 *turned, *rows;
+    uint8_t *out;
+} Task;
+
+/* Samples doubled: each becomes two, of which each takes a quarter of the neighbour on its side. sums[-1], sums[n]: of
+   the neighbours. */
+INLINE void doubled(const uint16_t *restrict sums, int n, int even, int odd, int shift, uint16_t *restrict pairs) {
+    for (int i = 0; i < n; i++) {
+        uint16_t left = (uint16_t)((uint16_t)(3 * sums[i] + sums[i - 1] + even) >> shift);
+        uint16_t right = (uint16_t)((uint16_t)(3 * sums[i] + sums[i + 1] + odd) >> shift);
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+        pairs[i] = (uint16_t)(left | right << 8);
+#else
+        pairs[i] = (uint16_t)(left << 8 | right);
+#endif
+    }
+}
 
 /* Chroma of row y at the columns of the window: as it is, or doubled as libjpeg's smooth upsampling does. `sums`: scratch
-   for the samples of a row, with room for one more on both sides. */
-INLINE void chroma(const Jpeg *j, const Component *c, const Window *w, int x0, int y0, int y, int16_t *sums, uint8_t *out) {
+   for the samples of a row, with room for one more on both sides; `out`: scratch for the result, which may begin a place
+   further on. */
+INLINE const uint8_t *chroma(const Jpeg *j, const Component *c, int left, int right, int x0, int y0, int y,
+                             uint16_t *restrict sums, uint8_t *restrict out) {
     int double_x = j->hmax == 2, double_y = j->vmax == 2, near = double_y ? y >> 1 : y, far = near;
     if (double_y) far = y & 1 ? near + 1 : near - 1;
     if (far < 0) far = 0;
     if (far > c->height - 1) far = c->height - 1;
     const uint8_t *here = c->plane + (size_t)(near - y0 * 8) * c->stride - x0 * 8;
     const uint8_t *there = c->plane + (size_t)(far - y0 * 8) * c->stride - x0 * 8;
-    int from = double_x ? w->left >> 1 : w->left, to = double_x ? ((w->right - 1) >> 1) + 1 : w->right, n = to - from;
+    int from = double_x ? left >> 1 : left, to = double_x ? ((right - 1) >> 1) + 1 : right, n = to - from;
     if (!double_x) {
-        for (int i = 0; i < n; i++) {
-            int a = here[from + i], b = there[from + i];
-            out[i] = (uint8_t)(double_y ? (3 * a + b + 1 + (y & 1)) >> 2 : a);
-        }
-        return;
+        if (!double_y) return here + from;
+        for (int i = 0; i < n; i++) out[i] = (uint8_t)((3 * here[from + i] + there[from + i] + 1 + (y & 1)) >> 2);
+        return out;
     }
-    sums++;
-    for (int i = 0; i < n; i++) sums[i] = (int16_t)(double_y ? 3 * here[from + i] + there[from + i] : here[from + i]);
     int before = from ? from - 1 : 0, after = to < c->width ? to : c->width - 1;
-    sums[-1] = (int16_t)(double_y ? 3 * here[before] + there[before] : here[before]);
-    sums[n] = (int16_t)(double_y ? 3 * here[after] + there[after] : here[after]);
-    int shift = double_y ? 4 : 2, even = double_y ? 8 : 1, odd = double_y ? 7 : 2;
-    out -= w->left & 1;
-    if (w->left & 1) out[1] = (uint8_t)((3 * sums[0] + sums[1] + odd) >> shift);
-    else out[0] = (uint8_t)((3 * sums[0] + sums[-1] + even) >> shift), out[1] = (uint8_t)((3 * sums[0] + sums[1] + odd) >> shift);
-    for (int i = 1; i < n; i++) {
-        out[2 * i] = (uint8_t)((3 * sums[i] + sums[i - 1] + even) >> shift);
-        out[2 * i + 1] = (uint8_t)((3 * sums[i] + sums[i + 1] + odd) >> shift);
-    }
-}
-
-INLINE uint8_t clamped(int x) { return (uint8_t)(x < 0 ? 0 : x > 255 ? 255 : x); }
-
-/* The window's pixels as three planes of its width. `lines`: scratch for two rows of chroma. */
-INLINE void to_rgb(const Jpeg *j, const Window *w, int x0, int y0, int16_t *sums, uint8_t *lines, uint8_t *rgb[3]) {
-    const Component *luma = &j->part[0];
-    int n = w->right - w->left;
-    uint8_t *cb = lines, *cr = lines + n + 64;
-    for (int y = w->top; y < w->bottom; y++) {
-        chroma(j, &j->part[1], w, x0, y0, y, sums, cb);
-        chroma(j, &j->part[2], w, x0, y0, y, sums, cr);
-        size_t row = (size_t)(y - w->top) * (size_t)n;
-        const uint8_t *restrict in = luma->plane + (size_t)(y - y0 * 8 * j->vmax) * luma->stride + (w->left - x0 * 8 * j->hmax);
-        uint8_t *restrict r = rgb[0] + row, *restrict g = rgb[1] + row, *restrict b = rgb[2] + row;
-        for (int x = 0; x < n; x++) {
-            int light = in[x], blue = cb[x] - 128, red = cr[x] - 128; /* weights of BT.601, in 1/65536 */
-            r[x] = clamped(light + ((91881 * red + 32768) >> 16));
-            g[x] = clamped(light + ((-22554 * blue - 46802 * red + 32768) >> 16));
-            b[x] = clamped(light + ((116130 * blue + 32768) >> 16));
-        }
-    }
-}
-
-/* ROWS rows of a plane's result, a vector of rows for each column. `lines`, `turned`: scratch. */
-INLINE void resized(const uint8_t *plane, size_t stride, const Window *w, const Taps *across, int width, const Taps *down,
-                    int rows, float *lines, float *turned, v8 *out) {
-    int n = w->right - w->left;
-    for (int r = 0; r < rows; r++) {
-        float *restrict line = lines + (size_t)r * (size_t)n;
-        memset(line, 0, (size_t)n * sizeof *line);
-        for (int k = 0; k < down[r].count; k++) {
-            const uint8_t *restrict in = plane + (size_t)(down[r].start + k - w->top) * stride;
-            float weight = down[r].weight[k];
-            for (int x = 0; x < n; x++) line[x] += weight * (float)in[x];
-        }
-    }
-    for (int r = rows; r < ROWS; r++) memset(lines + (size_t)r * (size_t)n, 0, (size_t)n * sizeof *lines);
-    for (int x = 0; x < n; x++)
-        for (int r = 0; r < ROWS; r++) turned[(size_t)x * ROWS + (size_t)r] = lines[(size_t)r * (size_t)n + (size_t)x];
-    for (int x = 0; x < width; x++) {
-        v8 sum = {};
-        const float *in = turned + (size_t)(across[x].start - w->left) * ROWS;
-        for (int k = 0; k < across[x].count; k++) {
-            v8 column;
-            memcpy(&column, in + k * ROWS, sizeof column);
-            sum += column * across[x].weight[k];
-        }
-        out[x] = sum;
-    }
-}
-
-typedef struct {
-    int x0, x1, y0, y1; /* units (MCUs) that are decoded */
-    Window window;      /* pixels that are wanted */
-    Taps *across, *down;
-    int width, height, mirror;
-    uint8_t *rgb[3], *chroma;
-    int16_t *sums;
-    float *lines, *turned;
-    v8 *rows;
-    uint8_t *out;
-} Task;
-
-INLINE int run(Jpeg *j, Task *t) {
-    int error = scan(j, t->x0, t->x1, t->y0, t->y1), planes = j->components, width = t->width;
-    if (error) return error;
-    const Window *w = &t->window;
-    size_t stride = (size_t)(w->right - w->left);
-    if (planes == 3) {
-        to_rgb(j, w, t->x0, t->y0, t->sums, t->chroma, t->rgb);
+    sums++;
+    if (double_y) {
+        for (int i = 0; i < n; i++) sums[i] = (uint16_t)(3 * here[from + i] + there[from + i]);
+        sums[-1] = (uint16_t)(3 * here[before] + there[before]);
+        sums[n] = (uint16_t)(3 * here[after] + there[after]);
+        doubled(sums, n, 8, 7, 4, (uint16_t *)(void *)out);
     } else {
-        stride = j->part[0].stride;
-        t->rgb[0] = j->part[0].plane + (size_t)(w->top - t->y0 * 8) * stride + (w->left - t->x0 * 8);
+        for (int i = 0; i < n; i++) sums[i] = here[from + i];
+        sums[-1] = here[before];
+        sums[n] = here[after];
+        doubled(sums, n, 1, 2, 2, (uint16_t *)(void *)out);
     }
+    return out + (left & 1);
+}
+
+/* Rows become columns. */
+INLINE void turn(v8 r[8]) {
+    v8 a[8], b[8];
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = MIXED(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        a[i + 1] = MIXED(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int k = 0; k < 2; k++) {
+            b[i + 2 * k] = MIXED(a[i + k], a[i + k + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            b[i + 2 * k + 1] = MIXED(a[i + k], a[i + k + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    for (int i = 0; i < 4; i++) {
+        r[i] = MIXED(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        r[i + 4] = MIXED(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
+
+INLINE v8 cut_off(v8 x) { /* at 0 and 255 */
+    i8 over = x > 255, under = x < 0;
+    return (v8)((((i8)x & ~over) | ((i8)((v8){} + 255) & over)) & ~under);
+}
+
+INLINE v8 some_of(const uint8_t *in, size_t some) { /* without a look at what is behind */
+    uint8_t last[8] = {0};
+    memcpy(last, in, some);
+    return widened(last);
+}
+
+/* Up to ROWS rows of the result from y on: a vector of rows for each column, plane by plane. Each line of samples is
+   widened, and turned into colours, once for all these rows. */
+INLINE void resized(Jpeg *j, Task *t, int y, int rows) {
+    const Taps *down = t->down + y, *across = t->across;
+    int n = t->right - t->left, first, end, colour = j->scan && t->planes == 3;
+    reach_of(down, rows, &first, &end);
+    const uint8_t *start[3];
+    size_t stride[3];
+    if (colour) {
+        for (int k = first; k < end; k++)
+            for (int i = 1; i < 3; i++) {
+                uint8_t *row = t->chroma + ((size_t)(k - first) * 2 + (size_t)(i - 1)) * t->pitch;
+                const uint8_t *found = chroma(j, &j->part[i], t->left, t->right, t->x0, t->y0, k, t->sums, row);
+                if (found != row) memcpy(row, found, (size_t)n);
+            }
+        start[1] = t->chroma, start[2] = t->chroma + t->pitch;
+        stride[1] = stride[2] = 2 * t->pitch;
+    }
+    for (int i = 0; i < (colour ? 1 : t->planes); i++) {
+        if (j->scan) {
+            const Component *c = &j->part[i];
+            stride[i] = c->stride;
+            start[i] = c->plane + (size_t)(first - t->y0 * 8 * c->v) * c->stride + (size_t)(t->left - t->x0 * 8 * c->h);
+        } else {
+            stride[i] = (size_t)j->width;
+            start[i] = t->data + ((size_t)i * (size_t)j->height + (size_t)first) * stride[i] + (size_t)t->left;
+        }
+    }
+    for (int x = 0; x < n; x += 8) {
+        v8 sum[3][8] = {}, line[3][LINES];
+        size_t some = n - x < 8 ? (size_t)(n - x) : 8;
+        for (int base = first; base < end; base += LINES) {
+            int stop = end - base < LINES ? end : base + LINES;
+            for (int k = 0; k < stop - base; k++) {
+                for (int i = 0; i < t->planes; i++) {
+                    const uint8_t *in = start[i] + (size_t)(base - first + k) * stride[i] + x;
+                    line[i][k] = some == 8 ? widened(in) : some_of(in, some);
+                }
+                if (colour) { /* BT.601 */
+                    v8 light = line[0][k], cb = line[1][k] - 128, cr = line[2][k] - 128;
+                    line[0][k] = cut_off(light + 1.402f * cr);
+                    line[1][k] = cut_off(light - 0.344136286f * cb - 0.714136286f * cr);
+                    line[2][k] = cut_off(light + 1.772f * cb);
+                }
+            }
+            for (int i = 0; i < t->planes; i++)
+                for (int r = 0; r < rows; r++) {
+                    int k = down[r].start > base ? down[r].start : base;
+                    int to = down[r].start + down[r].count < stop ? down[r].start + down[r].count : stop;
+                    v8 total = sum[i][r];
+                    for (; k < to; k++) total += line[i][k - base] * down[r].weight[k - down[r].start];
+                    sum[i][r] = total;
+                }
+        }
+        for (int i = 0; i < t->planes; i++) {
+            turn(sum[i]);
+            memcpy(t->turned + (size_t)i * (size_t)n + (size_t)x, sum[i], some * sizeof(v8));
+        }
+    }
+    for (int i = 0; i < t->planes; i++)
+        for (int x = 0; x < t->width; x++) {
+            v8 total = {};
+            const v8 *in = t->turned + (size_t)i * (size_t)n + (size_t)(across[x].start - t->left);
+            for (int k = 0; k < across[x].count; k++) total += in[k] * across[x].weight[k];
+            t->rows[i * t->width + x] = total;
+        }
+}
+
+INLINE void finish(Jpeg *j, Task *t) {
+    int width = t->width, next = t->planes == 3 ? width : 0;
     for (int y = 0; y < t->height; y += ROWS) {
         int some = t->height - y < ROWS ? t->height - y : ROWS;
-        for (int i = 0; i < planes; i++)
-            resized(t->rgb[i], stride, w, t->across, width, t->down + y, some, t->lines, t->turned, t->rows + i * width);
+        resized(j, t, y, some);
         for (int x = 0; x < width; x++) {
             uint8_t pixel[3][ROWS];
             for (int i = 0; i < 3; i++) {
-                b8 column = rounded(t->rows[(planes == 3 ? i * width : 0) + x]);
+                uint64_t column = rounded(t->rows[i * next + x]);
                 memcpy(pixel[i], &column, ROWS);
             }
             uint8_t *at = t->out + ((size_t)y * (size_t)width + (size_t)(t->mirror ? width - 1 - x : x)) * 3;
@@ -639,7 +791,12 @@ INLINE int run(Jpeg *j, Task *t) {
                 at[0] = pixel[0][r], at[1] = pixel[1][r], at[2] = pixel[2][r];
         }
     }
-    return JPEG_OK;
+}
+
+INLINE int run(Jpeg *j, Task *t) {
+    int error = j->scan ? scan(j, t->x0, t->x1, t->y0, t->y1) : JPEG_OK;
+    if (!error) finish(j, t);
+    return error;
 }
 
 /* For what this processor can do. */
@@ -687,51 +844,66 @@ static size_t lay_out(Jpeg *j, Task *t, uint8_t *memory, const double *box) {
     t->down = cut(&memory, (size_t)t->height * sizeof(Taps));
     float *wx = cut(&memory, (size_t)t->width * (size_t)most_x * sizeof(float));
     float *wy = cut(&memory, (size_t)t->height * (size_t)most_y * sizeof(float));
-    Window *w = &t->window;
+    int top, bottom;
     if (start) {
         filter(t->across, wx, most_x, box[0], box[2], j->width, t->width);
         filter(t->down, wy, most_y, box[1], box[3], j->height, t->height);
-        reach_of(t->across, t->width, &w->left, &w->right);
-        reach_of(t->down, t->height, &w->top, &w->bottom);
-    } else { /* the largest that it can become */
+        reach_of(t->across, t->width, &t->left, &t->right);
+        reach_of(t->down, t->height, &top, &bottom);
+    } else { /* the most that it can become */
         double reach_x = (box[2] - box[0]) / t->width + 2, reach_y = (box[3] - box[1]) / t->height + 2;
-        *w = (Window){(int)fmax(0, box[0] - reach_x), (int)fmin(j->width, box[2] + reach_x),
-                      (int)fmax(0, box[1] - reach_y), (int)fmin(j->height, box[3] + reach_y)};
+        t->left = (int)fmax(0, box[0] - reach_x), t->right = (int)fmin(j->width, box[2] + reach_x);
+        top = (int)fmax(0, box[1] - reach_y), bottom = (int)fmin(j->height, box[3] + reach_y);
     }
-    /* one chroma sample more on each side, for upsampling */
-    int unit_w = 8 * j->hmax, unit_h = 8 * j->vmax, n = j->components;
-    int left = w->left - 2 > 0 ? w->left - 2 : 0, right = w->right + 2 < j->width ? w->right + 2 : j->width;
-    int top = w->top - 2 > 0 ? w->top - 2 : 0, bottom = w->bottom + 2 < j->height ? w->bottom + 2 : j->height;
-    t->x0 = left / unit_w, t->x1 = (right - 1) / unit_w + 1, t->y0 = top / unit_h, t->y1 = (bottom - 1) / unit_h + 1;
-    for (int i = 0; i < n; i++) {
-        Component *c = &j->part[i];
-        c->stride = (size_t)(t->x1 - t->x0) * 8 * (size_t)c->h;
-        c->plane = cut(&memory, c->stride * (size_t)(t->y1 - t->y0) * 8 * (size_t)c->v);
+    size_t columns = (size_t)(t->right - t->left), lines = (size_t)((box[3] - box[1]) / t->height * ROWS) + (size_t)most_y + 2;
+    if (j->scan) { /* with one chroma sample more on each side, for doubling */
+        int unit_w = 8 * j->hmax, unit_h = 8 * j->vmax;
+        int left = t->left > 2 ? t->left - 2 : 0, right = t->right + 2 < j->width ? t->right + 2 : j->width;
+        top = top > 2 ? top - 2 : 0, bottom = bottom + 2 < j->height ? bottom + 2 : j->height;
+        t->x0 = left / unit_w, t->x1 = (right - 1) / unit_w + 1, t->y0 = top / unit_h, t->y1 = (bottom - 1) / unit_h + 1;
+        for (int i = 0; i < t->planes; i++) {
+            Component *c = &j->part[i];
+            c->stride = (size_t)(t->x1 - t->x0) * 8 * (size_t)c->h;
+            c->plane = cut(&memory, c->stride * (size_t)(t->y1 - t->y0) * 8 * (size_t)c->v);
+        }
+        t->pitch = (columns + 127) & ~(size_t)63;
+        t->chroma = cut(&memory, t->planes == 3 ? 2 * lines * t->pitch : 0);
+        t->sums = cut(&memory, (columns + 64) * sizeof(uint16_t));
     }
-    size_t columns = (size_t)(w->right - w->left), lines = (size_t)(w->bottom - w->top);
-    for (int i = 0; i < 3; i++) t->rgb[i] = n == 3 ? cut(&memory, columns * lines) : NULL;
-    t->chroma = cut(&memory, 2 * columns + 192);
-    t->sums = cut(&memory, (columns + 64) * sizeof(int16_t));
-    t->lines = cut(&memory, columns * ROWS * sizeof(float));
-    t->turned = cut(&memory, columns * ROWS * sizeof(float));
+    t->turned = cut(&memory, (size_t)t->planes * columns * sizeof(v8));
     t->rows = cut(&memory, (size_t)t->width * 3 * sizeof(v8));
     return (size_t)(memory - start);
 }
 
-/* Of the file that was opened last, whose bytes are still there: the box left, top, right, bottom (in pixels, within
-   the image), resized to `height` rows of `width` RGB pixels in `out`; `mirror`: from right to left. */
-int kasoku_jpeg_crop(Jpeg *j, const double *box, int32_t width, int32_t height, int32_t mirror, uint8_t *out) {
-    if (!j->scan) return JPEG_OTHER;
-    if (width < 1 || height < 1 || !(box[0] >= 0 && box[1] >= 0 && box[2] <= j->width && box[3] <= j->height)) return JPEG_OTHER;
+static int crop(Jpeg *j, Task *t, const double *box) {
+    if (t->width < 1 || t->height < 1 || !(box[0] >= 0 && box[1] >= 0 && box[2] <= j->width && box[3] <= j->height))
+        return JPEG_OTHER;
     if (!(box[2] - box[0] > 0 && box[3] - box[1] > 0)) return JPEG_OTHER;
-    Task task = {.width = width, .height = height, .mirror = mirror, .out = out};
-    size_t bytes = lay_out(j, &task, NULL, box);
+    size_t bytes = lay_out(j, t, NULL, box);
     if (bytes > j->size) {
         free(j->memory);
         j->size = 0;
         if (!(j->memory = aligned_alloc(64, bytes))) return JPEG_MEMORY;
         j->size = bytes;
     }
-    lay_out(j, &task, j->memory, box);
-    return run_best(j, &task);
+    lay_out(j, t, j->memory, box);
+    return run_best(j, t);
+}
+
+/* Of the file that was opened last, whose bytes are still there: the box left, top, right, bottom (in pixels, within
+   the image), resized to `height` rows of `width` RGB pixels in `out`; `mirror`: from right to left. */
+int kasoku_jpeg_crop(Jpeg *j, const double *box, int32_t width, int32_t height, int32_t mirror, uint8_t *out) {
+    Task task = {.width = width, .height = height, .mirror = mirror, .out = out};
+    task.planes = j->components;
+    return j->scan ? crop(j, &task, box) : JPEG_OTHER;
+}
+
+/* The same of pixels that are there already: three planes of `rows` rows of `columns` bytes each. */
+int kasoku_planes_crop(Jpeg *j, const uint8_t *planes, int32_t columns, int32_t rows, const double *box, int32_t width,
+                       int32_t height, uint8_t *out) {
+    if (columns < 1 || rows < 1) return JPEG_OTHER;
+    Task task = {.planes = 3, .data = planes, .width = width, .height = height, .out = out};
+    j->scan = NULL;
+    j->width = columns, j->height = rows, j->hmax = j->vmax = 1;
+    return crop(j, &task, box);
 }

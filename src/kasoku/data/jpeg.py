@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+_MOST = 2**26  # pixels of an image; whether a larger one is a decompression bomb Pillow says
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
@@ -31,11 +32,13 @@ def _library() -> Any:
 
 def _declared(library: Any) -> Any:
     new, free, opened, crop = (getattr(library, f"kasoku_jpeg_{name}") for name in ("new", "free", "open", "crop"))
+    planes = library.kasoku_planes_crop
     pointer, int32 = ctypes.c_void_p, ctypes.c_int32
     new.restype, new.argtypes = pointer, []
     free.restype, free.argtypes = None, [pointer]
     opened.argtypes = [pointer, ctypes.c_char_p, ctypes.c_size_t, pointer, pointer]
     crop.argtypes = [pointer, pointer, int32, int32, int32, pointer]
+    planes.argtypes = [pointer, pointer, int32, int32, pointer, int32, int32, pointer]
     return library
 
 
@@ -52,7 +55,7 @@ class _Decoder:
         self.box = np.zeros(4, np.float64)
 
     def __del__(self) -> None:
-        if getattr(self, "handle", None):
+        if getattr(self, "handle", None) and _LIBRARY is not None:  # at exit the module's names go first
             _LIBRARY.kasoku_jpeg_free(self.handle)
 
 
@@ -68,13 +71,42 @@ def crop(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> bo
     """
     if _LIBRARY is None:
         return False
-    decoder: _Decoder | None = getattr(_LOCAL, "decoder", None)
-    if decoder is None:
-        decoder = _LOCAL.decoder = _Decoder()
+    decoder = _own()
     size = decoder.size.ctypes.data
     if _LIBRARY.kasoku_jpeg_open(decoder.handle, data, len(data), size, size + 4):
         return False
-    decoder.box[:] = box(*decoder.size.tolist())
+    columns, rows = decoder.size.tolist()
+    if columns * rows > _MOST:
+        return False
+    decoder.box[:] = box(columns, rows)
     height, width, _ = out_HWC.shape
     place = out_HWC.ctypes.data
     return not _LIBRARY.kasoku_jpeg_crop(decoder.handle, decoder.box.ctypes.data, width, height, 0, place)
+
+
+def resize(pixels_HWC: np.ndarray, box: Box, out_HWC: np.ndarray) -> bool:
+    """The same of pixels that lie in memory as three planes; False, with out_HWC undefined: others, for `fitted`."""
+    rows, columns, channels = pixels_HWC.shape
+    if _LIBRARY is None or channels != 3 or not pixels_HWC.transpose(2, 0, 1).flags.c_contiguous:
+        return False
+    decoder = _own()
+    decoder.box[:] = box
+    height, width, _ = out_HWC.shape
+    return not _LIBRARY.kasoku_planes_crop(
+        decoder.handle,
+        pixels_HWC.ctypes.data,
+        columns,
+        rows,
+        decoder.box.ctypes.data,
+        width,
+        height,
+        out_HWC.ctypes.data,
+    )
+
+
+def _own() -> _Decoder:
+    """This thread's decoder."""
+    decoder: _Decoder | None = getattr(_LOCAL, "decoder", None)
+    if decoder is None:
+        decoder = _LOCAL.decoder = _Decoder()
+    return decoder

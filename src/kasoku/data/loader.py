@@ -1,28 +1,20 @@
-"""Loaders: an epoch of batches, ready for the model, from memory or from image files."""
+"""Loaders: an epoch of batches, ready for the model, from memory or (see images.py) from encoded images."""
 
 from __future__ import annotations
 
 import copy
-import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from itertools import islice
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
-from kasoku.core.hardware import cores
-from kasoku.data.augment import Augment, Transform, box_draws, centre_box, normalise, random_box, stored_side
-from kasoku.data.decode import decode, fitted, read_image
+from kasoku.core.trace import Trace
+from kasoku.data.augment import Augment, Transform, normalise
+from kasoku.data.decode import read_image
 from kasoku.data.order import order
-from kasoku.data.sources import Dataset, Files, Memory
-
-_AHEAD = 2  # batches that are decoded while one is used
-_CHUNK = 16  # images a thread takes at a time
+from kasoku.data.sources import Dataset, Encoded, GoneError, Memory
 
 Fetched = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # images_NHWC, y_N, index_N
 Batches = Generator[Fetched, None, None]
@@ -52,6 +44,8 @@ def loader(
     """
     if split not in ("train", "test"):
         raise InputError(f"split={split}: train or test")
+    from kasoku.data.images import FilesLoader
+
     kind = MemoryLoader if isinstance(getattr(dataset, split), Memory) else FilesLoader
     return kind(dataset, split, batch, seed=seed, device=device, comm=comm)
 
@@ -64,11 +58,13 @@ class Loader:
         position: how many of its batches were handed out. Both move on when a batch is handed out, before it is used:
             with the last one `epoch` becomes the next. A loop that is left early goes on there.
         augment: how training images are varied (set it, or apply `Augment` to the job); from the next iter() on.
+        vary: what is done to training images before that: (images_NHWC, index_N, epoch) -> images_NHWC, all uint8.
         dtype: of the images handed out.
         parts: in how many parts a training batch is handed out, one after the other (accumulation, virtual ranks);
             `position` and len() count parts.
         least: fewer images left over at the end of a split in order join the batch before them.
         through: gives the raw batches instead of `fetch`, where several loaders share them.
+        trace: where waiting for input is noted; a Job gives its own.
         fill: complete the last training batch of an epoch with the images the epoch began with; else it is dropped.
     """
 
@@ -94,7 +90,9 @@ class Loader:
         self.augment, self.dtype = Augment(), torch.float32
         self.parts, self.fill = 1, False
         self.least = 1
+        self.trace: Trace | None = None
         self.through: Callable[[Loader, int, int], Batches] | None = None
+        self.vary: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None
         self.epoch = self.position = 0
 
     def check(self, augment: Augment) -> None:
@@ -148,6 +146,8 @@ class Loader:
         fetched = self.through(self, epoch, first) if self.through else self.fetch(epoch, first)
         with closing(fetched) as batches:
             for number, (images_NHWC, y_N, index_N) in enumerate(batches, start=first + 1):
+                if self.train and self.vary:
+                    images_NHWC = self.vary(images_NHWC, index_N, epoch)
                 x_NCHW = transform(images_NHWC, index_N, epoch)
                 done = number == len(self)
                 self.epoch, self.position = (epoch + 1, 0) if done else (epoch, number)
@@ -201,110 +201,28 @@ class MemoryLoader(Loader):
             yield self._images_NHWC.index_select(0, index_N), self._labels_N.index_select(0, index_N), index_N
 
 
-class FilesLoader(Loader):
-    """Batches of image files, decoded by threads a few batches ahead.
-
-    Attributes, beside those of Loader:
-        threads: how many decode; one a usable core. They live while an epoch is iterated.
-        cache_bytes: decoded images that are kept, so that a small set is decoded once; 1 GiB.
-    """
-
-    def __init__(self, dataset: Dataset, split: str, batch: int, **where: Any):
-        super().__init__(dataset, split, batch, **where)
-        self._files: Files = getattr(dataset, split)
-        self.threads, self.cache_bytes = min(cores(), 32), 2**30
-        self._cache = _Cache()
-
-    def fetch(self, epoch: int, first: int) -> Batches:
-        """Files decoded ahead by threads."""
-        shares = self._shares(epoch, first, torch.device("cpu"))
-        waiting: deque[tuple[torch.Tensor, list[Future[None]], torch.Tensor]] = deque()
-        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="kasoku-decode")
-        try:
-            more = True
-            while more or waiting:
-                while more and len(waiting) <= _AHEAD:
-                    index_N = next(shares, None)
-                    more = index_N is not None
-                    if index_N is not None:
-                        waiting.append(self._started(pool, index_N, epoch))
-                if waiting:
-                    images_NHWC, parts, index_N = waiting.popleft()
-                    for part in parts:
-                        part.result()
-                    y_N = self._files.labels_N[index_N]
-                    there = (tensor.to(self.device, non_blocking=True) for tensor in (images_NHWC, y_N, index_N))
-                    yield next(there), next(there), next(there)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def warm(self) -> None:
-        """Decodes this rank's images of the next batch into the cache. Raises InputError for a damaged one."""
-        if self.cache_bytes:
-            shares = islice(self._shares(self.epoch, self.position, torch.device("cpu")), self.parts)
-            with ThreadPoolExecutor(self.threads, thread_name_prefix="kasoku-decode") as pool:
-                for _ in pool.map(self._pixels, torch.cat(list(shares)).tolist()):
-                    pass
-
-    def _started(
-        self, pool: ThreadPoolExecutor, index_N: torch.Tensor, epoch: int
-    ) -> tuple[torch.Tensor, list[Future[None]], torch.Tensor]:
-        """Has the threads fill a new batch."""
-        images_NHWC = torch.empty(
-            (len(index_N), *self.dataset.image_size, 3), dtype=torch.uint8, pin_memory=self.device.type == "cuda"
-        )
-        out_NHWC = images_NHWC.numpy()
-        random = self.train and self.augment.crop == "random_resized"
-        u_N4 = box_draws(self.seed, epoch, index_N).tolist() if random else []
-        index = index_N.tolist()
-        step = max(1, min(_CHUNK, -(-len(index) // self.threads)))
-        cuts = [slice(start, start + step) for start in range(0, len(index), step)]
-        return images_NHWC, [pool.submit(self._fill, out_NHWC[cut], index[cut], u_N4[cut]) for cut in cuts], index_N
-
-    def _fill(self, out_NHWC: np.ndarray, index: list[int], u_N4: list[list[float]]) -> None:
-        size = self.dataset.image_size
-        for row, sample_index in enumerate(index):
-            pixels_HWC = self._pixels(sample_index)
-            height, width = pixels_HWC.shape[:2]
-            if u_N4:
-                box = random_box(width, height, u_N4[row], self.augment.scale_min)
-            else:
-                box = centre_box(width, height, size)
-            out_NHWC[row] = fitted(pixels_HWC, box, size)
-
-    def _pixels(self, index: int) -> np.ndarray:
-        """One decoded image. None is ever evicted from the cache: in random order that would only miss more."""
-        pixels_HWC = self._cache.kept.get(index)
-        if pixels_HWC is None:
-            pixels_HWC = decode(self._files.paths[index], stored_side(min(self.dataset.image_size)))
-            self._cache.offer(index, pixels_HWC, self.cache_bytes)
-        return pixels_HWC
-
-
-class _Cache:
-    """Decoded images, the same for all copies of a loader."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, np.ndarray] = {}
-        self.bytes, self._lock = 0, threading.Lock()
-
-    def offer(self, index: int, pixels_HWC: np.ndarray, limit: int) -> None:
-        """Keeps an image while there is room."""
-        with self._lock:
-            if index not in self.kept and self.bytes + pixels_HWC.nbytes <= limit:
-                self.kept[index] = pixels_HWC
-                self.bytes += pixels_HWC.nbytes
-
-
 def sample(dataset: Dataset, n: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """x_NCHW: n training images, normalised and not varied, to prepare a model with.
 
-    The first n of a set in memory; of files, which lie class by class, n at equal distances. Fewer if there are fewer.
+    The first n of a set in memory; of others, which may lie class by class, n at equal distances. Fewer if there are
+    fewer.
     """
     part, n = dataset.train, min(n, len(dataset.train))
     if isinstance(part, Memory):
         images_NHWC = part.images_NHWC[:n]
     else:
-        chosen = [part.paths[row * len(part) // n] for row in range(n)]
-        images_NHWC = torch.stack([read_image(path, dataset.image_size) for path in chosen])
+        images_NHWC = torch.stack([_readable(dataset, part, row * len(part) // n) for row in range(n)])
     return normalise(images_NHWC.to(device), dataset.mean, dataset.std)
+
+
+def _readable(dataset: Dataset, part: Encoded, index: int) -> torch.Tensor:
+    """An image, or the next one that can be decoded."""
+    for other in range(index, index + len(part)):
+        at = other % len(part)
+        try:
+            return read_image(part.read(at), dataset.image_size, name=part.name(at))
+        except GoneError:
+            raise
+        except InputError:
+            pass  # counted and named by the loader
+    raise InputError(f"{dataset.name}: no image in it can be decoded; give another data set")

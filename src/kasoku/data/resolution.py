@@ -10,34 +10,66 @@ from torch.nn import functional
 
 from kasoku.core.errors import InputError
 from kasoku.core.job import Batch, Job
+from kasoku.core.schedule import Schedule
 from kasoku.core.technique import Stage, Technique
 
 
 @dataclass(frozen=True)
 class LowResolution(Technique):
-    """Shrinks training images to `side` pixels for the first `until` epochs (antialiased), then shows them whole.
+    """Shrinks training images (antialiased) for the first epochs, to one side or to one that grows; never enlarges.
+
+    LowResolution(96, until=10) shows 96 pixels for 10 epochs; LowResolution(Constant(warmup=10, start=0.5)) half of
+    each side at first, then more, and whole images from epoch 10 on.
+
+    Args:
+        side: in pixels; or a schedule: epoch -> share of the image's own height and width.
+        until: for how many epochs, where `side` is in pixels; a schedule itself says when images are whole.
+        multiple: what a schedule's side in pixels is rounded to, at least this; whole images stay as they are.
 
     Saves: the share of the arithmetic that the left-out pixels had, in those epochs.
-    Costs: some accuracy, more the longer it lasts; a network that takes any size.
+    Costs: some accuracy, more the longer it lasts; a network that takes any size; Compile compiles anew for each size,
+        of which a larger `multiple` makes fewer.
     Ref: progressive resizing: Howard 2018 (DAWNBench); Karras et al. 2017 (arXiv 1710.10196) for growing images.
     """
 
     stage: ClassVar[Stage] = Stage.DATA
 
-    side: int
-    until: float
+    side: Schedule | int
+    until: float | None = None
+    multiple: int = 32
 
     def __post_init__(self) -> None:
-        if self.side < 1 or self.until < 0:
+        """Checks what belongs together."""
+        if self.multiple < 1:
+            raise InputError(f"multiple={self.multiple}: at least 1 pixel")
+        if isinstance(self.side, Schedule):
+            if self.until is not None:
+                raise InputError(f"until={self.until}: only for a side in pixels, a schedule ends itself; leave it out")
+        elif self.until is None:
+            raise InputError(f"side={self.side}: for how many epochs? Give until, 0 or more epochs")
+        elif self.side < 1 or not self.until >= 0:
             raise InputError(f"side={self.side}, until={self.until}: at least 1 pixel, and 0 or more epochs")
+
+    def size(self, epoch: float, size: tuple[int, int]) -> tuple[int, int]:
+        """What images of `size` (height, width) are shown as after so many epochs."""
+        height, width = (self._extent(epoch, extent) for extent in size)
+        return height, width
+
+    def _extent(self, epoch: float, extent: int) -> int:
+        if isinstance(self.side, Schedule):
+            share = self.side(epoch)
+            wanted = max(1, round(share * extent / self.multiple)) * self.multiple if share < 1 else extent
+        else:
+            wanted = self.side if epoch < (self.until or 0) else extent
+        return min(wanted, extent)
 
     def apply(self, job: Job) -> None:
         """Puts the shrinking between the loader and the loop."""
-        size = (self.side, self.side)
 
         def shrunk(batches: Iterable[Batch]) -> Iterator[Batch]:
             for x_NCHW, y_N in batches:
-                if job.progress < self.until and max(x_NCHW.shape[2:]) > self.side:
+                size = self.size(job.progress, (x_NCHW.shape[2], x_NCHW.shape[3]))
+                if size != tuple(x_NCHW.shape[2:]):
                     yield functional.interpolate(x_NCHW, size, mode="bilinear", antialias=True), y_N
                 else:
                     yield x_NCHW, y_N

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,29 @@ class Memory:
         return len(self.labels_N)
 
 
+class Encoded(Protocol):
+    """A split whose images are read one by one, by any number of threads at once. labels_N: int64."""
+
+    @property
+    def labels_N(self) -> torch.Tensor:  # noqa: N802
+        """The class of each image (int64)."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        """The bytes of an image file, or pixels_HWC (uint8, RGB). Raises InputError with its name where it cannot."""
+        ...
+
+    def name(self, index: int) -> str:
+        """What messages call an image: class and file name."""
+        ...
+
+
+class GoneError(InputError):
+    """A source that no longer answers; not the fault of one image, so nothing is skipped."""
+
+
 @dataclass(frozen=True, eq=False)
 class Files:
     """One split as image files, decoded when needed: absolute paths; labels_N int64."""
@@ -36,8 +60,83 @@ class Files:
     def __len__(self) -> int:
         return len(self.paths)
 
+    def read(self, index: int) -> bytes:
+        """The bytes of a file. Raises InputError with its path where it cannot be read."""
+        try:
+            with open(self.paths[index], "rb", buffering=0) as file:
+                return file.read()
+        except OSError as error:
+            raise InputError(
+                f"{self.paths[index]}: cannot be read ({error.strerror}); mend or remove the file"
+            ) from error
 
-Split = Memory | Files
+    def name(self, index: int) -> str:
+        """Class and file name: folders may lie elsewhere on another host."""
+        return "/".join(self.paths[index].rsplit(os.sep, 2)[-2:])
+
+
+class Items:
+    """A data set of the user's own as a split: `dataset[i]` gives an image and its label.
+
+    The image: the bytes or the path of a file, pixels (uint8, HWC or HW), a uint8 tensor (CHW), or a Pillow image.
+
+    Args:
+        dataset: anything with len() and items.
+        labels_N: the labels; else `dataset.targets` or `dataset.labels`; else every item is asked for once.
+        processes: so many read and decode, each with a copy of the data set; 0: threads, as for files. For a data set
+            whose own code takes long and holds the interpreter's lock.
+    """
+
+    def __init__(self, dataset: Any, labels_N: Sequence[int] | torch.Tensor | None = None, *, processes: int = 0):
+        if processes < 0:
+            raise InputError(f"processes={processes}: 0 for threads, or at least 1")
+        for name in ("targets", "labels"):
+            labels_N = getattr(dataset, name, None) if labels_N is None else labels_N
+        if labels_N is None:
+            labels_N = [int(dataset[i][1]) for i in range(len(dataset))]
+        self.labels_N = torch.as_tensor(labels_N, dtype=torch.int64)
+        if self.labels_N.shape != (len(dataset),):
+            raise InputError(f"labels of shape {tuple(self.labels_N.shape)} for {len(dataset)} items: one for each")
+        self.dataset, self.processes = dataset, processes
+
+    def __len__(self) -> int:
+        return len(self.labels_N)
+
+    def name(self, index: int) -> str:
+        """Its number."""
+        return f"item {index}"
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        """The image of an item. Raises InputError with its number for anything but an image."""
+        try:
+            image = self.dataset[index][0]
+            if isinstance(image, str | os.PathLike):
+                return Path(image).read_bytes()
+            if isinstance(image, torch.Tensor):
+                image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
+            elif hasattr(image, "convert"):
+                image = np.asarray(image.convert("RGB"))
+        except Exception as error:  # the user's own code
+            raise InputError(f"item {index}: {type(error).__name__}: {error}; mend or leave it out") from error
+        if isinstance(image, bytes):
+            return image
+        if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
+            grey = image.ndim == 2 or image.shape[2] == 1
+            if grey or image.shape[2] == 3:
+                return np.repeat(image.reshape(*image.shape[:2], 1), 3, 2) if grey else image
+        raise InputError(
+            f"item {index}: {_kind(image)}: the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, "
+            "or a Pillow image"
+        )
+
+
+def _kind(image: object) -> str:
+    if isinstance(image, np.ndarray):
+        return f"an array of {image.dtype}, shape {image.shape}"
+    return f"a {type(image).__name__}"
+
+
+Split = Memory | Encoded
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +144,8 @@ class Dataset:
     """A training and a test split, with what a model and its input need to know of them.
 
     `image_size` is (height, width); files are decoded to it. `mean` and `std`, a number a channel, are of pixel values
-    / 255: measured on the training images in memory, the usual ImageNet ones for files.
+    / 255: measured on the training images in memory, the usual ImageNet ones for files. A larger share of
+    images than `max_bad_fraction` (but more than one) that cannot be decoded ends a training.
     """
 
     name: str
@@ -56,6 +156,7 @@ class Dataset:
     image_size: tuple[int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    max_bad_fraction: float = 0.001
 
     def index(self) -> dict[str, str]:
         """What it holds, in a few texts that ranks can compare: classes, and a digest of labels and files' names."""
@@ -64,8 +165,8 @@ class Dataset:
 
 def _digest(split: Split) -> str:
     digest = hashlib.sha256(split.labels_N.numpy().tobytes())
-    if isinstance(split, Files):  # folders may lie elsewhere on another host
-        digest.update("\n".join("/".join(path.rsplit(os.sep, 2)[-2:]) for path in split.paths).encode())
+    if not isinstance(split, Memory):
+        digest.update("\n".join(split.name(index) for index in range(len(split))).encode("utf-8", "surrogateescape"))
     return f"{len(split)} images, labels and names {digest.hexdigest()[:12]}"
 
 

@@ -1,0 +1,166 @@
+"""How many images a second does one core turn from JPEG into a random resized crop?
+
+    python benchmarks/decode.py [--rounds N] [--side 224]
+
+The photos of $KASOKU_DATA/imagenet_fullsize (148 originals, 500x375 in the median), their bytes in memory, on one core.
+A round takes each photo once; all sides get the same crops (area 0.08 to 1, aspect 3/4 to 4/3), in turns that rotate.
+ours: `crop`, antialiased; from the originals, and from packs of shorter side 256 (JPEG of quality 90, raw planes).
+pillow: decode, resize with box, bilinear, antialiased. opencv: imdecode, crop, resize bilinear, NOT antialiased.
+simplejpeg: libjpeg-turbo with fast transform and upsampling, crop, OpenCV's resize, NOT antialiased.
+ours_over_best_library: medians of images/s; best of the libraries on the originals, antialiased or not.
+pack_..._over_best_library: ours on the pack over the same; ..._on_pack: over the best library on the same pack.
+bound: reading the stream down to the end of the crop alone, by our decoder: no transform, no colour, no resize.
+Last answer: see RECORDS.md. Why it matters: decoding is most of what an input pipeline does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from common import finish, spread
+from kasoku.core import InputError
+from kasoku.data import jpeg
+from kasoku.data.augment import box_draws, random_box
+from kasoku.data.decode import Box, crop
+from kasoku.data.pack import pack
+from kasoku.data.shards import shards
+
+Side = Callable[[Any, Callable[[int, int], Box], np.ndarray], None]
+BUDGET_S = 420
+
+
+def pillow(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+    with Image.open(io.BytesIO(data)) as opened:
+        image = opened.convert("RGB")
+    out_HWC[:] = image.resize(out_HWC.shape[1::-1], Image.Resampling.BILINEAR, box=box(*image.size))
+
+
+def _resized(cv2: Any, pixels_HWC: np.ndarray, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+    left, top, right, bottom = (round(x) for x in box(pixels_HWC.shape[1], pixels_HWC.shape[0]))
+    part = pixels_HWC[top : max(bottom, top + 1), left : max(right, left + 1)]
+    cv2.resize(part, out_HWC.shape[1::-1], dst=out_HWC, interpolation=cv2.INTER_LINEAR)
+
+
+def libraries() -> dict[str, Side]:
+    """Those that are installed."""
+    found: dict[str, Side] = {"pillow": pillow}
+    cv2 = importlib.import_module("cv2")
+    cv2.setNumThreads(1)
+
+    def opencv(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+        pixels_HWC = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
+        _resized(cv2, pixels_HWC, box, out_HWC)
+
+    simple = importlib.import_module("simplejpeg")
+
+    def simplejpeg(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+        pixels_HWC = simple.decode_jpeg(data, "RGB", fastdct=True, fastupsample=True)
+        _resized(cv2, pixels_HWC, box, out_HWC)
+
+    return found | {"opencv": opencv, "simplejpeg": simplejpeg}
+
+
+def bound(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+    """Of the crop only its last pixel."""
+
+    def last(width: int, height: int) -> Box:
+        _, _, right, bottom = box(width, height)
+        return right - 1, bottom - 1, right, bottom
+
+    jpeg.crop(data, last, out_HWC[:1, :1].copy())
+
+
+def ours(data: bytes | np.ndarray, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+    crop(data, box, out_HWC)
+
+
+def packed(photos: Sequence[Path], form: str, home: Path) -> list[Any]:
+    """What a pack of the photos holds, in memory, in their order."""
+    source = home / f"photos-{form}" / "all"
+    source.mkdir(parents=True)
+    for i, photo in enumerate(photos):
+        (source / f"{i:04}.jpg").symlink_to(photo.resolve())
+    pack(str(source.parent), str(home / form), side=256, format=form, quiet=True)
+    dataset = shards(str(home / form))
+    by_name = {part.name(i): part.read(i) for part in (dataset.train, dataset.test) for i in range(len(part))}
+    return [bytes(image) if form == "jpeg" else image for _, image in sorted(by_name.items())]
+
+
+def timed(sides: dict[str, tuple[Side, Sequence[Any]]], rounds: int, side: int) -> dict[str, list[float]]:
+    """Images/s of each round."""
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    out_HWC = np.empty((side, side, 3), np.uint8)
+    n = min(len(images) for _, images in sides.values())
+    begin = time.monotonic()
+    for number in range(rounds + 1):  # the first one warms up
+        u_N4 = box_draws(0, number, torch.arange(n)).tolist()
+        boxes = [lambda w, h, u_4=u_4: random_box(w, h, u_4, 0.08) for u_4 in u_N4]
+        names = list(sides)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            make, images = sides[name]
+            start = time.perf_counter()
+            for data, box in zip(images, boxes, strict=False):
+                make(data, box, out_HWC)
+            if number:
+                rates[name].append(n / (time.perf_counter() - start))
+        if number >= 5 and time.monotonic() - begin > BUDGET_S:
+            break
+    return rates
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--side", type=int, default=224)
+    arguments = parser.parse_args()
+    data = os.environ.get("KASOKU_DATA")
+    if not data or not jpeg.available():
+        raise InputError(
+            "decode.py: set KASOKU_DATA to the folder of imagenet_fullsize/, and install with a C compiler"
+        )
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
+    folder = Path(data) / "imagenet_fullsize"
+    photos = sorted(folder.rglob("*.JPEG"))
+    originals = [path.read_bytes() for path in photos]
+    others = libraries()
+    with tempfile.TemporaryDirectory() as home:
+        small, raw = (packed(photos, form, Path(home)) for form in ("jpeg", "raw"))
+        sides: dict[str, tuple[Side, Sequence[Any]]] = {"ours": (ours, originals), "bound": (bound, originals)}
+        sides |= {name: (side, originals) for name, side in others.items()}
+        sides |= {"ours_pack_jpeg": (ours, small), "ours_pack_raw": (ours, raw), "bound_pack_jpeg": (bound, small)}
+        sides |= {f"{name}_pack_jpeg": (side, small) for name, side in others.items()}
+        rates = timed(sides, arguments.rounds, arguments.side)
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    best = max(medians[name] for name in others)
+    best_on_pack = max(medians[f"{name}_pack_jpeg"] for name in others)
+    figures: dict[str, object] = {
+        "ours_over_best_library": round(medians["ours"] / best, 3),
+        "pack_jpeg_over_best_library": round(medians["ours_pack_jpeg"] / best, 3),
+        "pack_jpeg_over_best_library_on_pack": round(medians["ours_pack_jpeg"] / best_on_pack, 3),
+        "pack_raw_over_best_library": round(medians["ours_pack_raw"] / best, 3),
+        "ours_over_bound": round(medians["ours"] / medians["bound"], 3),
+        "pack_jpeg_over_bound": round(medians["ours_pack_jpeg"] / medians["bound_pack_jpeg"], 3),
+        "antialiased": ["ours", "pillow"],
+        "images_per_s": {name: {k: round(v, 1) for k, v in spread(found).items()} for name, found in rates.items()},
+    }
+    finish("decode", {"photos": len(originals), "side": arguments.side, "rounds": arguments.rounds}, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Who reads and decodes images: threads or processes, and how many, found by measuring while training goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import statistics
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_PERIOD = 8  # batches between two decisions, at first
+_RARE = 512  # at last
+_GAIN = 0.98  # batches come in less than this share of the time: a change was worth it
+_WAITING = 0.05  # of the time of a batch: the input is what is waited for
+
+
+class Crew(Protocol):
+    """Takes tasks, in order."""
+
+    def submit(self, f: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
+        """Has f called with these arguments."""
+        ...
+
+    def resize(self, size: int) -> None:
+        """So many work from now on."""
+        ...
+
+    def close(self) -> None:
+        """Ends them all; tasks not begun are not done."""
+        ...
+
+
+class Threads:
+    """Threads whose number may change: decoders release the interpreter's lock."""
+
+    def __init__(self, size: int) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._size, self._closed = 0, False
+        self.resize(size)
+
+    def submit(self, f: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
+        """Has f called with these arguments."""
+        future: Future[T] = Future()
+        self._tasks.put((future, lambda: f(*args, **named)))
+        return future
+
+    def resize(self, size: int) -> None:
+        """So many work from now on; who is too many ends with the task in hand."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for _ in range(size - self._size):
+            thread = threading.Thread(target=self._work, name="kasoku-decode", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        for _ in range(self._size - size):
+            self._tasks.put(None)
+        self._size = size
+
+    def close(self) -> None:
+        """Ends them all; tasks not begun are not done."""
+        self._closed = True
+        self.resize(0)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, call = task
+            if self._closed:
+                future.cancel()
+            elif future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # whoever waits for the result is told
+                    future.set_exception(error)
+            del task, future, call  # what the task held is not kept until the next one comes
+
+
+class Processes:
+    """Processes, for data sets in Python whose own code holds the interpreter's lock."""
+
+    def __init__(self, size: int, start: Callable[..., None], *given: Any) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+        self._pool = ProcessPoolExecutor(size, context, initializer=start, initargs=given)
+
+    def submit(self, f: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
+        """Has f called with these arguments; all are sent by pickle to the process."""
+        return self._pool.submit(f, *args, **named)
+
+    def resize(self, size: int) -> None:
+        """They stay as many as they are: each new one would read the data set anew."""
+
+    def close(self) -> None:
+        """Ends them all; tasks not begun are not done."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Pace:
+    """How many threads: one more or fewer is tried now and then, and kept where batches come faster for it.
+
+    More are tried while the loop waits for its input; fewer where it does not and decoding takes cores from computing.
+    What does not help is tried again after four times as many batches, since other programs come and go.
+    """
+
+    def __init__(self, size: int, most: int, *, shared: bool) -> None:
+        self.size, self.most, self.shared = size, most, shared
+        self._took_s: list[float] = []
+        self._waited_s: list[float] = []
+        self._before: tuple[int, float] | None = None  # the size before the trial, and its seconds a batch
+        self._period = _PERIOD
+        self._fewer = False  # what is tried next where both may help
+
+    def batch(self, took_s: float, waited_s: float) -> int:
+        """A batch took so long from request to request, of which so long was waiting; returns how many should work."""
+        self._took_s.append(took_s)
+        self._waited_s.append(waited_s)
+        if len(self._took_s) < (_PERIOD if self._before else self._period):
+            return self.size
+        now_s = statistics.median(self._took_s)
+        waiting = statistics.median(self._waited_s) > _WAITING * now_s
+        self._took_s.clear()
+        self._waited_s.clear()
+        if self._before:
+            size, before_s = self._before
+            self._before = None
+            if now_s < _GAIN * before_s:
+                self._period = _PERIOD
+                return self.size
+            self.size = size
+            self._fewer = not self._fewer
+            self._period = min(4 * self._period, _RARE)
+            return self.size
+        self._before = (self.size, now_s)
+        step = max(1, self.size // 4)
+        fewer = self.shared and (self._fewer or not waiting)
+        wanted = self.size - step if fewer else self.size + step if waiting else self.size
+        self.size = max(1, min(wanted, self.most))
+        if self.size == self._before[0]:
+            self._before = None
+        return self.size

@@ -1,0 +1,300 @@
+"""Official data sets from the internet: fetched with resume, checked, laid out as the readers want them."""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import gzip
+import hashlib
+import http.client
+import io
+import os
+import re
+import shlex
+import shutil
+import sys
+import tarfile
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+
+from kasoku.core.errors import InputError
+
+TRIES = 3
+BACKOFF_S = 1.0  # before the second try; twice as long before each further one
+SILENCE_S = 30.0  # a server that sends nothing for so long is given up
+SUMS = "SHA256SUMS"  # beside what was unpacked; `sha256sum -c` reads it too
+_CHUNK_BYTES = 1 << 18
+_OTHER = "give --source, another address of the same files"
+_TRAIN_IMAGES, _TRAIN_LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
+_TEST_IMAGES, _TEST_LABELS = "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"
+
+
+@dataclass(frozen=True)
+class Release:
+    """How a data set is published and where kasoku's readers look for it."""
+
+    reader: str
+    address: str  # where its files lie
+    folder: str  # below DIR: what holds its files, or what its one archive unpacks to
+    files: dict[str, tuple[int, str]]  # name -> (bytes, SHA-256)
+    unpacked_bytes: int = 0  # of the archive, about; 0 for files that are read packed
+
+
+# The authors publish an MD5 (CIFAR, Fashion-MNIST) or nothing. These SHA-256 are of the same files, as several
+# independent projects record them: a host is asked without encryption, and an MD5 says little against intent.
+RELEASES = {
+    "cifar10": Release(
+        "kasoku.data.cifar10",
+        "https://www.cs.toronto.edu/~kriz/",
+        "cifar-10-batches-bin",
+        {"cifar-10-binary.tar.gz": (170_052_171, "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd")},
+        unpacked_bytes=184_400_000,
+    ),
+    "cifar100": Release(
+        "kasoku.data.cifar100",
+        "https://www.cs.toronto.edu/~kriz/",
+        "cifar-100-binary",
+        {"cifar-100-binary.tar.gz": (168_513_733, "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec")},
+        unpacked_bytes=184_500_000,
+    ),
+    "mnist": Release(
+        "kasoku.data.mnist",
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",  # PyTorch's mirror: the authors' host refuses downloads
+        "mnist",
+        {
+            _TRAIN_IMAGES: (9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+            _TRAIN_LABELS: (28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+            _TEST_IMAGES: (1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+            _TEST_LABELS: (4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+        },
+    ),
+    "fashion-mnist": Release(
+        "kasoku.data.fashion_mnist",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        "fashion_mnist",
+        {
+            _TRAIN_IMAGES: (26_421_880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+            _TRAIN_LABELS: (29_515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+            _TEST_IMAGES: (4_422_102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
+            _TEST_LABELS: (5_148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
+        },
+    ),
+    "imagenette": Release(
+        "kasoku.data.folder",
+        "https://s3.amazonaws.com/fast-ai-imageclas/",
+        "imagenette2-320",
+        {"imagenette2-320.tgz": (341_663_724, "569b4497c98db6dd29f335d1f109cf315fe127053cedf69010d047f0188e158c")},
+        unpacked_bytes=345_000_000,
+    ),
+}
+
+
+def download(name: str, to: str, *, source: str = "", quiet: bool = False) -> str:
+    """Gets the official files of a data set into a folder; returns one line: where it lies, how to train on it.
+
+    What is there and right is not downloaded again; what broke off goes on where it stopped (FILE.part). Nothing has
+    its final name before it is whole. `source`: another address of the same files; empty: the official one.
+    Progress is shown on a terminal's standard error, unless `quiet`.
+    Errors: InputError for an unknown name, an address that does not give the files, a wrong checksum, a damaged
+    archive, a full disk, a folder that cannot be written, a file that another download writes.
+    """
+    if name not in RELEASES:
+        near = difflib.get_close_matches(name, RELEASES, n=1, cutoff=0.0)
+        raise InputError(f"data set {name!r}: one of {', '.join(RELEASES)}; did you mean {near[0]}?")
+    if not to:
+        raise InputError("--to is not given: the folder for the data, such as --to data")
+    release, home = RELEASES[name], Path(os.path.abspath(os.path.expanduser(os.path.expandvars(to))))
+    if source and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", source):
+        raise InputError(f"source={source}: an http:// or https:// address of the folder that holds the files")
+    base = (source or release.address).rstrip("/") + "/"
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty())
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        get, place = (_get_archive, home) if release.unpacked_bytes else (_get_files, home / release.folder)
+        with bar:
+            came_bytes = get(release, place, Fetch(base, bar))
+    except OSError as error:  # the disk's: _faults tells those of the connection apart
+        text = f"{error.filename or home}: {error.strerror or error}"
+        raise InputError(f"{text}; mend that or free some space, or give another --to") from error
+    done = f"{_mb(came_bytes)} downloaded to {home}" if came_bytes else f"all there in {home}, nothing to download"
+    photos = release.reader == "kasoku.data.folder"  # reads one folder, and has none of its own in KASOKU_DATA
+    setting = shlex.quote(f"data.root={home / release.folder if photos else home}")
+    also = "" if photos else f" or KASOKU_DATA={shlex.quote(str(home))}"
+    return f"{name}: {done}; train on it with data.use={release.reader} and --set {setting}{also}"
+
+
+def _get_archive(release: Release, home: Path, fetch: Fetch) -> int:
+    """Gets and unpacks the one archive of a release; returns its bytes if it had to be downloaded, else 0.
+
+    An archive that lay there before is used and stays; one that was downloaded for this is removed.
+    """
+    folder, archive = home / release.folder, home / next(iter(release.files))
+    if folder.exists() and not (folder / SUMS).is_file():
+        raise InputError(f"{folder}: is there, but not from here (no {SUMS}); train on it, or move it away")
+    if folder.exists() and _is_intact(folder):
+        return 0
+    came_bytes = _get_files(release, home, fetch)
+    _unpack(archive, folder)
+    if came_bytes:
+        archive.unlink()
+    return came_bytes
+
+
+def _get_files(release: Release, place: Path, fetch: Fetch) -> int:
+    """Gets those files that are not there or not right; returns how many bytes they have, 0 for none."""
+    missing = {name: known for name, known in release.files.items() if not _is_right(place / name, *known)}
+    place.mkdir(exist_ok=True)
+    parts = [place / f"{name}.part" for name in missing]
+    miss_bytes = sum(size_bytes for size_bytes, _ in missing.values())
+    need_bytes = miss_bytes + release.unpacked_bytes - sum(part.stat().st_size for part in parts if part.exists())
+    free_bytes = shutil.disk_usage(place).free
+    if need_bytes > free_bytes:
+        raise InputError(f"{place}: {_mb(free_bytes)} free, {_mb(need_bytes)} needed; free some, or give another --to")
+    for name, known in missing.items():
+        fetch(place / name, *known)
+    return miss_bytes
+
+
+@dataclass
+class Fetch:
+    """Brings single files from below one address and shows how far they are."""
+
+    base: str
+    bar: Progress
+
+    def __call__(self, path: Path, size_bytes: int, sha256: str) -> None:
+        """Puts the file of that name at `path`, whole and right. What came before a fault stays beside it as .part.
+        Errors: InputError after TRIES faults, for a file of another length, for a wrong checksum.
+        """
+        part, address = path.with_name(f"{path.name}.part"), self.base + path.name
+        task = self.bar.add_task(path.name, total=size_bytes)
+        with part.open("ab", buffering=0) as out:
+            _lock(out)
+            try:
+                for tries in range(TRIES):
+                    try:
+                        self._try(address, out, size_bytes, task)
+                        break
+                    except ConnectionError as fault:
+                        if tries + 1 == TRIES:
+                            text = f"{address}: {fault} ({TRIES} tries); run this again to go on, or {_OTHER}"
+                            raise InputError(text) from fault
+                        time.sleep(BACKOFF_S * 2**tries)
+                if (got := _sha256(part)) != sha256:
+                    out.truncate(0)
+                    raise InputError(f"{address}: SHA-256 {got}, expected {sha256}; try again, or {_OTHER}")
+                os.replace(part, path)
+            finally:
+                if part.exists() and not part.stat().st_size:
+                    part.unlink()
+
+    def _try(self, address: str, out: io.FileIO, size_bytes: int, task: TaskID) -> None:
+        """Goes on where the part ends, or starts anew where the server does not know how."""
+        at = os.fstat(out.fileno()).st_size
+        if at == size_bytes:
+            return
+        going_on = {"Range": f"bytes={at}-"} if 0 < at < size_bytes else {}
+        with _faults(address):
+            request = urllib.request.Request(address, headers={"User-Agent": "kasoku", **going_on})
+            answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=SILENCE_S)
+        with answer:
+            if answer.status != 206 and at:
+                at = out.truncate(0)
+            if answer.length not in (None, size_bytes - at):
+                raise InputError(f"{address}: {at + answer.length:,} bytes, expected {size_bytes:,}; {_OTHER}")
+            self.bar.reset(task, completed=at)
+            while at < size_bytes:
+                with _faults(address):
+                    chunk = answer.read1(min(size_bytes - at, _CHUNK_BYTES))
+                if not chunk:
+                    raise ConnectionError(f"the connection ended at {at:,} of {size_bytes:,} bytes")
+                _write(out, memoryview(chunk))
+                at += len(chunk)
+                self.bar.update(task, completed=at)
+
+
+@contextmanager
+def _faults(address: str) -> Iterator[None]:
+    """Tells what the connection does wrong, as ConnectionError, from what the disk does wrong: both are OSError."""
+    try:
+        yield
+    except urllib.error.HTTPError as error:
+        text = f"HTTP {error.code} {error.reason}"
+        if error.code < 500 and error.code not in (408, 429):
+            raise InputError(f"{address}: {text}; {_OTHER}") from error
+        raise ConnectionError(text) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        cause = getattr(error, "reason", error)  # URLError wraps what happened
+        raise ConnectionError(str(cause) or type(cause).__name__) from error
+
+
+def _lock(out: io.FileIO) -> None:
+    """Keeps a second download from the same file; a disk that knows no locks goes without."""
+    try:
+        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(f"{out.name}: another download writes it; wait for that, or give another --to") from error
+    except OSError:
+        pass
+
+
+def _write(out: io.FileIO, left: memoryview) -> None:
+    """All of it: one call may write less, and a buffer would tell of a full disk only when it is closed."""
+    while left:
+        left = left[out.write(left) :]
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Unpacks beside the folder, then moves all in place at once; into a damaged folder, file by file."""
+    temporary = folder.with_name(f".{folder.name}.unpacking")
+    shutil.rmtree(temporary, ignore_errors=True)
+    fresh = temporary / folder.name
+    try:
+        with gzip.open(archive) as plain, tarfile.open(fileobj=plain, mode="r:") as stored:
+            stored.extractall(temporary, filter="data")
+            plain.seek(0, io.SEEK_END)  # tarfile takes damage between two files for the end; reading on finds it
+        if not fresh.is_dir():
+            raise InputError(f"{archive}: has no folder {folder.name}: not the official archive; remove it")
+        names = sorted(path.relative_to(fresh).as_posix() for path in fresh.rglob("*") if path.is_file())
+        sums = "".join(f"{_sha256(fresh / name)}  {name}\n" for name in names)
+        (fresh / SUMS).write_text(sums, encoding="utf-8", errors="surrogateescape")
+        if not folder.exists():
+            os.rename(fresh, folder)
+            return
+        for name in (*names, SUMS):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(fresh / name, folder / name)
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:  # among them: a path that leads out
+        raise InputError(f"{archive}: damaged or not the official one ({error}); remove it, or {_OTHER}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_intact(folder: Path) -> bool:
+    """Whether all that was unpacked is still there and the same."""
+    lines = (folder / SUMS).read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n")
+    pairs = (line.partition("  ")[::2] for line in lines)
+    return all((folder / name).is_file() and _sha256(folder / name) == sha256 for sha256, name in pairs)
+
+
+def _is_right(path: Path, size_bytes: int, sha256: str) -> bool:
+    return path.is_file() and path.stat().st_size == size_bytes and _sha256(path) == sha256
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.1f} MB"

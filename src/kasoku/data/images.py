@@ -1,0 +1,349 @@
+"""Batches of images that are read and decoded a few batches ahead, by threads or processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from kasoku.core.errors import InputError
+from kasoku.core.hardware import cores
+from kasoku.data.augment import box_draws, centre_box, random_box, stored_side
+from kasoku.data.crew import Crew, Pace, Processes, Threads
+from kasoku.data.decode import Box, crop, decode
+from kasoku.data.loader import Batches, Fetched, Loader
+from kasoku.data.sources import Dataset, Encoded, GoneError, Items
+
+_AHEAD = 2  # batches that are decoded while one is used
+_CHUNK = 16  # images a thread takes at a time
+_MOST = 64  # threads
+
+Bad = dict[int, str]  # row of a chunk -> what is wrong with its image
+
+
+@dataclass
+class Stats:
+    """What a loader saw so far. `full`: of the batches decoded ahead, the mean share that was ready when asked for."""
+
+    batches: int = 0
+    images: int = 0
+    waited_s: float = 0.0
+    full: float = 0.0
+    workers: int = 0
+
+
+class Skipped:
+    """Images that cannot be decoded: left out, counted, named; too many of them end the training."""
+
+    def __init__(self, images: int, max_bad_fraction: float) -> None:
+        self.images, self.fraction = images, max_bad_fraction
+        self.reasons: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def add(self, index: int, reason: str) -> None:
+        """Notes an image. Raises InputError with the list where there are too many."""
+        with self._lock:
+            self.reasons[index] = reason
+            most = max(1, int(self.fraction * self.images))
+            if len(self.reasons) > most:
+                raise InputError(
+                    f"more than {most} of {self.images:,} images cannot be decoded (max_bad_fraction="
+                    f"{self.fraction:g}): {self.told()}"
+                )
+
+    def told(self) -> str:
+        """The first of them, in a line."""
+        first = [reason for _, reason in sorted(self.reasons.items())][:10]
+        return "; ".join([*first, *(["..."] if len(self.reasons) > len(first) else [])])
+
+
+class FilesLoader(Loader):
+    """Batches of images that are decoded when needed.
+
+    Attributes, beside those of Loader:
+        threads: how many decode. 0: found by measuring, from the usable cores on. Threads live while an epoch
+            is iterated.
+        sharing: how many loaders of this machine share its cores.
+        cache_bytes: a set whose decoded images fit is decoded once, to a little more than the size that is wanted, and
+            cropped from there; a larger one is decoded anew for every crop, only the part that it needs. 1 GiB.
+        stats, skipped: see Stats, Skipped.
+    """
+
+    def __init__(self, dataset: Dataset, split: str, batch: int, **where: Any):
+        super().__init__(dataset, split, batch, **where)
+        self._split: Encoded = getattr(dataset, split)
+        self.threads, self.sharing, self.cache_bytes = 0, 1, 2**30
+        self.stats = Stats()
+        self.skipped = Skipped(len(self._split), dataset.max_bad_fraction)
+        self._pace: Pace | None = None
+        self._processes: Processes | None = None  # as long as the loader: each reads the data set anew
+        self._kept: dict[int, np.ndarray] = {}  # the same for all copies of a loader
+
+    @property
+    def keeps(self) -> bool:
+        """Whether decoded images are kept: known from the set alone, so that batches are the same on all machines."""
+        side = stored_side(min(self.dataset.image_size))
+        return len(self._split) * 4 * side * side <= self.cache_bytes  # 3 bytes a pixel, 4 by 3
+
+    def fetch(self, epoch: int, first: int) -> Batches:
+        """Images decoded ahead."""
+        shares = self._shares(epoch, first, torch.device("cpu"))
+        waiting: deque[_Batch] = deque()
+        crew = self._crew()
+        copies = _Copies(self.device)
+        onward: _Moving | None = None
+        asked_s = time.perf_counter()
+        try:
+            more = True
+            while more or waiting or onward:
+                while more and len(waiting) <= _AHEAD:
+                    index_N = next(shares, None)
+                    more = index_N is not None
+                    if index_N is not None:
+                        waiting.append(self._started(crew, index_N, epoch))
+                here, onward, waited_s = onward, None, self._wait(waiting if onward is None else ())
+                if here is None:
+                    here = copies.start(*self._whole(waiting.popleft(), epoch))
+                if copies.stream and waiting and waiting[0].ready:  # copied while the one before is used
+                    onward = copies.start(*self._whole(waiting.popleft(), epoch))
+                yield copies.arrive(here)
+                now_s = time.perf_counter()
+                if not self.threads and self._pace:
+                    crew.resize(self._pace.batch(now_s - asked_s, waited_s))
+                    self.stats.workers = self._pace.size
+                asked_s = now_s
+        finally:
+            if crew is not self._processes:
+                crew.close()
+
+    def warm(self) -> None:
+        """Reads this rank's images of the next batch; those that are kept it decodes."""
+        shares = islice(self._shares(self.epoch, self.position, torch.device("cpu")), self.parts)
+        crew = Threads(min(cores(), 32))
+        try:
+            begun = [crew.submit(self._touch, index) for index in torch.cat(list(shares)).tolist()]
+            for one in begun:
+                one.result()
+        finally:
+            crew.close()
+
+    def _touch(self, index: int) -> None:
+        try:
+            if self.keeps:
+                self._stored(index)
+            elif not isinstance(self._split, Items):
+                self._split.read(index)
+        except GoneError:
+            raise
+        except InputError:
+            pass  # told when its batch is made
+
+    def _crew(self) -> Crew:
+        own = self.threads or max(1, cores() // self.sharing)
+        if isinstance(self._split, Items) and self._split.processes:
+            self.stats.workers = self._split.processes
+            self._processes = self._processes or Processes(self._split.processes, _enter, self._split)
+            return self._processes
+        if self._pace is None:
+            most = min(_MOST, 4 * own)
+            self._pace = Pace(min(own, most), most, shared=self.device.type == "cpu")
+        self.stats.workers = self.threads or self._pace.size
+        return Threads(self.stats.workers)
+
+    # ---- a batch
+
+    def _started(self, crew: Crew, index_N: torch.Tensor, epoch: int) -> _Batch:
+        """Has a new batch filled."""
+        pin = self.device.type == "cuda"
+        images_NHWC = torch.empty((len(index_N), *self.dataset.image_size, 3), dtype=torch.uint8, pin_memory=pin)
+        out_NHWC = images_NHWC.numpy()
+        index = index_N.tolist()
+        boxes = self._boxes(index_N, epoch)
+        step = max(1, min(_CHUNK, -(-len(index) // max(1, self.stats.workers))))
+        cuts = [slice(start, start + step) for start in range(0, len(index), step)]
+        if isinstance(crew, Processes):
+            size = self.dataset.image_size
+            parts = [crew.submit(_made, index[cut], boxes[cut], size) for cut in cuts]
+            return _Batch(images_NHWC, index_N, cuts, parts)
+        return _Batch(
+            images_NHWC, index_N, cuts, [crew.submit(self._fill, out_NHWC[cut], index[cut], boxes[cut]) for cut in cuts]
+        )
+
+    def _boxes(self, index_N: torch.Tensor, epoch: int) -> list[_Place]:
+        """Which part of each image is shown."""
+        if self.train and self.augment.crop == "random_resized":
+            return [_Place(self.dataset.image_size, u_4, self.augment.scale_min) for u_4 in self._draws(index_N, epoch)]
+        return [_Place(self.dataset.image_size)] * len(index_N)
+
+    def _draws(self, index_N: torch.Tensor, epoch: int) -> list[list[float]]:
+        found: list[list[float]] = box_draws(self.seed, epoch, index_N).tolist()
+        return found
+
+    def _fill(self, out_NHWC: np.ndarray, index: list[int], boxes: list[_Place]) -> Bad:
+        """Writes so many images; returns what is wrong with those that it could not."""
+        bad: Bad = {}
+        for row, (one, box) in enumerate(zip(index, boxes, strict=True)):
+            if one in self.skipped.reasons:
+                bad[row] = self.skipped.reasons[one]
+                continue
+            try:
+                self._write(one, box, out_NHWC[row])
+            except GoneError:
+                raise
+            except InputError as error:
+                bad[row] = str(error)
+        return bad
+
+    def _write(self, index: int, box: _Place, out_HWC: np.ndarray) -> None:
+        source = self._stored(index) if self.keeps else self._split.read(index)
+        crop(source, box, out_HWC, name=self._split.name(index))
+
+    def _stored(self, index: int) -> np.ndarray:
+        """One decoded image, kept; what was pixels already is not kept a second time."""
+        kept = self._kept.get(index)
+        if kept is not None:
+            return kept
+        source = self._split.read(index)
+        if isinstance(source, bytes):
+            name = self._split.name(index)
+            source = self._kept[index] = decode(source, stored_side(min(self.dataset.image_size)), name=name)
+        return source
+
+    def _wait(self, waiting: Sequence[_Batch]) -> float:
+        """Waits for the first of them; returns the seconds."""
+        begin_s = time.perf_counter()
+        ready, stats = sum(batch.ready for batch in waiting), self.stats
+        share = ready / len(waiting) if waiting else 1.0
+        stats.full += (share - stats.full) / (stats.batches + 1)
+        if waiting:
+            with self.trace.span("input", f"{ready} batches ready") if self.trace else nullcontext():
+                for part in waiting[0].parts:
+                    part.result()
+        waited_s = time.perf_counter() - begin_s
+        stats.waited_s += waited_s
+        return waited_s
+
+    def _whole(self, batch: _Batch, epoch: int) -> Fetched:
+        """A decoded batch. In place of a bad image training shows the next good one; a test leaves it out."""
+        self.stats.batches += 1
+        self.stats.images += len(batch.index_N)
+        bad: Bad = {}
+        for cut, part in zip(batch.cuts, batch.parts, strict=True):
+            found = part.result()
+            if isinstance(found, tuple):  # of a process
+                pixels_NHWC, found = found
+                batch.images_NHWC[cut] = torch.from_numpy(pixels_NHWC)
+            bad |= {cut.start + row: reason for row, reason in found.items()}
+        shown_N = batch.index_N
+        if bad:
+            shown_N = shown_N.clone()
+            for row, reason in bad.items():
+                self.skipped.add(int(shown_N[row]), reason)
+                if self.train:
+                    shown_N[row] = self._instead(int(shown_N[row]), batch.images_NHWC[row].numpy(), epoch)
+        y_N = self._split.labels_N[shown_N]
+        if bad and not self.train:
+            good_N = torch.ones(len(y_N), dtype=torch.bool)
+            good_N[list(bad)] = False
+            return batch.images_NHWC[good_N], y_N[good_N], batch.index_N[good_N]
+        return batch.images_NHWC, y_N, batch.index_N
+
+    def _instead(self, index: int, out_HWC: np.ndarray, epoch: int) -> int:
+        """The next image that can be decoded, written in place of this one."""
+        for step in range(1, len(self._split)):
+            other = (index + step) % len(self._split)
+            bad = self._fill(out_HWC[None], [other], self._boxes(torch.tensor([other]), epoch))
+            if not bad:
+                return other
+            self.skipped.add(other, bad[0])
+        raise InputError(f"{self.dataset.name}: no image can be decoded: {self.skipped.told()}")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which part of an image is shown, once its size is known."""
+
+    size: tuple[int, int]
+    u_4: list[float] | None = None
+    scale_min: float = 1.0
+
+    def __call__(self, width: int, height: int) -> Box:
+        if self.u_4 is None:
+            return centre_box(width, height, self.size)
+        return random_box(width, height, self.u_4, self.scale_min)
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A batch in the making; `parts` fill its `cuts`."""
+
+    images_NHWC: torch.Tensor  # noqa: N815
+    index_N: torch.Tensor  # noqa: N815
+    cuts: list[slice]
+    parts: list[Future[Any]]
+
+    @property
+    def ready(self) -> bool:
+        return all(part.done() for part in self.parts)
+
+
+_Moving = tuple[Fetched, Any]  # tensors on their way to the device, and the event that they are there
+
+
+class _Copies:
+    """Copies to the device, on a stream of their own, so that computing goes on meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        make: Any = torch.cuda.Stream
+        self.stream = make(device) if device.type == "cuda" else None
+
+    def start(self, images_NHWC: torch.Tensor, y_N: torch.Tensor, index_N: torch.Tensor) -> _Moving:
+        """Begins to copy; to be read after `arrive`."""
+        if self.stream is None:
+            return (images_NHWC.to(self.device), y_N.to(self.device), index_N.to(self.device)), None
+        with torch.cuda.stream(self.stream):
+            pinned = [t if t.is_pinned() else t.pin_memory() for t in (images_NHWC, y_N, index_N)]
+            there = [t.to(self.device, non_blocking=True) for t in pinned]
+            return (there[0], there[1], there[2]), self.stream.record_event()
+
+    def arrive(self, moving: _Moving) -> Fetched:
+        """Has what is computed from here on wait for the copies; the host does not."""
+        batch, event = moving
+        if event is not None:
+            now = torch.cuda.current_stream(self.device)
+            now.wait_event(event)
+            for tensor in batch:
+                tensor.record_stream(now)  # its memory is not given to another copy before
+        return batch
+
+
+_SPLIT: list[Items] = []  # of a process that decodes
+
+
+def _enter(split: Items) -> None:
+    torch.set_num_threads(1)
+    _SPLIT[:] = [split]
+
+
+def _made(index: list[int], boxes: list[_Place], size: tuple[int, int]) -> tuple[np.ndarray, Bad]:
+    """In a process: so many images, and what is wrong with those that it could not read."""
+    out_NHWC = np.zeros((len(index), *size, 3), np.uint8)
+    bad: Bad = {}
+    for row, (one, box) in enumerate(zip(index, boxes, strict=True)):
+        try:
+            crop(_SPLIT[0].read(one), box, out_NHWC[row], name=_SPLIT[0].name(one))
+        except GoneError:
+            raise
+        except InputError as error:
+            bad[row] = str(error)
+    return out_NHWC, bad

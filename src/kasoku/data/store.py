@@ -1,0 +1,399 @@
+"""Files below a root, on this machine or far away; what comes from far away is kept on the local disk.
+
+Note: what is kept of a remote file
+Two files: a sparse copy, into which bytes are written where they belong, and a log with a line (start, stop, crc32) for
+each piece of it, appended at once and only when the bytes are in the copy. So a sample of a shard costs its own bytes,
+once. A torn line, or bytes that a crash lost, cost another read and nothing else, and processes share the folder
+without locks. The name of both comes from the file's path, size, and etag or time of change: versions do not mix.
+Nothing is evicted: every sample is wanted once an epoch, in an order that changes; making room would only miss more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import os
+import re
+import sys
+import threading
+import time
+import zlib
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import quote, unquote
+
+from kasoku.core.errors import InputError
+from kasoku.data.sources import GoneError
+
+_REQUEST_BYTES = 8 * 2**20  # asked for at once: a large file on a slow line must not look like a stall
+_REQUEST_S = 20.0  # a request that takes longer is given up, and made again
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
+_PIECE_BYTES = 256 * 2**10  # the most that has one crc: to check a few bytes, the whole piece is read
+_BLOCK_BYTES = 4096
+_OPEN, _COPIES = 128, 4096  # local files that stay open; remote files whose log stays in memory
+_LISTING, _DEPTH = 8, 32  # folders listed at once; folders below each other (some sites answer to any address)
+_VERSIONS = "ETag etag md5Hash LastModified Last-Modified last_modified mtime modificationTime modified updated created"
+_LINE = re.compile(rb"(\d{1,18}) (\d{1,18}) ([0-9a-f]{8})")
+
+_Paths = list[str]  # in a class with a method `list`
+
+
+def is_remote(root: str) -> bool:
+    """Whether a root is an address ("s3://bucket/folder") and not a folder of this machine."""
+    return "://" in root and not root.startswith("file://")
+
+
+class Store:
+    """Files below a root, on this machine or far away; what is read from far away is kept on the local disk.
+
+    Args:
+        root: a folder (it may name environment variables), or an address that fsspec knows (http:// s3:// gs:// hdfs://
+            and more); credentials and endpoints come from fsspec's own settings.
+        cache: where remote files are kept; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
+        cache_bytes: how much of this root is kept there, by all processes together; what is there already counts.
+        patience_s: how long a source that does not answer is asked again.
+
+    `local`: whether the files are on this machine.
+    Errors: InputError for what is missing, a package too; GoneError for a source that refuses, or no longer answers.
+    """
+
+    def __init__(self, root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30, patience_s: float = 60.0) -> None:
+        if cache_bytes < 0:
+            raise InputError(f"cache_bytes={cache_bytes}: 0 bytes or more")
+        if not patience_s > 0:
+            raise InputError(f"patience_s={patience_s}: more than 0 seconds")
+        self.root, self.local = root, not is_remote(root)
+        self._files: _Here | _Far = _Here(root) if self.local else _Far(root, patience_s)
+        home = cache or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kasoku")
+        digest = hashlib.sha256(os.fsencode(root.rstrip("/"))).hexdigest()[:20]
+        self._room = _Room(Path(home).expanduser() / f"store-{digest}", cache_bytes, self._files.shown)
+        self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
+        self._copies: dict[str, _Copy] = {}
+
+    def list(self) -> _Paths:
+        """Paths of all files below the root, relative to it, "/" between parts, sorted; without hidden ones."""
+        if isinstance(self._files, _Here):
+            return self._files.list()
+        entries = self._files.list()
+        self._states.update((path, _state(info)) for path, info in entries.items() if info.get("size") is not None)
+        return sorted(entries)
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        return self._files.size(path) if isinstance(self._files, _Here) else self._known(self._files, path)[0]
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes start (0 or more) to stop (None: its end) of a file, fewer where it ends before; thread-safe."""
+        if isinstance(self._files, _Here):
+            return self._files.read(path, start, stop)
+        size, version = self._known(self._files, path)
+        stop = size if stop is None else min(stop, size)
+        copy, parts = self._copy(path, size, version), []
+        while start < stop:
+            part, gap_end = copy.read(start, stop)
+            if not part:
+                first, data = self._files.read(path, start, min(gap_end, start + _REQUEST_BYTES), size)
+                copy.keep(first, data)
+                part = data[start - first : stop - first]
+            parts.append(part)
+            start += len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Closes the files that stayed open; nobody may be reading."""
+        while isinstance(self._files, _Here) and self._files.open:
+            os.close(self._files.open.popitem()[1])
+
+    def _known(self, far: _Far, path: str) -> tuple[int, str]:
+        if path not in self._states:
+            self._states[path] = _state(far.info(path))
+        return self._states[path]
+
+    def _copy(self, path: str, size: int, version: str) -> _Copy:
+        copy = self._copies.get(path)
+        if copy is None:
+            digest = hashlib.sha256(f"{size} {version} {path}".encode("utf-8", "surrogateescape")).hexdigest()
+            copy = _Copy(self._room.folder / digest[:2] / digest[2:24], size, self._room)
+            if len(self._copies) < _COPIES:
+                copy = self._copies.setdefault(path, copy)  # another thread may have been faster
+        return copy
+
+
+class _Here:
+    """A folder of this machine. The first files stay open: on a network disk, opening one takes as long as a read."""
+
+    def __init__(self, root: str) -> None:
+        self.shown = os.path.expanduser(os.path.expandvars(root.removeprefix("file://"))).rstrip("/") or "/"
+        if not root or not os.path.isdir(self.shown):
+            raise InputError(f"root={root}: no such folder; give a folder, or an address such as s3://bucket/folder")
+        self.open: dict[str, int] = {}  # closed by close() alone: another thread may be reading
+
+    def list(self) -> _Paths:
+        found = []
+        for folder, below, names in os.walk(self.shown, onerror=_refuse, followlinks=True):
+            below[:] = [name for name in below if not name.startswith(".")]
+            found += [os.path.join(folder, name) for name in names if not name.startswith(".")]
+        return sorted(os.path.relpath(path, self.shown).replace(os.sep, "/") for path in found)
+
+    def size(self, path: str) -> int:
+        try:
+            return os.path.getsize(f"{self.shown}/{path}")
+        except OSError as error:
+            _refuse(error)
+
+    def read(self, path: str, start: int, stop: int | None) -> bytes:
+        parts, kept = [], self.open.get(path)
+        try:
+            file = os.open(f"{self.shown}/{path}", os.O_RDONLY) if kept is None else kept
+            try:
+                stop = os.fstat(file).st_size if stop is None else stop
+                while start < stop and (part := os.pread(file, min(stop - start, 2**30), start)):
+                    parts.append(part)
+                    start += len(part)
+            finally:
+                if kept is None and (len(self.open) >= _OPEN or self.open.setdefault(path, file) != file):
+                    os.close(file)
+        except OSError as error:
+            error.filename = f"{self.shown}/{path}"
+            _refuse(error)
+        return b"".join(parts)
+
+
+class _Far:
+    """A remote root, through fsspec, asked until the patience is over. shown: the root without a password."""
+
+    def __init__(self, root: str, patience_s: float) -> None:
+        self.shown = _plain(root.rstrip("/"))
+        self._web, self._patience_s = root.startswith(("http://", "https://")), patience_s
+        try:
+            self._system, top = importlib.import_module("fsspec.core").url_to_fs(root)
+            self._system.invalidate_cache()  # what an earlier store of this process listed
+        except ImportError as error:
+            missing = str(getattr(error.__cause__ or error, "name", None) or "fsspec").partition(".")[0]
+            package = "'kasoku[remote]'" if self._web or missing == "fsspec" else missing
+            raise InputError(f"root={self.shown}: {error}; run: pip install {package}") from error
+        except Exception as error:  # an unknown protocol, or whatever the source's own package raises
+            raise InputError(f"root={self.shown}: cannot be opened ({_plain(error)}); check the address") from error
+        self._top = str(top).rstrip("/")
+
+    def list(self) -> dict[str, dict[str, Any]]:
+        """What is told of each file, by its path. Not by fsspec's find(): it leaves out a folder it could not list."""
+        found, folders, seen = {}, [self._top], {self._top}
+        with ThreadPoolExecutor(_LISTING, thread_name_prefix="kasoku-list") as pool:
+            while folders:
+                below: dict[str, None] = {}
+                for info in (info for entries in pool.map(self._entries, folders) for info in entries):
+                    name, path = str(info["name"]).rstrip("/"), self._path(str(info["name"]))
+                    if path and (info.get("type") == "directory" or str(info["name"]).endswith("/")):
+                        below[name] = None
+                    elif path:
+                        found[path] = info
+                folders = [name for name in below if name not in seen]
+                seen.update(folders)
+        return found
+
+    def info(self, path: str) -> dict[str, Any]:
+        """What is told of a file. Raises InputError where its size is not."""
+        info: dict[str, Any] = self._ask(path, lambda limit_s: self._request(limit_s, "info", self._address(path)))
+        if info.get("size") is None or info.get("type") == "directory":
+            raise InputError(f"{self.shown}/{path}: not a file, or the source does not tell its size; leave it out")
+        return info
+
+    def read(self, path: str, start: int, stop: int, size: int) -> tuple[int, bytes]:
+        """Where the bytes begin, and the bytes: those asked for, or all of the file where a server knows no ranges."""
+
+        def attempt(limit_s: float) -> tuple[int, bytes]:
+            data = bytes(self._request(limit_s, "cat_file", self._address(path), start=start, end=stop))
+            if len(data) not in (stop - start, size):
+                raise OSError(f"{len(data)} bytes came, not {stop - start}")
+            return (start if len(data) == stop - start else 0), data
+
+        answer: tuple[int, bytes] = self._ask(path, attempt)
+        return answer
+
+    def _entries(self, folder: str) -> Any:
+        limit_s, where = self._patience_s, folder[len(self._top) + 1 :]  # a large folder takes many requests
+        return self._ask(where, lambda _: self._request(limit_s, "ls", folder or "/", detail=True))
+
+    def _path(self, name: str) -> str:
+        """The path of a listed name relative to the root; empty for what is hidden, elsewhere, or a page's own link."""
+        path = name[len(self._top) + 1 :].rstrip("/")
+        parts = (unquote(path, errors="surrogateescape") if self._web else path).split("/")
+        hidden = any(not part or part.startswith(".") for part in parts) or len(parts) > _DEPTH
+        other = not name.startswith(f"{self._top}/") or (self._web and ("?" in path or "#" in path))
+        return "" if hidden or other else "/".join(parts)
+
+    def _address(self, path: str) -> str:
+        return f"{self._top}/{quote(path, errors='surrogateescape') if self._web else path}"
+
+    def _ask(self, path: str, attempt: Callable[[float], Any]) -> Any:
+        """The answer to a request; `attempt` gets its time limit, and is made again after 0.5, 1, 2, 4, 8, 8 ... s."""
+        until, wait_s, where = time.monotonic() + self._patience_s, _FIRST_WAIT_S, f"{self.shown}/{path}"
+        while True:
+            try:
+                return attempt(max(1.0, min(_REQUEST_S, until - time.monotonic())))
+            except Exception as error:  # each source's package has its own
+                status = getattr(error, "status", None) or getattr(error.__cause__, "status", None)
+                # fsspec takes whatever goes wrong with a web page's info() for a missing file, but names the cause
+                missing = isinstance(error, FileNotFoundError) and not (self._web and error.__cause__)
+                if missing or status in (404, 410):
+                    raise InputError(f"{where}: no such file or folder; check the address") from error
+                refused, left_s = isinstance(error, PermissionError) or status in (401, 403), until - time.monotonic()
+                if refused or left_s <= 0:
+                    what = "access refused" if refused else f"no answer for {self._patience_s:g} s"
+                    raise GoneError(
+                        f"{where}: {what} ({type(error).__name__} {_plain(error)}); what was trained so far is in the "
+                        "last checkpoint, go on with --resume when the source is back"
+                    ) from error
+            time.sleep(min(wait_s, left_s))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def _request(self, limit_s: float, name: str, address: str, **options: Any) -> Any:
+        """What a method of fsspec gives. TimeoutError after limit_s: one that hangs holds up nothing, not even exit."""
+        answer: Future[Any] = Future()
+
+        def settle() -> None:
+            answer.set_running_or_notify_cancel()
+            try:
+                answer.set_result(getattr(self._system, name)(address, **options))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        if self._system.async_impl:
+            call = getattr(self._system, f"_{name}")(address, **options)
+            answer = asyncio.run_coroutine_threadsafe(call, self._system.loop)
+        else:
+            threading.Thread(target=settle, name="kasoku-store", daemon=True).start()
+        try:
+            return answer.result(limit_s)
+        finally:
+            answer.cancel()  # of one that hangs: closes its connection
+
+
+class _Copy:
+    """What is kept of one remote file (see the Note above), as far as this process knows."""
+
+    def __init__(self, stem: Path, size: int, room: _Room) -> None:
+        self._bytes, self._log, self._room = f"{stem}.bytes", f"{stem}.log", room
+        self._starts, self._rests = array("Q"), array("Q")  # of each piece: where it starts; length << 32 | crc
+        self._lock = threading.Lock()
+        try:
+            lines = Path(self._log).read_bytes().split(b"\n")
+        except OSError:
+            return
+        for match in filter(None, map(_LINE.fullmatch, lines)):
+            start, stop, crc = int(match[1]), int(match[2]), int(match[3], 16)
+            if start < stop <= min(size, start + _PIECE_BYTES):
+                self._note(start, (stop - start) << 32 | crc)
+
+    def read(self, start: int, stop: int) -> tuple[bytes, int]:
+        """The bytes from start on, at most to stop, that one sound piece holds; or none, and where they may end."""
+        while True:
+            with self._lock:
+                after = bisect_right(self._starts, start)
+                least = bisect_left(self._starts, max(0, start - _PIECE_BYTES))  # one that starts before ends before
+                for at in range(after - 1, least - 1, -1):
+                    first, rest = self._starts[at], self._rests[at]
+                    if first + (rest >> 32) > start:
+                        break
+                else:
+                    return b"", min([stop, *self._starts[after : after + 1]])
+            try:
+                with open(self._bytes, "rb", buffering=0) as file:
+                    file.seek(first)
+                    data = file.read(rest >> 32)
+            except OSError:
+                data = b""
+            if len(data) << 32 | zlib.crc32(data) == rest:
+                return data[start - first : stop - first], stop
+            with self._lock:
+                self._note(first, 0)  # damaged: a piece of no bytes
+
+    def keep(self, first: int, data: bytes) -> None:
+        """Writes bytes into the copy, then their pieces into the log, while there is room."""
+        view = memoryview(data)
+        cuts = ((first + at, view[at : at + _PIECE_BYTES]) for at in range(0, len(view), _PIECE_BYTES))
+        pieces = [(start, part, len(part) << 32 | zlib.crc32(part)) for start, part in cuts]
+        with self._lock:
+            new = [piece for piece in pieces if not self._has(piece[0], piece[2])]  # another thread read the same
+            if not new or not self._room.take(sum(len(part) for _, part, _ in new)):
+                return
+            try:
+                os.makedirs(os.path.dirname(self._bytes), exist_ok=True)
+                with open(os.open(self._bytes, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
+                    for start, part, _ in new:
+                        file.seek(start)
+                        file.write(part)
+                lines = (b"%d %d %08x\n" % (start, start + (rest >> 32), rest & 0xFFFFFFFF) for start, _, rest in new)
+                with open(self._log, "ab", buffering=0) as file:  # one write, which another process's does not split
+                    file.write(b"\n" + b"".join(lines))  # ends first a line that another process may have torn
+                for start, _, rest in new:
+                    self._note(start, rest)
+            except OSError as error:
+                self._room.close(error)
+
+    def _has(self, start: int, rest: int) -> bool:
+        at = bisect_left(self._starts, start)
+        return at < len(self._starts) and (self._starts[at], self._rests[at]) == (start, rest)
+
+    def _note(self, start: int, rest: int) -> None:
+        at = bisect_left(self._starts, start)
+        if self._starts[at : at + 1] != array("Q", [start]):
+            self._starts.insert(at, start)
+            self._rests.insert(at, 0)
+        self._rests[at] = rest  # what was noted last holds
+
+
+class _Room:
+    """How much a folder takes, of all processes together: the file `used` grows by one byte for each block kept."""
+
+    def __init__(self, folder: Path, limit_bytes: int, shown: str) -> None:
+        self.folder, self._limit_bytes, self._shown = folder, limit_bytes, shown
+        self._closed, self._lock = limit_bytes == 0, threading.RLock()
+
+    def take(self, amount_bytes: int) -> bool:
+        """Takes room; False where there is none, or the folder cannot be written."""
+        used, blocks = self.folder / "used", -(-amount_bytes // _BLOCK_BYTES)
+        with self._lock:
+            if self._closed:
+                return False
+            try:
+                if not used.exists():
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    (self.folder / "root.txt").write_text(f"{self._shown}\n", encoding="utf-8", errors="replace")
+                    used.touch()
+                if (used.stat().st_size + blocks) * _BLOCK_BYTES <= self._limit_bytes:
+                    with used.open("ab", buffering=0) as file:
+                        file.write(bytes(blocks))
+                    return True
+                self.close(f"cache_bytes={self._limit_bytes} are used")
+            except OSError as error:
+                self.close(error)
+            return False
+
+    def close(self, reason: object) -> None:
+        """Takes nothing more, and says so, once."""
+        with self._lock:
+            if not self._closed:
+                line = f"{self.folder} takes no more ({reason}); the rest is read from {self._shown} each time"
+                print(f"kasoku: {line}", file=sys.stderr)
+            self._closed = True
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise InputError(f"{error.filename}: cannot be read ({error.strerror}); mend or remove it") from error
+
+
+def _state(info: dict[str, Any]) -> tuple[int, str]:
+    """Size and version of a remote file: the best that fsspec's info() tells, empty without etag or time."""
+    version = next((info[key] for key in _VERSIONS.split() if info.get(key)), "")
+    return int(info["size"]), str(version.timestamp() if hasattr(version, "timestamp") else version)
+
+
+def _plain(text: object) -> str:  # its first line, without a password
+    return re.sub(r"//[^/@:\s]*:[^/@\s]*@", "//", str(text).strip().partition("\n")[0])

@@ -1,0 +1,177 @@
+"""The house's own decoder of JPEG crops against Pillow; without a C compiler there is none."""
+
+import io
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from kasoku.data import jpeg
+from kasoku.data.decode import crop, fitted
+
+pytestmark = pytest.mark.skipif(not jpeg.available(), reason="kasoku was installed without a C compiler")
+
+
+def picture(width, height, seed=0):
+    """Smooth shapes with edges and some noise, as photos have."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (max(2, height // 24), max(2, width // 24), 3), np.uint8)
+    pixels = np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    pixels[height // 3 : height // 2, width // 4 : width // 2] += 60
+    return Image.fromarray(np.clip(pixels + rng.normal(0, 6, pixels.shape), 0, 255).astype(np.uint8))
+
+
+def saved(image, **options):
+    out = io.BytesIO()
+    image.save(out, "JPEG", **options)
+    return out.getvalue()
+
+
+def by_pillow(data, box, size):
+    with Image.open(io.BytesIO(data)) as opened:
+        return fitted(np.asarray(opened.convert("RGB")), box, size)
+
+
+def assert_near(got, want):
+    away = np.abs(got.astype(int) - want.astype(int))
+    assert away.mean() <= 1.0
+    assert (away <= 8).mean() >= 0.999
+
+
+def boxes(width, height):
+    yield 0, 0, width, height
+    yield width * 0.31, height * 0.17, width * 0.83, height * 0.9
+    yield width * 0.6, height * 0.7, width, height
+    yield 0.25, 0.5, min(9.75, width), min(7.25, height)
+    yield width - 1, height - 1, width, height
+
+
+@pytest.mark.parametrize("options", [
+    {"quality": 90, "subsampling": 0},
+    {"quality": 75, "subsampling": 1},
+    {"quality": 50, "subsampling": 2},
+    {"quality": 100, "subsampling": 2},
+    {"quality": 90, "optimize": True},
+    {"quality": 90, "restart_marker_rows": 1},
+    {"quality": 90, "restart_marker_blocks": 3},
+    {"quality": 10},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("shape", [(64, 48), (97, 131), (16, 200), (1, 1), (17, 9)], ids=str)
+def test_crops_have_the_pixels_that_pillow_gives(options, mode, shape):
+    data = saved(picture(*shape).convert(mode), **options)
+    for box in boxes(*shape):
+        for size in ((32, 32), (7, 50), (1, 1)):
+            got = np.zeros((*size, 3), np.uint8)
+            assert jpeg.crop(data, lambda w, h, box=box: box, got)
+            assert_near(got, by_pillow(data, box, size))
+
+
+def test_crops_of_real_photos_have_the_pixels_that_pillow_gives(real_data):
+    rng = np.random.default_rng(0)
+    own = 0
+    for path in sorted((real_data / "imagenet_fullsize").rglob("*.JPEG")):
+        data = path.read_bytes()
+        with Image.open(io.BytesIO(data)) as opened:
+            turned = opened.getexif().get(274, 1) != 1
+            width, height = opened.size
+        x, y = np.sort(rng.random((2, 2)), 1) * [[width], [height]] + [[0], [0.0]]
+        box = (x[0], y[0], max(x[1], x[0] + 0.5), max(y[1], y[0] + 0.5))
+        box = (*box[:2], min(box[2], width), min(box[3], height))
+        got = np.zeros((96, 112, 3), np.uint8)
+        if jpeg.crop(data, lambda w, h, box=box: box, got):
+            own += 1
+            assert_near(got, by_pillow(data, box, (96, 112)))
+        else:
+            assert turned
+    assert own >= 140
+
+
+def test_others_are_left_to_pillow():
+    image = picture(40, 30)
+    turned = Image.Exif()
+    turned[274] = 6
+    got = np.zeros((16, 16, 3), np.uint8)
+    for data in (
+        saved(image, progressive=True),
+        saved(image.convert("CMYK")),
+        saved(image, exif=turned),
+        saved(image)[:-200],
+        saved(image) + b"more",
+        b"",
+        b"\xff\xd8",
+        os.urandom(300),
+    ):
+        assert not jpeg.crop(data, lambda w, h: (0, 0, w, h), got)
+
+
+@pytest.mark.parametrize("box", [
+    (0, 0, 0, 10), (5, 5, 4, 8), (-1, 0, 10, 10), (0, 0, 41, 10), (float("nan"), 0, 10, 10), (0, 0, float("inf"), 9),
+])  # fmt: skip
+def test_a_box_outside_the_image_is_refused(box):
+    assert not jpeg.crop(saved(picture(40, 30)), lambda w, h: box, np.zeros((8, 8, 3), np.uint8))
+    planes = np.zeros((3, 30, 40), np.uint8).transpose(1, 2, 0)
+    assert not jpeg.resize(planes, box, np.zeros((8, 8, 3), np.uint8))
+
+
+BODIES = [
+    saved(picture(80, 61), quality=80),
+    saved(picture(80, 61), quality=80, restart_marker_rows=1),
+    saved(picture(33, 70).convert("L"), optimize=True),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(BODIES),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=8),
+    st.tuples(*[st.floats(0, 1)] * 4),
+    st.booleans(),
+)
+def test_damaged_files_never_do_harm(body, changes, corners, early):
+    data = bytearray(body)
+    for where, value in changes:
+        data[int(where * min(len(data) - 1, 700 if early else len(data)))] = value
+    out = np.full((24 + 2, 24, 3), 7, np.uint8)
+
+    def box(width, height):
+        left, right = sorted((corners[0] * width, corners[2] * width))
+        top, bottom = sorted((corners[1] * height, corners[3] * height))
+        return left, top, right, bottom
+
+    jpeg.crop(bytes(data), box, out[1:-1])
+    assert (out[[0, -1]] == 7).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 90), st.integers(1, 90), st.tuples(*[st.floats(0, 1)] * 4), st.integers(1, 40), st.integers(1, 40)
+)
+def test_planes_are_resized_as_pillow_does(width, height, corners, out_width, out_height):
+    pixels = np.asarray(picture(width, height, seed=width))
+    left, right = sorted((corners[0] * width, corners[2] * width))
+    top, bottom = sorted((corners[1] * height, corners[3] * height))
+    box = (left, top, max(right, min(left + 0.1, width)), max(bottom, min(top + 0.1, height)))
+    if box[2] - box[0] < 0.05 or box[3] - box[1] < 0.05:
+        return
+    planes = np.ascontiguousarray(pixels.transpose(2, 0, 1)).transpose(1, 2, 0)
+    got = np.zeros((out_height, out_width, 3), np.uint8)
+    assert jpeg.resize(planes, box, got)
+    want = fitted(pixels, box, (out_height, out_width))
+    assert np.abs(got.astype(int) - want.astype(int)).max() <= 1
+
+
+def test_crop_without_the_piece_of_c_gives_the_same_pixels(monkeypatch):
+    for data in (saved(picture(300, 200)), saved(picture(2000, 900), quality=80)):
+        found = []
+        for there in (True, False):
+            if not there:
+                monkeypatch.setattr(jpeg, "_LIBRARY", None)
+            out = np.zeros((64, 64, 3), np.uint8)
+            crop(data, lambda w, h: (0.1 * w, 0.2 * h, 0.8 * w, 0.9 * h), out)
+            found.append(out)
+        monkeypatch.undo()
+        assert_near(*found)

@@ -1,0 +1,611 @@
+import contextlib
+import hashlib
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kasoku.core import InputError
+from kasoku.data import GoneError, store
+from kasoku.data.store import Store, is_remote
+
+WEB = all(importlib.util.find_spec(name) for name in ("fsspec", "aiohttp"))
+web = pytest.mark.skipif(not WEB, reason="fsspec or aiohttp is missing: pip install 'kasoku[remote]'")
+SEVERAL = settings(deadline=None, max_examples=40)
+
+
+def made(size, seed=0):
+    return random.Random(seed).randbytes(size)
+
+
+class Site:
+    """A web server on 127.0.0.1 that counts what it sends and can be told to go wrong."""
+
+    def __init__(self):
+        self.files = {
+            "a.tar": made(300_000),
+            "b/two words.tar": made(70_000, 1),
+            "b/ü 100%41.bin": made(999, 2),
+            "b/c/empty": b"",
+            ".hidden": b"x",
+            "b/.git/config": b"x",
+        }
+        self.reads = []  # (path, first, last + 1) of each request for bytes
+        self.sent_bytes = self.requests = 0
+        self.ranges = True
+        self.fails = self.cuts = 0  # so many of the next requests for bytes get a 500, or half of their bytes
+        self.honest = False  # half of the bytes are said to be all
+        self.together = threading.Barrier(1)  # so many requests for bytes are answered at once
+        self.status = 0  # all requests get this
+        self.stalls, self.released = False, threading.Event()  # requests for bytes get nothing
+        self.broken = ""  # this page gets a 500
+        self._lock = threading.Lock()
+
+    def answer(self, request, body):
+        path = unquote(request.path).strip("/")
+        with self._lock:
+            self.requests += 1
+        folder = not path or any(name.startswith(f"{path}/") for name in self.files)
+        if self.status or (folder and path == self.broken != ""):
+            self.send(request, self.status or 500, b"sorry", body)
+        elif folder:
+            page = "".join(f'<a href="{quote(name)}">{name}</a>' for name in self.below(path))
+            page += '<a href="../">up</a><a href="?C=N;O=D">sort</a><a href="/">top</a><a href="./">here</a>'
+            self.send(request, 200, page.encode(), body, {"Content-Type": "text/html"})
+        elif path not in self.files:
+            self.send(request, 404, b"not here", body)
+        elif body:
+            self.give(request, path)
+        else:
+            self.send(request, 200, self.files[path], False, self.tag(path))
+
+    def below(self, path):
+        start = f"{path}/" if path else ""
+        rest = [name[len(start) :] for name in self.files if name.startswith(start)]
+        return sorted({part if not slash else f"{part}/" for part, slash, _ in (name.partition("/") for name in rest)})
+
+    def tag(self, path):
+        return {"ETag": f'"{hashlib.sha256(self.files[path]).hexdigest()[:8]}"'}
+
+    def give(self, request, path):
+        data, status = self.files[path], 200
+        first, stop = 0, len(data)
+        if self.ranges and (asked := request.headers.get("Range")):
+            first, last = asked.removeprefix("bytes=").split("-")
+            first, stop, status = int(first), min(int(last) + 1, stop), 206
+        with self._lock:
+            self.reads.append((path, first, stop))
+            fails, cuts = self.fails > 0, self.cuts > 0
+            self.fails, self.cuts = self.fails - fails, self.cuts - cuts
+        self.together.wait(20)
+        if self.stalls:
+            self.released.wait(60)
+            request.close_connection = True
+        elif fails:
+            self.send(request, 500, b"sorry", True)
+        else:
+            self.send(request, status, data[first:stop], True, self.tag(path), cut=cuts)
+
+    def send(self, request, status, data, body, headers=None, cut=False):
+        request.send_response(status)
+        data = data[: len(data) // 2] if cut and self.honest else data
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        if body:
+            data = data[: len(data) // 2] if cut and not self.honest else data
+            with self._lock:
+                self.sent_bytes += len(data)
+            request.wfile.write(data)
+        request.close_connection = cut
+
+
+@contextlib.contextmanager
+def serving():
+    site = Site()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version, timeout, disable_nagle_algorithm = "HTTP/1.1", 60, True
+
+        def do_GET(self):
+            site.answer(self, True)
+
+        def do_HEAD(self):
+            site.answer(self, False)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    site.root = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield site
+    finally:
+        site.released.set()
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def site():
+    with serving() as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def lasting_site():
+    with serving() as site:
+        yield site
+
+
+@pytest.fixture(autouse=True)
+def _waits_are_short(monkeypatch):
+    monkeypatch.setattr(store, "_FIRST_WAIT_S", 0.02)
+
+
+VISIBLE = ["a.tar", "b/c/empty", "b/two words.tar", "b/ü 100%41.bin"]
+
+
+def kept(cache, ending):
+    """The one kept copy or log."""
+    (path,) = Path(cache).glob(f"store-*/*/*.{ending}")
+    return path
+
+
+def logged_bytes(cache):
+    lines = b"".join(path.read_bytes() for path in Path(cache).glob("store-*/*/*.log")).split(b"\n")
+    return sum(int(stop) - int(start) for start, stop, _ in (line.split() for line in lines if line))
+
+
+# The same files, here and far away
+
+
+@web
+def test_far_files_are_listed_and_read_as_local_ones_are(site, tmp_path):
+    for path, data in site.files.items():
+        (tmp_path / "here" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "here" / path).write_bytes(data)
+    here, file, far = (Store(root) for root in (str(tmp_path / "here"), f"file://{tmp_path}/here/", f"{site.root}/"))
+    assert (here.local, file.local, far.local) == (True, True, False)
+    assert here.list() == file.list() == far.list() == VISIBLE
+    for path in VISIBLE:
+        data = site.files[path]
+        assert here.size(path) == far.size(path) == len(data)
+        for start, stop in [(0, None), (0, 10), (7, 7), (100, 900), (990, 10**6), (10**6, 10**6 + 1), (5, None)]:
+            assert here.read(path, start, stop) == far.read(path, start, stop) == data[start:stop], (path, start, stop)
+    for each in (here, file, far):
+        each.close()
+
+
+@web
+@SEVERAL
+@given(ranges=st.lists(st.tuples(st.integers(0, 300_100), st.integers(0, 300_100)).map(sorted), max_size=12))
+def test_any_ranges_in_any_order_equal_the_original_and_cost_their_bytes_once(lasting_site, ranges):
+    site, data = lasting_site, lasting_site.files["a.tar"]
+    wanted = set().union(*(range(start, min(stop, len(data))) for start, stop in ranges))
+    with tempfile.TemporaryDirectory() as cache:
+        before = site.sent_bytes
+        far = Store(site.root, cache=cache)
+        for start, stop in ranges:
+            assert far.read("a.tar", start, stop) == data[start:stop]
+        assert site.sent_bytes - before == len(wanted)
+        again = Store(site.root, cache=cache)
+        for start, stop in reversed(ranges):
+            assert again.read("a.tar", start, stop) == data[start:stop]
+        assert again.read("a.tar") == data
+        assert site.sent_bytes - before == len(data)
+
+
+@web
+def test_a_second_epoch_reads_nothing_remote(site):
+    ranges = [(start, start + 1000) for start in range(0, 300_000, 1000)]
+    first = Store(site.root)
+    for start, stop in random.Random(0).sample(ranges, len(ranges)):
+        first.read("a.tar", start, stop)
+    assert len(site.reads) == 300
+    assert site.sent_bytes == 300_000
+    for far in (first, Store(site.root)):
+        assert b"".join(far.read("a.tar", *r) for r in ranges) == far.read("a.tar") == site.files["a.tar"]
+    assert len(site.reads) == 300
+
+
+@web
+def test_the_cache_says_which_root_it_is_of(site, tmp_path):
+    Store(site.root).read("a.tar", 0, 5)
+    (told,) = (tmp_path / "cache" / "kasoku").glob("store-*/root.txt")
+    assert told.read_text().strip() == site.root
+
+
+@web
+def test_a_large_file_is_asked_for_in_parts(site, monkeypatch):
+    monkeypatch.setattr(store, "_REQUEST_BYTES", 100_000)
+    assert Store(site.root).read("a.tar", 1) == site.files["a.tar"][1:]
+    assert [stop - start for _, start, stop in site.reads] == [100_000, 100_000, 99_999]
+
+
+@web
+def test_a_server_that_knows_no_ranges_gives_the_file_once(site):
+    site.ranges = False
+    far = Store(site.root)
+    assert far.read("a.tar", 500, 600) == site.files["a.tar"][500:600]
+    assert far.read("a.tar", 299_000) == site.files["a.tar"][299_000:]
+    assert far.read("a.tar") == site.files["a.tar"]
+    assert len(site.reads) == 1
+
+
+@web
+def test_eight_threads_at_once_read_what_is_there(site, tmp_path):
+    data, draw = site.files["a.tar"], random.Random(3)
+    starts = [draw.randrange(0, 299_000) for _ in range(60)] * 4
+    draw.shuffle(starts)
+    stores = [Store(site.root, cache=str(tmp_path)) for _ in range(2)]  # as two ranks of one machine
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [(start, pool.submit(stores[n % 2].read, "a.tar", start, start + 700)) for n, start in enumerate(starts)]
+        assert all(job.result(60) == data[start : start + 700] for start, job in jobs)
+    reads = len(site.reads)
+    third = Store(site.root, cache=str(tmp_path))
+    assert all(third.read("a.tar", start, start + 700) == data[start : start + 700] for start in starts)
+    assert len(site.reads) == reads
+
+
+@web
+def test_what_eight_threads_read_at_once_is_kept_once(site, tmp_path):
+    far, data = Store(site.root, cache=str(tmp_path)), site.files["a.tar"]
+    far.size("a.tar")
+    site.together = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(far.read, "a.tar", 100, 90_100) for _ in range(8)]
+        assert all(job.result(60) == data[100:90_100] for job in jobs)
+    assert len(site.reads) == 8
+    assert logged_bytes(tmp_path) == 90_000
+    (used,) = tmp_path.glob("store-*/used")
+    assert used.stat().st_size == 22  # blocks of 4 KiB
+
+
+# What is kept
+
+
+@web
+def test_the_cache_stays_within_its_bytes_and_reading_goes_on(site, tmp_path, capsys):
+    limit, data = 50 * 4096, site.files["a.tar"]
+    for epoch in range(3):
+        far = Store(site.root, cache=str(tmp_path), cache_bytes=limit)
+        for start in range(0, 300_000, 6000):
+            assert far.read("a.tar", start, start + 6000) == data[start : start + 6000]
+        assert 0.6 * limit < logged_bytes(tmp_path) <= limit, epoch
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert lines[0].startswith("kasoku: ")
+        assert f"takes no more (cache_bytes={limit} are used)" in lines[0]
+
+
+@web
+def test_no_cache_bytes_keep_nothing_and_say_nothing(site, tmp_path, capsys):
+    far = Store(site.root, cache=str(tmp_path / "none"), cache_bytes=0)
+    assert far.read("a.tar", 0, 9) == far.read("a.tar", 0, 9) == site.files["a.tar"][:9]
+    assert len(site.reads) == 2
+    assert not (tmp_path / "none").exists()
+    assert capsys.readouterr().err == ""
+
+
+@web
+def test_a_full_disk_stops_keeping_not_reading(site, tmp_path, capsys):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("/dev/full is not here")
+    far, data = Store(site.root, cache=str(tmp_path)), site.files["a.tar"]
+    far.read("a.tar", 0, 5000)
+    copy = kept(tmp_path, "bytes")
+    copy.rename(tmp_path / "away")
+    copy.symlink_to("/dev/full")
+    for start in (5000, 10_000, 15_000):
+        assert far.read("a.tar", start, start + 5000) == data[start : start + 5000]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "No space left" in lines[0]
+    copy.unlink()
+    (tmp_path / "away").rename(copy)
+    assert logged_bytes(tmp_path) == 5000
+    reads = len(site.reads)
+    assert far.read("a.tar", 0, 5000) == data[:5000]  # what was kept before still serves
+    assert len(site.reads) == reads
+
+
+@web
+def test_a_full_log_keeps_nothing_and_spoils_nothing(site, tmp_path, capsys):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("/dev/full is not here")
+    far, data = Store(site.root, cache=str(tmp_path)), site.files["a.tar"]
+    far.read("a.tar", 0, 5000)
+    kept(tmp_path, "log").unlink()
+    kept(tmp_path, "bytes").with_suffix(".log").symlink_to("/dev/full")
+    assert far.read("a.tar", 5000, 9000) == far.read("a.tar", 5000, 9000) == data[5000:9000]
+    assert "No space left" in capsys.readouterr().err
+
+
+@web
+def test_a_cache_that_cannot_be_written_is_one_warning(site, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    far = Store(site.root, cache=str(tmp_path / "file" / "below"))
+    assert far.read("a.tar", 3, 9) == far.read("a.tar", 3, 9) == site.files["a.tar"][3:9]
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@web
+def test_a_damaged_byte_is_read_anew_and_mended(site, tmp_path):
+    data = site.files["a.tar"]
+    Store(site.root, cache=str(tmp_path)).read("a.tar", 1000, 3000)
+    with open(kept(tmp_path, "bytes"), "r+b") as copy:
+        copy.seek(1500)
+        copy.write(bytes([data[1500] ^ 1]))
+    for reads in (2, 2):
+        assert Store(site.root, cache=str(tmp_path)).read("a.tar", 1000, 3000) == data[1000:3000]
+        assert len(site.reads) == reads
+
+
+@web
+@pytest.mark.parametrize("lost", ["bytes", "log"])
+def test_a_lost_half_of_a_copy_costs_a_read(site, tmp_path, lost):
+    far = Store(site.root, cache=str(tmp_path))
+    far.read("a.tar", 0, 100)
+    kept(tmp_path, lost).unlink()
+    for _ in range(2):
+        assert Store(site.root, cache=str(tmp_path)).read("a.tar", 0, 100) == site.files["a.tar"][:100]
+    assert len(site.reads) == 2
+
+
+@web
+def test_a_torn_last_line_is_not_taken_and_spoils_no_later_one(site, tmp_path):
+    data = site.files["a.tar"]
+    far = Store(site.root, cache=str(tmp_path))
+    far.read("a.tar", 0, 1000)
+    far.read("a.tar", 2000, 3000)
+    log = kept(tmp_path, "log")
+    log.write_bytes(log.read_bytes()[:-5])
+    again = Store(site.root, cache=str(tmp_path))
+    assert again.read("a.tar", 0, 1000) == data[:1000]
+    assert len(site.reads) == 2
+    assert again.read("a.tar", 2000, 3000) == data[2000:3000]
+    assert len(site.reads) == 3
+    assert Store(site.root, cache=str(tmp_path)).read("a.tar", 2000, 3000) == data[2000:3000]
+    assert len(site.reads) == 3
+
+
+number = st.integers(0, 400_000) | st.integers(0, 2**70)
+line = st.builds(lambda a, b, c: b"%d %d %08x" % (a, b, c), number, number, st.integers(0, 2**32 - 1))
+
+
+@web
+@SEVERAL
+@given(log=st.binary(max_size=200) | st.lists(line | st.binary(max_size=9), max_size=30).map(b"\n".join))
+def test_a_log_of_any_bytes_never_raises_and_never_gives_wrong_data(lasting_site, log):
+    site, data = lasting_site, lasting_site.files["a.tar"]
+    with tempfile.TemporaryDirectory() as cache:
+        far = Store(site.root, cache=cache)
+        far.read("a.tar", 0, 5000)
+        kept(cache, "log").write_bytes(log)
+        again = Store(site.root, cache=cache)
+        assert again.read("a.tar", 100, 4000) == data[100:4000]
+        assert again.read("a.tar") == data
+        assert Store(site.root, cache=cache).read("a.tar") == data
+
+
+@web
+def test_a_changed_remote_file_is_not_mixed_with_what_was_kept(site, tmp_path):
+    Store(site.root, cache=str(tmp_path)).read("a.tar", 0, 9000)
+    site.files["a.tar"] = made(300_000, 7)  # as long as before
+    changed = Store(site.root, cache=str(tmp_path))
+    assert changed.read("a.tar", 4000, 12_000) == site.files["a.tar"][4000:12_000]
+    assert len(site.reads) == 2
+
+
+# A source that fails
+
+
+@web
+def test_a_read_that_fails_twice_works(site):
+    site.fails = 2
+    assert Store(site.root).read("a.tar", 5, 50) == site.files["a.tar"][5:50]
+    assert len(site.reads) == 3
+
+
+@web
+@pytest.mark.parametrize("honest", [True, False])
+def test_half_an_answer_is_no_answer(site, honest):
+    site.cuts, site.honest = 2, honest
+    assert Store(site.root).read("a.tar", 90, 5000) == site.files["a.tar"][90:5000]
+    assert len(site.reads) == 3
+
+
+@web
+def test_a_source_that_stays_silent_is_told_in_time(site):
+    far = Store(site.root, patience_s=2.0)
+    far.size("a.tar")
+    site.stalls, start = True, time.monotonic()
+    with pytest.raises(
+        GoneError, match=r"http://127.*/a\.tar: no answer for 2 s \(TimeoutError.*--resume when the sour"
+    ):
+        far.read("a.tar", 0, 10)
+    assert 1.9 < time.monotonic() - start < 5
+
+
+@web
+def test_a_request_that_hangs_is_made_again(site, monkeypatch):
+    monkeypatch.setattr(store, "_REQUEST_S", 1.0)
+    site.stalls, far = True, Store(site.root)
+    threading.Timer(0.5, lambda: setattr(site, "stalls", False)).start()
+    assert far.read("a.tar", 0, 10) == site.files["a.tar"][:10]
+    assert len(site.reads) == 2
+
+
+@web
+def test_a_process_with_a_hanging_read_can_exit(site):
+    site.stalls = True
+    code = (
+        "import sys; from kasoku.data.store import Store; from kasoku.core import InputError\n"
+        "try: Store(sys.argv[1], patience_s=1.5).read('a.tar', 0, 9)\n"
+        "except InputError as error: print(error)\n"
+        "import time; from fsspec.implementations.memory import MemoryFileSystem\n"
+        "MemoryFileSystem.info = lambda *_: time.sleep(600)\n"
+        "try: Store('memory://x', patience_s=1.5).size('a')\n"
+        "except InputError as error: print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, site.root], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert [line.partition(" s (")[0] for line in ran.stdout.splitlines()] == [
+        f"{site.root}/a.tar: no answer for 1.5",
+        "memory://x/a: no answer for 1.5",
+    ]
+    assert ran.stderr == ""
+
+
+@web
+def test_a_server_that_is_down_is_not_taken_for_a_missing_file(site):
+    site.status, far = 500, Store(site.root, patience_s=0.5)
+    for ask in (far.list, lambda: far.size("a.tar"), lambda: far.read("a.tar")):
+        with pytest.raises(GoneError, match=r"no answer for 0\.5 s"):
+            ask()
+    gone = Store("http://127.0.0.1:9", patience_s=0.3)  # nobody listens
+    for ask in (gone.list, lambda: gone.read("a.tar")):
+        with pytest.raises(GoneError, match=r"http://127\.0\.0\.1:9/.*no answer for 0\.3 s"):
+            ask()
+
+
+@web
+def test_what_is_not_there_is_told_at_once(site):
+    far = Store(site.root)
+    with pytest.raises(InputError, match=r"b/none\.tar: no such file") as told:
+        far.read("b/none.tar")
+    assert not isinstance(told.value, GoneError)
+    with pytest.raises(InputError, match="none/: no such file or folder"):
+        Store(f"{site.root}/none").list()
+    far.size("a.tar")
+    del site.files["a.tar"]
+    with pytest.raises(InputError, match=r"a\.tar: no such file"):
+        far.read("a.tar")
+    assert site.requests < 12
+
+
+@web
+def test_refused_access_is_told_at_once(site):
+    far = Store(site.root)
+    far.size("a.tar")
+    site.status = 403
+    with pytest.raises(GoneError, match=r"a\.tar: access refused \(.*403"):
+        far.read("a.tar", 0, 5)
+
+
+@web
+def test_a_folder_that_cannot_be_listed_is_not_left_out(site):
+    site.broken = "b/c"
+    with pytest.raises(GoneError, match="b/c: no answer"):
+        Store(site.root, patience_s=0.3).list()
+
+
+# Other sources, other mistakes
+
+
+def memory(monkeypatch, files):
+    spec = pytest.importorskip("fsspec.implementations.memory", reason="fsspec is missing")
+    monkeypatch.setattr(spec.MemoryFileSystem, "store", {})
+    system = spec.MemoryFileSystem()
+    for path, data in files.items():
+        system.pipe_file(f"/set/{path}", data)
+    return spec.MemoryFileSystem
+
+
+def test_a_source_without_coroutines_serves_as_well(monkeypatch):
+    kind = memory(monkeypatch, {"a/1.bin": made(5000), "a/.no": b"", "2.bin": b"xyz"})
+    far = Store("memory://set")
+    assert far.list() == ["2.bin", "a/1.bin"]
+    assert far.read("a/1.bin", 10, 4000) == made(5000)[10:4000]
+    monkeypatch.setattr(kind, "cat_file", lambda *_, **__: pytest.fail("read again"))
+    for each in (far, Store("memory://set")):
+        assert each.read("a/1.bin", 100, 200) == made(5000)[100:200]
+
+
+def test_a_source_without_coroutines_that_hangs_is_told_in_time(monkeypatch):
+    kind, released = memory(monkeypatch, {"1.bin": b"xyz"}), threading.Event()
+    monkeypatch.setattr(kind, "cat_file", lambda *_, **__: released.wait(30))
+    start = time.monotonic()
+    with pytest.raises(GoneError, match=r"memory://set/1\.bin: no answer for 1 s"):
+        Store("memory://set", patience_s=1.0).read("1.bin")
+    assert time.monotonic() - start < 4
+    released.set()
+
+
+def test_a_missing_package_is_told_with_its_line(monkeypatch):
+    if importlib.util.find_spec("s3fs") is None and importlib.util.find_spec("fsspec") is not None:
+        with pytest.raises(InputError, match="s3://bucket/x: Install s3fs to access S3; run: pip install s3fs"):
+            Store("s3://bucket/x")
+    for name in ("fsspec", "fsspec.core"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(InputError, match=r"s3://bucket/x: .*; run: pip install 'kasoku\[remote\]'"):
+        Store("s3://bucket/x")
+
+
+def test_without_aiohttp_the_web_needs_a_line(monkeypatch):
+    registry = pytest.importorskip("fsspec.registry", reason="fsspec is missing")
+    monkeypatch.setattr(registry, "_registry", {})
+    monkeypatch.setattr(registry, "registry", {})
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(InputError, match=r"root=http://h/x: .*aiohttp.*; run: pip install 'kasoku\[remote\]'"):
+        Store("http://h/x")
+
+
+def test_a_root_that_is_none_is_one_clear_line(tmp_path):
+    for root in ("", str(tmp_path / "gone"), f"file://{tmp_path}/gone"):
+        with pytest.raises(InputError, match=r"root=.*: no such folder; give a folder, or an address such as s3://"):
+            Store(root)
+    with pytest.raises(InputError, match=r"root=nonsense://x: .*; (check the address|run: pip install)"):
+        Store("nonsense://x")
+    with pytest.raises(InputError, match="cache_bytes=-1: 0 bytes or more"):
+        Store(str(tmp_path), cache_bytes=-1)
+    with pytest.raises(InputError, match="patience_s=0: more than 0 seconds"):
+        Store(str(tmp_path), patience_s=0)
+    assert [is_remote(root) for root in ("s3://b", "http://h/x", "file:///x", "/x", "x")] == [True] * 2 + [False] * 3
+
+
+def test_a_password_in_the_address_is_not_shown():
+    pytest.importorskip("fsspec", reason="fsspec is missing")
+    with pytest.raises(InputError, match="root=nonsense://host/x: ") as told:
+        Store("nonsense://me:secret@host/x")
+    assert "secret" not in str(told.value)
+
+
+def test_local_files_stay_open_up_to_a_bound_and_missing_ones_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_OPEN", 3)
+    for name in "abcdef":
+        (tmp_path / name).write_text(name * 9)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    here = Store(str(tmp_path))
+    for name in "abcdefabcdef":
+        assert here.read(name, 2, 5) == name.encode() * 3
+    if before:
+        assert len(os.listdir("/proc/self/fd")) == before + 3
+    here.close()
+    if before:
+        assert len(os.listdir("/proc/self/fd")) == before
+    for ask in (here.read, here.size):
+        with pytest.raises(InputError, match=r"/none: cannot be read \(No such file or directory\)"):
+            ask("none")
+
+
+def test_nothing_is_kept_of_local_files(tmp_path):
+    (tmp_path / "a").write_text("abc")
+    assert Store(str(tmp_path), cache=str(tmp_path / "cache")).read("a") == b"abc"
+    assert not (tmp_path / "cache").exists()
