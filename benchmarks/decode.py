@@ -55,9 +55,10 @@ def _resized(cv2: Any, pixels_HWC: np.ndarray, box: Callable[[int, int], Box], o
     cv2.resize(part, out_HWC.shape[1::-1], dst=out_HWC, interpolation=cv2.INTER_LINEAR)
 
 
-def libraries() -> dict[str, Side]:
-    """Those that are installed."""
-    found: dict[str, Side] = {"pillow": pillow}
+def library(name: str) -> Side:
+    """How a user of it makes a crop; only its own package is imported."""
+    if name == "pillow":
+        return pillow
     cv2 = importlib.import_module("cv2")
     cv2.setNumThreads(1)
 
@@ -65,13 +66,15 @@ def libraries() -> dict[str, Side]:
         pixels_HWC = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
         _resized(cv2, pixels_HWC, box, out_HWC)
 
+    if name == "opencv":
+        return opencv
     simple = importlib.import_module("simplejpeg")
 
     def simplejpeg(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
         pixels_HWC = simple.decode_jpeg(data, "RGB", fastdct=True, fastupsample=True)
         _resized(cv2, pixels_HWC, box, out_HWC)
 
-    return found | {"opencv": opencv, "simplejpeg": simplejpeg}
+    return simplejpeg
 
 
 def bound(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
@@ -137,7 +140,7 @@ def main() -> int:
     folder = Path(data) / "imagenet_fullsize"
     photos = sorted(folder.rglob("*.JPEG"))
     originals = [path.read_bytes() for path in photos]
-    others = libraries()
+    others = {name: library(name) for name in ("pillow", "opencv", "simplejpeg")}
     with tempfile.TemporaryDirectory() as home:
         small, raw = (packed(photos, form, Path(home)) for form in ("jpeg", "raw"))
         sides: dict[str, tuple[Side, Sequence[Any]]] = {"ours": (ours, originals), "bound": (bound, originals)}

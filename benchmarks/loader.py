@@ -34,7 +34,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from common import finish, spread
-from decode import libraries
+from decode import library
 from kasoku.core import InputError
 from kasoku.core.hardware import cores
 from kasoku.data import Augment, draws, folder, loader, normalise
@@ -60,7 +60,7 @@ class Photos:
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if self.read is None:
-            self.read = libraries()[self.library]
+            self.read = library(self.library)
         at_N = torch.tensor([index])
         u_4 = box_draws(0, 0, at_N)[0].tolist()
         out_HWC = np.empty((SIDE, SIDE, 3), np.uint8)
@@ -86,7 +86,9 @@ def pss() -> int:
 
 
 def theirs(root: str, library: str, workers: int, batch: int):
-    return DataLoader(Photos(root, library), batch, shuffle=True, num_workers=workers, drop_last=True)
+    return DataLoader(
+        Photos(root, library), batch, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True
+    )
 
 
 def ours(root: str, workers: int, batch: int):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kasoku.core import InputError, Wall
 from kasoku.core.run import RunFolder
-from kasoku.data import Files, loader, shared
+from kasoku.data import Memory, loader, shared
 from kasoku.recipe import Recipe, dumps
 from kasoku.runs import describe
 from kasoku.trainer import fit, prepare, signals, steps
@@ -77,7 +77,7 @@ def train(
                 describe(run, training, own_modules)
             else:
                 run.write("recipe.toml", dumps(training.recipe))
-        if isinstance(trainings[0].dataset.train, Files):
+        if not isinstance(trainings[0].dataset.train, Memory):
             return _in_turns(trainings, runs, started=started, resume=resume, quiet=quiet)
         results = []
         for training, run in zip(trainings, runs, strict=True):
@@ -91,7 +91,7 @@ def train(
 def _prepared(recipes: Sequence[Recipe]) -> list[Training]:
     first = prepare(recipes[0])
     dataset = first.dataset
-    if not isinstance(dataset.train, Files):
+    if isinstance(dataset.train, Memory):
         return [first, *(prepare(recipe, dataset=dataset) for recipe in recipes[1:])]
     if any(_decoded(recipe) != _decoded(recipes[0]) for recipe in recipes):
         raise InputError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from kasoku import recipe as recipes
 from kasoku.core import InputError, Job
 from kasoku.core.run import RunFolder, load_weights, newest
-from kasoku.data import Dataset, Files, find_images, folder, loader, normalise, read_image
+from kasoku.data import Dataset, Files, FilesLoader, find_images, folder, loader, normalise, read_image
 from kasoku.device import Chosen, choose
 from kasoku.evaluate import averaged, tally
 from kasoku.recipe import Recipe
@@ -117,7 +117,8 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
     totals = torch.zeros(len(members) + 1, 3, dtype=torch.double)
     images = 0
     batch = first.recipe.evaluate.batch or first.recipe.batch // first.recipe.parts(1)
-    for x_NCHW, y_N in loader(dataset, "test", batch, device=first.chosen.device):
+    batches = loader(dataset, "test", batch, device=first.chosen.device)
+    for x_NCHW, y_N in batches:
         logits = [member.logits(x_NCHW).float() for member in members]
         together = torch.stack([one.softmax(1) for one in logits]).mean(0).log()
         totals += torch.stack([tally(one, y_N) for one in [*logits, together]]).cpu()
@@ -130,6 +131,8 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
     for name, (top1, top5, loss) in list(shown)[: len(members) + (len(members) > 1)]:
         table.add_row(escape(name), f"{top1:.2%}", f"{top5:.2%}", f"{loss:.4f}")
     Console(highlight=False).print(table)
+    if isinstance(batches, FilesLoader) and batches.skipped.reasons:
+        print(f"kasoku: {len(batches.skipped.reasons)} images skipped: {batches.skipped.told()}", file=sys.stderr)
     return 0
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from kasoku.core import Comm, InputError, Job, Solo, Technique
 from kasoku.core.run import RunFolder
 from kasoku.course import updates
-from kasoku.data import Dataset, FilesLoader, Loader, loader, sample
+from kasoku.data import Dataset, FilesLoader, GoneError, Loader, loader, sample
 from kasoku.data.index import OneScan
 from kasoku.device import Chosen, Seeded, choose
 from kasoku.models import check_fits
@@ -188,8 +188,13 @@ def fit(
         InputError: when the folder cannot be written any more.
     """
     with Watch(training, run, started=started, resume=resume, quiet=quiet) as watch, signals() as caught:
-        for _ in steps(watch, caught):
-            pass
+        try:
+            for _ in steps(watch, caught):
+                pass
+        except GoneError:
+            if training.job.comm.size == 1:  # of many ranks only some know
+                watch.save()
+            raise
         return watch.finish()
 
 

@@ -3,11 +3,11 @@ import time
 
 import pytest
 
-from kasoku.data.crew import Pace, Threads
+from kasoku.data.crew import Pace, ThreadCrew
 
 
 def test_threads_are_as_many_as_asked_for_and_end():
-    crew = Threads(2)
+    crew = ThreadCrew(2)
     gate = threading.Event()
     busy = threading.Semaphore(0)
 
@@ -41,7 +41,7 @@ def test_threads_are_as_many_as_asked_for_and_end():
 
 
 def test_a_task_that_fails_tells_whoever_waits_for_it():
-    crew = Threads(1)
+    crew = ThreadCrew(1)
     with pytest.raises(ZeroDivisionError):
         crew.submit(lambda: 1 / 0).result(10)
     assert crew.submit(lambda: 7).result(10) == 7
@@ -49,7 +49,7 @@ def test_a_task_that_fails_tells_whoever_waits_for_it():
 
 
 def test_tasks_not_begun_are_not_done_after_close():
-    crew = Threads(1)
+    crew = ThreadCrew(1)
     done = []
     first = crew.submit(lambda: time.sleep(0.2))
     rest = [crew.submit(done.append, i) for i in range(5)]

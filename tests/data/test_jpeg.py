@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kasoku.data import jpeg
-from kasoku.data.decode import crop, fitted
+from kasoku.data.decode import crop, decode, fitted
 
 pytestmark = pytest.mark.skipif(not jpeg.available(), reason="kasoku was installed without a C compiler")
 
@@ -175,3 +175,19 @@ def test_crop_without_the_piece_of_c_gives_the_same_pixels(monkeypatch):
             found.append(out)
         monkeypatch.undo()
         assert_near(*found)
+
+
+def with_xmp(number):
+    body = saved(picture(40, 20))
+    text = b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="%d"/>'
+    text %= number
+    return body[:2] + b"\xff\xe1" + (len(text) + 2).to_bytes(2, "big") + text + body[2:]
+
+
+@pytest.mark.parametrize("number", [1, 6])
+def test_an_orientation_told_in_xmp_is_obeyed(number):
+    out = np.zeros((8, 8, 3), np.uint8)
+    seen = []
+    crop(with_xmp(number), lambda w, h: seen.append((w, h)) or (0, 0, w, h), out)
+    assert seen[-1] == decode(with_xmp(number)).shape[1::-1] == ((40, 20) if number == 1 else (20, 40))
+    assert jpeg.crop(with_xmp(number), lambda w, h: (0, 0, w, h), out) is (number == 1)

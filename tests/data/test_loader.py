@@ -1,3 +1,4 @@
+import io
 import os
 import subprocess
 import sys
@@ -41,7 +42,8 @@ def photos(tmp_path_factory):
         for number in range(20):
             size = (16, 16) if number % 2 else (20 + number, 30)
             pixels = np.asarray(Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize(size))
-            Image.fromarray(pixels).save(root / name / f"{number}.png")
+            kind = "jpg" if number % 3 == 0 else "png"  # both decoders
+            Image.fromarray(pixels).save(root / name / f"{number}.{kind}")
     return folder(str(root), size=16, validation=0.3, cache=str(tmp_path_factory.mktemp("index")))
 
 
@@ -331,6 +333,12 @@ def test_more_bad_images_than_allowed_end_the_epoch_with_their_names(photos, tmp
     assert not decoders()
 
 
+def png(pixels):
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
 class Own:
     """A data set as users write them."""
 
@@ -347,6 +355,7 @@ class Own:
             "grey": pixels[..., 0],
             "tensor": torch.from_numpy(pixels).permute(2, 0, 1),
             "pillow": Image.fromarray(pixels),
+            "bytes": png(pixels),
         }[self.kind]
         return image, index % 3
 
@@ -355,7 +364,7 @@ def own(kind, **settings):
     return replace(digits(), train=Items(Own(kind), **settings), image_size=(16, 16), mean=(0,) * 3, std=(1,) * 3)
 
 
-@pytest.mark.parametrize("kind", ["array", "grey", "tensor", "pillow"])
+@pytest.mark.parametrize("kind", ["array", "grey", "tensor", "pillow", "bytes"])
 def test_a_data_set_of_the_users_own_is_a_split(kind):
     batches = loader(own(kind), "train", 8)
     values = torch.cat([torch.stack([x[:, 0, 0, 0] * 255, y.float()]) for x, y in batches], 1)
@@ -364,10 +373,11 @@ def test_a_data_set_of_the_users_own_is_a_split(kind):
     torch.testing.assert_close(values, torch.stack([10.0 * order_N, (order_N % 3).float()]))
 
 
-def test_processes_give_the_batches_of_threads():
+@pytest.mark.parametrize("kind", ["pillow", "bytes"])
+def test_processes_give_the_batches_of_threads(kind):
     runs = []
     for settings in ({}, {"processes": 2}):
-        batches = loader(own("pillow", **settings), "train", 8)
+        batches = loader(own(kind, **settings), "train", 8)
         batches.augment = CROPPED
         runs.append([*copies(batches), *copies(batches)])
     assert equal(*runs)
@@ -380,6 +390,7 @@ def test_processes_give_the_batches_of_threads():
         (np.zeros((4, 4, 5), np.uint8), "item 0: an array of uint8"),
         ("/nowhere/x.png", "item 0: FileNotFoundError"),
         (7, "item 0: a int"),
+        (np.zeros((0, 5, 3), np.uint8), "item 0: an array of uint8"),
     ],
 )
 def test_items_that_are_no_images_are_one_clear_line(item, message):

@@ -52,3 +52,17 @@ def test_whole_numbers_stay_in_range_at_the_largest_draw():
     largest = torch.tensor([0.0, 1 - 2**-24])
     for count in (1, 3, 9, 33, 1000, 3_000_000):
         assert whole(largest, count).tolist() == [0, count - 1]
+
+
+def test_each_image_is_as_likely_at_each_place_of_an_epoch():
+    """Chi-square over 60 places and images, and over pairs that follow each other."""
+    n, epochs = 60, 3000
+    count_NN, next_NN = torch.zeros(n, n), torch.zeros(n, n)
+    for epoch in range(epochs):
+        order_N = order(n, 1, epoch)
+        count_NN[torch.arange(n), order_N] += 1
+        next_NN[order_N[:-1], order_N[1:]] += 1
+    for found_NN, cells in ((count_NN, n * n), (next_NN[~torch.eye(n, dtype=torch.bool)], n * (n - 1))):
+        wanted = found_NN.sum().item() / cells
+        chi = ((found_NN - wanted) ** 2 / wanted).sum().item()
+        assert abs(chi - cells) < 6 * (2 * cells) ** 0.5

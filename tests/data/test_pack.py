@@ -297,12 +297,13 @@ def test_scraps_of_a_jpeg_are_not_taken_for_a_baseline_one(body):
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 30), (256, 341), (16, 16), (500, 17)])
-def test_each_row_of_blocks_of_a_packed_jpeg_has_its_marker_and_the_pixels_are_those_without(width, height):
+def test_every_64_pixels_of_a_packed_jpeg_have_their_marker_and_the_pixels_are_those_without(width, height):
     pixels_HWC = np.asarray(picture(3, width, height))
     got = Form(0, "jpeg", 90).encoded(pixels_HWC, "x")
     scan = got[got.index(b"\xff\xda") :]
     marks = [scan[at + 1] for at in range(len(scan) - 1) if scan[at] == 0xFF and 0xD0 <= scan[at + 1] <= 0xD7]
-    assert marks == [0xD0 + row % 8 for row in range(-(-height // 16) - 1)]
+    units = -(-width // 16) * -(-height // 16)
+    assert marks == [0xD0 + number % 8 for number in range((units - 1) // 4)]
     out = io.BytesIO()
     Image.fromarray(pixels_HWC).save(out, "JPEG", quality=90, subsampling=2)
     assert (np.asarray(Image.open(io.BytesIO(got))) == np.asarray(Image.open(out))).all()

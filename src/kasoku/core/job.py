@@ -88,8 +88,6 @@ class Job:
         self.comm: Comm = comm or Solo()
         self.accumulate = accumulate
         self.trace = Trace(self.comm.clock, rank=self.comm.rank)
-        if getattr(loader, "trace", self) is None:
-            loader.trace = self.trace  # type: ignore[attr-defined]
         self.steps = 0
         self._since = (0, 0.0)  # steps and epochs when the loader last took its present length
         self.needs_all = False  # set by techniques that need every gradient before any update
@@ -107,6 +105,8 @@ class Job:
         self._on_stepped: list[Callable[[], None]] = []
         self._on_drain: list[Callable[[], None]] = []
         self._on_evaluate: list[tuple[str, Callable[[], AbstractContextManager[object]]]] = []
+        if hasattr(loader, "trace"):
+            self.patch(loader, "trace", self.trace)
 
     # ---- plain objects
 

@@ -18,7 +18,7 @@
 #include <string.h>
 
 enum { JPEG_OK = 0, JPEG_OTHER = 1, JPEG_DAMAGED = 2, JPEG_MEMORY = 3 };
-enum { LOOK = 10, ROWS = 8, LINES = 64 };
+enum { LOOK = 11, ROWS = 8, LINES = 64, FEW = 4, KNOWN = 16, SPARE = 16 << 20 };
 
 #define ONES 0x0101010101010101u
 #define HIGHEST 0x8080808080808080u
@@ -42,8 +42,8 @@ typedef struct {
     int32_t max[18];          /* largest code of each length, to the left of 16 bits; -1: none */
     int32_t offset[17];       /* of the first code of each length in values */
     uint8_t values[256];
-    uint8_t told[16 + 256]; /* what the file said of them, so that the same codes of the next file need no new tables */
-    int told_size, there;
+    uint8_t told[1 + 16 + 256]; /* what the file said of them: the kind, then how many of each length, and which */
+    int told_size;
 } Codes;
 
 /* An entry of `look`: bits to take, run, size of the value still to be read, the value if it is in it already. */
@@ -79,7 +79,9 @@ typedef struct {
     Component part[3];
     float quant[4][64]; /* in zigzag order, with the scale of the transform */
     int quant_there[4];
-    Codes dc[4], ac[4];
+    Codes *dc[4], *ac[4];
+    Codes known[KNOWN]; /* of this file and of those before, so that few files need new tables */
+    int oldest;
     int adobe, orientation;
     const uint8_t *scan, *end;
     /* scratch memory, kept from call to call */
@@ -104,6 +106,12 @@ static int exif_orientation(const uint8_t *p, size_t n) {
     for (int i = 0; i < entries && at <= n && n - at >= 12; i++, at += 12)
         if (U16(p + at) == 0x0112) return U16(p + at + 8);
     return 1;
+}
+
+/* Whether the number behind ="..." or >...< is 1. */
+static int upright_xmp(const uint8_t *p, const uint8_t *end) {
+    while (p < end && (*p < '0' || *p > '9') && *p != '<') p++;
+    return p < end && (*p == '1' || *p == '<'); /* <: of the end of an element */
 }
 
 static int read_quant(Jpeg *j, const uint8_t *p, const uint8_t *end) {
@@ -175,6 +183,23 @@ static void pairs(Codes *c) {
     }
 }
 
+/* The codes that a file tells of, or room for them: told_size is 0. */
+static Codes *known_codes(Jpeg *j, int kind, const uint8_t *counts, int size) {
+    for (int i = 0; i < KNOWN; i++) {
+        Codes *c = &j->known[i];
+        if (c->told_size == 1 + size && c->told[0] == kind && !memcmp(c->told + 1, counts, (size_t)size)) return c;
+    }
+    for (;;) {
+        Codes *c = &j->known[j->oldest];
+        j->oldest = (j->oldest + 1) % KNOWN;
+        int used = 0;
+        for (int i = 0; i < 4; i++) used |= j->dc[i] == c || j->ac[i] == c; /* by this file: 8 at most */
+        if (used) continue;
+        memset(c, 0, sizeof *c);
+        return c;
+    }
+}
+
 static int read_codes(Jpeg *j, const uint8_t *p, const uint8_t *end) {
     while (p < end) {
         if (end - p < 17) return JPEG_DAMAGED;
@@ -184,16 +209,16 @@ static int read_codes(Jpeg *j, const uint8_t *p, const uint8_t *end) {
         for (int i = 0; i < 16; i++) total += counts[i];
         p += 17;
         if (total > 256 || end - p < total) return JPEG_DAMAGED;
-        Codes *c = is_ac ? &j->ac[id] : &j->dc[id];
-        if (c->told_size == 16 + total && !memcmp(c->told, counts, (size_t)c->told_size)) {
-            c->there = 1;
+        Codes **place = is_ac ? &j->ac[id] : &j->dc[id], *c = known_codes(j, is_ac, counts, 16 + total);
+        *place = c;
+        if (c->told_size) {
             p += total;
             continue;
         }
-        memset(c, 0, sizeof *c);
         memcpy(c->values, p, (size_t)total);
         for (int i = 0; i < total; i++)
-            if (is_ac ? (p[i] & 15) > 14 : p[i] > 11) return JPEG_OTHER; /* not of 8-bit images */
+            if (is_ac ? (p[i] & 15) > 14 || (!(p[i] & 15) && p[i] && p[i] != 0xF0) : p[i] > 11)
+                return JPEG_OTHER; /* not of 8-bit images in one scan */
         p += total;
         int code = 0, k = 0;
         for (int length = 1; length <= 16; length++) {
@@ -210,8 +235,9 @@ static int read_codes(Jpeg *j, const uint8_t *p, const uint8_t *end) {
             code <<= 1;
         }
         if (is_ac) pairs(c);
-        memcpy(c->told, counts, 16 + (size_t)total);
-        c->told_size = 16 + total, c->there = 1;
+        c->told[0] = (uint8_t)is_ac;
+        memcpy(c->told + 1, counts, 16 + (size_t)total);
+        c->told_size = 17 + total;
     }
     return JPEG_OK;
 }
@@ -250,7 +276,7 @@ static int read_scan(Jpeg *j, const uint8_t *p, const uint8_t *end) {
         Component *c = &j->part[i];
         if (p[1 + 2 * i] != c->id) return JPEG_OTHER;
         c->dc = p[2 + 2 * i] >> 4, c->ac = p[2 + 2 * i] & 15;
-        if (c->dc > 3 || c->ac > 3 || !j->dc[c->dc].there || !j->ac[c->ac].there || !j->quant_there[c->quant])
+        if (c->dc > 3 || c->ac > 3 || !j->dc[c->dc] || !j->ac[c->ac] || !j->quant_there[c->quant])
             return JPEG_DAMAGED;
     }
     return JPEG_OK;
@@ -258,7 +284,7 @@ static int read_scan(Jpeg *j, const uint8_t *p, const uint8_t *end) {
 
 static int read_headers(Jpeg *j, const uint8_t *data, size_t size) {
     j->width = j->height = j->components = j->restart = 0;
-    for (int i = 0; i < 4; i++) j->dc[i].there = j->ac[i].there = j->quant_there[i] = 0;
+    for (int i = 0; i < 4; i++) j->dc[i] = j->ac[i] = NULL, j->quant_there[i] = 0;
     j->orientation = 1, j->adobe = -1;
     const uint8_t *p = data, *end = data + size;
     if (size < 4 || p[0] != 0xFF || p[1] != 0xD8) return JPEG_OTHER;
@@ -284,7 +310,12 @@ static int read_headers(Jpeg *j, const uint8_t *data, size_t size) {
                     if (j->adobe >= 0 ? j->adobe != 1 : rgb) return JPEG_OTHER; /* not YCbCr */
                 }
                 return j->orientation == 1 ? JPEG_OK : JPEG_OTHER;
-            case 0xE1: if (j->orientation == 1) j->orientation = exif_orientation(q, (size_t)(p - q)); break;
+            case 0xE1:
+                if (j->orientation == 1) j->orientation = exif_orientation(q, (size_t)(p - q));
+                if (p - q > 5 && !memcmp(q, "http:", 5)) /* XMP, which may tell it too */
+                    for (const uint8_t *at = q; p - at >= 11 && (at = memchr(at, 'O', (size_t)(p - at))); at++)
+                        if (!memcmp(at, "Orientation", 11) && !upright_xmp(at + 11, p)) return JPEG_OTHER;
+                break;
             case 0xEE: if (p - q >= 12 && !memcmp(q, "Adobe", 5)) j->adobe = q[11]; break;
             case 0xFE: break;
             default:
@@ -473,10 +504,11 @@ INLINE uint64_t rounded(v8 x) { /* 8 bytes */
 }
 
 /* Of a block whose coefficients lie in its first n rows and columns: 2, 4, 6 or 8. */
-INLINE void transform_of(int n, const float *in, uint8_t *out, size_t stride) {
+INLINE void transform_of(int n, float *in, uint8_t *out, size_t stride) {
     v8 x[8], c[8];
     float half[64] __attribute__((aligned(32)));
     for (int v = 0; v < n; v++) memcpy(&x[v], in + 8 * v, 32), memcpy(&c[v], COSINE[v], 32);
+    memset(in, 0, (size_t)n * 32);
     for (int y = 0; y < 4; y++) { /* cosines of even frequencies are alike on both sides, of odd ones opposite */
         v8 even = x[0] * COSINE[0][y], odd = x[1] * COSINE[1][y];
         for (int v = 2; v < n; v += 2) even += x[v] * COSINE[v][y], odd += x[v + 1] * COSINE[v + 1][y];
@@ -492,10 +524,12 @@ INLINE void transform_of(int n, const float *in, uint8_t *out, size_t stride) {
     }
 }
 
-INLINE void transform(const float *in, int last, uint8_t *out, size_t stride) {
+/* Leaves `in` with zeros again. */
+INLINE void transform(float *in, int last, uint8_t *out, size_t stride) {
     if (!last) {
         uint64_t flat = rounded((v8){} + (in[0] * 0.125f + 128));
         for (int y = 0; y < 8; y++) memcpy(out + (size_t)y * stride, &flat, 8);
+        in[0] = 0;
     } else if (last < 3) {
         transform_of(2, in, out, stride);
     } else if (last < 10) { /* the first four of the zigzag's diagonals */
@@ -540,7 +574,7 @@ INLINE int scan(Jpeg *j, int x0, int x1, int y0, int y1) {
         first *= restart;
     }
     begin(&r, j, p);
-    float coefficients[64] __attribute__((aligned(64)));
+    float coefficients[64] __attribute__((aligned(64))) = {0};
     for (long unit = first, stop = (long)(y1 - 1) * across + x1; unit < stop; unit++) {
         int y = (int)(unit / across), x = (int)(unit % across);
         if (restart && done == restart) {
@@ -563,7 +597,7 @@ INLINE int scan(Jpeg *j, int x0, int x1, int y0, int y1) {
         int wanted = y >= y0 && x >= x0 && x < x1;
         for (int i = 0; i < n; i++) {
             Component *c = &j->part[i];
-            const Codes *dc = &j->dc[c->dc], *ac = &j->ac[c->ac];
+            const Codes *dc = j->dc[c->dc], *ac = j->ac[c->ac];
             const float *quant = j->quant[c->quant];
             for (int v = 0; v < c->v; v++)
                 for (int h = 0; h < c->h; h++) {
@@ -571,7 +605,6 @@ INLINE int scan(Jpeg *j, int x0, int x1, int y0, int y1) {
                         if (block(&r, dc, ac, &c->prediction, quant, NULL) < 0) return JPEG_DAMAGED;
                         continue;
                     }
-                    memset(coefficients, 0, sizeof coefficients);
                     int last = block(&r, dc, ac, &c->prediction, quant, coefficients);
                     if (last < 0) return JPEG_DAMAGED;
                     size_t row = (size_t)((y - y0) * c->v + v) * 8, column = (size_t)((x - x0) * c->h + h) * 8;
@@ -585,15 +618,19 @@ INLINE int scan(Jpeg *j, int x0, int x1, int y0, int y1) {
 
 /* ---- resizing */
 
-/* The taps of Pillow's antialiased bilinear filter from `size` samples to `out`, of the stretch from..to. */
+/* The taps of Pillow's antialiased bilinear filter from `size` samples to `out`, of the stretch from..to; behind them
+   weights of 0, to FEW at least. Returns how many the longest has. */
 static int most_taps(double from, double to, int out) {
     double scale = (to - from) / out;
-    return (int)ceil(scale > 1 ? scale : 1) * 2 + 1;
+    int most = (int)ceil(scale > 1 ? scale : 1) * 2 + 1;
+    return most > FEW ? most : FEW;
 }
 
-static void filter(Taps *taps, float *weights, int most, double from, double to, int size, int out) {
+static int filter(Taps *taps, float *weights, int most, double from, double to, int size, int out) {
     double scale = (to - from) / out, reach = scale > 1 ? scale : 1;
+    int longest = 0;
     for (int i = 0; i < out; i++, weights += most) {
+        memset(weights, 0, (size_t)most * sizeof *weights);
         double centre = from + (i + 0.5) * scale, sum = 0;
         int start = (int)(centre - reach + 0.5), stop = (int)(centre + reach + 0.5);
         if (start < 0) start = 0;
@@ -606,7 +643,9 @@ static void filter(Taps *taps, float *weights, int most, double from, double to,
         }
         for (int k = start; k < stop; k++) weights[k - start] = (float)(weights[k - start] / sum);
         taps[i] = (Taps){start, stop - start, weights};
+        if (stop - start > longest) longest = stop - start;
     }
+    return longest;
 }
 
 static void reach_of(const Taps *taps, int out, int *from, int *to) {
@@ -623,7 +662,8 @@ typedef struct {
     int planes;          /* of pixels that are there already, or of the file; 1: grey */
     const uint8_t *data; /* pixels that are there already */
     Taps *across, *down;
-    int width, height, mirror;
+    int longest_across, longest_down; /* of the taps */
+    int width, height;
     uint16_t *sums;
     uint8_t *chroma; /* rows of it, doubled */
     size_t pitch;    /* of these rows */
@@ -708,11 +748,13 @@ INLINE v8 some_of(const uint8_t *in, size_t some) { /* without a look at what is
 }
 
 /* Up to ROWS rows of the result from y on: a vector of rows for each column, plane by plane. Each line of samples is
-   widened, and turned into colours, once for all these rows. */
-INLINE void resized(Jpeg *j, Task *t, int y, int rows) {
+   widened, and turned into colours, once for all these rows. `few`: so many taps are taken everywhere, those that are
+   not there with weights of 0, so that nothing depends on their number; 0: as many as there are. */
+INLINE void resized(Jpeg *j, Task *t, int y, int rows, int few) {
     const Taps *down = t->down + y, *across = t->across;
     int n = t->right - t->left, first, end, colour = j->scan && t->planes == 3;
     reach_of(down, rows, &first, &end);
+    size_t pitch = (size_t)n + 8 + FEW;
     const uint8_t *start[3];
     size_t stride[3];
     if (colour) {
@@ -720,7 +762,7 @@ INLINE void resized(Jpeg *j, Task *t, int y, int rows) {
             for (int i = 1; i < 3; i++) {
                 uint8_t *row = t->chroma + ((size_t)(k - first) * 2 + (size_t)(i - 1)) * t->pitch;
                 const uint8_t *found = chroma(j, &j->part[i], t->left, t->right, t->x0, t->y0, k, t->sums, row);
-                if (found != row) memcpy(row, found, (size_t)n);
+                if (found != row) memmove(row, found, (size_t)n);
             }
         start[1] = t->chroma, start[2] = t->chroma + t->pitch;
         stride[1] = stride[2] = 2 * t->pitch;
@@ -736,7 +778,8 @@ INLINE void resized(Jpeg *j, Task *t, int y, int rows) {
         }
     }
     for (int x = 0; x < n; x += 8) {
-        v8 sum[3][8] = {}, line[3][LINES];
+        v8 sum[3][8], line[3][LINES];
+        if (!few || rows < 8) memset(sum, 0, sizeof sum);
         size_t some = n - x < 8 ? (size_t)(n - x) : 8;
         for (int base = first; base < end; base += LINES) {
             int stop = end - base < LINES ? end : base + LINES;
@@ -752,6 +795,19 @@ INLINE void resized(Jpeg *j, Task *t, int y, int rows) {
                     line[2][k] = cut_off(light + 1.772f * cb);
                 }
             }
+            if (few) { /* all lines are there */
+                for (int i = 0; i < t->planes; i++) {
+                    for (int k = 1; k < FEW; k++) line[i][stop - base - 1 + k] = (v8){};
+                    for (int r = 0; r < rows; r++) {
+                        const v8 *in = &line[i][down[r].start - first];
+                        const float *weight = down[r].weight;
+                        v8 total = in[0] * weight[0];
+                        for (int k = 1; k < few; k++) total += in[k] * weight[k];
+                        sum[i][r] = total;
+                    }
+                }
+                continue;
+            }
             for (int i = 0; i < t->planes; i++)
                 for (int r = 0; r < rows; r++) {
                     int k = down[r].start > base ? down[r].start : base;
@@ -763,40 +819,56 @@ INLINE void resized(Jpeg *j, Task *t, int y, int rows) {
         }
         for (int i = 0; i < t->planes; i++) {
             turn(sum[i]);
-            memcpy(t->turned + (size_t)i * (size_t)n + (size_t)x, sum[i], some * sizeof(v8));
+            memcpy(t->turned + i * pitch + (size_t)x, sum[i], sizeof sum[i]);
         }
     }
-    for (int i = 0; i < t->planes; i++)
+    for (int i = 0; i < t->planes; i++) {
+        for (size_t k = 0; k < FEW; k++) t->turned[i * pitch + (size_t)n + k] = (v8){};
         for (int x = 0; x < t->width; x++) {
-            v8 total = {};
-            const v8 *in = t->turned + (size_t)i * (size_t)n + (size_t)(across[x].start - t->left);
-            for (int k = 0; k < across[x].count; k++) total += in[k] * across[x].weight[k];
+            const v8 *in = t->turned + i * pitch + (size_t)(across[x].start - t->left);
+            const float *weight = across[x].weight;
+            v8 total = in[0] * weight[0];
+            for (int k = 1; k < (few ? few : across[x].count); k++) total += in[k] * weight[k];
             t->rows[i * t->width + x] = total;
         }
+    }
 }
 
-INLINE void finish(Jpeg *j, Task *t) {
+INLINE void finish(Jpeg *j, Task *t, int few) {
     int width = t->width, next = t->planes == 3 ? width : 0;
     for (int y = 0; y < t->height; y += ROWS) {
-        int some = t->height - y < ROWS ? t->height - y : ROWS;
-        resized(j, t, y, some);
-        for (int x = 0; x < width; x++) {
-            uint8_t pixel[3][ROWS];
+        int rows = t->height - y < ROWS ? t->height - y : ROWS;
+        resized(j, t, y, rows, few);
+        for (int x = 0; x < width; x += 8) {
+            size_t some = width - x < 8 ? (size_t)(width - x) : 8;
+            uint64_t line[3][ROWS];
             for (int i = 0; i < 3; i++) {
-                uint64_t column = rounded(t->rows[i * next + x]);
-                memcpy(pixel[i], &column, ROWS);
+                v8 block[8];
+                memcpy(block, t->rows + i * next + x, sizeof block);
+                turn(block);
+                for (int r = 0; r < ROWS; r++) line[i][r] = rounded(block[r]);
             }
-            uint8_t *at = t->out + ((size_t)y * (size_t)width + (size_t)(t->mirror ? width - 1 - x : x)) * 3;
-            for (int r = 0; r < some; r++, at += 3 * (size_t)width)
-                at[0] = pixel[0][r], at[1] = pixel[1][r], at[2] = pixel[2][r];
+            uint8_t *at = t->out + ((size_t)y * (size_t)width + (size_t)x) * 3;
+            for (int r = 0; r < rows; r++, at += 3 * (size_t)width) {
+                b32 pixels = (b32)(q4){(int64_t)line[0][r], (int64_t)line[1][r], (int64_t)line[2][r], 0};
+                pixels = BYTES(pixels, 0, 8, 16, 1, 9, 17, 2, 10, 18, 3, 11, 19, 4, 12, 20, 5, 13, 21, 6, 14, 22, 7, 15, 23,
+                               24, 25, 26, 27, 28, 29, 30, 31);
+                if (some == 8) memcpy(at, &pixels, 24);
+                else memcpy(at, &pixels, 3 * some);
+            }
         }
     }
 }
 
 INLINE int run(Jpeg *j, Task *t) {
     int error = j->scan ? scan(j, t->x0, t->x1, t->y0, t->y1) : JPEG_OK;
-    if (!error) finish(j, t);
-    return error;
+    if (error) return error;
+    int longest = t->longest_across > t->longest_down ? t->longest_across : t->longest_down;
+    double lines = (double)(t->down[t->height - 1].start - t->down[0].start) / t->height * ROWS + 2 * FEW;
+    if (longest > FEW || lines > LINES) finish(j, t, 0);
+    else if (longest == FEW) finish(j, t, FEW);
+    else finish(j, t, FEW - 1);
+    return JPEG_OK;
 }
 
 /* For what this processor can do. */
@@ -846,8 +918,8 @@ static size_t lay_out(Jpeg *j, Task *t, uint8_t *memory, const double *box) {
     float *wy = cut(&memory, (size_t)t->height * (size_t)most_y * sizeof(float));
     int top, bottom;
     if (start) {
-        filter(t->across, wx, most_x, box[0], box[2], j->width, t->width);
-        filter(t->down, wy, most_y, box[1], box[3], j->height, t->height);
+        t->longest_across = filter(t->across, wx, most_x, box[0], box[2], j->width, t->width);
+        t->longest_down = filter(t->down, wy, most_y, box[1], box[3], j->height, t->height);
         reach_of(t->across, t->width, &t->left, &t->right);
         reach_of(t->down, t->height, &top, &bottom);
     } else { /* the most that it can become */
@@ -870,8 +942,8 @@ static size_t lay_out(Jpeg *j, Task *t, uint8_t *memory, const double *box) {
         t->chroma = cut(&memory, t->planes == 3 ? 2 * lines * t->pitch : 0);
         t->sums = cut(&memory, (columns + 64) * sizeof(uint16_t));
     }
-    t->turned = cut(&memory, (size_t)t->planes * columns * sizeof(v8));
-    t->rows = cut(&memory, (size_t)t->width * 3 * sizeof(v8));
+    t->turned = cut(&memory, (size_t)t->planes * (columns + 8 + FEW) * sizeof(v8));
+    t->rows = cut(&memory, ((size_t)t->width * 3 + 8) * sizeof(v8));
     return (size_t)(memory - start);
 }
 
@@ -887,13 +959,18 @@ static int crop(Jpeg *j, Task *t, const double *box) {
         j->size = bytes;
     }
     lay_out(j, t, j->memory, box);
-    return run_best(j, t);
+    int error = run_best(j, t);
+    if (j->size > SPARE) { /* one huge image must not take memory ever after */
+        free(j->memory);
+        j->memory = NULL, j->size = 0;
+    }
+    return error;
 }
 
 /* Of the file that was opened last, whose bytes are still there: the box left, top, right, bottom (in pixels, within
-   the image), resized to `height` rows of `width` RGB pixels in `out`; `mirror`: from right to left. */
-int kasoku_jpeg_crop(Jpeg *j, const double *box, int32_t width, int32_t height, int32_t mirror, uint8_t *out) {
-    Task task = {.width = width, .height = height, .mirror = mirror, .out = out};
+   the image), resized to `height` rows of `width` RGB pixels in `out`. */
+int kasoku_jpeg_crop(Jpeg *j, const double *box, int32_t width, int32_t height, uint8_t *out) {
+    Task task = {.width = width, .height = height, .out = out};
     task.planes = j->components;
     return j->scan ? crop(j, &task, box) : JPEG_OTHER;
 }

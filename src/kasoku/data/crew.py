@@ -35,7 +35,7 @@ class Crew(Protocol):
         ...
 
 
-class Threads:
+class ThreadCrew:
     """Threads whose number may change: decoders release the interpreter's lock."""
 
     def __init__(self, size: int) -> None:
@@ -81,7 +81,7 @@ class Threads:
             del task, future, call  # what the task held is not kept until the next one comes
 
 
-class Processes:
+class ProcessCrew:
     """Processes, for data sets in Python whose own code holds the interpreter's lock."""
 
     def __init__(self, size: int, start: Callable[..., None], *given: Any) -> None:

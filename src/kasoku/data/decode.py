@@ -23,10 +23,9 @@ from PIL import (
 from kasoku.core.errors import InputError
 from kasoku.data import jpeg
 from kasoku.data.augment import centre_box, stored_side
+from kasoku.data.jpeg import Box
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
-
 _READERS = (JpegImagePlugin, PngImagePlugin, WebPImagePlugin, BmpImagePlugin)  # imported before threads need them
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # told by content, not by name; keeps Pillow's exotic readers out
 _TURNS = {
@@ -117,6 +116,8 @@ def _opened(source: str | bytes, name: str) -> Iterator[Any]:
     try:
         with Image.open(source if isinstance(source, str) else io.BytesIO(source), formats=_FORMATS) as opened:
             yield opened
+    except MemoryError:
+        raise
     except Exception as error:  # damaged bytes make the decoders raise nearly anything
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
@@ -141,6 +142,13 @@ def _cropped(opened: Any, box: Callable[[int, int], Box], size: tuple[int, int])
     x, y = image.width / width, image.height / height
     part = (left * x, top * y, min(right * x, image.width), min(bottom * y, image.height))
     return image.resize(size[::-1], Image.Resampling.BILINEAR, box=part)
+
+
+def upright(image: Any) -> np.ndarray:
+    """RGB pixels_HWC (uint8) of a Pillow image; see `decode` for what becomes of other modes."""
+    turn = _TURNS.get(_orientation(image))
+    image = _rgb(image)
+    return np.asarray(image if turn is None else image.transpose(turn))
 
 
 def _orientation(image: Any) -> int:

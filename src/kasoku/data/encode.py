@@ -60,14 +60,14 @@ class Form:
         return out.getvalue()
 
     def _jpeg(self, pixels_HWC: np.ndarray, name: str) -> bytes:
-        """With a marker before each row of blocks, so that one can be found without decoding those before it.
+        """With a marker every 64 pixels, so that a crop's blocks can be found without decoding those before them.
 
         The usual codes, not ones made for this image: a few bytes more, and whoever reads it has their tables ready.
         """
         out = io.BytesIO()
         try:
             Image.fromarray(pixels_HWC).save(
-                out, "JPEG", quality=self.quality, subsampling="4:2:0", restart_marker_rows=1
+                out, "JPEG", quality=self.quality, subsampling="4:2:0", restart_marker_blocks=4
             )
         except OSError as error:
             raise InputError(f"{name}: cannot be written as JPEG ({error}); remove the image") from error

@@ -58,7 +58,15 @@ def imagenet(root: str, size: int = 224) -> Dataset:
     return dataset
 
 
-def folder(root: str, size: int = 224, *, validation: float = 0.1, seed: int = 0, cache: str = "") -> Dataset:
+def folder(
+    root: str,
+    size: int = 224,
+    *,
+    validation: float = 0.1,
+    seed: int = 0,
+    cache: str = "",
+    max_bad_fraction: float = 0.001,
+) -> Dataset:
     """Image folder: JPEG, PNG, WebP or BMP files, a folder a class, with or without train/ and val/.
 
     root/<class>/<file>, or root/train/<class>/<file> and root/val/<class>/<file> (also validation/, test/). Without a
@@ -67,6 +75,7 @@ def folder(root: str, size: int = 224, *, validation: float = 0.1, seed: int = 0
     pixels of the square that a file is decoded to. Hidden files and other types are left out.
     `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku) keeps the list of files, so that only folders that
     changed are listed again; of an address, which is listed at each start, the files that were read.
+    More bad images than the share `max_bad_fraction` (but more than one) end a training; fewer are skipped and told.
     Errors: InputError for no class folder, a class folder with no image, a class that is only in the validation part.
     """
     if not root:
@@ -97,7 +106,8 @@ def folder(root: str, size: int = 224, *, validation: float = 0.1, seed: int = 0
     (part, first), (away, second) = _train_and_test(parts, top, validation, seed)
     classes = sorted(first)
     train, test = split(part, first, classes), split(away, second, classes)
-    return Dataset(name, tuple(classes), train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
+    shape = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
+    return Dataset(name, tuple(classes), train, test, *shape, max_bad_fraction=max_bad_fraction)
 
 
 def find_images(path: str | Path) -> list[Path]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -18,8 +21,9 @@ import torch
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import cores
 from kasoku.data.augment import box_draws, centre_box, random_box, stored_side
-from kasoku.data.crew import Crew, Pace, Processes, Threads
-from kasoku.data.decode import Box, crop, decode
+from kasoku.data.crew import Crew, Pace, ProcessCrew, ThreadCrew
+from kasoku.data.decode import crop, decode
+from kasoku.data.jpeg import Box
 from kasoku.data.loader import Batches, Fetched, Loader
 from kasoku.data.sources import Dataset, Encoded, GoneError, Items
 
@@ -32,9 +36,10 @@ Bad = dict[int, str]  # row of a chunk -> what is wrong with its image
 
 @dataclass
 class Stats:
-    """What a loader saw so far. `full`: of the batches decoded ahead, the mean share that was ready when asked for."""
+    """What a loader saw so far. `full`: of the batches decoded ahead, the mean share that was ready at a wait."""
 
     batches: int = 0
+    waits: int = 0
     images: int = 0
     waited_s: float = 0.0
     full: float = 0.0
@@ -85,12 +90,14 @@ class FilesLoader(Loader):
         self.stats = Stats()
         self.skipped = Skipped(len(self._split), dataset.max_bad_fraction)
         self._pace: Pace | None = None
-        self._processes: Processes | None = None  # as long as the loader: each reads the data set anew
+        self._processes: ProcessCrew | None = None  # as long as the loader: each reads the data set anew
         self._kept: dict[int, np.ndarray] = {}  # the same for all copies of a loader
 
     @property
     def keeps(self) -> bool:
         """Whether decoded images are kept: known from the set alone, so that batches are the same on all machines."""
+        if isinstance(self._split, Items):  # what items give may be made anew each time, and by other processes
+            return False
         side = stored_side(min(self.dataset.image_size))
         return len(self._split) * 4 * side * side <= self.cache_bytes  # 3 bytes a pixel, 4 by 3
 
@@ -122,13 +129,17 @@ class FilesLoader(Loader):
                     self.stats.workers = self._pace.size
                 asked_s = now_s
         finally:
+            for part in (part for batch in waiting for part in batch.parts):
+                part.cancel()
             if crew is not self._processes:
                 crew.close()
 
     def warm(self) -> None:
         """Reads this rank's images of the next batch; those that are kept it decodes."""
+        if isinstance(self._split, Items):
+            return
         shares = islice(self._shares(self.epoch, self.position, torch.device("cpu")), self.parts)
-        crew = Threads(min(cores(), 32))
+        crew = ThreadCrew(max(1, min(cores(), 32) // self.sharing))
         try:
             begun = [crew.submit(self._touch, index) for index in torch.cat(list(shares)).tolist()]
             for one in begun:
@@ -140,7 +151,7 @@ class FilesLoader(Loader):
         try:
             if self.keeps:
                 self._stored(index)
-            elif not isinstance(self._split, Items):
+            else:
                 self._split.read(index)
         except GoneError:
             raise
@@ -151,13 +162,13 @@ class FilesLoader(Loader):
         own = self.threads or max(1, cores() // self.sharing)
         if isinstance(self._split, Items) and self._split.processes:
             self.stats.workers = self._split.processes
-            self._processes = self._processes or Processes(self._split.processes, _enter, self._split)
+            self._processes = self._processes or ProcessCrew(self._split.processes, _enter, self._split)
             return self._processes
         if self._pace is None:
             most = min(_MOST, 4 * own)
             self._pace = Pace(min(own, most), most, shared=self.device.type == "cpu")
         self.stats.workers = self.threads or self._pace.size
-        return Threads(self.stats.workers)
+        return ThreadCrew(self.stats.workers)
 
     # ---- a batch
 
@@ -170,7 +181,7 @@ class FilesLoader(Loader):
         boxes = self._boxes(index_N, epoch)
         step = max(1, min(_CHUNK, -(-len(index) // max(1, self.stats.workers))))
         cuts = [slice(start, start + step) for start in range(0, len(index), step)]
-        if isinstance(crew, Processes):
+        if isinstance(crew, ProcessCrew):
             size = self.dataset.image_size
             parts = [crew.submit(_made, index[cut], boxes[cut], size) for cut in cuts]
             return _Batch(images_NHWC, index_N, cuts, parts)
@@ -181,12 +192,9 @@ class FilesLoader(Loader):
     def _boxes(self, index_N: torch.Tensor, epoch: int) -> list[_Place]:
         """Which part of each image is shown."""
         if self.train and self.augment.crop == "random_resized":
-            return [_Place(self.dataset.image_size, u_4, self.augment.scale_min) for u_4 in self._draws(index_N, epoch)]
+            u_N4: list[list[float]] = box_draws(self.seed, epoch, index_N).tolist()
+            return [_Place(self.dataset.image_size, u_4, self.augment.scale_min) for u_4 in u_N4]
         return [_Place(self.dataset.image_size)] * len(index_N)
-
-    def _draws(self, index_N: torch.Tensor, epoch: int) -> list[list[float]]:
-        found: list[list[float]] = box_draws(self.seed, epoch, index_N).tolist()
-        return found
 
     def _fill(self, out_NHWC: np.ndarray, index: list[int], boxes: list[_Place]) -> Bad:
         """Writes so many images; returns what is wrong with those that it could not."""
@@ -222,12 +230,13 @@ class FilesLoader(Loader):
         """Waits for the first of them; returns the seconds."""
         begin_s = time.perf_counter()
         ready, stats = sum(batch.ready for batch in waiting), self.stats
-        share = ready / len(waiting) if waiting else 1.0
-        stats.full += (share - stats.full) / (stats.batches + 1)
+        if waiting:
+            stats.waits += 1
+            stats.full += (ready / len(waiting) - stats.full) / stats.waits
         if waiting:
             with self.trace.span("input", f"{ready} batches ready") if self.trace else nullcontext():
                 for part in waiting[0].parts:
-                    part.result()
+                    _result(part)
         waited_s = time.perf_counter() - begin_s
         stats.waited_s += waited_s
         return waited_s
@@ -238,7 +247,7 @@ class FilesLoader(Loader):
         self.stats.images += len(batch.index_N)
         bad: Bad = {}
         for cut, part in zip(batch.cuts, batch.parts, strict=True):
-            found = part.result()
+            found = _result(part)
             if isinstance(found, tuple):  # of a process
                 pixels_NHWC, found = found
                 batch.images_NHWC[cut] = torch.from_numpy(pixels_NHWC)
@@ -330,7 +339,20 @@ class _Copies:
 _SPLIT: list[Items] = []  # of a process that decodes
 
 
+def _result(part: Future[Any]) -> Any:
+    """What a thread or a process made. Raises InputError where the process itself could not."""
+    try:
+        return part.result()
+    except (BrokenProcessPool, pickle.PicklingError) as error:
+        raise InputError(
+            f"processes: one that reads the data set ended ({error}); it must be picklable, fit in memory, and be made "
+            'in a script below `if __name__ == "__main__":`'
+        ) from error
+
+
 def _enter(split: Items) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the training ends its step and saves
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     _SPLIT[:] = [split]
 

@@ -37,7 +37,7 @@ def _declared(library: Any) -> Any:
     new.restype, new.argtypes = pointer, []
     free.restype, free.argtypes = None, [pointer]
     opened.argtypes = [pointer, ctypes.c_char_p, ctypes.c_size_t, pointer, pointer]
-    crop.argtypes = [pointer, pointer, int32, int32, int32, pointer]
+    crop.argtypes = [pointer, pointer, int32, int32, pointer]
     planes.argtypes = [pointer, pointer, int32, int32, pointer, int32, int32, pointer]
     return library
 
@@ -53,6 +53,7 @@ class _Decoder:
             raise MemoryError("no memory for a JPEG decoder")
         self.size = np.zeros(2, np.int32)
         self.box = np.zeros(4, np.float64)
+        self.size_at, self.box_at = self.size.ctypes.data, self.box.ctypes.data
 
     def __del__(self) -> None:
         if getattr(self, "handle", None) and _LIBRARY is not None:  # at exit the module's names go first
@@ -69,25 +70,29 @@ def crop(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> bo
 
     Bilinear, antialiased, as Pillow's resize; releases the GIL. False, with out_HWC undefined: a file for `decode`.
     """
-    if _LIBRARY is None:
+    if _LIBRARY is None or not out_HWC.flags.c_contiguous or out_HWC.dtype != np.uint8:
         return False
     decoder = _own()
-    size = decoder.size.ctypes.data
-    if _LIBRARY.kasoku_jpeg_open(decoder.handle, data, len(data), size, size + 4):
+    size_at = decoder.size_at
+    if _LIBRARY.kasoku_jpeg_open(decoder.handle, data, len(data), size_at, size_at + 4):
         return False
     columns, rows = decoder.size.tolist()
     if columns * rows > _MOST:
         return False
     decoder.box[:] = box(columns, rows)
     height, width, _ = out_HWC.shape
-    place = out_HWC.ctypes.data
-    return not _LIBRARY.kasoku_jpeg_crop(decoder.handle, decoder.box.ctypes.data, width, height, 0, place)
+    return not _LIBRARY.kasoku_jpeg_crop(decoder.handle, decoder.box_at, width, height, out_HWC.ctypes.data)
 
 
 def resize(pixels_HWC: np.ndarray, box: Box, out_HWC: np.ndarray) -> bool:
     """The same of pixels that lie in memory as three planes; False, with out_HWC undefined: others, for `fitted`."""
     rows, columns, channels = pixels_HWC.shape
-    if _LIBRARY is None or channels != 3 or not pixels_HWC.transpose(2, 0, 1).flags.c_contiguous:
+    if (
+        _LIBRARY is None
+        or channels != 3
+        or not out_HWC.flags.c_contiguous
+        or not pixels_HWC.transpose(2, 0, 1).flags.c_contiguous
+    ):
         return False
     decoder = _own()
     decoder.box[:] = box
@@ -97,7 +102,7 @@ def resize(pixels_HWC: np.ndarray, box: Box, out_HWC: np.ndarray) -> bool:
         pixels_HWC.ctypes.data,
         columns,
         rows,
-        decoder.box.ctypes.data,
+        decoder.box_at,
         width,
         height,
         out_HWC.ctypes.data,

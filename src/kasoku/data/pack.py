@@ -29,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import cores
 from kasoku.core.run import write_atomically
+from kasoku.data.decode import SUFFIXES
 from kasoku.data.encode import Form
 from kasoku.data.folder import folder
 from kasoku.data.order import order
@@ -297,4 +298,5 @@ def _found(source: str) -> Dataset:
     else:
         parts = [Path(where).expanduser() / part for part in ("", "train", "val", "validation", "test")]
         packed = any(next(part.glob("*.tar"), None) for part in parts)
+        packed = packed and not any(file.suffix.lower() in SUFFIXES for file in parts[0].rglob("*"))
     return shards(source, cache_bytes=0) if packed else folder(source)

@@ -10,11 +10,11 @@ import mmap
 import os
 import re
 import sys
-import tempfile
 import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
+from kasoku.core.run import write_atomically
 from kasoku.data.encode import planes
 from kasoku.data.folder import IMAGENET_MEAN, IMAGENET_STD, held_out
 from kasoku.data.sources import Dataset, GoneError
@@ -84,7 +85,7 @@ class Shards:
         return replace(self, place_N5=self.place_N5[rows_N], labels_N=self.labels_N[rows_N], names=names)
 
 
-def shards(
+def shards(  # noqa: PLR0913
     root: str,
     size: int = 224,
     *,
@@ -92,6 +93,7 @@ def shards(
     seed: int = 0,
     cache: str = "",
     cache_bytes: int = 64 * 2**30,
+    max_bad_fraction: float = 0.001,
 ) -> Dataset:
     """A pack of `kasoku pack`, or WebDataset-style tar shards of others, here or far away.
 
@@ -121,7 +123,8 @@ def shards(
     if not test_N.any():
         raise InputError(f"{top}: no class has two images, so none can be split off for validation; add val-*.tar")
     train, test = whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N))
-    return Dataset(name, classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
+    shape = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
+    return Dataset(name, classes, train, test, *shape, max_bad_fraction=max_bad_fraction)
 
 
 def opened(root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30) -> tuple[str, Store]:
@@ -278,8 +281,11 @@ def _held_out(whole: Shards, validation: float, seed: int) -> np.ndarray:
 def _indexed(top: str, store: Store, file: str, cache: str) -> Index:
     """The index of one shard: from the cache, or its headers are read; a damaged one is made anew."""
     whole = store.size(file)
-    changed = os.stat(os.path.join(top, file)).st_mtime_ns if store.local else 0
-    key = hashlib.sha256(os.fsencode(f"{top}\n{file}\n{whole}\n{changed}")).hexdigest()[:20]
+    version = store.version(file)
+    if not version:  # nothing would tell of another file of the same size
+        return walk(top, store, file)
+    known = f"{top}\n{os.path.expandvars(store.root)}\n{file}\n{whole}\n{version}"
+    key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]
     home = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kasoku"
     kept = home.expanduser() / "shards" / f"{key}.npz"
     try:
@@ -289,11 +295,7 @@ def _indexed(top: str, store: Store, file: str, cache: str) -> Index:
     except (OSError, Damaged):
         pass
     index = walk(top, store, file)
-    try:
+    with suppress(OSError):  # an index only saves time
         kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, suffix=".tmp", delete=False) as out:
-            out.write(index.dump())
-        os.replace(out.name, kept)
-    except OSError:
-        pass  # an index only saves time
+        write_atomically(kept, lambda part: part.write_bytes(index.dump()))
     return index

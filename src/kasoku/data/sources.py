@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,9 @@ import torch
 
 from kasoku.core.errors import InputError
 from kasoku.data.order import order
+
+_PATIENCE_S = 60.0  # with a disk, perhaps a network's, that does not answer
+_OF_THE_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +66,23 @@ class Files:
         return len(self.paths)
 
     def read(self, index: int) -> bytes:
-        """The bytes of a file. Raises InputError with its path where it cannot be read."""
-        try:
-            with open(self.paths[index], "rb", buffering=0) as file:
-                return file.read()
-        except OSError as error:
-            raise InputError(
-                f"{self.paths[index]}: cannot be read ({error.strerror}); mend or remove the file"
-            ) from error
+        """The bytes of a file. Raises InputError where it cannot be read, GoneError where the disk is at fault."""
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                with open(self.paths[index], "rb", buffering=0) as file:
+                    return file.read()
+            except OSError as error:
+                if error.errno in _OF_THE_FILE:
+                    raise InputError(
+                        f"{self.paths[index]}: cannot be read ({error.strerror}); mend or remove the file"
+                    ) from error
+                if time.monotonic() > until:
+                    raise GoneError(
+                        f"{self.paths[index]}: no answer for {_PATIENCE_S:g} s ({error.strerror}); go on with --resume "
+                        "when the disk is back"
+                    ) from error
+            time.sleep(0.5)
 
     def name(self, index: int) -> str:
         """Class and file name: folders may lie elsewhere on another host."""
@@ -108,6 +122,8 @@ class Items:
 
     def read(self, index: int) -> bytes | np.ndarray:
         """The image of an item. Raises InputError with its number for anything but an image."""
+        from kasoku.data.decode import upright
+
         try:
             image = self.dataset[index][0]
             if isinstance(image, str | os.PathLike):
@@ -115,14 +131,14 @@ class Items:
             if isinstance(image, torch.Tensor):
                 image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
             elif hasattr(image, "convert"):
-                image = np.asarray(image.convert("RGB"))
+                image = upright(image)
         except Exception as error:  # the user's own code
             raise InputError(f"item {index}: {type(error).__name__}: {error}; mend or leave it out") from error
         if isinstance(image, bytes):
             return image
         if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
             grey = image.ndim == 2 or image.shape[2] == 1
-            if grey or image.shape[2] == 3:
+            if image.size and (grey or image.shape[2] == 3):
                 return np.repeat(image.reshape(*image.shape[:2], 1), 3, 2) if grey else image
         raise InputError(
             f"item {index}: {_kind(image)}: the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, "

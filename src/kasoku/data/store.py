@@ -1,12 +1,4 @@
-"""Files below a root, on this machine or far away; what comes from far away is kept on the local disk.
-
-Note: what is kept of a remote file
-Two files: a sparse copy, into which bytes are written where they belong, and a log with a line (start, stop, crc32) for
-each piece of it, appended at once and only when the bytes are in the copy. So a sample of a shard costs its own bytes,
-once. A torn line, or bytes that a crash lost, cost another read and nothing else, and processes share the folder
-without locks. The name of both comes from the file's path, size, and etag or time of change: versions do not mix.
-Nothing is evicted: every sample is wanted once an epoch, in an order that changes; making room would only miss more.
-"""
+"""Files below a root, on this machine or far away; what comes from far away is kept on the local disk."""
 
 from __future__ import annotations
 
@@ -15,12 +7,8 @@ import hashlib
 import importlib
 import os
 import re
-import sys
 import threading
 import time
-import zlib
-from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,17 +16,15 @@ from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
 from kasoku.core.errors import InputError
+from kasoku.data.kept import Copy, Room
 from kasoku.data.sources import GoneError
 
 _REQUEST_BYTES = 8 * 2**20  # asked for at once: a large file on a slow line must not look like a stall
 _REQUEST_S = 20.0  # a request that takes longer is given up, and made again
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
-_PIECE_BYTES = 256 * 2**10  # the most that has one crc: to check a few bytes, the whole piece is read
-_BLOCK_BYTES = 4096
 _OPEN, _COPIES = 128, 4096  # local files that stay open; remote files whose log stays in memory
 _LISTING, _DEPTH = 8, 32  # folders listed at once; folders below each other (some sites answer to any address)
 _VERSIONS = "ETag etag md5Hash LastModified Last-Modified last_modified mtime modificationTime modified updated created"
-_LINE = re.compile(rb"(\d{1,18}) (\d{1,18}) ([0-9a-f]{8})")
 
 _Paths = list[str]  # in a class with a method `list`
 
@@ -71,9 +57,9 @@ class Store:
         self._files: _Here | _Far = _Here(root) if self.local else _Far(root, patience_s)
         home = cache or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kasoku")
         digest = hashlib.sha256(os.fsencode(root.rstrip("/"))).hexdigest()[:20]
-        self._room = _Room(Path(home).expanduser() / f"store-{digest}", cache_bytes, self._files.shown)
+        self._room = Room(Path(home).expanduser() / f"store-{digest}", cache_bytes, self._files.shown)
         self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
-        self._copies: dict[str, _Copy] = {}
+        self._copies: dict[str, Copy] = {}
 
     def list(self) -> _Paths:
         """Paths of all files below the root, relative to it, "/" between parts, sorted; without hidden ones."""
@@ -104,6 +90,12 @@ class Store:
             start += len(part)
         return b"".join(parts)
 
+    def version(self, path: str) -> str:
+        """What changes with a file: its time of change, or what a remote source tells; empty where that is nothing."""
+        if isinstance(self._files, _Here):
+            return str(os.stat(f"{self._files.shown}/{path}").st_mtime_ns)
+        return self._known(self._files, path)[1]
+
     def close(self) -> None:
         """Closes the files that stayed open; nobody may be reading."""
         while isinstance(self._files, _Here) and self._files.open:
@@ -114,11 +106,11 @@ class Store:
             self._states[path] = _state(far.info(path))
         return self._states[path]
 
-    def _copy(self, path: str, size: int, version: str) -> _Copy:
+    def _copy(self, path: str, size: int, version: str) -> Copy:
         copy = self._copies.get(path)
         if copy is None:
             digest = hashlib.sha256(f"{size} {version} {path}".encode("utf-8", "surrogateescape")).hexdigest()
-            copy = _Copy(self._room.folder / digest[:2] / digest[2:24], size, self._room)
+            copy = Copy(self._room.folder / digest[:2] / digest[2:24], size, self._room)
             if len(self._copies) < _COPIES:
                 copy = self._copies.setdefault(path, copy)  # another thread may have been faster
         return copy
@@ -273,116 +265,6 @@ class _Far:
             return answer.result(limit_s)
         finally:
             answer.cancel()  # of one that hangs: closes its connection
-
-
-class _Copy:
-    """What is kept of one remote file (see the Note above), as far as this process knows."""
-
-    def __init__(self, stem: Path, size: int, room: _Room) -> None:
-        self._bytes, self._log, self._room = f"{stem}.bytes", f"{stem}.log", room
-        self._starts, self._rests = array("Q"), array("Q")  # of each piece: where it starts; length << 32 | crc
-        self._lock = threading.Lock()
-        try:
-            lines = Path(self._log).read_bytes().split(b"\n")
-        except OSError:
-            return
-        for match in filter(None, map(_LINE.fullmatch, lines)):
-            start, stop, crc = int(match[1]), int(match[2]), int(match[3], 16)
-            if start < stop <= min(size, start + _PIECE_BYTES):
-                self._note(start, (stop - start) << 32 | crc)
-
-    def read(self, start: int, stop: int) -> tuple[bytes, int]:
-        """The bytes from start on, at most to stop, that one sound piece holds; or none, and where they may end."""
-        while True:
-            with self._lock:
-                after = bisect_right(self._starts, start)
-                least = bisect_left(self._starts, max(0, start - _PIECE_BYTES))  # one that starts before ends before
-                for at in range(after - 1, least - 1, -1):
-                    first, rest = self._starts[at], self._rests[at]
-                    if first + (rest >> 32) > start:
-                        break
-                else:
-                    return b"", min([stop, *self._starts[after : after + 1]])
-            try:
-                with open(self._bytes, "rb", buffering=0) as file:
-                    file.seek(first)
-                    data = file.read(rest >> 32)
-            except OSError:
-                data = b""
-            if len(data) << 32 | zlib.crc32(data) == rest:
-                return data[start - first : stop - first], stop
-            with self._lock:
-                self._note(first, 0)  # damaged: a piece of no bytes
-
-    def keep(self, first: int, data: bytes) -> None:
-        """Writes bytes into the copy, then their pieces into the log, while there is room."""
-        view = memoryview(data)
-        cuts = ((first + at, view[at : at + _PIECE_BYTES]) for at in range(0, len(view), _PIECE_BYTES))
-        pieces = [(start, part, len(part) << 32 | zlib.crc32(part)) for start, part in cuts]
-        with self._lock:
-            new = [piece for piece in pieces if not self._has(piece[0], piece[2])]  # another thread read the same
-            if not new or not self._room.take(sum(len(part) for _, part, _ in new)):
-                return
-            try:
-                os.makedirs(os.path.dirname(self._bytes), exist_ok=True)
-                with open(os.open(self._bytes, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
-                    for start, part, _ in new:
-                        file.seek(start)
-                        file.write(part)
-                lines = (b"%d %d %08x\n" % (start, start + (rest >> 32), rest & 0xFFFFFFFF) for start, _, rest in new)
-                with open(self._log, "ab", buffering=0) as file:  # one write, which another process's does not split
-                    file.write(b"\n" + b"".join(lines))  # ends first a line that another process may have torn
-                for start, _, rest in new:
-                    self._note(start, rest)
-            except OSError as error:
-                self._room.close(error)
-
-    def _has(self, start: int, rest: int) -> bool:
-        at = bisect_left(self._starts, start)
-        return at < len(self._starts) and (self._starts[at], self._rests[at]) == (start, rest)
-
-    def _note(self, start: int, rest: int) -> None:
-        at = bisect_left(self._starts, start)
-        if self._starts[at : at + 1] != array("Q", [start]):
-            self._starts.insert(at, start)
-            self._rests.insert(at, 0)
-        self._rests[at] = rest  # what was noted last holds
-
-
-class _Room:
-    """How much a folder takes, of all processes together: the file `used` grows by one byte for each block kept."""
-
-    def __init__(self, folder: Path, limit_bytes: int, shown: str) -> None:
-        self.folder, self._limit_bytes, self._shown = folder, limit_bytes, shown
-        self._closed, self._lock = limit_bytes == 0, threading.RLock()
-
-    def take(self, amount_bytes: int) -> bool:
-        """Takes room; False where there is none, or the folder cannot be written."""
-        used, blocks = self.folder / "used", -(-amount_bytes // _BLOCK_BYTES)
-        with self._lock:
-            if self._closed:
-                return False
-            try:
-                if not used.exists():
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    (self.folder / "root.txt").write_text(f"{self._shown}\n", encoding="utf-8", errors="replace")
-                    used.touch()
-                if (used.stat().st_size + blocks) * _BLOCK_BYTES <= self._limit_bytes:
-                    with used.open("ab", buffering=0) as file:
-                        file.write(bytes(blocks))
-                    return True
-                self.close(f"cache_bytes={self._limit_bytes} are used")
-            except OSError as error:
-                self.close(error)
-            return False
-
-    def close(self, reason: object) -> None:
-        """Takes nothing more, and says so, once."""
-        with self._lock:
-            if not self._closed:
-                line = f"{self.folder} takes no more ({reason}); the rest is read from {self._shown} each time"
-                print(f"kasoku: {line}", file=sys.stderr)
-            self._closed = True
 
 
 def _refuse(error: OSError) -> NoReturn:
