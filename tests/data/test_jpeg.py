@@ -179,7 +179,9 @@ def test_crop_without_the_piece_of_c_gives_the_same_pixels(monkeypatch):
 
 def with_xmp(number):
     body = saved(picture(40, 20))
-    text = b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="%d"/>'
+    text = (
+        b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="%d"/>'
+    )
     text %= number
     return body[:2] + b"\xff\xe1" + (len(text) + 2).to_bytes(2, "big") + text + body[2:]
 

@@ -18,7 +18,7 @@
 #include <string.h>
 
 enum { JPEG_OK = 0, JPEG_OTHER = 1, JPEG_DAMAGED = 2, JPEG_MEMORY = 3 };
-enum { LOOK = 11, ROWS = 8, LINES = 64, FEW = 4, KNOWN = 16, SPARE = 16 << 20 };
+enum { LOOK = 11, ROWS = 8, LINES = 64, FEW = 4, KNOWN = 16, SPARE = 4 << 20 };
 
 #define ONES 0x0101010101010101u
 #define HIGHEST 0x8080808080808080u

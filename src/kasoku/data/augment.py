@@ -86,8 +86,10 @@ class Transform:
     def __call__(self, images_NHWC: torch.Tensor, index_N: torch.Tensor, epoch: int) -> torch.Tensor:
         """x_NCHW, normalised, in channels_last order, from images_NHWC (uint8) with sample indices index_N (int64)."""
         flip_N = self._flipped(index_N, epoch)
-        if flip_N is not None or self.augment.translate:
+        if self.augment.translate:
             images_NHWC = self._moved(images_NHWC, index_N, epoch, flip_N)
+        elif flip_N is not None:
+            images_NHWC = torch.where(flip_N[:, None, None, None], images_NHWC.flip(2), images_NHWC)
         x_NCHW = normalise(images_NHWC, self.mean, self.std, self.dtype)
         if self.augment.jitter:
             streams_2 = torch.arange(_BRIGHTNESS, _CONTRAST + 1, device=index_N.device)[:, None]

@@ -65,6 +65,11 @@ def available() -> bool:
     return _LIBRARY is not None
 
 
+def decoder() -> str:
+    """What decodes JPEG files: crops of the one differ from the other's by a level or two."""
+    return "kasoku's own" if available() else "Pillow"
+
+
 def crop(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> bool:
     """Writes the part box(width, height) of a JPEG into out_HWC (uint8, RGB, contiguous), resized to its shape.
 

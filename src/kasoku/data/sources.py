@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
+from kasoku.data import jpeg
 from kasoku.data.order import order
 
 _PATIENCE_S = 60.0  # with a disk, perhaps a network's, that does not answer
@@ -175,8 +176,9 @@ class Dataset:
     max_bad_fraction: float = 0.001
 
     def index(self) -> dict[str, str]:
-        """What it holds, in a few texts that ranks can compare: classes, and a digest of labels and files' names."""
-        return {"classes": ", ".join(self.classes), "train": _digest(self.train), "test": _digest(self.test)}
+        """What it holds, in a few texts that ranks can compare: classes, a digest of labels and names, the decoder."""
+        facts = {"classes": ", ".join(self.classes), "train": _digest(self.train), "test": _digest(self.test)}
+        return facts if isinstance(self.train, Memory) else facts | {"decoder": jpeg.decoder()}  # bits depend on it
 
 
 def _digest(split: Split) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kasoku.core.hardware import cores
+from kasoku.data.jpeg import decoder
 
 
 def environment() -> dict[str, Any]:
@@ -22,6 +23,7 @@ def environment() -> dict[str, Any]:
         "versions": {name: version(name) for name in packages},
         "commit": _commit(Path.cwd()),
         "kasoku_commit": _commit(Path(__file__).parent),
+        "jpeg_decoder": decoder(),
         "machine": {
             "system": platform.platform(),
             "cpu": _cpu(),

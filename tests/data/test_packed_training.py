@@ -1,0 +1,38 @@
+"""A pack holds what a training needs of the photos."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from kasoku.core import Job, Linear
+from kasoku.data import Augment, folder, loader, sample, shards
+from kasoku.data.pack import pack
+from kasoku.evaluate import evaluate
+from kasoku.models import cifarnet
+from kasoku.optim import Rate, Rest, muon
+
+
+def accuracy(dataset, epochs=8):
+    torch.manual_seed(0)
+    model = cifarnet(num_classes=10, in_channels=3, widths=(32, 64))
+    model.prepare(sample(dataset, 1000))
+    rule = partial(muon, lr=0.05, momentum=0.8, rest=Rest(bias_lr=2.0, head_lr=20.0))
+    job = Job(model, rule, loader=loader(dataset, "train", 50))
+    job.apply(Augment(flip="random", crop="random_resized", scale_min=0.5), Rate(Linear(epochs=epochs)))
+    for _ in range(epochs):
+        for x_NCHW, y_N in job.loader:
+            job.loss(job.model(x_NCHW), y_N).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+    with job.evaluation() as judged:
+        return evaluate(judged, loader(dataset, "test", 100)).top1
+
+
+@pytest.mark.parametrize("form", ["jpeg", "raw"])
+def test_training_on_a_pack_of_real_photos_is_as_accurate_as_on_the_files(real_data, tmp_path, form):
+    root = real_data / "imagenette224"
+    pack(str(root), str(tmp_path / "pack"), side=64, format=form, quiet=True)
+    from_files, from_pack = accuracy(folder(str(root), 32)), accuracy(shards(str(tmp_path / "pack"), 32))
+    assert from_files > 0.5
+    assert abs(from_pack - from_files) < 0.05, (from_pack, from_files)
