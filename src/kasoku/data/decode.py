@@ -37,7 +37,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_REDUCED = 4  # a JPEG is decoded smaller where so many pixels still make one that is wanted, each way
+_REDUCED = 8  # a JPEG is decoded smaller where so many pixels still make one that is wanted, each way
 
 
 def decode(source: str | bytes, shorter: int = 0, *, name: str = "") -> np.ndarray:
