@@ -75,3 +75,10 @@ def hostile_pickle(path):
     out = io.BytesIO()
     pickle.Pickler(out, protocol=2).dump({b"data": Hostile()})
     return out.getvalue()
+
+
+def fill(where, count):
+    """Image files without content."""
+    where.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        (where / f"{number}.png").write_bytes(b"")

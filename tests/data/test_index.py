@@ -4,7 +4,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from stat import S_ISDIR
 from types import SimpleNamespace
@@ -14,40 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.made import fill
 from kasoku.core import InputError
 from kasoku.data import folder
 from kasoku.data.index import arranged, indexed, look_in
 
 S = 10**9
-
-
-def fill(where, count):
-    where.mkdir(parents=True, exist_ok=True)
-    for number in range(count):
-        (where / f"{number}.png").write_bytes(b"")
-
-
-@pytest.fixture
-def tree(tmp_path):
-    """Root with train/ and val/, three classes in each; cache beside it."""
-    for part, count in (("train", 4), ("val", 2)):
-        for name in ("ant", "bee", "cat"):
-            fill(tmp_path / "photos" / part / name, count)
-    return tmp_path / "photos"
-
-
-@pytest.fixture
-def listings(monkeypatch):
-    """Counts how often each folder is listed, by its name."""
-    found, real = Counter(), os.scandir
-
-    def listing(path):
-        if isinstance(path, str):  # not what shutil removes
-            found[os.path.basename(path)] += 1
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", listing)
-    return found
 
 
 def age(monkeypatch, seconds=10):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.made import fill
 from kasoku.core import InputError, Threads
 from kasoku.data import folder
 from kasoku.data.index import OneScan
@@ -20,35 +21,6 @@ from kasoku.trainer import prepare
 from parallel.ranks import on_processes
 
 LIMIT_S = 60
-
-
-def fill(where, count):
-    where.mkdir(parents=True, exist_ok=True)
-    for number in range(count):
-        (where / f"{number}.png").write_bytes(b"")
-
-
-@pytest.fixture
-def tree(tmp_path):
-    """Root with train/ and val/, three classes in each; cache beside it."""
-    for part, count in (("train", 4), ("val", 2)):
-        for name in ("ant", "bee", "cat"):
-            fill(tmp_path / "photos" / part / name, count)
-    return tmp_path / "photos"
-
-
-@pytest.fixture
-def listings(monkeypatch):
-    """Counts how often each folder is listed, by its name."""
-    found, real = Counter(), os.scandir
-
-    def listing(path):
-        if isinstance(path, str):  # not what shutil removes
-            found[os.path.basename(path)] += 1
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", listing)
-    return found
 
 
 class Wire:

@@ -1,3 +1,4 @@
+import errno
 import gc
 import io
 import json
@@ -335,6 +336,15 @@ def test_a_damaged_index_of_another_s_shard_is_made_anew(two, tmp_path, body):
 def test_a_cache_that_cannot_be_written_is_no_error(two, tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert len(shards(str(two), cache=str(tmp_path / "file" / "below")).train) == 20
+
+
+def test_a_cache_disk_that_is_full_is_no_error_and_nothing_stays_behind(two, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    assert len(shards(str(two), cache=str(tmp_path / "c")).train) == 20
+    assert not list((tmp_path / "c" / "shards").iterdir())
 
 
 def test_shards_far_away_are_read_through_the_store(two, far):

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
@@ -198,22 +198,13 @@ class FilesLoader(Loader):
 
     def _fill(self, out_NHWC: np.ndarray, index: list[int], boxes: list[_Place]) -> Bad:
         """Writes so many images; returns what is wrong with those that it could not."""
-        bad: Bad = {}
-        for row, (one, box) in enumerate(zip(index, boxes, strict=True)):
-            if one in self.skipped.reasons:
-                bad[row] = self.skipped.reasons[one]
-                continue
-            try:
-                self._write(one, box, out_NHWC[row])
-            except GoneError:
-                raise
-            except InputError as error:
-                bad[row] = str(error)
-        return bad
+        return _filled(out_NHWC, index, boxes, self._source, self._split.name)
 
-    def _write(self, index: int, box: _Place, out_HWC: np.ndarray) -> None:
-        source = self._stored(index) if self.keeps else self._split.read(index)
-        crop(source, box, out_HWC, name=self._split.name(index))
+    def _source(self, index: int) -> bytes | np.ndarray:
+        """What an image is cropped from. Raises InputError at once for one that was bad before."""
+        if index in self.skipped.reasons:
+            raise InputError(self.skipped.reasons[index])
+        return self._stored(index) if self.keeps else self._split.read(index)
 
     def _stored(self, index: int) -> np.ndarray:
         """One decoded image, kept; what was pixels already is not kept a second time."""
@@ -233,7 +224,6 @@ class FilesLoader(Loader):
         if waiting:
             stats.waits += 1
             stats.full += (ready / len(waiting) - stats.full) / stats.waits
-        if waiting:
             with self.trace.span("input", f"{ready} batches ready") if self.trace else nullcontext():
                 for part in waiting[0].parts:
                     _result(part)
@@ -360,12 +350,23 @@ def _enter(split: Items) -> None:
 def _made(index: list[int], boxes: list[_Place], size: tuple[int, int]) -> tuple[np.ndarray, Bad]:
     """In a process: so many images, and what is wrong with those that it could not read."""
     out_NHWC = np.zeros((len(index), *size, 3), np.uint8)
+    return out_NHWC, _filled(out_NHWC, index, boxes, _SPLIT[0].read, _SPLIT[0].name)
+
+
+def _filled(
+    out_NHWC: np.ndarray,
+    index: list[int],
+    boxes: list[_Place],
+    read: Callable[[int], bytes | np.ndarray],
+    name: Callable[[int], str],
+) -> Bad:
+    """Crops so many images; what is wrong with those that cannot be read or decoded. A source that is gone is none."""
     bad: Bad = {}
     for row, (one, box) in enumerate(zip(index, boxes, strict=True)):
         try:
-            crop(_SPLIT[0].read(one), box, out_NHWC[row], name=_SPLIT[0].name(one))
+            crop(read(one), box, out_NHWC[row], name=name(one))
         except GoneError:
             raise
         except InputError as error:
             bad[row] = str(error)
-    return out_NHWC, bad
+    return bad

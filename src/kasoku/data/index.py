@@ -12,13 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +24,7 @@ from typing import Any, TypeVar
 from kasoku.core.comm import Comm
 from kasoku.core.errors import InputError
 from kasoku.data.decode import SUFFIXES
+from kasoku.data.kept import cache_folder, keep
 
 T = TypeVar("T")
 Tree = dict[str, list[str]]  # class -> names of its image files, both sorted
@@ -103,13 +102,12 @@ def indexed(top: Path, cache: str = "") -> Parts:
     What was found is kept in the folder `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku).
     Errors: InputError as `arranged`, and for a folder that cannot be listed.
     """
-    own = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = Path(cache).expanduser() if cache else Path(own).expanduser() / "kasoku"
-    kept = home / f"folder-{hashlib.sha256(os.fsencode(top)).hexdigest()[:20]}.index"
+    kept = cache_folder(cache) / f"folder-{hashlib.sha256(os.fsencode(top)).hexdigest()[:20]}.index"
     disk = _Disk(str(top), _read(kept, str(top)))
     parts = arranged(disk.look, str(top))
     if disk.entries != disk.known:
-        _write(kept, {"version": _VERSION, "root": str(top), "folders": dict(sorted(disk.entries.items()))})
+        index = {"version": _VERSION, "root": str(top), "folders": dict(sorted(disk.entries.items()))}
+        keep(kept, _packed(index))
     return parts
 
 
@@ -165,19 +163,6 @@ def _read(kept: Path, root: str) -> dict[str, Entry]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, zlib.error):
         pass
     return {}
-
-
-def _write(kept: Path, index: dict[str, Any]) -> None:
-    """Keeps an index, whole or not at all; it only saves time, so a cache that cannot be written is no error."""
-    with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, suffix=".tmp", delete=False) as file:
-            try:
-                file.write(_packed(index))
-                file.flush()
-                os.replace(file.name, kept)
-            except OSError:
-                os.unlink(file.name)
 
 
 def _packed(thing: Any) -> bytes:

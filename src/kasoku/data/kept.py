@@ -1,4 +1,4 @@
-"""What is kept on the local disk of files far away.
+"""What is kept on the local disk: lists that only save time, and files from far away.
 
 Note: what is kept of a remote file
 Two files: a sparse copy, into which bytes are written where they belong, and a log with a line (start, stop, crc32) for
@@ -13,15 +13,36 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 import threading
 import zlib
 from array import array
 from bisect import bisect_left, bisect_right
+from contextlib import suppress
 from pathlib import Path
 
 _PIECE_BYTES = 256 * 2**10  # the most that has one crc: to check a few bytes, the whole piece is read
 _BLOCK_BYTES = 4096
 _LINE = re.compile(rb"(\d{1,18}) (\d{1,18}) ([0-9a-f]{8})")
+
+
+def cache_folder(cache: str) -> Path:
+    """Where things are kept; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku."""
+    own = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kasoku")
+    return Path(cache or own).expanduser()
+
+
+def keep(path: Path, data: bytes) -> None:
+    """Keeps what only saves time, whole or not at all, whoever else writes it: a disk that is full is no error."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            try:
+                file.write(data)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
 
 
 class Copy:

@@ -14,7 +14,6 @@ import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
-from kasoku.core.run import write_atomically
 from kasoku.data.encode import planes
 from kasoku.data.folder import IMAGENET_MEAN, IMAGENET_STD, held_out
+from kasoku.data.kept import cache_folder, keep
 from kasoku.data.sources import Dataset, GoneError
 from kasoku.data.store import Store, is_remote
 from kasoku.data.tar import VERSION, Damaged, Index, one_line, walk
@@ -286,8 +285,7 @@ def _indexed(top: str, store: Store, file: str, cache: str) -> Index:
         return walk(top, store, file)
     known = f"{top}\n{os.path.expandvars(store.root)}\n{file}\n{whole}\n{version}"
     key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]
-    home = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kasoku"
-    kept = home.expanduser() / "shards" / f"{key}.npz"
+    kept = cache_folder(cache) / "shards" / f"{key}.npz"
     try:
         index = Index.load(kept.read_bytes())
         if index.shard_bytes == whole:
@@ -295,7 +293,5 @@ def _indexed(top: str, store: Store, file: str, cache: str) -> Index:
     except (OSError, Damaged):
         pass
     index = walk(top, store, file)
-    with suppress(OSError):  # an index only saves time
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(kept, lambda part: part.write_bytes(index.dump()))
+    keep(kept, index.dump())
     return index

@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
 from kasoku.core.errors import InputError
-from kasoku.data.kept import Copy, Room
+from kasoku.data.kept import Copy, Room, cache_folder
 from kasoku.data.sources import GoneError
 
 _REQUEST_BYTES = 8 * 2**20  # asked for at once: a large file on a slow line must not look like a stall
@@ -55,9 +54,8 @@ class Store:
             raise InputError(f"patience_s={patience_s}: more than 0 seconds")
         self.root, self.local = root, not is_remote(root)
         self._files: _Here | _Far = _Here(root) if self.local else _Far(root, patience_s)
-        home = cache or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kasoku")
         digest = hashlib.sha256(os.fsencode(root.rstrip("/"))).hexdigest()[:20]
-        self._room = Room(Path(home).expanduser() / f"store-{digest}", cache_bytes, self._files.shown)
+        self._room = Room(cache_folder(cache) / f"store-{digest}", cache_bytes, self._files.shown)
         self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
         self._copies: dict[str, Copy] = {}
 
