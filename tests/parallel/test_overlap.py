@@ -124,7 +124,20 @@ def test_planned_groups_train_to_the_same_bits_on_two_ranks(accumulate: int) -> 
         contracts.assert_same(plain, found)
 
 
-@pytest.mark.parametrize(("batches", "accumulate", "each"), [(98, 1, 1), (150, 1, 3), (150, 2, 1), (0, 1, 6)])
+def test_updates_wait_for_the_next_forward_unless_it_is_measured() -> None:
+    def run(comm: Comm) -> list[bool]:
+        job = contracts.make(Overlap(Planned(warm=2, measure=1)), comm=comm)
+        engine: Any = job.kept("overlap")
+        waiting: list[bool] = []
+        contracts.train(job, 3, each=lambda: waiting.append(any(group.pending for group in engine.groups)))
+        return waiting
+
+    assert Threads(2).run(run) == [[True, True, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("batches", "accumulate", "each"), [(98, 1, 1), (150, 1, 3), (150, 2, 1), (20, 32, 1), (0, 1, 6)]
+)
 def test_of_a_short_epoch_few_steps_are_measured(batches: int, accumulate: int, each: int) -> None:
     def run(comm: Comm) -> list[str]:
         loader = [(torch.zeros(1), torch.zeros(1))] * (batches + 50 * comm.rank if batches else 0)
@@ -138,21 +151,25 @@ def test_of_a_short_epoch_few_steps_are_measured(batches: int, accumulate: int, 
 
 
 @pytest.mark.parametrize("reducer", [Wire(), LowRank(rank=2, min_elements=100)], ids=lambda r: type(r).__name__)
-@pytest.mark.parametrize("steps", range(1, 4))
-def test_a_training_may_end_or_be_saved_at_any_step_of_the_measuring(steps: int, reducer: Reducer) -> None:
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_a_training_may_end_or_be_saved_at_any_step_of_the_measuring(
+    steps: int, reducer: Reducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kasoku.parallel.probe._SHARE", 1)  # as in a long epoch
+
     def run(comm: Comm) -> int:
-        job = contracts.make(Overlap(Planned(warm=0, measure=1), reducer=reducer), comm=comm)
+        job = contracts.make(Overlap(Planned(warm=0, measure=2), reducer=reducer), comm=comm)
         contracts.train(job, steps)
         engine: Any = job.kept("overlap")
         state = engine.state_dict()
-        assert bool(state["plan"]) == (engine.probe is None) == (steps == 3)
+        assert bool(state["plan"]) == (engine.probe is None) == (steps == 5)
         job.close()
         assert engine.probe is None or not engine.probe.beside
         return len([key for kept in state["reduce"] for by_key in kept.values() for key in by_key if "beside" in key])
 
     kept = Threads(2).run(run)
     assert kept[0] == kept[1]
-    assert steps < 3 or not kept[0], "what the reducer kept of transfers that mean nothing"
+    assert steps < 5 or not kept[0], "what the reducer kept of transfers that mean nothing"
 
 
 @pytest.mark.parametrize(
@@ -488,7 +505,7 @@ def test_a_model_whose_own_forward_is_not_seen_keeps_its_first_groups(capsys: py
         return job.kept("overlap").probe is None
 
     assert Threads(2).run(run) == [True, True]
-    assert capsys.readouterr().out.count("no forward of the model in training mode") == 1
+    assert capsys.readouterr().out.count("no whole step in training mode") == 1
 
 
 def test_a_model_without_a_gradient_is_refused() -> None:

@@ -199,6 +199,42 @@ def test_planned_on_the_virtual_clock_hides_what_the_other_policies_show() -> No
     assert sum(beside) > 0.95 * compute, "the link was idle while computing was measured beside transfers"
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_the_probe_finds_the_time_of_each_layer(evaluates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = cifar_resnet18()  # its shortcuts come first in forward, and are defined last
+    names = [name for name, _ in Units(model).modules]
+    units = [Unit(name, 1e-3 * (1 + i / 50), 2e-3 * (1 + i / 30)) for i, name in enumerate(names)]
+    seen: list[Any] = []
+
+    def noted(found: list[Unit], *given: Any, **named: Any) -> Any:
+        seen.append(found)
+        return search(found, *given, **named)
+
+    monkeypatch.setattr("kasoku.parallel.probe.search", noted)
+    job = job_of(model, units, Planned(warm=1, measure=2), link=Link(50e-6, 1e9))
+    for _ in range(6):
+        if evaluates:
+            job.model.eval()
+            job.model(torch.zeros((1, 3, 32, 32), device="meta"))
+            job.model.train()
+        run(job, (1, 3, 32, 32), 1)
+    found = {u.name: (u.forward_s, u.backward_s) for u in seen[0]}
+    assert found.pop("") == pytest.approx((0, 0), abs=1e-9)
+    assert found == {u.name: pytest.approx((u.forward_s, u.backward_s)) for u in units}
+
+
+@pytest.mark.parametrize(("share", "worth"), [(0.03, False), (0.5, True)])
+def test_one_group_it_is_where_little_is_to_be_hidden(share: float, worth: bool) -> None:
+    units = [Unit(f"u{i}", 2e-3, 4e-3) for i in range(12)]
+    tensors = [Sized(i, 10**6, 4 * 10**6) for i in range(12)]
+    link = Link(1e-6, sum(t.size for t in tensors) / (share * 12 * 6e-3))
+    plan, seen, late = search(units, tensors, link)
+    assert (plan.policy != "planned: one group") == late == worth
+    assert len(plan.groups) == 1 or worth
+    assert seen.step_s < 12 * 6e-3 * (1 + share) * 1.001
+
+
 def test_groups_of_layers_hide_more_than_groups_of_blocks() -> None:
     with torch.device("meta"):
         model = cifar_resnet18()

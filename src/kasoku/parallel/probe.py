@@ -54,8 +54,9 @@ class Probe:
 
     def __init__(self, engine: Engine, settings: Planned) -> None:
         self.engine = engine
-        of_epoch = operator.length_hint(engine.job.loader) // engine.job.accumulate or _SHARE * settings.measure
-        each = min(settings.measure, max(1, of_epoch // _SHARE))
+        batches = operator.length_hint(engine.job.loader)  # 0: not known
+        most = max(1, batches // engine.job.accumulate // _SHARE) if batches else settings.measure
+        each = min(settings.measure, most)
         self.steps: dict[str, list[_Step]] = {kind: [] for kind in ("warm", *_KINDS)}
         self.parts: tuple[Tensor, ...] = ()  # what is sent beside computing, over and over
         self.transfers = 0  # how many of them
@@ -72,8 +73,8 @@ class Probe:
 
     def close(self) -> None:
         """Leaves nothing under way and no memory taken."""
+        self.hook.remove()  # first: waiting fails where another rank is gone
         self.wait_beside()
-        self.hook.remove()
         self.parts, self.steps = (), {}
 
     def wait_beside(self) -> None:
@@ -117,12 +118,15 @@ class Probe:
 
     def entered(self, unit: int) -> None:
         """A unit's forward begins."""
-        if self.engine.job.model.training:
+        if self.now.out is None and self.engine.job.model.training:
             self.now.entered.setdefault(unit, self.moment())
 
     def output(self) -> None:
-        """The model's forward has ended."""
-        if self.now.out is None and self.engine.job.model.training:
+        """The model's forward has ended. What was evaluated before a step is no part of it."""
+        if not self.engine.job.model.training:
+            if not self.now.entered and self.now.begin is not None:
+                self.now.begin = self.moment()
+        elif self.now.out is None:
             self.now.out = self.moment()
 
     def arrived(self, p: Tensor) -> None:
@@ -159,10 +163,12 @@ class Probe:
 
     def measure_out(self) -> None:
         """What a step without company takes, the same on all ranks; once, how much to send beside computing."""
-        last = self.steps["alone"][-1:]  # where there is none, finish() tells
+        last = self.steps["alone"][-1:]
         alone_s = [self.between(s.begin, s.called) for s in last] or [0.0]
-        sending_s = [s.transfer_s for s in last] or [1.0]
+        sending_s = [s.transfer_s for s in last] or [math.inf]
         computing_s, negative_s = self.agreed([*alone_s, -sending_s[0]], op="max")  # the last rank waits for nobody
+        if math.isinf(negative_s):  # no rank has seen such a step so far; where none ever does, finish() tells
+            return
         self.sending_s.append(max(-negative_s, 1e-9))
         if not self.parts:
             like = self.engine.groups[0].flat
@@ -195,8 +201,10 @@ class Probe:
         """The step has ended; the last one makes the plan."""
         self.wait_beside()  # where no backward came
         self.now.end = self.moment()
-        if None not in (self.now.begin, self.now.out, self.now.called):
-            self.steps[self.kinds[self.done]].append(self.now)
+        kind = self.kinds[self.done]
+        whole = None not in (self.now.begin, self.now.out, self.now.called)
+        if whole and (kind != "beside" or self.parts):  # without them it had no company
+            self.steps[kind].append(self.now)
         self.done += 1
         if self.cuda:
             torch.cuda.synchronize()
@@ -217,9 +225,7 @@ class Probe:
         lacks, *values = self.agreed([float(lacking), *(nothing if lacking else self.measured())], op="mean")
         if lacks:
             engine.end_probe()
-            engine.say(
-                "Overlap: no forward of the model in training mode was seen, so the first groups stay as they are"
-            )
+            engine.say("Overlap: no whole step in training mode was seen, so the first groups stay as they are")
             return
         found: Any = None
         if engine.comm.rank == 0:
@@ -242,7 +248,7 @@ class Probe:
         return [*medians, alone_s, beside_s, rest_s]
 
     def row(self, step: _Step) -> list[float]:
-        """One step: forward of the start and of each unit, the same backward, the update."""
+        """One step: forward of the start and of each unit by its number, the same backward, the update."""
         moments = [step.begin, *step.entered.values(), step.out]
         forward = dict(zip([-1, *step.entered], itertools.pairwise(moments), strict=True))
         backward: dict[int, float] = {}
@@ -268,9 +274,10 @@ class Probe:
         for t in model.tensors:
             sizes[t.unit + 1] += t.size
         update = values[2 * n]
+        columns = [0, *(1 + u for u in model.order)]  # of what is measured, unit by unit in their own numbers
         units = [
-            Unit(name, forward, backward, update * size / sum(sizes))
-            for name, forward, backward, size in zip(names, values[:n], values[n : 2 * n], sizes, strict=True)
+            Unit(name, values[i], values[n + i], update * size / sum(sizes))
+            for name, size, i in zip(names, sizes, columns, strict=True)
         ]
         return units, values[2 * n + 1 :]
 

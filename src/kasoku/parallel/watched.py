@@ -6,6 +6,7 @@ started the fewest are who the others wait for. Messages between two ranks are n
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -50,7 +51,7 @@ class Pulse:
         self.counts: list[_Count] = []
         self.spans: list[str] = []  # of busy, the innermost last
         self.heart: Heart | None = None
-        self._moved = time.monotonic()
+        self._moved, self._until = time.monotonic(), math.inf
         self._took_s: deque[float] = deque(maxlen=64)
 
     def step(self) -> None:
@@ -61,13 +62,14 @@ class Pulse:
         self.steps += 1
 
     @contextmanager
-    def busy(self, what: str) -> Iterator[None]:
-        """Evaluation, saving, compilation: while one rank is in it, no rank is said to hang."""
+    def busy(self, what: str, most_s: float = math.inf) -> Iterator[None]:
+        """Evaluation, saving, compilation: while one rank is in it, for at most so long, no rank is said to hang."""
         self.spans.append(what)
+        self._until = time.monotonic() + most_s
         try:
             yield
         finally:
-            self._moved = time.monotonic()
+            self._moved, self._until = time.monotonic(), math.inf
             self.spans.pop()
 
     def close(self, failed: str = "") -> None:
@@ -95,7 +97,7 @@ class Pulse:
 
     def state(self) -> bytes:
         """What this rank is doing."""
-        if self.spans:
+        if self.spans and time.monotonic() < self._until:
             return BUSY
         if not self.steps:
             return BEGINS
