@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     given = list(sys.argv[1:] if argv is None else argv)
     started = typed_at() or process_start()
-    arguments = _parser().parse_args(given, argparse.Namespace(started=started, given=given))
+    before = argparse.Namespace(started=started, given=given, stays="a checkpoint written before stands")
+    arguments = _parser().parse_args(given, before)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kasoku: out of device memory ({str(error).partition('.')[0]}): lower batch", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("kasoku: interrupted at once; a checkpoint written before stands", file=sys.stderr)
+        print(f"kasoku: interrupted at once; {arguments.stays}", file=sys.stderr)
         return 130
 
 
@@ -113,7 +115,7 @@ def _add_data(commands: Any) -> None:
     data.add_argument("--to", required=True, metavar="DIR", help="the folder for the data")
     data.add_argument("--source", default="", metavar="URL", help="another address of the same files")
     data.add_argument("--quiet", action="store_true", help="no progress bar")
-    data.set_defaults(run=_data)
+    data.set_defaults(run=_data, stays="what was downloaded so far stays, and the same command goes on there")
 
     pack = commands.add_parser("pack", help="pack images into tar shards once, to be read faster ever after")
     pack.add_argument("source", nargs="?", metavar="SRC", help="a folder of images, or tar shards; or their address")
@@ -124,7 +126,7 @@ def _add_data(commands: Any) -> None:
     pack.add_argument("--workers", type=int, default=0, help="threads (default: one a core)")
     pack.add_argument("--verify", metavar="DIR", help="check that a pack is whole, by its checksums")
     pack.add_argument("--quiet", action="store_true", help="no progress bar")
-    pack.set_defaults(run=_pack)
+    pack.set_defaults(run=_pack, stays="the shards that are whole stay, and the same command goes on there")
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -172,6 +174,7 @@ def _gpus(arguments: argparse.Namespace) -> int:
 
 
 def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
+    from kasoku.data.index import scanned_once
     from kasoku.parallel.agree import agree, version_facts
     from kasoku.ranks import folder as run_folder
     from kasoku.ranks import together
@@ -182,7 +185,8 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     together(comm, lambda: _check_train(arguments))
     if arguments.go_on and comm.broadcast_object((arguments.out / "recipe.toml").is_file()):
         arguments.resume, arguments.out, arguments.set = arguments.out, None, []
-    recipe, folder = together(comm, lambda: _recipe_and_folder(arguments))
+    found = partial(_recipe_and_folder, arguments)  # with --data it looks into the folder
+    recipe, folder = together(comm, lambda: scanned_once(comm, found) if arguments.data else found())
     if comm.size > 1:  # one rank alone need not read the package's source
         together(comm, lambda: agree(comm, {"recipe": dumps(recipe), **version_facts()}))
     resume = arguments.resume is not None

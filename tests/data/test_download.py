@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from data import made
+from kasoku import cli
 from kasoku.core import InputError
 from kasoku.data import cifar, cifar10, fashion_mnist, folder
 from kasoku.data import download as module
@@ -500,6 +501,23 @@ def test_progress_is_shown_on_a_terminal_only_and_not_when_quiet(server, cifar_b
 
 
 # ---- the table
+
+
+@pytest.mark.parametrize(
+    ("command", "stays"),
+    [
+        (["data", "mnist", "--to", "x"], "what was downloaded so far stays, and the same command goes on there"),
+        (["pack", "a", "b"], "the shards that are whole stay, and the same command goes on there"),
+        (["train", "a.toml"], "a checkpoint written before stands"),
+    ],
+)
+def test_an_interruption_says_what_stays(monkeypatch, capsys, command, stays):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, f"_{command[0]}", interrupted)
+    assert cli.main(command) == 130
+    assert capsys.readouterr().err == f"kasoku: interrupted at once; {stays}\n"
 
 
 def test_the_table_names_what_the_readers_look_for():

@@ -248,3 +248,14 @@ def test_a_file_gone_far_away_is_told_by_its_name(tree, far):
     far.rm(f"/far/photos/{d.train.name(3)}")
     with pytest.raises(InputError, match=d.train.name(3)):
         d.train.read(3)
+
+
+def test_no_more_than_cache_bytes_of_a_folder_far_away_are_kept(tree, far, tmp_path):
+    upload(far, tree, "/far/photos")
+    for cache_bytes, copies in ((0, 0), (3 * 4096, 3), (2**30, 18)):
+        d = folder("memory://far/photos", cache=str(tmp_path / f"{cache_bytes}"), cache_bytes=cache_bytes)
+        for _ in range(2):
+            assert all(d.train.read(i) == (tree / d.train.name(i)).read_bytes() for i in range(18))
+        assert len(list((tmp_path / f"{cache_bytes}").rglob("*.bytes"))) == copies
+    with pytest.raises(InputError, match="cache_bytes=-1: 0 bytes or more"):
+        folder("memory://far/photos", cache_bytes=-1)

@@ -1,9 +1,12 @@
 """One rank looks into image folders for all, whatever happens on which of them."""
 
+import argparse
+import io
 import os
 import queue
 import shutil
 import threading
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -11,9 +14,11 @@ import pytest
 from PIL import Image
 
 from data.made import fill
+from data.test_store import serving, web
+from kasoku import cli
 from kasoku.core import InputError, Threads
 from kasoku.data import folder
-from kasoku.data.index import OneScan
+from kasoku.data.index import OneScan, once
 from kasoku.ranks import ToldElsewhereError
 from kasoku.recipe import load
 from kasoku.start import Start
@@ -38,10 +43,14 @@ class Wire:
         return self._sent.get(timeout=LIMIT_S)
 
 
-@pytest.fixture
-def scans():
+def pair():
     sent = queue.SimpleQueue()
     return [OneScan(Wire(rank, sent)) for rank in range(2)]
+
+
+@pytest.fixture
+def scans():
+    return pair()
 
 
 def failure(scan, make):
@@ -62,7 +71,7 @@ def test_the_second_rank_lists_nothing(tree, scans, listings):
 
 
 def test_who_asks_early_waits_and_who_asks_for_no_folder_does_not(tree, scans):
-    assert scans[1].during(lambda: 3) == 3
+    assert pair()[1].during(lambda: 3) == 3
     found = []
     asking = threading.Thread(target=lambda: found.append(scans[1].during(lambda: folder(str(tree)))), daemon=True)
     asking.start()
@@ -121,16 +130,19 @@ def test_a_rank_that_fails_alone_hears_rank_0_all_the_same(tree, scans, tmp_path
     assert len(scans[1].during(lambda: folder(str(tree))).train) == 12
 
 
-def test_files_that_only_rank_0_has_are_told_at_the_start(tree, scans, monkeypatch, tmp_path):
+def test_files_that_only_rank_0_has_are_told_at_the_start(tree, monkeypatch, tmp_path):
     copied = shutil.copytree(tree, tmp_path / "copy")
     monkeypatch.setenv("PHOTOS", str(tree))
-    scans[0].during(lambda: folder("$PHOTOS"))
-    for scan in scans:
-        scan.tell()
+    starts = [pair(), pair()]
+    for scans in starts:
+        scans[0].during(lambda: folder("$PHOTOS"))
+        for scan in scans:
+            scan.tell()
     monkeypatch.setenv("PHOTOS", str(copied))
-    assert all(path.startswith(f"{copied}/") for path in scans[1].during(lambda: folder("$PHOTOS")).train.paths)
+    found = starts[0][1].during(lambda: folder("$PHOTOS"))
+    assert all(path.startswith(f"{copied}/") for path in found.train.paths)
     (copied / "val" / "cat" / "1.png").unlink()
-    line = failure(scans[1], lambda: folder("$PHOTOS"))
+    line = failure(starts[1][1], lambda: folder("$PHOTOS"))
     assert line == f"{copied}/val/cat/1.png: not on this host, though rank 0 has it; give all ranks the same data"
 
 
@@ -142,6 +154,72 @@ def test_who_waits_is_told_where_the_ranks_cannot_be_connected(tree, scans):
         scans[1].needed(broken)
     with pytest.raises(RuntimeError, match="connection reset"):
         scans[1].during(lambda: folder(str(tree)))
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_what_was_found_is_let_go(scans, told_first):
+    def look():
+        once("root", lambda: ({"": {"a": [f"{i:09}.png" for i in range(20_000)]}}, []), lambda _: None)
+
+    steps = [lambda: scans[0].during(look), scans[0].tell]
+    if told_first:
+        steps += [scans[1].tell, lambda: scans[1].during(look)]
+    else:
+        steps += [lambda: scans[1].during(lambda: None), scans[1].tell]
+    tracemalloc.start()
+    try:
+        for step in steps:
+            step()
+        assert tracemalloc.get_traced_memory()[0] < 200_000  # the names alone take over a million bytes
+        assert tracemalloc.get_traced_memory()[1] > 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+# ---- far away
+
+
+@pytest.fixture
+def site():
+    """Photos on a web server that counts its requests."""
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(out, "PNG")
+    with serving() as site:
+        names = (f"{part}/{name}/{i}.png" for part in ("train", "val") for name in ("ant", "bee") for i in range(5))
+        site.files = {f"photos/{name}": out.getvalue() for name in names}
+        yield site
+
+
+@web
+@pytest.mark.parametrize("tells", [True, False], ids=["a list that tells sizes", "a list of names"])
+def test_the_second_rank_asks_a_far_source_for_nothing_that_rank_0_knows(site, scans, tmp_path, monkeypatch, tells):
+    from fsspec.implementations.http import HTTPFileSystem
+
+    real = HTTPFileSystem._ls
+
+    async def listed(self, url, detail=True, **more):  # as those of object stores tell
+        entries = await real(self, url, detail, **more)
+        paths = [entry["name"].removeprefix(f"{site.root}/") for entry in entries]
+        known = [{"size": len(site.files[path]), **site.tag(path)} if path in site.files else {} for path in paths]
+        return [entry | facts for entry, facts in zip(entries, known, strict=True)]
+
+    if tells:
+        monkeypatch.setattr(HTTPFileSystem, "_ls", listed)
+    made = [lambda rank=rank: folder(f"{site.root}/photos", cache=str(tmp_path / f"{rank}")) for rank in range(2)]
+    first = scans[0].during(made[0])
+    for scan in scans:
+        scan.tell()
+    asked = site.requests
+    second = scans[1].during(made[1])
+    assert site.requests == asked
+    assert second.index() == first.index()
+    for split in (second.train, second.test):
+        assert {split.read(i) for i in range(len(split))} == set(site.files.values())
+    assert len(site.reads) == 20
+    assert site.requests == asked + (20 if tells else 40)  # beside an image's bytes, one for its size
+    path = second.train.paths[0]
+    assert second.train.store.version(path) == site.tag(f"photos/{path}")["ETag"] == first.train.store.version(path)
+    assert second.train.store.size(path) == len(site.files[f"photos/{path}"])
 
 
 # ---- in a start
@@ -208,3 +286,29 @@ def test_ranks_that_take_turns_list_once(recipe, monkeypatch, listings):
     one, other = Threads(2).run(rank_main)
     assert one == other
     assert {name: listings[name] for name in ("0", "a", "b")} == {"0": 1, "a": 1, "b": 1}
+
+
+def looked_ahead(comm, photos):
+    """A rank of `kasoku train --data DIR --dry-run`: how often it listed the folders, or what was told."""
+    os.environ["XDG_CACHE_HOME"] = str(photos.parent / f"cache-{comm.rank}")
+    found, real = Counter(), os.scandir
+    os.scandir = lambda path: found.update([str(path).startswith(str(photos))]) or real(path)
+    given = ["train", "--data", str(photos), "--dry-run", "--quiet"]
+    arguments = cli._parser().parse_args(given, argparse.Namespace(started=0.0, given=given))
+    try:
+        assert cli._train_on(arguments, comm, Start()) == 0
+    except InputError as error:
+        return isinstance(error, ToldElsewhereError), str(error)
+    return found[True]
+
+
+def test_of_two_ranks_that_train_on_a_folder_without_a_recipe_one_lists_it(recipe):
+    first, second = on_processes(2, looked_ahead, recipe.parent / "0")
+    assert (first >= 3, second) == (True, 0)
+
+
+def test_a_folder_without_images_is_told_once_without_a_recipe_too(tmp_path):
+    fill(tmp_path / "photos" / "void", 0)
+    (told, said), (silent, _) = on_processes(2, looked_ahead, tmp_path / "photos")
+    assert (told, silent) == (False, True)
+    assert "void: a class folder with no image" in said

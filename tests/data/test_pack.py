@@ -414,6 +414,19 @@ def test_a_pack_and_photos_at_an_address_are_read_and_packed_as_here(photos, tmp
         memory.rm(address, recursive=True)
 
 
+def test_packing_what_is_far_away_keeps_no_copy_of_it(photos, tmp_path):
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    address = f"/{tmp_path.name}"
+    memory.put(str(photos), f"{address}/photos", recursive=True)
+    try:
+        pack(f"memory:/{address}/photos", str(tmp_path / "p"), shard_bytes=SMALL)
+        memory.put(str(tmp_path / "p"), f"{address}/p", recursive=True)
+        pack(f"memory:/{address}/p", str(tmp_path / "q"), side=32, shard_bytes=SMALL)
+    finally:
+        memory.rm(address, recursive=True)
+    assert not list(tmp_path.glob("cache/kasoku/**/*.bytes"))
+
+
 def test_a_loader_takes_batches_from_packs(photos, tmp_path):
     for format in ("jpeg", "raw"):
         pack(str(photos), str(tmp_path / format), side=0, format=format)

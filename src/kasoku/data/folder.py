@@ -14,7 +14,7 @@ import torch
 
 from kasoku.core.errors import InputError
 from kasoku.data.decode import SUFFIXES
-from kasoku.data.index import Parts, Tree, arranged, below, indexed, look_in, once
+from kasoku.data.index import Found, Parts, Tree, arranged, below, indexed, look_in, once
 from kasoku.data.sources import Dataset, Files, Split
 from kasoku.data.store import Store, is_remote
 
@@ -58,13 +58,14 @@ def imagenet(root: str, size: int = 224) -> Dataset:
     return dataset
 
 
-def folder(
+def folder(  # noqa: PLR0913
     root: str,
     size: int = 224,
     *,
     validation: float = 0.1,
     seed: int = 0,
     cache: str = "",
+    cache_bytes: int = 64 * 2**30,
     max_bad_fraction: float = 0.001,
 ) -> Dataset:
     """Image folder: JPEG, PNG, WebP or BMP files, a folder a class, with or without train/ and val/.
@@ -74,7 +75,8 @@ def folder(
     `root` may name environment variables, and be an address as Store has it (s3://bucket/photos). `size`: side in
     pixels of the square that a file is decoded to. Hidden files and other types are left out.
     `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku) keeps the list of files, so that only folders that
-    changed are listed again; of an address, which is listed at each start, the files that were read.
+    changed are listed again; of an address, which is listed at each start, the files that were read, at most
+    `cache_bytes` of them.
     More bad images than the share `max_bad_fraction` (but more than one) end a training; fewer are skipped and told.
     Errors: InputError for no class folder, a class folder with no image, a class that is only in the validation part.
     """
@@ -89,9 +91,9 @@ def folder(
     where = os.path.expandvars(root)
     split: Callable[[str, Tree, list[str]], Split]
     if is_remote(where):
-        store, address = Store(where, cache=cache), urlsplit(where)
+        store, address = Store(where, cache=cache, cache_bytes=cache_bytes), urlsplit(where)
         top, name = root.rstrip("/"), PurePosixPath(address.path).name or str(address.hostname)
-        parts = once(root, lambda: arranged(look_in(store.list()), top), lambda _: None)
+        found = once(root, lambda: _far(store, top), partial(_learn, store))
         split = partial(_far_files, store)
     else:
         home = Path(where.removeprefix("file://")).expanduser()
@@ -101,9 +103,9 @@ def folder(
             )
         home = home.resolve()
         top, name = str(home), home.name
-        parts = once(root, lambda: indexed(home, cache), partial(_check_here, top))
+        found = once(root, lambda: (indexed(home, cache), []), partial(_check_here, top))
         split = partial(_files, top)
-    (part, first), (away, second) = _train_and_test(parts, top, validation, seed)
+    (part, first), (away, second) = _train_and_test(found[0], top, validation, seed)
     classes = sorted(first)
     train, test = split(part, first, classes), split(away, second, classes)
     shape = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
@@ -166,6 +168,24 @@ def _far_files(store: Store, part: str, tree: Tree, classes: list[str]) -> FarFi
     return FarFiles(store, _paths(f"{part}/" if part else "", tree, classes), _labels(tree, classes))
 
 
+def _far(store: Store, top: str) -> Found:
+    """What is in a far folder, with size and version of each image where the list tells them (http does not)."""
+    parts = arranged(look_in(store.list()), top)
+    facts = store.facts(_far_paths(parts))
+    return parts, facts if any(facts) else []
+
+
+def _learn(store: Store, found: Found) -> None:
+    parts, facts = found
+    if facts:
+        store.learn(_far_paths(parts), facts)
+
+
+def _far_paths(parts: Parts) -> list[str]:
+    """The images of a far folder as its store calls them."""
+    return [path for part, tree in parts.items() for path in _paths(f"{part}/" if part else "", tree, sorted(tree))]
+
+
 def _paths(home: str, tree: Tree, classes: list[str]) -> tuple[str, ...]:
     return tuple(f"{home}{name}/{file}" for name in classes for file in tree.get(name, ()))
 
@@ -175,9 +195,9 @@ def _labels(tree: Tree, classes: list[str]) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(classes)), counts_K)
 
 
-def _check_here(top: str, parts: Parts) -> None:
+def _check_here(top: str, found: Found) -> None:
     """Looks for some of the files that rank 0 listed. Raises InputError where one is not on this host."""
-    for part, tree in parts.items():
+    for part, tree in found[0].items():
         names = sorted(tree)
         for name in names[:: -(-len(names) // _LOOKED_FOR)]:
             path = f"{below(top, part)}/{name}/{tree[name][-1]}"  # the last: of a copy that broke off it is missing

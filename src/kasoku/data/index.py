@@ -29,6 +29,7 @@ from kasoku.data.kept import cache_folder, keep
 T = TypeVar("T")
 Tree = dict[str, list[str]]  # class -> names of its image files, both sorted
 Parts = dict[str, Tree]  # by folder: "" is the root itself; or train, and val, validation or test where there is one
+Found = tuple[Parts, list[Any]]  # and what their store knows of files far away, in the order of the tree
 Names = tuple[list[str], list[str]]  # a folder's own folders and image files, sorted, without hidden ones
 Look = Callable[[str], Names]  # gets a folder as its path below the root, "" for the root
 Entry = list[Any]  # what is kept of a folder: its stamp (empty: list it again), its folders, its image files
@@ -180,15 +181,15 @@ class OneScan:
     of it at once. The others make theirs meanwhile, and wait only where they ask for a folder. So there is one
     collective, however many folders a data set asks for and whichever rank fails; what asks for none waits for nothing.
     Folders go by their root as it was given, which may lie elsewhere on each host ($VARIABLES); where rank 0 did not
-    ask for one, a rank looks for itself.
+    ask for one, a rank looks for itself. What was found is let go when the data set is made.
     """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._found: dict[str, Parts] = {}
+        self._found: dict[str, Found] = {}
         self._failed = ""
         self._made = threading.Event()
-        self._told: Future[dict[str, Any]] = Future()
+        self._told: Future[None] = Future()
 
     def during(self, make: Callable[[], T]) -> T:
         """make(), which makes this rank's data set; all ranks call `tell` beside it or, but for rank 0, before it."""
@@ -203,6 +204,8 @@ class OneScan:
         finally:
             _ONE_SCAN.reset(before)
             self._made.set()
+            if self._told.done():
+                self._found.clear()
 
     def tell(self) -> None:
         """Rank 0 waits until its data set is made, and tells the others; a collective."""
@@ -212,7 +215,11 @@ class OneScan:
             mine = _packed({"found": self._found, "failed": self._failed})
         told = self.needed(lambda: self._comm.broadcast_object(mine))
         if self._comm.rank > 0:
-            self._told.set_result(_unpacked(told))
+            heard = _unpacked(told)
+            self._found, self._failed = heard["found"], heard["failed"]
+        self._told.set_result(None)
+        if self._made.is_set():  # whichever comes last of this and the data set
+            self._found.clear()
 
     def needed(self, f: Callable[[], T]) -> T:
         """f(), which comes before `tell` or is part of it: where it fails, so does what waits for rank 0's word."""
@@ -222,25 +229,39 @@ class OneScan:
             self._told.set_exception(error)
             raise
 
-    def parts(self, root: str, scan: Callable[[], Parts], check: Callable[[Parts], None]) -> Parts:
+    def found(self, root: str, scan: Callable[[], Found], take: Callable[[Found], None]) -> Found:
         """What rank 0 found at a root. Raises InputError where its data set failed before."""
         if self._comm.rank == 0:
             self._found[root] = scan()
             return self._found[root]
-        told = self._told.result()
-        found: Parts | None = told["found"].get(root)
+        self._told.result()
+        found = self._found.get(root)
         if found is not None:
-            check(found)
+            take(found)
             return found
-        if told["failed"]:
-            raise InputError(told["failed"])
+        if self._failed:
+            raise InputError(self._failed)
         return scan()
 
 
 _ONE_SCAN: ContextVar[OneScan | None] = ContextVar("kasoku_one_scan", default=None)
 
 
-def once(root: str, scan: Callable[[], Parts], check: Callable[[Parts], None]) -> Parts:
-    """scan(); or what rank 0 found at this root where ranks look together, once `check` raised nothing at it."""
+def once(root: str, scan: Callable[[], Found], take: Callable[[Found], None]) -> Found:
+    """scan(); or what rank 0 found at this root where ranks look together, once `take` raised nothing at it."""
     one = _ONE_SCAN.get()
-    return one.parts(root, scan, check) if one else scan()
+    return one.found(root, scan, take) if one else scan()
+
+
+def scanned_once(comm: Comm, make: Callable[[], T]) -> T:
+    """make() on every rank, where only rank 0 looks into image folders; a collective, and nothing runs beside it."""
+    if comm.size == 1:
+        return make()
+    scan = OneScan(comm)
+    if comm.rank > 0:
+        scan.tell()
+    try:
+        return scan.during(make)
+    finally:
+        if comm.rank == 0:
+            scan.tell()

@@ -294,9 +294,9 @@ def _found(source: str) -> Dataset:
     """The data set at a folder or an address: shards where some are there, else image files."""
     where = os.path.expandvars(source)
     if is_remote(where):
-        packed = any(file.endswith(".tar") for file in Store(where).list())
+        packed = any(file.endswith(".tar") for file in Store(where, cache_bytes=0).list())
     else:
         parts = [Path(where).expanduser() / part for part in ("", "train", "val", "validation", "test")]
         packed = any(next(part.glob("*.tar"), None) for part in parts)
         packed = packed and not any(file.suffix.lower() in SUFFIXES for file in parts[0].rglob("*"))
-    return shards(source, cache_bytes=0) if packed else folder(source)
+    return shards(source, cache_bytes=0) if packed else folder(source, cache_bytes=0)  # each file is read but once

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
@@ -26,6 +26,7 @@ _LISTING, _DEPTH = 8, 32  # folders listed at once; folders below each other (so
 _VERSIONS = "ETag etag md5Hash LastModified Last-Modified last_modified mtime modificationTime modified updated created"
 
 _Paths = list[str]  # in a class with a method `list`
+_Facts = list[tuple[int, str] | None]
 
 
 def is_remote(root: str) -> bool:
@@ -93,6 +94,15 @@ class Store:
         if isinstance(self._files, _Here):
             return str(os.stat(f"{self._files.shown}/{path}").st_mtime_ns)
         return self._known(self._files, path)[1]
+
+    def facts(self, paths: Iterable[str]) -> _Facts:
+        """Size and version of each remote file; None where no list told them yet. The source is not asked."""
+        return [self._states.get(path) for path in paths]
+
+    def learn(self, paths: Iterable[str], facts: Iterable[Sequence[Any] | None]) -> None:
+        """Takes the `facts` of another process's store of the same root, so that the source is not asked for them."""
+        pairs = zip(paths, facts, strict=True)
+        self._states.update((path, (int(fact[0]), str(fact[1]))) for path, fact in pairs if fact)
 
     def close(self) -> None:
         """Closes the files that stayed open; nobody may be reading."""
