@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from kasoku.core import InputError, Job
-from kasoku.data import Augment, Transform, digits, draws, loader, normalise
+from kasoku.data import Augment, Transform, digits, draws, loader, native, normalise
 from kasoku.data.augment import centre_box, random_box
 from kasoku.data.order import whole
 
@@ -34,6 +34,24 @@ def test_normalise_matches_the_definition_and_is_channels_last():
     torch.testing.assert_close(x_NCHW.double(), want, atol=2e-6, rtol=1e-6)
     assert x_NCHW.is_contiguous(memory_format=torch.channels_last)
     assert normalise(x_NHWC, MEAN, STD, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not native.LIBRARY, reason="the pieces of C were not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 9, 11, 3), (3, 4, 5, 1), (2, 3, 7, 4), (0, 8, 8, 3), (9, 240, 320, 3)], ids=str)
+@pytest.mark.parametrize("flip", [False, True])
+def test_batches_looked_up_in_c_are_bit_for_bit_those_of_torch(dtype, shape, flip, monkeypatch):
+    x_NHWC = images(*shape)
+    mean, std = (0.1, 0.2, 0.3, 0.4)[: shape[3]], (0.5, 0.25, 0.125, 0.2)[: shape[3]]
+    flip_N = torch.arange(shape[0]) % 3 == 0 if flip else None
+    found = normalise(x_NHWC, mean, std, dtype, flip_N=flip_N)
+    monkeypatch.setattr(native, "LIBRARY", None)
+    want = normalise(x_NHWC, mean, std, dtype, flip_N=flip_N)
+    assert found.equal(want)
+    assert (found.stride(), found.dtype) == (want.stride(), dtype)
+    if flip and len(x_NHWC):
+        assert want[0].equal(normalise(x_NHWC[:1], mean, std, dtype)[0].flip(2))
+        assert want[1].equal(normalise(x_NHWC[1:2], mean, std, dtype)[0])
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -6,43 +6,18 @@ where it was not built goes through `decode`, which needs Pillow alone.
 
 from __future__ import annotations
 
-import ctypes
-import importlib.machinery
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from kasoku.data import native
 
 _MOST = 2**26  # pixels of an image; whether a larger one is a decompression bomb Pillow says
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
-def _library() -> Any:
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_jpeg{suffix}")
-        if path.exists():
-            try:
-                return _declared(ctypes.CDLL(str(path)))
-            except OSError:  # built for another machine
-                return None
-    return None
-
-
-def _declared(library: Any) -> Any:
-    new, free, opened, crop = (getattr(library, f"kasoku_jpeg_{name}") for name in ("new", "free", "open", "crop"))
-    planes = library.kasoku_planes_crop
-    pointer, int32 = ctypes.c_void_p, ctypes.c_int32
-    new.restype, new.argtypes = pointer, []
-    free.restype, free.argtypes = None, [pointer]
-    opened.argtypes = [pointer, ctypes.c_char_p, ctypes.c_size_t, pointer, pointer]
-    crop.argtypes = [pointer, pointer, int32, int32, pointer]
-    planes.argtypes = [pointer, pointer, int32, int32, pointer, int32, int32, pointer]
-    return library
-
-
-_LIBRARY = _library()
+_LIBRARY = native.LIBRARY
 _LOCAL = threading.local()  # a decoder and its memory for each thread
 
 
@@ -70,21 +45,27 @@ def decoder() -> str:
     return "kasoku's own" if available() else "Pillow"
 
 
+def size(data: bytes) -> tuple[int, int] | None:
+    """Width and height of a JPEG that `crop` reads, as its headers tell; None: a file for `decode`."""
+    if _LIBRARY is None:
+        return None
+    decoder = _own()
+    size_at = decoder.size_at
+    if _LIBRARY.kasoku_jpeg_open(decoder.handle, data, len(data), size_at, size_at + 4):
+        return None
+    columns, rows = decoder.size.tolist()
+    return (columns, rows) if columns * rows <= _MOST else None
+
+
 def crop(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> bool:
     """Writes the part box(width, height) of a JPEG into out_HWC (uint8, RGB, contiguous), resized to its shape.
 
     Bilinear, antialiased, as Pillow's resize; releases the GIL. False, with out_HWC undefined: a file for `decode`.
     """
-    if _LIBRARY is None or not out_HWC.flags.c_contiguous or out_HWC.dtype != np.uint8:
+    if not out_HWC.flags.c_contiguous or out_HWC.dtype != np.uint8 or (found := size(data)) is None:
         return False
     decoder = _own()
-    size_at = decoder.size_at
-    if _LIBRARY.kasoku_jpeg_open(decoder.handle, data, len(data), size_at, size_at + 4):
-        return False
-    columns, rows = decoder.size.tolist()
-    if columns * rows > _MOST:
-        return False
-    decoder.box[:] = box(columns, rows)
+    decoder.box[:] = box(*found)
     height, width, _ = out_HWC.shape
     return not _LIBRARY.kasoku_jpeg_crop(decoder.handle, decoder.box_at, width, height, out_HWC.ctypes.data)
 
