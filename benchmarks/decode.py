@@ -7,6 +7,8 @@ A round takes each photo once; all sides get the same crops (area 0.08 to 1, asp
 ours: `crop`, antialiased; from the originals, and from packs of shorter side 256 (JPEG of quality 90, raw planes).
 pillow: decode, resize with box, bilinear, antialiased. opencv: imdecode, crop, resize bilinear, NOT antialiased.
 simplejpeg: libjpeg-turbo with fast transform and upsampling, crop, OpenCV's resize, NOT antialiased.
+dali: where it is installed (pip install -e '.[dali]'), DALI's CPU pipeline, one thread, batches of 32: image_slice and
+resize, antialiased as is its default; dali_aliased: the same with antialias=False.
 ours_over_best_library: medians of images/s; best of the libraries on the originals, antialiased or not.
 pack_..._over_best_library: ours on the pack over the same; ..._on_pack: over the best library on the same pack.
 bound: reading the stream down to the end of the crop alone, by our decoder: no transform, no colour, no resize.
@@ -39,17 +41,20 @@ from kasoku.data.decode import Box, crop
 from kasoku.data.pack import pack
 from kasoku.data.shards import shards
 
-Side = Callable[[Any, Callable[[int, int], Box], np.ndarray], None]
+Where = Callable[[int, int], Box]
+Side = Callable[[Any, Where, np.ndarray], None]  # one crop
+Round = Callable[[Sequence[Any], Sequence[Where], np.ndarray], None]  # the crops of a round, one after the other
 BUDGET_S = 420
+DALI_BATCH = 32
 
 
-def pillow(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+def pillow(data: bytes, box: Where, out_HWC: np.ndarray) -> None:
     with Image.open(io.BytesIO(data)) as opened:
         image = opened.convert("RGB")
     out_HWC[:] = image.resize(out_HWC.shape[1::-1], Image.Resampling.BILINEAR, box=box(*image.size))
 
 
-def _resized(cv2: Any, pixels_HWC: np.ndarray, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+def _resized(cv2: Any, pixels_HWC: np.ndarray, box: Where, out_HWC: np.ndarray) -> None:
     left, top, right, bottom = (round(x) for x in box(pixels_HWC.shape[1], pixels_HWC.shape[0]))
     part = pixels_HWC[top : max(bottom, top + 1), left : max(right, left + 1)]
     cv2.resize(part, out_HWC.shape[1::-1], dst=out_HWC, interpolation=cv2.INTER_LINEAR)
@@ -62,7 +67,7 @@ def library(name: str) -> Side:
     cv2 = importlib.import_module("cv2")
     cv2.setNumThreads(1)
 
-    def opencv(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+    def opencv(data: bytes, box: Where, out_HWC: np.ndarray) -> None:
         pixels_HWC = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
         _resized(cv2, pixels_HWC, box, out_HWC)
 
@@ -70,14 +75,14 @@ def library(name: str) -> Side:
         return opencv
     simple = importlib.import_module("simplejpeg")
 
-    def simplejpeg(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+    def simplejpeg(data: bytes, box: Where, out_HWC: np.ndarray) -> None:
         pixels_HWC = simple.decode_jpeg(data, "RGB", fastdct=True, fastupsample=True)
         _resized(cv2, pixels_HWC, box, out_HWC)
 
     return simplejpeg
 
 
-def bound(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+def bound(data: bytes, box: Where, out_HWC: np.ndarray) -> None:
     """Of the crop only its last pixel."""
 
     def last(width: int, height: int) -> Box:
@@ -87,8 +92,62 @@ def bound(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> N
     jpeg.crop(data, last, out_HWC[:1, :1].copy())
 
 
-def ours(data: bytes | np.ndarray, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> None:
+def ours(data: bytes | np.ndarray, box: Where, out_HWC: np.ndarray) -> None:
     crop(data, box, out_HWC)
+
+
+def one_by_one(make: Side) -> Round:
+    def crops(images: Sequence[Any], boxes: Sequence[Where], out_HWC: np.ndarray) -> None:
+        for data, box in zip(images, boxes, strict=False):
+            make(data, box, out_HWC)
+
+    return crops
+
+
+def dali(images: Sequence[bytes], side: int, *, antialias: bool) -> Round:
+    """DALI's pipeline on one core for these images; their sizes it is told, and nothing runs ahead of a round."""
+    fn = importlib.import_module("nvidia.dali.fn")
+    pipeline = importlib.import_module("nvidia.dali.pipeline").Pipeline(
+        DALI_BATCH, num_threads=1, device_id=None, exec_pipelined=False, exec_async=False
+    )
+    with pipeline:
+        data, start, shape = (fn.external_source(name=name) for name in ("data", "start", "shape"))
+        part = fn.decoders.image_slice(
+            data, start, shape, device="cpu", normalized_anchor=False, normalized_shape=False
+        )
+        pipeline.set_outputs(fn.resize(part, size=[side, side], antialias=antialias))
+    pipeline.build()
+    bytes_of = [np.frombuffer(image, np.uint8) for image in images]
+    sizes = [Image.open(io.BytesIO(image)).size for image in images]
+
+    def crops(_: Sequence[bytes], boxes: Sequence[Where], out_HWC: np.ndarray) -> None:
+        for first in range(0, len(boxes), DALI_BATCH):
+            some = slice(first, min(first + DALI_BATCH, len(boxes)))
+            box_N4 = np.array([box(*size) for box, size in zip(boxes[some], sizes[some], strict=True)], np.float32)
+            box_N4 = box_N4.round()
+            pipeline.feed_input("data", bytes_of[some])
+            pipeline.feed_input("start", box_N4[:, :2].copy())
+            pipeline.feed_input("shape", box_N4[:, 2:] - box_N4[:, :2])
+            (found,) = pipeline.run()
+            out_HWC[:] = found.at(len(found) - 1)
+
+    return crops
+
+
+def libraries(images: Sequence[bytes], side: int) -> dict[str, tuple[Round, Sequence[Any]]]:
+    """All that are here; DALI only where it is installed."""
+    found = {name: one_by_one(library(name)) for name in ("pillow", "opencv", "simplejpeg")}
+    if dali_version():
+        found |= {"dali": dali(images, side, antialias=True), "dali_aliased": dali(images, side, antialias=False)}
+    return {name: (crops, images) for name, crops in found.items()}
+
+
+def dali_version() -> str:
+    """Empty where it is not installed."""
+    try:
+        return str(importlib.import_module("nvidia.dali").__version__)
+    except ImportError:
+        return ""
 
 
 def packed(photos: Sequence[Path], form: str, home: Path) -> list[Any]:
@@ -103,7 +162,7 @@ def packed(photos: Sequence[Path], form: str, home: Path) -> list[Any]:
     return [bytes(image) if form == "jpeg" else image for _, image in sorted(by_name.items())]
 
 
-def timed(sides: dict[str, tuple[Side, Sequence[Any]]], rounds: int, side: int) -> dict[str, list[float]]:
+def timed(sides: dict[str, tuple[Round, Sequence[Any]]], rounds: int, side: int) -> dict[str, list[float]]:
     """Images/s of each round."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     out_HWC = np.empty((side, side, 3), np.uint8)
@@ -114,10 +173,9 @@ def timed(sides: dict[str, tuple[Side, Sequence[Any]]], rounds: int, side: int) 
         boxes = [lambda w, h, u_4=u_4: random_box(w, h, u_4, 0.08) for u_4 in u_N4]
         names = list(sides)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            make, images = sides[name]
+            crops, images = sides[name]
             start = time.perf_counter()
-            for data, box in zip(images, boxes, strict=False):
-                make(data, box, out_HWC)
+            crops(images, boxes, out_HWC)
             if number:
                 rates[name].append(n / (time.perf_counter() - start))
         if number >= 5 and time.monotonic() - begin > BUDGET_S:
@@ -140,17 +198,17 @@ def main() -> int:
     folder = Path(data) / "imagenet_fullsize"
     photos = sorted(folder.rglob("*.JPEG"))
     originals = [path.read_bytes() for path in photos]
-    others = {name: library(name) for name in ("pillow", "opencv", "simplejpeg")}
     with tempfile.TemporaryDirectory() as home:
         small, raw = (packed(photos, form, Path(home)) for form in ("jpeg", "raw"))
-        sides: dict[str, tuple[Side, Sequence[Any]]] = {"ours": (ours, originals), "bound": (bound, originals)}
-        sides |= {name: (side, originals) for name, side in others.items()}
-        sides |= {"ours_pack_jpeg": (ours, small), "ours_pack_raw": (ours, raw), "bound_pack_jpeg": (bound, small)}
-        sides |= {f"{name}_pack_jpeg": (side, small) for name, side in others.items()}
+        there, on_pack = (libraries(images, arguments.side) for images in (originals, small))
+        own, least = one_by_one(ours), one_by_one(bound)
+        sides = {"ours": (own, originals), "bound": (least, originals), **there}
+        sides |= {"ours_pack_jpeg": (own, small), "ours_pack_raw": (own, raw), "bound_pack_jpeg": (least, small)}
+        sides |= {f"{name}_pack_jpeg": side for name, side in on_pack.items()}
         rates = timed(sides, arguments.rounds, arguments.side)
     medians = {name: statistics.median(found) for name, found in rates.items()}
-    best = max(medians[name] for name in others)
-    best_on_pack = max(medians[f"{name}_pack_jpeg"] for name in others)
+    best = max(medians[name] for name in there)
+    best_on_pack = max(medians[f"{name}_pack_jpeg"] for name in on_pack)
     figures: dict[str, object] = {
         "ours_over_best_library": round(medians["ours"] / best, 3),
         "pack_jpeg_over_best_library": round(medians["ours_pack_jpeg"] / best, 3),
@@ -158,7 +216,8 @@ def main() -> int:
         "pack_raw_over_best_library": round(medians["ours_pack_raw"] / best, 3),
         "ours_over_bound": round(medians["ours"] / medians["bound"], 3),
         "pack_jpeg_over_bound": round(medians["ours_pack_jpeg"] / medians["bound_pack_jpeg"], 3),
-        "antialiased": ["ours", "pillow"],
+        "antialiased": ["ours", "pillow", *(["dali"] if "dali" in there else [])],
+        "dali": dali_version() or "not installed",
         "images_per_s": {name: {k: round(v, 1) for k, v in spread(found).items()} for name, found in rates.items()},
     }
     finish("decode", {"photos": len(originals), "side": arguments.side, "rounds": arguments.rounds}, figures)

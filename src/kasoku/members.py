@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kasoku.core import InputError, Wall
 from kasoku.core.run import RunFolder
-from kasoku.data import Memory, loader, shared
+from kasoku.data import GoneError, Memory, loader, shared
 from kasoku.recipe import Recipe, dumps
 from kasoku.runs import describe
 from kasoku.trainer import fit, prepare, signals, steps
@@ -125,9 +125,9 @@ def _in_turns(
             try:
                 if next(under_way[behind], _ENDED) is _ENDED:
                     del under_way[behind]
-            except DivergedError:
-                for i in set(under_way) - {behind}:
-                    if watches[i].between_steps:
-                        watches[i].save()
+            except (DivergedError, GoneError) as error:
+                for i, watch in enumerate(watches):
+                    if isinstance(error, GoneError) or (watch.between_steps and i != behind):
+                        watch.save()
                 raise
         return [watch.finish() for watch in watches]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,6 +47,9 @@ class ToldElsewhereError(InputError):
 
 class AgreedError(InputError):
     """A user's mistake that all ranks know of; this one tells it."""
+
+
+SHARED = (AgreedError, ToldElsewhereError)  # what all ranks raise together
 
 
 class LostRankError(RuntimeError):
@@ -205,18 +208,37 @@ def together(comm: Comm, f: Callable[[], T]) -> T:
     except (InputError, OSError) as error:
         failure = error
     told = isinstance(failure, ToldElsewhereError)
-    lines = comm.gather_objects(_line(failure) if failure and not told else None)
-    failed = [rank for rank, line in enumerate(lines) if line]
-    if not failed:
+    mine = (_line(failure), getattr(failure, "gone", False)) if failure and not told else None
+    failures = {rank: theirs for rank, theirs in enumerate(comm.gather_objects(mine)) if theirs}
+    if not failures:
         if failure:
             raise failure
         return result[0]
-    line = lines[failed[0]]
-    if len(failed) < comm.size and comm.size > 1 and failed[0] > 0:
-        line = f"rank {failed[0]}: {line}"
-    if comm.rank == 0:
-        raise AgreedError(line) from failure
-    raise ToldElsewhereError(line) from failure
+    rank, (line, _) = next(iter(failures.items()))
+    if rank > 0 and len(failures) < comm.size:
+        line = f"rank {rank}: {line}"
+    shared = AgreedError(line) if comm.rank == 0 else ToldElsewhereError(line)
+    shared.gone = any(gone for _, gone in failures.values())
+    raise shared from failure
+
+
+def in_the_end(comm: Comm, batches: Iterable[T]) -> Iterator[T]:
+    """Gives what `batches` gives; where that fails on one rank, all raise when theirs have ended.
+
+    For ranks that do nothing together meanwhile.
+    """
+    failure: InputError | None = None
+    try:
+        yield from batches
+    except InputError as error:
+        failure = error
+    together(comm, lambda: raised(failure))
+
+
+def raised(failure: InputError | None) -> None:
+    """Raises it, if there is one."""
+    if failure:
+        raise failure
 
 
 def _line(error: Exception) -> str:
@@ -275,6 +297,48 @@ class Rounds:
         self._work = None
         told: list[float] = self._told.tolist()
         return told
+
+
+class Gate:
+    """Whether every rank has the next batch: one that has none cannot take a step, which the others cannot leave.
+
+    Note: looking ahead. Each round tells how many batches the rank with the fewest has in hand for sure. So many need
+    no word, and the next round goes by gloo meanwhile: neither the device nor the host waits. Only where a rank is not
+    sure do all wait for each other, and then it is the input that they wait for.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._work: Work | None = None
+        self._told = torch.zeros(0)
+        self._batch = self._asked = self._sure = 0  # numbers of batches: this one, the one asked at, the last sure one
+
+    def passes(self, failure: InputError | None, sure: int) -> bool:
+        """To be called with each batch, or with why there is none; False, on all ranks, where one has none.
+
+        `sure`: of the batches that come next, how many cannot fail any more.
+        """
+        self._batch += 1
+        if self._batch > self._sure and self._work:
+            self._hear()
+        if self._batch > self._sure:
+            self._ask(failure is not None, sure)
+            return self._hear()
+        raised(failure)  # of what was sure: nobody else knows
+        if not self._work:
+            self._ask(False, sure)
+        return True
+
+    def _ask(self, failed: bool, sure: int) -> None:
+        self._told = torch.tensor([float(failed), -float(sure)])
+        self._work, self._asked = self._comm.all_reduce(self._told, op="max"), self._batch
+
+    def _hear(self) -> bool:
+        if self._work:
+            self._work.wait()
+        failed, least = self._told.tolist()
+        self._work, self._sure = None, self._asked - int(least)
+        return not failed
 
 
 def check_share(recipe: Recipe, ranks: int) -> None:

@@ -9,26 +9,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from itertools import islice
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from kasoku.core import Comm, InputError, Job, Solo, Technique
+from kasoku.core import Batch, Comm, InputError, Job, Solo, Technique
 from kasoku.core.run import RunFolder
 from kasoku.course import updates
-from kasoku.data import Dataset, FilesLoader, GoneError, Loader, loader, sample
+from kasoku.data import Dataset, FilesLoader, Loader, loader, sample
 from kasoku.data.index import OneScan
 from kasoku.device import Chosen, Seeded, choose
 from kasoku.models import check_fits
 from kasoku.optim import Rate
 from kasoku.parallel import AllReduce, Overlap, Recalibrate, VirtualRanks
 from kasoku.parallel.agree import agree, facts_of_model
-from kasoku.ranks import Place, check_share, place, together
+from kasoku.ranks import SHARED, Gate, Place, check_share, place, raised, together
 from kasoku.recipe import Recipe, made, optimizer
 from kasoku.start import Start
 from kasoku.watch import Result, Training, Watch
+
+_INPUT_S = 120.0  # that a rank may wait for a batch before it hangs: who reads it asks a source again for a minute
 
 
 def prepare(
@@ -185,14 +188,14 @@ def fit(
 
     Raises:
         DivergedError: with the step, the last good checkpoint and the likely cause.
-        InputError: when the folder cannot be written any more.
+        InputError: when the folder cannot be written any more; when a source is gone, after a checkpoint.
     """
     with Watch(training, run, started=started, resume=resume, quiet=quiet) as watch, signals() as caught:
         try:
             for _ in steps(watch, caught):
                 pass
-        except GoneError:
-            if training.job.comm.size == 1:  # of many ranks only some know
+        except InputError as error:
+            if error.gone and (training.job.comm.size == 1 or isinstance(error, SHARED)):  # all ranks are here
                 watch.save()
             raise
         return watch.finish()
@@ -200,9 +203,9 @@ def fit(
 
 def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
     """The loop: gives the turn away after each batch, and ends when the training is over or a signal was caught."""
-    job = watch.job
+    job, gate = watch.job, Gate(watch.job.comm)
     while not watch.over and not watch.stopped:
-        for x_NCHW, y_N in job.loader:
+        for x_NCHW, y_N in _batches(watch, gate):
             loss = job.loss(job.model(x_NCHW), y_N)
             (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
             if not watch.whole(loss, len(y_N)):
@@ -213,6 +216,30 @@ def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
             if watch.after_step(caught):
                 break
             yield
+
+
+def _batches(watch: Watch, gate: Gate) -> Iterator[Batch]:
+    """What is left of an epoch: each batch on all ranks, or on none of them, where all raise what one of them met."""
+    job, plain = watch.job, watch.job.plain_loader
+    batches = iter(job.loader)
+    if job.comm.size == 1 or not isinstance(plain, FilesLoader):  # what is in memory does not fail
+        yield from batches
+        return
+    while True:
+        found: list[Batch] = []
+        failure: InputError | None = None
+        try:
+            with watch.pulse.busy("input", _INPUT_S):
+                found.extend(islice(batches, 1))
+        except InputError as error:
+            failure = error
+        if not found and not failure:
+            return  # all ranks have as many
+        with job.trace.span("wait", "the other ranks' input"):
+            passes = gate.passes(failure, plain.sure)
+        if not passes:
+            together(job.comm, partial(raised, failure))
+        yield found.pop()
 
 
 def _check_loss(job: Job, classes: int) -> None:

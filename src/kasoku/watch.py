@@ -12,15 +12,15 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kasoku.core import InputError, Job
 from kasoku.core.run import Checkpoint, RunFolder, save_weights
-from kasoku.data import Dataset, FilesLoader
+from kasoku.data import Dataset, FilesLoader, Loader
 from kasoku.device import Chosen
-from kasoku.evaluate import evaluate
+from kasoku.evaluate import Scores, evaluate
 from kasoku.parallel.watched import Pulse
-from kasoku.ranks import Rounds, together
+from kasoku.ranks import Rounds, in_the_end, together
 from kasoku.recipe import Recipe
 from kasoku.report import Bar, Log, NoLog
 from kasoku.start import Start, itemised
@@ -107,21 +107,19 @@ class Watch:
         self.log = self._log(self.job.steps if resume else None)
         self.bar = Bar(training.total_steps, self.recipe.epochs, quiet=quiet or run is None)
         self._mlperf_start()
-        self._now = self.job.clock.now
-        self._started = started
+        self._now, self._started = self.job.clock.now, started
         self._rounds, self._timely = Rounds(self.job.comm), False
         self.stopped: str | None = None  # the signal that ended it, once all ranks know
         if "import" not in training.start.after:
             self.job.trace.add("import", "python and its packages", start=started, stop=training.began)
         self._loop = self._saved = self._now()
-        self._read = -math.inf
-        self._first_step = True
-        self._pulse: Pulse = getattr(self.job.comm, "pulse", None) or Pulse(0.0)
-        self._pulse.hang_timeout_s = self.recipe.device.hang_timeout_s
+        self._loss, self._read = math.nan, -math.inf
+        self.pulse: Pulse = getattr(self.job.comm, "pulse", None) or Pulse(0.0)
+        self.pulse.hang_timeout_s = self.recipe.device.hang_timeout_s
+        self._place = _place(self.job)
         self._losses: list[Tensor] = []
         self._sum, self._parts = torch.zeros(()), 0  # of the losses of the step under way
-        self._loss = math.nan
-        self._evaluated = -1
+        self._evaluated, self._first_step = -1, True
         self._seen = self.job.progress
         self._good = f"step {self.job.steps}" if resume and self.job.steps else "none yet"
         self._reached = self.recipe.evaluate.stop and self.progress.reached_s is not None
@@ -161,7 +159,8 @@ class Watch:
         """
         job, evaluation, save = self.job, self.recipe.evaluate, self.recipe.save
         now = self._now()
-        self._pulse.step()
+        self.pulse.step()
+        self._place = _place(job)
         if self._first_step:
             job.trace.add("first_step", "the first step, with compilation", start=self._loop, stop=now)
             job.trace.total_s["first_step"] -= job.trace.total_s["wait"] + job.trace.total_s["input"]
@@ -191,8 +190,7 @@ class Watch:
             weights = [p.detach().float().sum() for p in self.job.model.parameters() if p.is_floating_point()]
             if not torch.stack(weights).isfinite().all():
                 raise DivergedError(self._diagnosis("the weights are not finite", self.job.steps))
-            progress = {**asdict(self.progress), "spent_s": self._spent()}
-            state = {"job": self.job.state_dict(), "progress": progress}
+            state = self._state()
             self._write(lambda run: run.save(self.job.steps, self.job.model, state, keep=self.recipe.save.keep))
             self._good = f"step {self.job.steps}"
         self._saved = self._now()
@@ -236,6 +234,15 @@ class Watch:
             if skipped.reasons:
                 self.bar.say(f"skipped {len(skipped.reasons)} of the {part} images: {skipped.told()}")
 
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the weights; of the loader: where it was after the last whole step."""
+        job, comm = self.job.state_dict(), self.job.comm
+        job["loader"] |= self._place
+        if isinstance(self.job.plain_loader, FilesLoader):
+            skipped = comm.gather_objects(job["loader"].get("skipped", {}))
+            job["loader"]["skipped"] = {index: why for theirs in skipped for index, why in theirs.items()}
+        return {"job": job, "progress": {**asdict(self.progress), "spent_s": self._spent()}}
+
     def _log(self, resume_step: int | None) -> Log:
         run = self.run
         return together(self.job.comm, lambda: Log(run.path, resume_step=resume_step) if run else NoLog())
@@ -271,7 +278,7 @@ class Watch:
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
         """Times what is no step, and says so to who watches for ranks that hang."""
-        with self.job.trace.span(what), self._pulse.busy(what):
+        with self.job.trace.span(what), self.pulse.busy(what):
             yield
 
     def _crossed(self, every: float) -> bool:
@@ -303,8 +310,7 @@ class Watch:
         for i, value in enumerate(values):
             if not math.isfinite(value):
                 raise DivergedError(self._diagnosis(f"the loss is {value}", self.job.steps - len(values) + 1 + i))
-        self._loss = values[-1]
-        now = self._now()
+        self._loss, now = values[-1], self._now()
         if now - self._read > 0.2 or self.over:
             self._read = now
             rate = self._images_per_s()
@@ -319,7 +325,7 @@ class Watch:
         rate = self._images_per_s()
         self.log.mlperf("eval_start", event="INTERVAL_START", epoch_num=round(job.progress, 4))
         with self._doing("evaluate"), job.evaluation() as model:
-            scores = evaluate(model, self.training.test, self.recipe.evaluate.views, job.comm)
+            scores = self._scores(model)
             if scores.top1 > progress.best or not progress.scores:
                 self._write(lambda run: save_weights(model, run.path / "best.safetensors"))
             target = self.recipe.evaluate.target
@@ -339,9 +345,13 @@ class Watch:
         if reached and progress.reached_s is None:
             progress.reached_s = round(sum(self._spent().values()), 3)
 
+    def _scores(self, model: nn.Module) -> Scores:
+        test = in_the_end(self.job.comm, self.training.test)
+        return evaluate(model, test, self.recipe.evaluate.views, self.job.comm)
+
     def _compare_stale(self, top1: float) -> None:
         with self._doing("evaluate"), self.job.evaluation(without="Recalibrate") as model:
-            stale = evaluate(model, self.training.test, self.recipe.evaluate.views, self.job.comm).top1
+            stale = self._scores(model).top1
         self.log.metrics(self.job.steps, self.job.progress, {"test_stale_top1": stale})
         self.bar.say(f"accuracy lost to stale averages: {100 * (top1 - stale):.2f} points ({stale:.2%} with them)")
 
@@ -353,6 +363,11 @@ class Watch:
         elif step <= 2:
             cause += "; this early also the loss function or the initial weights may be wrong"
         return f"{what} at step {step}; last good checkpoint: {self._good}; {cause}"
+
+
+def _place(job: Job) -> dict[str, int]:
+    loader = job.plain_loader
+    return {"epoch": loader.epoch, "position": loader.position} if isinstance(loader, Loader) else {}
 
 
 def _resume(training: Training, run: RunFolder | None) -> Progress:

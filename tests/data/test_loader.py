@@ -1,3 +1,4 @@
+import gc
 import io
 import os
 import subprocess
@@ -424,6 +425,37 @@ def test_memory_does_not_grow_over_epochs(photos):
         assert tracemalloc.get_traced_memory()[0] < before + 50_000
     finally:
         tracemalloc.stop()
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no /proc/self/statm: resident memory is not told")
+def test_resident_memory_does_not_grow_over_epochs_by_half_a_batch_an_epoch(tmp_path):
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(70):
+            pixels_HWC = rng.integers(0, 256, (5, 5, 3), np.uint8)
+            Image.fromarray(pixels_HWC).resize((280, 260)).save(tmp_path / name / f"{number}.jpg")
+    data = folder(str(tmp_path), size=256)
+    batches = loader(data, "train", 60)
+    batches.cache_bytes, batches.augment = 0, CROPPED
+    batch_bytes = 60 * 256 * 256 * 3  # as they are decoded; normalised they are four times as many
+
+    def epoch():
+        assert sum(len(y_N) for _, y_N in batches) == 120
+
+    for _ in range(2):
+        epoch()
+    gc.collect()
+    before = resident_bytes()
+    for _ in range(6):
+        epoch()
+    gc.collect()
+    assert resident_bytes() < before + 6 * batch_bytes / 2
 
 
 def test_sample_is_deterministic_and_not_augmented(photos):

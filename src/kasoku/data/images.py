@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,19 +11,21 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from itertools import islice, takewhile
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import cores
+from kasoku.data import nvjpeg
 from kasoku.data.augment import box_draws, centre_box, random_box, stored_side
 from kasoku.data.crew import Crew, Pace, ProcessCrew, ThreadCrew
 from kasoku.data.decode import crop, decode
 from kasoku.data.jpeg import Box
 from kasoku.data.loader import Batches, Fetched, Loader
+from kasoku.data.skipped import Skipped
 from kasoku.data.sources import Dataset, Encoded, GoneError, Items
 
 _AHEAD = 2  # batches that are decoded while one is used
@@ -46,31 +47,6 @@ class Stats:
     workers: int = 0
 
 
-class Skipped:
-    """Images that cannot be decoded: left out, counted, named; too many of them end the training."""
-
-    def __init__(self, images: int, max_bad_fraction: float) -> None:
-        self.images, self.fraction = images, max_bad_fraction
-        self.reasons: dict[int, str] = {}
-        self._lock = threading.Lock()
-
-    def add(self, index: int, reason: str) -> None:
-        """Notes an image. Raises InputError with the list where there are too many."""
-        with self._lock:
-            self.reasons[index] = reason
-            most = max(1, int(self.fraction * self.images))
-            if len(self.reasons) > most:
-                raise InputError(
-                    f"more than {most} of {self.images:,} images cannot be decoded (max_bad_fraction="
-                    f"{self.fraction:g}): {self.told()}"
-                )
-
-    def told(self) -> str:
-        """The first of them, in a line."""
-        first = [reason for _, reason in sorted(self.reasons.items())][:10]
-        return "; ".join([*first, *(["..."] if len(self.reasons) > len(first) else [])])
-
-
 class FilesLoader(Loader):
     """Batches of images that are decoded when needed.
 
@@ -80,14 +56,19 @@ class FilesLoader(Loader):
         sharing: how many loaders of this machine share its cores.
         cache_bytes: a set whose decoded images fit is decoded once, to a little more than the size that is wanted, and
             cropped from there; a larger one is decoded anew for every crop, only the part that it needs. 1 GiB.
+        decoder: "nvjpeg" has the GPU decode those JPEGs that are baseline, upright, grey or YCbCr; threads only read
+            them. The rest is decoded as ever, and by `processes` everything. Nothing is kept; colours differ a little
+            from the CPU's. Needs a CUDA device and torchvision. "cpu".
         stats, skipped: see Stats, Skipped.
+        sure: on several ranks, how many of the next batches cannot fail any more.
     """
 
     def __init__(self, dataset: Dataset, split: str, batch: int, **where: Any):
         super().__init__(dataset, split, batch, **where)
         self._split: Encoded = getattr(dataset, split)
         self.threads, self.sharing, self.cache_bytes = 0, 1, 2**30
-        self.stats = Stats()
+        self.decoder: Literal["cpu", "nvjpeg"] = "cpu"
+        self.stats, self.sure = Stats(), 0
         self.skipped = Skipped(len(self._split), dataset.max_bad_fraction)
         self._pace: Pace | None = None
         self._processes: ProcessCrew | None = None  # as long as the loader: each reads the data set anew
@@ -96,33 +77,37 @@ class FilesLoader(Loader):
     @property
     def keeps(self) -> bool:
         """Whether decoded images are kept: known from the set alone, so that batches are the same on all machines."""
-        if isinstance(self._split, Items):  # what items give may be made anew each time, and by other processes
+        # what items give may be made anew each time, and by other processes
+        if self.decoder != "cpu" or isinstance(self._split, Items):
             return False
         side = stored_side(min(self.dataset.image_size))
         return len(self._split) * 4 * side * side <= self.cache_bytes  # 3 bytes a pixel, 4 by 3
 
     def fetch(self, epoch: int, first: int) -> Batches:
         """Images decoded ahead."""
+        nvjpeg.check(self.decoder, self.device)
         shares = self._shares(epoch, first, torch.device("cpu"))
         waiting: deque[_Batch] = deque()
         crew = self._crew()
         copies = _Copies(self.device)
-        onward: _Moving | None = None
+        moving: deque[_Moving] = deque()  # here, or on its way to the device; nothing else refers to a batch given out
         asked_s = time.perf_counter()
         try:
             more = True
-            while more or waiting or onward:
+            while more or waiting or moving:
                 while more and len(waiting) <= _AHEAD:
                     index_N = next(shares, None)
                     more = index_N is not None
                     if index_N is not None:
                         waiting.append(self._started(crew, index_N, epoch))
-                here, onward, waited_s = onward, None, self._wait(waiting if onward is None else ())
-                if here is None:
-                    here = copies.start(*self._whole(waiting.popleft(), epoch))
+                waited_s = self._wait(() if moving else waiting)
+                if not moving:
+                    moving.append(self._moving(waiting.popleft(), epoch, copies))
                 if copies.stream and waiting and waiting[0].ready:  # copied while the one before is used
-                    onward = copies.start(*self._whole(waiting.popleft(), epoch))
-                yield copies.arrive(here)
+                    moving.append(self._moving(waiting.popleft(), epoch, copies))
+                if self.size > 1:
+                    self.sure = len(moving) - 1 + sum(1 for _ in takewhile(lambda batch: batch.good, waiting))
+                yield copies.arrive(moving.popleft())
                 now_s = time.perf_counter()
                 if not self.threads and self._pace:
                     crew.resize(self._pace.batch(now_s - asked_s, waited_s))
@@ -133,6 +118,16 @@ class FilesLoader(Loader):
                 part.cancel()
             if crew is not self._processes:
                 crew.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, and what it skipped."""
+        skipped = self.skipped.state_dict()
+        return super().state_dict() | ({"skipped": skipped} if skipped else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        super().load_state_dict(state)
+        self.skipped.load_state_dict(state.get("skipped", {}))
 
     def warm(self) -> None:
         """Reads this rank's images of the next batch; those that are kept it decodes."""
@@ -185,9 +180,9 @@ class FilesLoader(Loader):
             size = self.dataset.image_size
             parts = [crew.submit(_made, index[cut], boxes[cut], size) for cut in cuts]
             return _Batch(images_NHWC, index_N, cuts, parts)
-        return _Batch(
-            images_NHWC, index_N, cuts, [crew.submit(self._fill, out_NHWC[cut], index[cut], boxes[cut]) for cut in cuts]
-        )
+        jpegs = nvjpeg.Jpegs(self.dataset.image_size, self.device) if self.decoder == "nvjpeg" else None
+        filled = [crew.submit(self._fill, out_NHWC[cut], index[cut], boxes[cut], jpegs) for cut in cuts]
+        return _Batch(images_NHWC, index_N, cuts, filled, jpegs)
 
     def _boxes(self, index_N: torch.Tensor, epoch: int) -> list[_Place]:
         """Which part of each image is shown."""
@@ -196,13 +191,15 @@ class FilesLoader(Loader):
             return [_Place(self.dataset.image_size, u_4, self.augment.scale_min) for u_4 in u_N4]
         return [_Place(self.dataset.image_size)] * len(index_N)
 
-    def _fill(self, out_NHWC: np.ndarray, index: list[int], boxes: list[_Place]) -> Bad:
+    def _fill(
+        self, out_NHWC: np.ndarray, index: list[int], boxes: list[_Place], jpegs: nvjpeg.Jpegs | None = None
+    ) -> Bad:
         """Writes so many images; returns what is wrong with those that it could not."""
-        return _filled(out_NHWC, index, boxes, self._source, self._split.name)
+        return _filled(out_NHWC, index, boxes, self._source, self._split.name, jpegs)
 
     def _source(self, index: int) -> bytes | np.ndarray:
         """What an image is cropped from. Raises InputError at once for one that was bad before."""
-        if index in self.skipped.reasons:
+        if index in self.skipped.met:
             raise InputError(self.skipped.reasons[index])
         return self._stored(index) if self.keeps else self._split.read(index)
 
@@ -231,6 +228,11 @@ class FilesLoader(Loader):
         stats.waited_s += waited_s
         return waited_s
 
+    def _moving(self, batch: _Batch, epoch: int, copies: _Copies) -> _Moving:
+        """A batch on its way to the device."""
+        with torch.cuda.stream(copies.stream) if copies.stream else nullcontext():
+            return copies.start(*self._whole(batch, epoch), batch.jpegs)
+
     def _whole(self, batch: _Batch, epoch: int) -> Fetched:
         """A decoded batch. In place of a bad image training shows the next good one; a test leaves it out."""
         self.stats.batches += 1
@@ -239,9 +241,10 @@ class FilesLoader(Loader):
         for cut, part in zip(batch.cuts, batch.parts, strict=True):
             found = _result(part)
             if isinstance(found, tuple):  # of a process
-                pixels_NHWC, found = found
-                batch.images_NHWC[cut] = torch.from_numpy(pixels_NHWC)
-            bad |= {cut.start + row: reason for row, reason in found.items()}
+                batch.images_NHWC[cut] = torch.from_numpy(found[0])
+            bad |= {cut.start + row: reason for row, reason in _bad(found).items()}
+        if batch.jpegs:
+            bad |= batch.jpegs.decode(batch.index_N, batch.images_NHWC)
         shown_N = batch.index_N
         if bad:
             shown_N = shown_N.clone()
@@ -289,10 +292,16 @@ class _Batch:
     index_N: torch.Tensor  # noqa: N815
     cuts: list[slice]
     parts: list[Future[Any]]
+    jpegs: nvjpeg.Jpegs | None = None
 
     @property
     def ready(self) -> bool:
         return all(part.done() for part in self.parts)
+
+    @property
+    def good(self) -> bool:
+        """Decoded, every image of it; what the GPU decodes may still fail."""
+        return self.ready and not self.jpegs and not any(p.exception() or _bad(p.result()) for p in self.parts)
 
 
 _Moving = tuple[Fetched, Any]  # tensors on their way to the device, and the event that they are there
@@ -306,14 +315,17 @@ class _Copies:
         make: Any = torch.cuda.Stream
         self.stream = make(device) if device.type == "cuda" else None
 
-    def start(self, images_NHWC: torch.Tensor, y_N: torch.Tensor, index_N: torch.Tensor) -> _Moving:
-        """Begins to copy; to be read after `arrive`."""
-        if self.stream is None:
-            return (images_NHWC.to(self.device), y_N.to(self.device), index_N.to(self.device)), None
-        with torch.cuda.stream(self.stream):
-            pinned = [t if t.is_pinned() else t.pin_memory() for t in (images_NHWC, y_N, index_N)]
-            there = [t.to(self.device, non_blocking=True) for t in pinned]
-            return (there[0], there[1], there[2]), self.stream.record_event()
+    def start(
+        self, images_NHWC: torch.Tensor, y_N: torch.Tensor, index_N: torch.Tensor, jpegs: nvjpeg.Jpegs | None
+    ) -> _Moving:
+        """Begins to copy on the current stream, to be read after `arrive`; what the device decoded joins it there."""
+        batch, aside = [images_NHWC, y_N, index_N], self.stream is not None
+        if aside:
+            batch = [t if t.is_pinned() else t.pin_memory() for t in batch]
+        there = [t.to(self.device, non_blocking=aside) for t in batch]
+        if jpegs:
+            jpegs.fill(there[0], index_N)
+        return (there[0], there[1], there[2]), self.stream and self.stream.record_event()
 
     def arrive(self, moving: _Moving) -> Fetched:
         """Has what is computed from here on wait for the copies; the host does not."""
@@ -340,6 +352,10 @@ def _result(part: Future[Any]) -> Any:
         ) from error
 
 
+def _bad(found: Bad | tuple[np.ndarray, Bad]) -> Bad:
+    return found[1] if isinstance(found, tuple) else found
+
+
 def _enter(split: Items) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the training ends its step and saves
         signal.signal(number, signal.SIG_IGN)
@@ -359,12 +375,15 @@ def _filled(
     boxes: list[_Place],
     read: Callable[[int], bytes | np.ndarray],
     name: Callable[[int], str],
+    jpegs: nvjpeg.Jpegs | None = None,
 ) -> Bad:
     """Crops so many images; what is wrong with those that cannot be read or decoded. A source that is gone is none."""
     bad: Bad = {}
     for row, (one, box) in enumerate(zip(index, boxes, strict=True)):
         try:
-            crop(read(one), box, out_NHWC[row], name=name(one))
+            source = read(one)
+            if jpegs is None or not jpegs.take(one, source, box, name=name(one)):
+                crop(source, box, out_NHWC[row], name=name(one))
         except GoneError:
             raise
         except InputError as error:

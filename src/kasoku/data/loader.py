@@ -112,11 +112,11 @@ class Loader:
             return (whole + (self.fill and left > 0)) * self.parts
         return whole + (left > 0 and (left >= self.least or not whole))
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the loader is; any number of ranks and parts can go on from there."""
         return {"epoch": self.epoch, "position": self.position, "parts": self.parts}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the same batches follow, bit for bit; in this loader's parts, where it has others."""
         epoch = int(state["epoch"])
         position, within = divmod(int(state["position"]) * self.parts, int(state.get("parts", self.parts)))
@@ -149,6 +149,7 @@ class Loader:
                 if self.train and self.vary:
                     images_NHWC = self.vary(images_NHWC, index_N, epoch)
                 x_NCHW = transform(images_NHWC, index_N, epoch)
+                del images_NHWC  # its memory goes to a batch that is decoded meanwhile
                 done = number == len(self)
                 self.epoch, self.position = (epoch + 1, 0) if done else (epoch, number)
                 yield x_NCHW, y_N

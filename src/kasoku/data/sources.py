@@ -55,6 +55,8 @@ class Encoded(Protocol):
 class GoneError(InputError):
     """A source that no longer answers; not the fault of one image, so nothing is skipped."""
 
+    gone = True
+
 
 @dataclass(frozen=True, eq=False)
 class Files:

@@ -35,6 +35,7 @@ class Device:
         malloc: tune glibc's allocator on a CPU.
         deterministic: the same bits on every run, also on CUDA; slower there.
         hang_timeout_s: a rank without a step for so long is said to hang; 0: the larger of 60 s and 10 median steps.
+            One that waits for its input is given two minutes more.
     """
 
     kind: Kind = "auto"
