@@ -61,6 +61,7 @@ ROWS = [
 ]
 NO_ROW = {
     "Augment": "needs images, not tensors: tests/data/test_augment.py",
+    "Decoding": "needs CUDA and image files: tests/data/test_nvjpeg.py",
     "Emulate": "needs a virtual clock: tests/parallel/test_virtual_clock.py",
     "Graphs": "needs CUDA: tests/device/test_techniques.py",
     "GrowBatch": "needs a loader of kasoku.data: tests/data/test_grow.py",

@@ -1,11 +1,15 @@
 """Input that fails on one rank ends all of them after the same step, with nothing lost."""
 
 import gc
+import json
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +19,10 @@ from safetensors.torch import load_file
 from kasoku.cli import main
 from kasoku.core import Comm, InputError, Solo, Threads
 from kasoku.data import Dataset, FilesLoader, GoneError, loader, order
+from kasoku.data.copies import Copies
+from kasoku.parallel.together import AgreedError
 from kasoku.parallel.watched import BUSY, STILL, Pulse
-from kasoku.ranks import AgreedError, Gate, folder
+from kasoku.ranks import Gate, folder
 from kasoku.recipe import load
 from kasoku.trainer import fit, prepare
 from started import RECIPE, started
@@ -204,6 +210,52 @@ def test_test_images_that_are_gone_on_one_rank_have_all_save_the_step_before(tmp
     assert same(whole, run)
 
 
+def test_an_evaluation_that_failed_is_made_up_for(tmp_path: Path) -> None:
+    def judged(run: Path) -> list[int]:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [int(line["epoch"]) for line in lines if "test_top1" in line]
+
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    trained(Solo(), whole)
+    assert isinstance(trained(Solo(), run, lost={"test": {5: GoneError(LINE)}}), GoneError)
+    trained(Solo(), run, resume=True)
+    assert judged(whole) == judged(run) == [1, 2]
+
+
+def test_training_images_that_are_gone_while_statistics_are_measured_have_all_save(tmp_path: Path) -> None:
+    places = [(shown(0, batch, place), place) for batch in range(5) for place in range(8)]
+    image = next(i for i, place in places if place < 4 <= i % 8)  # rank 0 trains on it, rank 1 measures with it
+    lost: list[Lost] = [{}, {"train": {image: GoneError(LINE)}}]
+    more = "techniques=[{use='kasoku.parallel.Recalibrate'}]"
+    zero, one = Threads(2).run(lambda comm: trained(comm, tmp_path, more, lost=lost[comm.rank]))
+    assert str(zero) == str(one) == f"rank 1: {LINE}"
+    assert steps_saved(tmp_path) == [5]
+
+
+class Ahead(Copies):
+    """Copies that begin ahead of their turn, as on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.stream = object()  # type: ignore[assignment]
+
+    def start(self, images_NHWC: torch.Tensor, y_N: torch.Tensor, index_N: torch.Tensor, jpegs: object) -> Any:
+        return (images_NHWC, y_N, index_N), None
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_a_batch_that_fails_while_others_are_copied_ahead_is_told_when_it_is_its_turn(
+    tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kasoku.data.images.Copies", Ahead)
+    monkeypatch.setattr("torch.cuda.stream", nullcontext)
+    monkeypatch.setattr("kasoku.data.images._Batch.ready", property(lambda made: bool(wait(made.parts))))
+    lost: list[Lost] = [{}, {"train": {shown(0, batch, 5): GoneError(LINE)}}]
+    zero, one = Threads(2).run(lambda comm: trained(comm, tmp_path, lost=lost[comm.rank]))
+    assert str(zero) == str(one) == f"rank 1: {LINE}"
+    assert steps_saved(tmp_path) == [batch]
+
+
 def test_alone_too_a_step_that_was_begun_is_begun_anew(tmp_path: Path) -> None:
     whole, run, more = tmp_path / "whole", tmp_path / "run", ("accumulate=2", "norm_batch=4")
     trained(Solo(), whole, *more)
@@ -310,17 +362,16 @@ def checkpoint(run: Path) -> dict[int, str]:
     return skipped
 
 
-def test_a_checkpoint_of_two_ranks_holds_what_both_skipped_and_a_resumed_run_counts_on(tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_holds_what_both_skipped_and_a_resumed_run_names_them(tmp_path: Path) -> None:
     run, first, second = tmp_path / "run", shown(0, 0, 1), shown(0, 0, 5)  # of rank 0 and of rank 1
     later = shown(0, 3, 6)
     lost: Lost = bad(first, second)
     gone: list[Lost] = [lost, {"train": {**lost["train"], later: GoneError(LINE)}}]
     Threads(2).run(lambda comm: trained(comm, run, lost=gone[comm.rank]))
     assert checkpoint(run) == {index: f"{index}.png: cannot be decoded" for index in sorted((first, second))}
-    more = bad(*(shown(0, 3, place) for place in (4, 5, 6)))  # with two from before more than four, on rank 1
-    ended = Threads(2).run(lambda comm: trained(comm, run, lost=more, resume=True))
-    assert "more than 4 of 40 images" in str(ended[0])
-    assert f"{first}.png" in str(ended[0])
+    more = [shown(0, 3, place) for place in (4, 5, 6)]  # three count here; the two from before do not
+    assert Threads(2).run(lambda comm: trained(comm, run, lost=bad(*more), resume=True)) == [None, None]
+    assert set(checkpoint(run)) == {first, second, *more}
 
 
 def test_what_was_mended_before_resuming_is_used_again_and_still_named(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from kasoku.core import InputError, Threads
 from kasoku.core.comm import Comm
 from kasoku.data import digits, loader
 from kasoku.evaluate import evaluate
-from kasoku.ranks import Place, Rounds, ToldElsewhereError, check_share, most_ranks, place, together
+from kasoku.parallel.together import ToldElsewhereError, together
+from kasoku.ranks import Place, Rounds, check_share, most_ranks, place
 from kasoku.recipe import load
 from started import KASOKU, RECIPE, TORCHRUN, ended, largest_difference, options, started
 

@@ -131,7 +131,8 @@ def _add_data(commands: Any) -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
     """Joins the ranks a launcher started; without one, starts a rank for each GPU of this machine."""
-    from kasoku.ranks import LostRankError, Place, ToldElsewhereError, joined, place
+    from kasoku.parallel.together import ToldElsewhereError
+    from kasoku.ranks import LostRankError, Place, joined, place
     from kasoku.spawn import spawn
     from kasoku.start import Start
 
@@ -176,8 +177,8 @@ def _gpus(arguments: argparse.Namespace) -> int:
 def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     from kasoku.data.index import scanned_once
     from kasoku.parallel.agree import agree, version_facts
+    from kasoku.parallel.together import together
     from kasoku.ranks import folder as run_folder
-    from kasoku.ranks import together
     from kasoku.recipe import dumps
     from kasoku.report import print_table
     from kasoku.trainer import fit, prepare
@@ -232,7 +233,7 @@ def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder) ->
 def _train_members(arguments: argparse.Namespace, folder: Path, comm: Comm) -> int:
     from kasoku import members
     from kasoku import recipe as recipes
-    from kasoku.ranks import together
+    from kasoku.parallel.together import together
     from kasoku.runs import evaluate_runs, members_of
 
     together(comm, lambda: _check_members(comm.size))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +32,7 @@ from kasoku.core.hardware import cores
 from kasoku.core.run import RunFolder
 from kasoku.parallel import TorchComm
 from kasoku.parallel.faults import Watchdog
+from kasoku.parallel.together import SHARED, raised, together
 from kasoku.recipe import Recipe
 from kasoku.start import Start
 
@@ -39,17 +40,6 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # that a rank waits for the others: longer than any evaluation or checkpoint
 _EVERY_S = 0.25
 _was_rank: list[object] = []
-
-
-class ToldElsewhereError(InputError):
-    """A user's mistake that another rank tells: said once, not once a rank."""
-
-
-class AgreedError(InputError):
-    """A user's mistake that all ranks know of; this one tells it."""
-
-
-SHARED = (AgreedError, ToldElsewhereError)  # what all ranks raise together
 
 
 class LostRankError(RuntimeError):
@@ -151,7 +141,7 @@ def joined(here: Place, start: Start) -> Iterator[Comm]:
     try:
         yield comm
         comm.pulse.close()
-    except (AgreedError, ToldElsewhereError):
+    except SHARED:
         comm.pulse.close()
         raise
     except BaseException as error:
@@ -192,59 +182,6 @@ def leave(code: int) -> int:
                 stream.flush()
         os._exit(code)
     return code
-
-
-def together(comm: Comm, f: Callable[[], T]) -> T:
-    """f() on every rank; where it fails on one, all raise: one rank its message, the others ToldElsewhereError.
-
-    f has no collectives of its own, unless all ranks fail in it alike.
-    """
-    if comm.size == 1:
-        return f()
-    result: list[T] = []
-    failure: Exception | None = None
-    try:
-        result.append(f())
-    except (InputError, OSError) as error:
-        failure = error
-    told = isinstance(failure, ToldElsewhereError)
-    mine = (_line(failure), getattr(failure, "gone", False)) if failure and not told else None
-    failures = {rank: theirs for rank, theirs in enumerate(comm.gather_objects(mine)) if theirs}
-    if not failures:
-        if failure:
-            raise failure
-        return result[0]
-    rank, (line, _) = next(iter(failures.items()))
-    if rank > 0 and len(failures) < comm.size:
-        line = f"rank {rank}: {line}"
-    shared = AgreedError(line) if comm.rank == 0 else ToldElsewhereError(line)
-    shared.gone = any(gone for _, gone in failures.values())
-    raise shared from failure
-
-
-def in_the_end(comm: Comm, batches: Iterable[T]) -> Iterator[T]:
-    """Gives what `batches` gives; where that fails on one rank, all raise when theirs have ended.
-
-    For ranks that do nothing together meanwhile.
-    """
-    failure: InputError | None = None
-    try:
-        yield from batches
-    except InputError as error:
-        failure = error
-    together(comm, lambda: raised(failure))
-
-
-def raised(failure: InputError | None) -> None:
-    """Raises it, if there is one."""
-    if failure:
-        raise failure
-
-
-def _line(error: Exception) -> str:
-    if isinstance(error, OSError) and not isinstance(error, InputError):
-        return f"{error.filename or 'input or output'}: {error.strerror or error}"
-    return str(error)
 
 
 @contextmanager
@@ -315,6 +252,8 @@ class Gate:
 
     def passes(self, failure: InputError | None, sure: int) -> bool:
         """To be called with each batch, or with why there is none; False, on all ranks, where one has none.
+
+        Raises that at once, on this rank alone, for a batch that was said to be sure.
 
         `sure`: of the batches that come next, how many cannot fail any more.
         """

@@ -26,7 +26,8 @@ from kasoku.models import check_fits
 from kasoku.optim import Rate
 from kasoku.parallel import AllReduce, Overlap, Recalibrate, VirtualRanks
 from kasoku.parallel.agree import agree, facts_of_model
-from kasoku.ranks import SHARED, Gate, Place, check_share, place, raised, together
+from kasoku.parallel.together import SHARED, raised, together
+from kasoku.ranks import Gate, Place, check_share, place
 from kasoku.recipe import Recipe, made, optimizer
 from kasoku.start import Start
 from kasoku.watch import Result, Training, Watch
@@ -188,7 +189,8 @@ def fit(
 
     Raises:
         DivergedError: with the step, the last good checkpoint and the likely cause.
-        InputError: when the folder cannot be written any more; when a source is gone, after a checkpoint.
+        InputError: when the folder cannot be written any more; when a source is gone, after a checkpoint (without
+            virtual ranks BatchNorm's running statistics may hold parts of a step that was begun; all else is exact).
     """
     with Watch(training, run, started=started, resume=resume, quiet=quiet) as watch, signals() as caught:
         try:

@@ -19,8 +19,9 @@ from kasoku.core.run import Checkpoint, RunFolder, save_weights
 from kasoku.data import Dataset, FilesLoader, Loader
 from kasoku.device import Chosen
 from kasoku.evaluate import Scores, evaluate
+from kasoku.parallel.together import in_the_end, together
 from kasoku.parallel.watched import Pulse
-from kasoku.ranks import Rounds, in_the_end, together
+from kasoku.ranks import Rounds
 from kasoku.recipe import Recipe
 from kasoku.report import Bar, Log, NoLog
 from kasoku.start import Start, itemised
@@ -53,6 +54,7 @@ class Progress:
     reached_s: float | None = None  # seconds from process start to the target
     scores: dict[str, float] = field(default_factory=dict)
     spent_s: dict[str, float] = field(default_factory=dict)  # by kind, in the earlier parts of a resumed run
+    judged: float = 0.0  # epochs at the last evaluation
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ class Watch:
         self.pulse.hang_timeout_s = self.recipe.device.hang_timeout_s
         self._place = _place(self.job)
         self._losses: list[Tensor] = []
-        self._sum, self._parts = torch.zeros(()), 0  # of the losses of the step under way
+        self._sum, self._parts, self._images = torch.zeros(()), 0, 0  # of the step under way: losses, parts, images
         self._evaluated, self._first_step = -1, True
-        self._seen = self.job.progress
+        self._seen = min(self.job.progress, self.progress.judged)  # an evaluation that failed is made up for
         self._good = f"step {self.job.steps}" if resume and self.job.steps else "none yet"
         self._reached = self.recipe.evaluate.stop and self.progress.reached_s is not None
 
@@ -145,11 +147,12 @@ class Watch:
         """Takes a micro-batch's loss; True when it completes a step."""
         self._parts += 1
         self._sum = loss.detach() if self._parts == 1 else self._sum + loss.detach()
-        self.progress.images += images * self.job.comm.size
+        self._images += images * self.job.comm.size
         if self._parts < self.job.accumulate:
             return False
         self._losses.append(self._sum / self._parts)
-        self._parts = 0
+        self.progress.images += self._images
+        self._parts = self._images = 0
         return True
 
     def after_step(self, caught: Sequence[str] = ()) -> bool:
@@ -333,7 +336,7 @@ class Watch:
             self._reached = self._reached or (reached and self.recipe.evaluate.stop)
             if self.over:  # as judged: averaged, with the statistics measured for it
                 self._write(lambda run: save_weights(model, run.path / "model.safetensors"))
-        self._evaluated = job.steps
+        self._evaluated, progress.judged = job.steps, job.progress
         progress.best = max(progress.best, scores.top1)
         progress.scores = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
         self.log.metrics(job.steps, job.progress, {f"test_{k}": v for k, v in progress.scores.items()})
@@ -393,6 +396,4 @@ def _taken(checkpoint: Checkpoint, training: Training) -> Progress:
     try:
         return Progress(**state["progress"])
     except TypeError as error:
-        raise InputError(
-            f"{checkpoint.folder}: of another version of kasoku ({error}): resume with that one"
-        ) from error
+        raise InputError(f"{checkpoint.folder}: of another version of kasoku ({error}): use that one") from error

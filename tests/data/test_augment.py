@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from kasoku.core import InputError, Job
-from kasoku.data import Augment, Transform, digits, draws, loader, native, normalise
+from kasoku.data import Augment, Transform, augment, digits, draws, loader, native, normalise
 from kasoku.data.augment import centre_box, random_box
 from kasoku.data.order import whole
 
@@ -44,7 +44,10 @@ def test_batches_looked_up_in_c_are_bit_for_bit_those_of_torch(dtype, shape, fli
     x_NHWC = images(*shape)
     mean, std = (0.1, 0.2, 0.3, 0.4)[: shape[3]], (0.5, 0.25, 0.125, 0.2)[: shape[3]]
     flip_N = torch.arange(shape[0]) % 3 == 0 if flip else None
+    calls, in_c = [], augment._looked_up
+    monkeypatch.setattr(augment, "_looked_up", lambda *given: calls.append(1) or in_c(*given))
     found = normalise(x_NHWC, mean, std, dtype, flip_N=flip_N)
+    assert calls
     monkeypatch.setattr(native, "LIBRARY", None)
     want = normalise(x_NHWC, mean, std, dtype, flip_N=flip_N)
     assert found.equal(want)
@@ -52,6 +55,30 @@ def test_batches_looked_up_in_c_are_bit_for_bit_those_of_torch(dtype, shape, fli
     if flip and len(x_NHWC):
         assert want[0].equal(normalise(x_NHWC[:1], mean, std, dtype)[0].flip(2))
         assert want[1].equal(normalise(x_NHWC[1:2], mean, std, dtype)[0])
+
+
+def test_what_c_does_not_take_torch_does_or_refuses():
+    x_NHWC = images(4)
+    assert normalise(x_NHWC.float(), MEAN, STD).equal(normalise(x_NHWC, MEAN, STD))
+    assert normalise(x_NHWC[:, ::2], MEAN, STD).equal(normalise(x_NHWC[:, ::2].clone(), MEAN, STD))
+    with pytest.raises(RuntimeError):
+        normalise(x_NHWC, (0.5,), (0.25,))
+
+
+def test_normalise_does_not_look_at_torchs_defaults():
+    x_NHWC = images(4)
+    want = normalise(x_NHWC, (0.3, 0.2, 0.1), STD)
+    augment._table.cache_clear()
+    augment._row_constants.cache_clear()
+    with torch.device("meta"):
+        assert normalise(x_NHWC, (0.3, 0.2, 0.1), STD).equal(want)
+    torch.set_default_dtype(torch.float64)
+    try:
+        augment._table.cache_clear()
+        augment._row_constants.cache_clear()
+        assert normalise(x_NHWC, (0.3, 0.2, 0.1), STD).equal(want)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from kasoku.core import InputError
-from kasoku.data import Augment, folder, images, jpeg, loader, nvjpeg
+from kasoku.core import InputError, Job
+from kasoku.data import Augment, Decoding, folder, images, jpeg, loader, nvjpeg
 from kasoku.data.augment import box_draws, random_box
 from kasoku.data.decode import crop
 
@@ -395,3 +395,23 @@ def test_a_gpu_decodes_real_photos_to_nearly_the_cpus_pixels(real_data):
     levels = torch.cat([(x - z).abs().flatten() for (x, _), (z, _) in zip(*sides, strict=True)]) * 255 * 0.225
     assert levels.mean() <= 2  # it repeats chroma where libjpeg interpolates
     assert (levels <= 16).float().mean() >= 0.99
+
+
+def test_as_a_technique_it_sets_the_loader_until_the_job_is_closed(photos, monkeypatch):
+    monkeypatch.setattr(nvjpeg, "check", lambda decoder, device: None)
+    batches = loader(photos, "train", 4)
+    job = Job(torch.nn.Flatten(), torch.optim.SGD([torch.zeros(1)], 0.1), loader=batches)
+    job.apply(Decoding("nvjpeg"))
+    assert batches.decoder == "nvjpeg"
+    job.close()
+    assert batches.decoder == "cpu"
+
+
+def test_as_a_technique_it_is_refused_in_one_line(photos):
+    for batches, by, said in (
+        ([], "nvjpeg", "Decoding: list decodes no files"),
+        (loader(photos, "train", 4), "nvjpeg", "only for a loader on a CUDA device"),
+        ([], "gpu", "by=gpu: cpu or nvjpeg"),
+    ):
+        with pytest.raises(InputError, match=said):
+            Job(torch.nn.Flatten(), torch.optim.SGD([torch.zeros(1)], 0.1), loader=batches).apply(Decoding(by))

@@ -19,7 +19,7 @@ from kasoku import cli
 from kasoku.core import InputError, Threads
 from kasoku.data import folder
 from kasoku.data.index import OneScan, once
-from kasoku.ranks import ToldElsewhereError
+from kasoku.parallel.together import ToldElsewhereError
 from kasoku.recipe import load
 from kasoku.start import Start
 from kasoku.trainer import prepare

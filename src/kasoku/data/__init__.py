@@ -9,6 +9,7 @@ from kasoku.data.idx import fashion_mnist, idx, mnist
 from kasoku.data.images import FilesLoader
 from kasoku.data.loader import Loader, MemoryLoader, loader, sample
 from kasoku.data.mix import Mix
+from kasoku.data.nvjpeg import Decoding
 from kasoku.data.order import draws, order
 from kasoku.data.randaugment import RandAugment
 from kasoku.data.resolution import LowResolution
@@ -20,6 +21,7 @@ __all__ = [
     "PUBLISHED",
     "Augment",
     "Dataset",
+    "Decoding",
     "Encoded",
     "Facts",
     "Files",

@@ -169,7 +169,8 @@ def normalise(
     Images are mirrored left to right where flip_N (bool) says so.
     """
     count, height, width, channels = images_NHWC.shape
-    if native.LIBRARY and images_NHWC.device.type == "cpu" and images_NHWC.is_contiguous() and dtype.itemsize in (2, 4):
+    bytes_here = images_NHWC.dtype == torch.uint8 and images_NHWC.device.type == "cpu" and images_NHWC.is_contiguous()
+    if native.LIBRARY and bytes_here and dtype.itemsize in (2, 4) and len(mean) == len(std) == channels:
         return _looked_up(images_NHWC, _table(tuple(mean), tuple(std), dtype), flip_N)
     if flip_N is not None:
         images_NHWC = torch.where(flip_N[:, None, None, None], images_NHWC.flip(2), images_NHWC)
@@ -180,7 +181,7 @@ def normalise(
 
 def _looked_up(images_NHWC: torch.Tensor, table_C256: torch.Tensor, flip_N: torch.Tensor | None) -> torch.Tensor:
     """The same in one pass over memory: there are but 256 values."""
-    x_NHWC = torch.empty(images_NHWC.shape, dtype=table_C256.dtype)
+    x_NHWC = torch.empty(images_NHWC.shape, dtype=table_C256.dtype, device="cpu")
     flips = None if flip_N is None else flip_N.to(torch.bool).contiguous()
     flips_at = None if flips is None else flips.data_ptr()
     where = images_NHWC.data_ptr(), flips_at, *images_NHWC.shape, table_C256.data_ptr(), table_C256.element_size()
@@ -193,7 +194,8 @@ def _table(mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) 
     """What each byte becomes in each channel, (C, 256)."""
     scale_C, shift_C = _row_constants(mean, std, 1, torch.device("cpu"))
     with torch.inference_mode(False):
-        return torch.arange(256.0).mul(scale_C[:, None]).add(shift_C[:, None]).to(dtype).contiguous()
+        value_V = torch.arange(256, dtype=torch.float32, device="cpu")
+        return value_V.mul(scale_C[:, None]).add(shift_C[:, None]).to(dtype).contiguous()
 
 
 @functools.lru_cache(maxsize=32)
@@ -205,7 +207,7 @@ def _row_constants(
     Kept, because making a tensor from numbers would have the host wait for the device at each batch.
     """
     with torch.inference_mode(False):
-        mean_C, std_C = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
+        mean_C, std_C = (torch.tensor(values, dtype=torch.float64, device="cpu") for values in (mean, std))
         scale_C, shift_C = 1 / (255 * std_C), -mean_C / std_C
         return scale_C.repeat(width).float().to(device), shift_C.repeat(width).float().to(device)
 

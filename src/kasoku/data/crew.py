@@ -5,11 +5,14 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import math
 import multiprocessing
+import os
 import platform
 import queue
 import statistics
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -42,20 +45,24 @@ class Crew(Protocol):
 
 
 _CREWS: weakref.WeakSet[ThreadCrew] = weakref.WeakSet()
+_END_S = 1.0  # that is waited for threads when Python ends
 
 
 @atexit.register
 def _end() -> None:
     """A thread that still decodes when Python ends would abort the process; one that hangs in a read is left."""
-    for crew in [*_CREWS]:
-        crew.close(1.0)
+    crews, until = [*_CREWS], time.monotonic() + _END_S
+    for crew in crews:
+        crew.stop()
+    for crew in crews:
+        crew.join(until)
 
 
 class ThreadCrew:
     """Threads whose number may change: decoders release the interpreter's lock."""
 
     def __init__(self, size: int) -> None:
-        share_arenas()
+        _share_arenas()
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._size, self._closed = 0, False
@@ -79,12 +86,20 @@ class ThreadCrew:
             self._tasks.put(None)
         self._size = size
 
-    def close(self, limit_s: float | None = None) -> None:
-        """Ends them all, or waits for each so long; tasks not begun are not done."""
+    def close(self) -> None:
+        """Ends them all; tasks not begun are not done."""
+        self.stop()
+        self.join()
+
+    def stop(self) -> None:
+        """Has each end with the task in hand."""
         self._closed = True
         self.resize(0)
+
+    def join(self, until: float = math.inf) -> None:
+        """Waits for them, until time.monotonic() is so late."""
         for thread in self._threads:
-            thread.join(limit_s)
+            thread.join(None if until == math.inf else max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -100,12 +115,13 @@ class ThreadCrew:
 
 
 @functools.cache
-def share_arenas() -> None:
-    """Has glibc keep freed memory for all threads together; for each thread apart it keeps several MiB more.
+def _share_arenas() -> None:
+    """Has glibc keep what threads freed in two places, for the whole process; in one for each it keeps MiB a thread.
 
-    Ref: mallopt(3).
+    What the user said in the environment stays. Ref: mallopt(3).
     """
-    if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
+    said = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+    if not said and platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
 
 

@@ -93,7 +93,7 @@ def folder(  # noqa: PLR0913
     if is_remote(where):
         store, address = Store(where, cache=cache, cache_bytes=cache_bytes), urlsplit(where)
         top, name = root.rstrip("/"), PurePosixPath(address.path).name or str(address.hostname)
-        found = once(root, lambda: _far(store, top), partial(_learn, store))
+        found = once(where, lambda: _far(store, top), partial(_learn, store))
         split = partial(_far_files, store)
     else:
         home = Path(where.removeprefix("file://")).expanduser()

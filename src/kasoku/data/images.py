@@ -21,6 +21,7 @@ from kasoku.core.errors import InputError
 from kasoku.core.hardware import cores
 from kasoku.data import nvjpeg
 from kasoku.data.augment import box_draws, centre_box, random_box, stored_side
+from kasoku.data.copies import Copies, Moving
 from kasoku.data.crew import Crew, Pace, ProcessCrew, ThreadCrew
 from kasoku.data.decode import crop, decode
 from kasoku.data.jpeg import Box
@@ -89,25 +90,22 @@ class FilesLoader(Loader):
         shares = self._shares(epoch, first, torch.device("cpu"))
         waiting: deque[_Batch] = deque()
         crew = self._crew()
-        copies = _Copies(self.device)
-        moving: deque[_Moving] = deque()  # here, or on its way to the device; nothing else refers to a batch given out
+        copies = Copies(self.device)
+        onward = _Onward(lambda batch: self._moving(batch, epoch, copies), ahead=copies.stream is not None)
         asked_s = time.perf_counter()
         try:
             more = True
-            while more or waiting or moving:
+            while more or waiting or onward.left:
                 while more and len(waiting) <= _AHEAD:
                     index_N = next(shares, None)
                     more = index_N is not None
                     if index_N is not None:
                         waiting.append(self._started(crew, index_N, epoch))
-                waited_s = self._wait(() if moving else waiting)
-                if not moving:
-                    moving.append(self._moving(waiting.popleft(), epoch, copies))
-                if copies.stream and waiting and waiting[0].ready:  # copied while the one before is used
-                    moving.append(self._moving(waiting.popleft(), epoch, copies))
+                waited_s = self._wait(() if onward.left else waiting)
+                onward.begin(waiting)
                 if self.size > 1:
-                    self.sure = len(moving) - 1 + sum(1 for _ in takewhile(lambda batch: batch.good, waiting))
-                yield copies.arrive(moving.popleft())
+                    self.sure = onward.sure(waiting)
+                yield copies.arrive(onward.moving.popleft())
                 now_s = time.perf_counter()
                 if not self.threads and self._pace:
                     crew.resize(self._pace.batch(now_s - asked_s, waited_s))
@@ -178,7 +176,7 @@ class FilesLoader(Loader):
         cuts = [slice(start, start + step) for start in range(0, len(index), step)]
         if isinstance(crew, ProcessCrew):
             size = self.dataset.image_size
-            parts = [crew.submit(_made, index[cut], boxes[cut], size) for cut in cuts]
+            parts = [_submitted(crew, index[cut], boxes[cut], size) for cut in cuts]
             return _Batch(images_NHWC, index_N, cuts, parts)
         jpegs = nvjpeg.Jpegs(self.dataset.image_size, self.device) if self.decoder == "nvjpeg" else None
         filled = [crew.submit(self._fill, out_NHWC[cut], index[cut], boxes[cut], jpegs) for cut in cuts]
@@ -228,7 +226,7 @@ class FilesLoader(Loader):
         stats.waited_s += waited_s
         return waited_s
 
-    def _moving(self, batch: _Batch, epoch: int, copies: _Copies) -> _Moving:
+    def _moving(self, batch: _Batch, epoch: int, copies: Copies) -> Moving:
         """A batch on its way to the device."""
         with torch.cuda.stream(copies.stream) if copies.stream else nullcontext():
             return copies.start(*self._whole(batch, epoch), batch.jpegs)
@@ -304,41 +302,47 @@ class _Batch:
         return self.ready and not self.jpegs and not any(p.exception() or _bad(p.result()) for p in self.parts)
 
 
-_Moving = tuple[Fetched, Any]  # tensors on their way to the device, and the event that they are there
+class _Onward:
+    """Batches on their way to the device; nothing else refers to them. One that cannot be made is told at its turn."""
 
+    def __init__(self, begin: Callable[[_Batch], Moving], *, ahead: bool) -> None:
+        self.moving: deque[Moving] = deque()
+        self._begin, self._ahead = begin, ahead
+        self._failed: InputError | None = None  # why there is none after those
 
-class _Copies:
-    """Copies to the device, on a stream of their own, so that computing goes on meanwhile."""
+    @property
+    def left(self) -> bool:
+        return bool(self.moving or self._failed)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        make: Any = torch.cuda.Stream
-        self.stream = make(device) if device.type == "cuda" else None
+    def begin(self, waiting: deque[_Batch]) -> None:
+        """One at least; where it can go on beside computing, one more if it is ready."""
+        if not self.moving:
+            if self._failed:
+                raise self._failed
+            self.moving.append(self._begin(waiting.popleft()))
+        if self._ahead and not self._failed and waiting and waiting[0].ready:
+            try:
+                self.moving.append(self._begin(waiting.popleft()))
+            except InputError as error:
+                self._failed = error
 
-    def start(
-        self, images_NHWC: torch.Tensor, y_N: torch.Tensor, index_N: torch.Tensor, jpegs: nvjpeg.Jpegs | None
-    ) -> _Moving:
-        """Begins to copy on the current stream, to be read after `arrive`; what the device decoded joins it there."""
-        batch, aside = [images_NHWC, y_N, index_N], self.stream is not None
-        if aside:
-            batch = [t if t.is_pinned() else t.pin_memory() for t in batch]
-        there = [t.to(self.device, non_blocking=aside) for t in batch]
-        if jpegs:
-            jpegs.fill(there[0], index_N)
-        return (there[0], there[1], there[2]), self.stream and self.stream.record_event()
-
-    def arrive(self, moving: _Moving) -> Fetched:
-        """Has what is computed from here on wait for the copies; the host does not."""
-        batch, event = moving
-        if event is not None:
-            now = torch.cuda.current_stream(self.device)
-            now.wait_event(event)
-            for tensor in batch:
-                tensor.record_stream(now)  # its memory is not given to another copy before
-        return batch
+    def sure(self, waiting: deque[_Batch]) -> int:
+        """How many cannot fail any more, after the next one."""
+        behind = () if self._failed else takewhile(lambda batch: batch.good, waiting)
+        return len(self.moving) - 1 + sum(1 for _ in behind)
 
 
 _SPLIT: list[Items] = []  # of a process that decodes
+
+
+def _submitted(crew: ProcessCrew, index: list[int], boxes: list[_Place], size: tuple[int, int]) -> Future[Any]:
+    """What a process makes; where they are gone, that is told when it is waited for."""
+    try:
+        return crew.submit(_made, index, boxes, size)
+    except BrokenProcessPool as error:
+        gone: Future[Any] = Future()
+        gone.set_exception(error)
+        return gone
 
 
 def _result(part: Future[Any]) -> Any:

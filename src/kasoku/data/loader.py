@@ -145,7 +145,9 @@ class Loader:
         transform = Transform(augment, self.seed, d.mean, d.std, self.dtype)
         fetched = self.through(self, epoch, first) if self.through else self.fetch(epoch, first)
         with closing(fetched) as batches:
-            for number, (images_NHWC, y_N, index_N) in enumerate(batches, start=first + 1):
+            number = first
+            for images_NHWC, y_N, index_N in batches:  # enumerate() would keep the last one
+                number += 1
                 if self.train and self.vary:
                     images_NHWC = self.vary(images_NHWC, index_N, epoch)
                 x_NCHW = transform(images_NHWC, index_N, epoch)

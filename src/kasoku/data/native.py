@@ -17,7 +17,7 @@ def _library() -> Any:
         if path.exists():
             try:
                 return _declared(ctypes.CDLL(str(path)))
-            except OSError:  # built for another machine
+            except (OSError, AttributeError):  # built for another machine, or from other sources
                 return None
     return None
 
@@ -29,6 +29,7 @@ def _declared(library: Any) -> Any:
     library.kasoku_jpeg_open.argtypes = [pointer, ctypes.c_char_p, size, pointer, pointer]
     library.kasoku_jpeg_crop.argtypes = [pointer, pointer, int32, int32, pointer]
     library.kasoku_planes_crop.argtypes = [pointer, pointer, int32, int32, pointer, int32, int32, pointer]
+    library.kasoku_jpeg_plain.restype, library.kasoku_jpeg_plain.argtypes = None, [ctypes.c_int]
     looked_up = library.kasoku_looked_up
     looked_up.restype, looked_up.argtypes = None, [pointer, pointer, *[size] * 4, pointer, ctypes.c_int, pointer]
     return library

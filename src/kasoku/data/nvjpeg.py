@@ -10,23 +10,60 @@ from __future__ import annotations
 import functools
 import importlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from PIL import Image
 
 from kasoku.core.errors import InputError
+from kasoku.core.technique import Stage, Technique
 from kasoku.data import jpeg
 from kasoku.data.decode import crop
 from kasoku.data.jpeg import Box
+
+if TYPE_CHECKING:
+    from kasoku.core.job import Job
 
 _LARGEST = 2**24  # pixels of an image; of a larger one the CPU decodes only what the crop needs
 _AT_ONCE = 64, 2**26  # images, and pixels of them all, that are decoded together: they lie in the device's memory
 
 Decode = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # the bytes of files -> pixels_CHW (uint8, RGB) of each
+
+
+@dataclass(frozen=True)
+class Decoding(Technique):
+    """Who decodes the training images: the CPU, or the GPU those that nvJPEG takes.
+
+    Args:
+        by: cpu, or nvjpeg (a CUDA device, and `pip install 'kasoku[nvjpeg]'`).
+
+    Saves: the CPU's time where it is short: reading is all that is left to it, for most files.
+    Costs: time and memory of the GPU; nothing decoded is kept; pixels differ by a level or two from the CPU's.
+    Ref: nvJPEG, through torchvision.io.decode_jpeg. Not seen on a GPU yet.
+    """
+
+    stage: ClassVar[Stage] = Stage.DATA
+
+    by: Literal["cpu", "nvjpeg"] = "cpu"
+
+    def __post_init__(self) -> None:
+        """Checks the name."""
+        if self.by not in ("cpu", "nvjpeg"):
+            raise InputError(f"by={self.by}: cpu or nvjpeg")
+
+    def apply(self, job: Job) -> None:
+        """Sets the loader's `decoder`. Raises InputError where it decodes no files, or cannot so."""
+        loader = job.plain_loader
+        if self.by == "cpu":
+            return
+        if not hasattr(loader, "decoder"):
+            raise InputError(f"Decoding: {type(loader).__name__} decodes no files; leave the technique out")
+        check(self.by, loader.device)
+        job.patch(loader, "decoder", self.by)
 
 
 def check(decoder: str, device: torch.device) -> None:
@@ -175,7 +212,7 @@ def cropped(pixels: Sequence[torch.Tensor], boxes: Sequence[Box], size: tuple[in
         (_span(left, right, x_CHW.shape[2], width), _span(top, bottom, x_CHW.shape[1], height))
         for x_CHW, (left, top, right, bottom) in zip(pixels, boxes, strict=True)
     ]
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False), _exact():
         weights_N2OK = _weights(spans, max(size), device)
         for row, (x_CHW, (across, down)) in enumerate(zip(pixels, spans, strict=True)):
             part_CHW = x_CHW[
@@ -186,6 +223,17 @@ def cropped(pixels: Sequence[torch.Tensor], boxes: Sequence[Box], size: tuple[in
             x_CHW = (high_OK @ (part_CHW @ wide_KO)).add_(0.5)  # cut off when written: rounded
             crops_NHWC[row].copy_(x_CHW.permute(1, 2, 0))
     return crops_NHWC
+
+
+@contextmanager
+def _exact() -> Iterator[None]:
+    """Products of float32 as they are: TF32 would round away a fifth of a level."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)

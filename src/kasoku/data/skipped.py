@@ -15,8 +15,8 @@ class Skipped:
     On several ranks each counts what it met itself, so the limit is each rank's own; a checkpoint holds what all met.
 
     Attributes:
-        reasons: index of an image -> why, also of the earlier parts of a resumed training.
-        met: those met in this part; the others are tried again, as they may have been mended.
+        reasons: index of an image -> why, also of the earlier parts of a resumed training: what is named at the end.
+        met: those met in this part, which count; the others are tried again, as they may have been mended.
     """
 
     def __init__(self, images: int, max_bad_fraction: float) -> None:
@@ -31,7 +31,7 @@ class Skipped:
             self.reasons[index] = reason
             self.met.add(index)
             most = max(1, int(self.fraction * self.images))
-            if len(self.reasons) > most:
+            if len(self.met) > most:
                 raise InputError(
                     f"more than {most} of {self.images:,} images cannot be decoded (max_bad_fraction="
                     f"{self.fraction:g}): {self.told()}"

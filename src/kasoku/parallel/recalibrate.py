@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kasoku.core import Batch, InputError, Job, Stage, Technique
 from kasoku.parallel.batchnorm import Steer, norms, patches
+from kasoku.parallel.together import in_the_end
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class _Measured:
     def _batches(self) -> Iterator[Batch]:
         loader = self.job.plain_loader
         if hasattr(loader, "survey"):
-            yield from loader.survey(self.images)
+            yield from in_the_end(self.job.comm, loader.survey(self.images))
             return
         state = copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
         if state is None and iter(loader) is loader:
