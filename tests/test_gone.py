@@ -222,6 +222,31 @@ def test_an_evaluation_that_failed_is_made_up_for(tmp_path: Path) -> None:
     assert judged(whole) == judged(run) == [1, 2]
 
 
+def test_a_resumed_run_evaluates_when_one_that_never_stopped_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judged(run: Path) -> list[int]:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [line["step"] for line in lines if "test_top1" in line]
+
+    more = ("epochs=5", "schedule.epochs=5", "evaluate.every=2", "evaluate.start=3")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    trained(Solo(), whole, *more)
+    source, left = FilesLoader._source, iter(range(3 * 40 + 17))  # to the third batch of the fourth epoch
+
+    def failing(batches: FilesLoader, index: int) -> bytes | np.ndarray:
+        if batches.train and next(left, None) is None:
+            raise GoneError(LINE)
+        return source(batches, index)
+
+    monkeypatch.setattr(FilesLoader, "_source", failing)
+    assert isinstance(trained(Solo(), run, *more), GoneError)
+    assert steps_saved(run)[-1] == 17
+    monkeypatch.undo()
+    trained(Solo(), run, *more, resume=True)
+    assert judged(whole) == judged(run) == [20, 25]
+
+
 def test_training_images_that_are_gone_while_statistics_are_measured_have_all_save(tmp_path: Path) -> None:
     places = [(shown(0, batch, place), place) for batch in range(5) for place in range(8)]
     image = next(i for i, place in places if place < 4 <= i % 8)  # rank 0 trains on it, rank 1 measures with it

@@ -16,9 +16,10 @@ from kasoku.core import InputError, Wall
 from kasoku.core.run import RunFolder
 from kasoku.data import GoneError, Memory, loader, shared
 from kasoku.recipe import Recipe, dumps
+from kasoku.result import Result
 from kasoku.runs import describe
 from kasoku.trainer import fit, prepare, signals, steps
-from kasoku.watch import DivergedError, Result, Training, Watch
+from kasoku.watch import DivergedError, Training, Watch
 
 _ENDED = object()
 
@@ -121,7 +122,7 @@ def _in_turns(
         caught = stack.enter_context(signals())
         under_way = {i: steps(watch, caught) for i, watch in enumerate(watches)}
         while under_way:
-            behind = min(under_way, key=lambda i: (watches[i].progress.images, i))
+            behind = min(under_way, key=lambda i: (watches[i].taken, i))
             try:
                 if next(under_way[behind], _ENDED) is _ENDED:
                     del under_way[behind]

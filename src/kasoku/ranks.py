@@ -20,7 +20,6 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,6 @@ from kasoku.parallel.together import SHARED, raised, together
 from kasoku.recipe import Recipe
 from kasoku.start import Start
 
-T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # that a rank waits for the others: longer than any evaluation or checkpoint
 _EVERY_S = 0.25
 _was_rank: list[object] = []

@@ -29,8 +29,9 @@ from kasoku.parallel.agree import agree, facts_of_model
 from kasoku.parallel.together import SHARED, raised, together
 from kasoku.ranks import Gate, Place, check_share, place
 from kasoku.recipe import Recipe, made, optimizer
+from kasoku.result import Result
 from kasoku.start import Start
-from kasoku.watch import Result, Training, Watch
+from kasoku.watch import Training, Watch
 
 _INPUT_S = 120.0  # that a rank may wait for a batch before it hangs: who reads it asks a source again for a minute
 

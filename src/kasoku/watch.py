@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +23,7 @@ from kasoku.parallel.watched import Pulse
 from kasoku.ranks import Rounds
 from kasoku.recipe import Recipe
 from kasoku.report import Bar, Log, NoLog
+from kasoku.result import Result
 from kasoku.start import Start, itemised
 
 
@@ -54,40 +54,7 @@ class Progress:
     reached_s: float | None = None  # seconds from process start to the target
     scores: dict[str, float] = field(default_factory=dict)
     spent_s: dict[str, float] = field(default_factory=dict)  # by kind, in the earlier parts of a resumed run
-    judged: float = 0.0  # epochs at the last evaluation
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came out; also result.json. Fractions from 0 to 1; seconds count from process start."""
-
-    top1: float | None  # None: never evaluated
-    top5: float | None
-    loss: float | None
-    best_top1: float
-    target: float
-    time_to_target_s: float | None
-    seconds_by: dict[str, float]
-    images_per_s: float
-    epochs: float
-    stopped: str | None  # the signal that ended it early
-
-    @property
-    def seconds(self) -> float:
-        """All of it, from process start."""
-        return sum(self.seconds_by.values())
-
-    def rows(self, folder: Path) -> dict[str, str]:
-        """The table shown at the end."""
-        reached = f"{self.time_to_target_s:.1f} s" if self.time_to_target_s is not None else "not reached"
-        where = sorted(self.seconds_by.items(), key=lambda item: -item[1])
-        return {
-            "test accuracy": f"{self.top1 or 0:.2%} (top-5 {self.top5 or 0:.2%}, best {self.best_top1:.2%})",
-            **({f"time to target ({self.target:.1%})": reached} if self.target else {}),
-            "time in all": f"{self.seconds:.1f} s: " + ", ".join(f"{k} {s:.1f}" for k, s in where if s >= 0.05),
-            "images/s": f"{self.images_per_s:,.0f}",
-            "run folder": str(folder),
-        }
+    judged: float | None = None  # epochs when it was last due, and made
 
 
 class Watch:
@@ -122,7 +89,8 @@ class Watch:
         self._losses: list[Tensor] = []
         self._sum, self._parts, self._images = torch.zeros(()), 0, 0  # of the step under way: losses, parts, images
         self._evaluated, self._first_step = -1, True
-        self._seen = min(self.job.progress, self.progress.judged)  # an evaluation that failed is made up for
+        judged = self.job.progress if self.progress.judged is None else self.progress.judged
+        self._seen = self.progress.judged = judged  # an evaluation that failed is made up for
         self._good = f"step {self.job.steps}" if resume and self.job.steps else "none yet"
         self._reached = self.recipe.evaluate.stop and self.progress.reached_s is not None
 
@@ -137,6 +105,11 @@ class Watch:
     def over(self) -> bool:
         """True when the last step or the target is reached."""
         return self._reached or self.job.steps >= self.training.total_steps
+
+    @property
+    def taken(self) -> int:
+        """Images so far, those of a step that was begun too."""
+        return self.progress.images + self._images
 
     @property
     def between_steps(self) -> bool:
@@ -176,6 +149,7 @@ class Watch:
         crossed = self._crossed(evaluation.every)
         if self.over or (crossed and job.progress >= evaluation.start):
             self._evaluate()
+        self.progress.judged = job.progress if crossed else self.progress.judged
         by_steps = save.every_steps and job.steps % save.every_steps == 0
         if told:
             again = self._timely and job.comm.size > 1  # said before the save it asked for in the round before
@@ -336,7 +310,7 @@ class Watch:
             self._reached = self._reached or (reached and self.recipe.evaluate.stop)
             if self.over:  # as judged: averaged, with the statistics measured for it
                 self._write(lambda run: save_weights(model, run.path / "model.safetensors"))
-        self._evaluated, progress.judged = job.steps, job.progress
+        self._evaluated = job.steps
         progress.best = max(progress.best, scores.top1)
         progress.scores = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
         self.log.metrics(job.steps, job.progress, {f"test_{k}": v for k, v in progress.scores.items()})

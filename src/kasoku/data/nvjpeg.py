@@ -58,9 +58,9 @@ class Decoding(Technique):
     def apply(self, job: Job) -> None:
         """Sets the loader's `decoder`. Raises InputError where it decodes no files, or cannot so."""
         loader = job.plain_loader
-        if self.by == "cpu":
-            return
         if not hasattr(loader, "decoder"):
+            if self.by == "cpu":
+                return
             raise InputError(f"Decoding: {type(loader).__name__} decodes no files; leave the technique out")
         check(self.by, loader.device)
         job.patch(loader, "decoder", self.by)

@@ -34,18 +34,21 @@ class Skipped:
             if len(self.met) > most:
                 raise InputError(
                     f"more than {most} of {self.images:,} images cannot be decoded (max_bad_fraction="
-                    f"{self.fraction:g}): {self.told()}"
+                    f"{self.fraction:g}): {_told([self.reasons[i] for i in sorted(self.met)])}"
                 )
 
     def told(self) -> str:
         """The first of them, in a line."""
-        first = [reason for _, reason in sorted(self.reasons.items())][:10]
-        return "; ".join([*first, *(["..."] if len(self.reasons) > len(first) else [])])
+        return _told([reason for _, reason in sorted(self.reasons.items())])
 
     def state_dict(self) -> dict[int, str]:
         """Which images, and of the first thousand why."""
         return {index: why if i < _WHY else "" for i, (index, why) in enumerate(sorted(self.reasons.items()))}
 
     def load_state_dict(self, state: dict[int, str]) -> None:
-        """Counts and names these too."""
+        """Names these too."""
         self.reasons.update(state)
+
+
+def _told(reasons: list[str]) -> str:
+    return "; ".join([*reasons[:10], *(["..."] if len(reasons) > 10 else [])])
