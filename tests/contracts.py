@@ -16,6 +16,7 @@ from kasoku.data import Mix
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
 from kasoku.parallel import AllReduce, Graded, Overlap, Recalibrate, VirtualRanks
+from kasoku.report import Timed
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ ROWS = [
     Row(Rate(Linear(epochs=12, warmup=1)), neutral=Rate(Constant()), owns_rate=True),
     Row(Recalibrate(images=32)),
     Row(Seeded(seed=3), neutral=Seeded(seed=3)),
+    Row(Timed(), neutral=Timed()),
     Row(VirtualRanks(norm_batch=8, average=0.5), neutral=VirtualRanks()),
 ]
 NO_ROW = {
@@ -67,6 +69,7 @@ NO_ROW = {
     "GrowBatch": "needs a loader of kasoku.data: tests/data/test_grow.py",
     "LowResolution": "needs a network that takes any size: tests/data/test_resolution.py",
     "Pretrained": "needs a file of weights: tests/models",
+    "Shares": "needs a loader of kasoku.data and ranks: tests/data/test_shares.py",
     "RandAugment": "needs images, not tensors: tests/data/test_randaugment.py",
 }
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from kasoku.cli import main
-from kasoku.core import Comm, InputError, Solo, Threads
+from kasoku.core import Comm, InputError, Solo, Threads, Trace
 from kasoku.data import Dataset, FilesLoader, GoneError, loader, order
 from kasoku.data.copies import Copies
 from kasoku.parallel.together import AgreedError
@@ -264,8 +264,8 @@ def test_training_images_that_are_gone_while_statistics_are_measured_have_all_sa
 class Ahead(Copies):
     """Copies that begin ahead of their turn, as on a GPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
+        super().__init__(device, trace)
         self.stream = object()  # type: ignore[assignment]
 
     def start(self, images_NHWC: torch.Tensor, y_N: torch.Tensor, index_N: torch.Tensor, jpegs: object) -> Any:

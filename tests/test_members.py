@@ -50,6 +50,11 @@ def test_members_on_files_train_in_turns_each_as_if_alone(tmp_path, capsys):
     assert main(photos_command(tmp_path, *rate, "--quiet", "--out", str(alone))) == 0
     second, wanted = (load_file(run / "model.safetensors") for run in (out / "member-2", alone))
     assert all(second[name].equal(wanted[name]) for name in wanted)
+    ledger = json.loads((out / "member-2" / "ledger.json").read_text())
+    rows = ledger["rows"]
+    assert min(rows["members before"], rows["other members"]) > 0  # and so nobody's "other"
+    assert rows["other"] < 0.2 * ledger["wall_s"]
+    assert sum(rows.values()) == pytest.approx(ledger["wall_s"], abs=0.01)
 
 
 def test_members_stopped_go_on_to_the_same_bits(tmp_path):

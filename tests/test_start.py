@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from kasoku.core import InputError, Threads, Trace, Wall
+from kasoku.core import InputError, Threads
 from kasoku.core.comm import Comm
 from kasoku.core.trace import Span
 from kasoku.parallel import TorchComm
@@ -131,16 +131,14 @@ def test_each_second_is_given_to_the_task_that_was_waited_for():
 
 
 @both
-def test_spans_are_of_the_tasks_and_totals_add_up_to_the_time_that_passed(overlap):
-    trace = Trace(Wall(), rank=3)
+def test_spans_are_of_the_tasks_and_shares_add_up_to_the_time_that_passed(overlap):
     began = time.perf_counter()
     start = Start(overlap=overlap, began=began)
     for name in "abc":
         start.add(name, lambda: time.sleep(0.02))
     start.do("d", lambda *_: None, after=("a", "b", "c"))
-    start.into(trace)
-    assert [(s.kind, s.name, s.rank) for s in trace.spans] == [("start", name, 3) for name in ("import", *"abcd")]
-    assert sum(trace.total_s.values()) == pytest.approx(trace.spans[-1].stop - began, abs=1e-9)
+    assert [(s.kind, s.name) for s in start.spans] == [("start", name) for name in ("import", *"abcd")]
+    assert sum(waited_for(start.spans, began).values()) == pytest.approx(start.spans[-1].stop - began, abs=1e-9)
     assert start.after == {"import": (), **dict.fromkeys("abc", ("import",)), "d": ("a", "b", "c", "import")}
 
 

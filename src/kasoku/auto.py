@@ -13,7 +13,7 @@ from kasoku import models
 from kasoku.core import InputError
 from kasoku.core.toml import override
 from kasoku.data import Files, folder
-from kasoku.recipe import Recipe, from_document
+from kasoku.recipe import AUTO, Recipe, from_document
 
 _FROM_SCRATCH_UPDATES = 4_000  # about where small networks on small sets stop gaining; epochs follow from it
 _FINE_TUNE_UPDATES = 400
@@ -47,6 +47,9 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: l
         document["optimizer"]["weight_decay"] = 5e-4
     epochs = float(max(3, min(60, round(updates / steps))))
     document["epochs"] = epochs
+    asked = (f"batch={AUTO}", f'batch="{AUTO}"')
+    if any(setting.replace(" ", "").replace("'", '"') in asked for setting in settings or ()):
+        document["reference_batch"] = batch  # what the rates above are for; tuning begins there
     for setting in (s for s in settings or () if s.partition("=")[0].strip() == "epochs"):
         override(document, setting)  # the schedule follows the epochs asked for
         epochs = document["epochs"] if isinstance(document["epochs"], int | float) else epochs

@@ -1,4 +1,4 @@
-"""The command: kasoku train | launch | eval | predict | export | data | pack | list.
+"""The command: kasoku train | launch | tune | search | profile | report | eval | predict | export | data | pack | list.
 
 Exit codes: 0 done, 1 a fault of kasoku's own, 2 something given cannot be used, 3 the training diverged,
 4 another rank died or hangs, 75 stopped by SIGINT or SIGTERM with a checkpoint written (go on with --resume),
@@ -22,6 +22,7 @@ from kasoku.core.run import RunFolder
 from kasoku.recipe import Recipe
 
 if TYPE_CHECKING:
+    from kasoku.sizing import Tuned
     from kasoku.start import Start
     from kasoku.watch import Training
 
@@ -59,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from kasoku.launch import add_parser as add_launch
+    from kasoku.profiling import add_parser as add_profile
+    from kasoku.reporting import add_parser as add_report
+    from kasoku.searching import add_parser as add_search
+    from kasoku.tuning import add_parser as add_tuning
 
     parser = argparse.ArgumentParser(prog="kasoku", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -85,7 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--quiet", action="store_true", help="no progress bar")
     train.set_defaults(run=_train)
     add_launch(commands)
+    add_tuning(commands)
+    add_search(commands)
+    add_profile(commands)
+    add_report(commands)
+    _add_use(commands)
+    _add_data(commands)
+    commands.add_parser("list", help="models, data sources, techniques, recipes").set_defaults(run=_list)
+    return parser
 
+
+def _add_use(commands: Any) -> None:
     evaluate = commands.add_parser("eval", help="top-1 and top-5 of runs, alone and as an ensemble")
     evaluate.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     evaluate.add_argument(
@@ -103,10 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--format", choices=("safetensors", "torch-export", "onnx"), required=True)
     export.add_argument("--out", type=Path, metavar="FILE", help="where to (default: in the run folder)")
     export.set_defaults(run=_export)
-
-    _add_data(commands)
-    commands.add_parser("list", help="models, data sources, techniques, recipes").set_defaults(run=_list)
-    return parser
 
 
 def _add_data(commands: Any) -> None:
@@ -130,26 +141,9 @@ def _add_data(commands: Any) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    """Joins the ranks a launcher started; without one, starts a rank for each GPU of this machine."""
-    from kasoku.parallel.together import ToldElsewhereError
-    from kasoku.ranks import LostRankError, Place, joined, place
-    from kasoku.spawn import spawn
-    from kasoku.start import Start
+    from kasoku.spawn import on_ranks
 
-    here = place()
-    count = 1 if here.launched else _gpus(arguments)
-    if count > 1:
-        places = [Place(i, count, i, count) for i in range(count)]
-        return spawn(arguments.given, places, address="127.0.0.1", port=0, started=arguments.started)
-    try:
-        start = Start(began=arguments.started)
-        with joined(here, start) as comm:
-            return _train_or_diverge(arguments, comm, start)
-    except ToldElsewhereError:
-        return 2
-    except LostRankError as error:
-        print(f"kasoku: {error}", file=sys.stderr)
-        return 4
+    return on_ranks(arguments, partial(_train_or_diverge, arguments), count=partial(_gpus, arguments))
 
 
 def _train_or_diverge(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
@@ -181,7 +175,9 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     from kasoku.ranks import folder as run_folder
     from kasoku.recipe import dumps
     from kasoku.report import print_table
+    from kasoku.sharing import shares_in, shares_of
     from kasoku.trainer import fit, prepare
+    from kasoku.tuning import before_training
 
     together(comm, lambda: _check_train(arguments))
     if arguments.go_on and comm.broadcast_object((arguments.out / "recipe.toml").is_file()):
@@ -198,10 +194,15 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
             _look_ahead(recipe, arguments.plot)
         return 0
     quiet = arguments.quiet = arguments.quiet or comm.rank > 0
+    tuning = partial(before_training, arguments, recipe, again=_load, comm=comm)
+    tuned = start.do("tuning", tuning) if recipe.auto_batch else None
+    recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
     # before the folder: a start that fails leaves nothing behind
-    training = together(comm, lambda: prepare(recipe, comm, start=start))
+    kept = shares_in(folder, comm, recipe.batch) if resume else ()
+    shares = shares_of(recipe, tuned.found.speeds) if tuned else kept
+    training = together(comm, lambda: prepare(recipe, comm, dataset=dataset, start=start, shares=shares))
     with run_folder(comm, folder, resume=resume) as run:
-        together(comm, lambda: _begin(arguments, training, run) if run else None)
+        together(comm, lambda: _begin(arguments, training, run, tuned) if run else None)
         result = fit(training, run, started=arguments.started, resume=resume, quiet=quiet)
     if comm.rank == 0 and not result.stopped and not quiet:
         print_table("", result.rows(folder))
@@ -211,14 +212,18 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     return STOPPED if result.stopped else 0
 
 
-def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder) -> None:
+def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder, tuned: Tuned | None) -> None:
     """Writes and says what is about to happen."""
     from kasoku.recipe import dumps
     from kasoku.runs import describe
+    from kasoku.sharing import keep_shares
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
         describe(run, training, _own_folders(arguments.recipe))
+        if tuned:
+            tuned.save(run.path)
+        keep_shares(run, training.job)
     elif arguments.set:
         run.write("recipe.toml", dumps(recipe))
     if not arguments.quiet:

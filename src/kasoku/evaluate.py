@@ -24,7 +24,12 @@ class Scores:
 
 
 def evaluate(
-    model: Callable[[Tensor], Tensor], loader: Iterable[Batch], views: Views = "plain", comm: Comm | None = None
+    model: Callable[[Tensor], Tensor],
+    loader: Iterable[Batch],
+    views: Views = "plain",
+    comm: Comm | None = None,
+    *,
+    also: Callable[[Tensor, Tensor], object] | None = None,
 ) -> Scores:
     """Scores of a model that is in eval mode already (`with job.evaluation() as model`).
 
@@ -34,6 +39,7 @@ def evaluate(
         views: see `averaged`.
         comm: the ranks that share the images. Their sums are added, so each image counts once and all ranks get the
             same scores; alone by default.
+        also: is called with logits_NK and y_N of each batch.
     """
     totals: Tensor | None = None
     images = 0
@@ -41,7 +47,10 @@ def evaluate(
         if totals is None:
             totals = _sums(x_NCHW.device)
         if len(y_N):
-            totals[:3] += tally(averaged(model, x_NCHW, views), y_N)
+            logits_NK = averaged(model, x_NCHW, views)
+            totals[:3] += tally(logits_NK, y_N)
+            if also is not None:
+                also(logits_NK, y_N)
             images += len(y_N)
     if totals is None:
         return Scores(0.0, 0.0, float("nan"), 0)

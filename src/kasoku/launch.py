@@ -159,7 +159,7 @@ def _shape(arguments: argparse.Namespace, recipe: Recipe, default: int) -> int:
     for option, number in (("--nodes", arguments.nodes), ("--gpus-per-node", each), ("--cpus-per-gpu", cpus)):
         if number < 1:
             raise InputError(f"{option} {number}: at least 1 is wanted")
-    if recipe.batch < arguments.nodes * each:
+    if recipe.batch < arguments.nodes * each and not recipe.auto_batch:
         raise InputError(f"batch={recipe.batch}: fewer images than {arguments.nodes * each} ranks; raise batch")
     check_share(recipe, arguments.nodes * each)
     return each

@@ -8,7 +8,7 @@ after the other and each has an order of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -110,6 +110,21 @@ def _decoded(recipe: Recipe) -> tuple[object, ...]:
     return recipe.batch, recipe.parts(1), recipe.last_batch, shown
 
 
+def _turns(watch: Watch, caught: list[str]) -> Generator[bool]:
+    """A member's turns: gives True before each, False when it needs none any more.
+
+    Its ledger tells the time between apart: it is the others'.
+    """
+    turns = steps(watch, caught)
+    wanted = True
+    while wanted:
+        with watch.job.trace.span("other members"):
+            yield True
+        wanted = next(turns, _ENDED) is not _ENDED
+    with watch.job.trace.span("other members"):
+        yield False
+
+
 def _in_turns(
     trainings: Sequence[Training], runs: Sequence[RunFolder], *, started: float, resume: bool, quiet: bool
 ) -> list[Result]:
@@ -117,18 +132,23 @@ def _in_turns(
     with ExitStack() as stack:
         watches = []
         for i, (training, run) in enumerate(zip(trainings, runs, strict=True)):
+            if i > 0:
+                training.start.note("members before", started, training.start.began)
             watch = Watch(training, run, started=started, resume=resume, quiet=quiet or i > 0)
             watches.append(stack.enter_context(watch))
         caught = stack.enter_context(signals())
-        under_way = {i: steps(watch, caught) for i, watch in enumerate(watches)}
+        turns = [_turns(watch, caught) for watch in watches]
+        under_way = [i for i, turn in enumerate(turns) if next(turn)]
         while under_way:
             behind = min(under_way, key=lambda i: (watches[i].taken, i))
             try:
-                if next(under_way[behind], _ENDED) is _ENDED:
-                    del under_way[behind]
+                if not next(turns[behind]):
+                    under_way.remove(behind)
             except (DivergedError, GoneError) as error:
                 for i, watch in enumerate(watches):
                     if isinstance(error, GoneError) or (watch.between_steps and i != behind):
                         watch.save()
                 raise
+        for turn in turns:
+            turn.close()
         return [watch.finish() for watch in watches]

@@ -20,11 +20,12 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from kasoku.core import Comm, InputError, Solo, Work
 from kasoku.core.hardware import cores
@@ -37,6 +38,7 @@ from kasoku.start import Start
 
 TIMEOUT = timedelta(minutes=30)  # that a rank waits for the others: longer than any evaluation or checkpoint
 _EVERY_S = 0.25
+_SCHEME = "kasoku"  # of the address at which ranks meet
 _was_rank: list[object] = []
 
 
@@ -133,7 +135,7 @@ def joined(here: Place, start: Start) -> Iterator[Comm]:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     start.add("rendezvous", lambda: _meet(here, "cpu:gloo,cuda:nccl" if cuda else "gloo", where))
     start.do("packages", trainer)
-    start.import_compiler()  # not before: what meets would wait for it (init_process_group looks whether it is there)
+    start.import_compiler()  # not before: what meets would wait for it (see _meet)
     _ = start["rendezvous"]
     comm = Watchdog().start(TorchComm(), (str(where[0]), int(str(where[1]))))
     try:
@@ -155,17 +157,29 @@ def joined(here: Place, start: Start) -> Iterator[Comm]:
 
 
 def _meet(here: Place, backend: str, where: Sequence[str | None]) -> None:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep one store for all of them
+    """Meets the other ranks.
+
+    Torch first looks whether the compiler is imported, and waits where that is under way; then it looks for the others.
+    So it is called at once and finds them itself, in a way of ours.
+    """
+    with suppress(RuntimeError):  # registered before
+        register_rendezvous_handler(_SCHEME, _attempt)  # type: ignore[no-untyped-call]
     try:
-        store, _, _ = next(rendezvous("env://", here.rank, here.size, timeout=TIMEOUT))
-        mine = PrefixStore(f"attempt {attempt}", store)
-        dist.init_process_group(backend, store=mine, timeout=TIMEOUT, rank=here.rank, world_size=here.size)
+        url = f"{_SCHEME}://"
+        dist.init_process_group(backend, url, timeout=TIMEOUT, rank=here.rank, world_size=here.size)
     except (RuntimeError, ValueError) as error:
         line = " ".join(str(error).split())[:200]
         raise InputError(
             f"rank {here.rank} of {here.size} does not find the others at {':'.join(map(str, where))} ({line}): check "
             "MASTER_ADDR and MASTER_PORT, and that all ranks were started"
         ) from error
+
+
+def _attempt(url: str, **more: Any) -> Iterator[tuple[Store, int, int]]:
+    """The store of this attempt: torchrun may keep one for all of them."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    for store, rank, size in rendezvous(url.replace(_SCHEME, "env", 1), **more):
+        yield PrefixStore(f"attempt {attempt}", store), rank, size
 
 
 def leave(code: int) -> int:
@@ -297,4 +311,4 @@ def most_ranks(recipe: Recipe, limit: int) -> int:
 def _can_share(recipe: Recipe, ranks: int) -> bool:
     once, left = divmod(recipe.batch, ranks * recipe.parts(ranks))
     group = recipe.norm_batch
-    return ranks == 1 or (left == 0 and (not group or once % group == 0 or group % once == 0))
+    return ranks == 1 or recipe.auto_batch or (left == 0 and (not group or once % group == 0 or group % once == 0))

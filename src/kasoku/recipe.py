@@ -16,6 +16,7 @@ from kasoku.core.toml import override, parse, tables
 from kasoku.device import Device
 
 T = TypeVar("T")
+AUTO = "auto"  # in the place of a batch: tuned before training
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,11 @@ class Save:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The whole document. No world size: `batch` is global, what one device takes is derived."""
+    """The whole document. No world size: `batch` is global, what one device takes is derived.
+
+    With batch = "auto" in the document, `batch` is where tuning begins and `auto_batch` is set: `kasoku train` tunes
+    before it trains, and its run folder has the recipe of the size found.
+    """
 
     model: Factory
     data: Factory
@@ -73,6 +78,7 @@ class Recipe:
     evaluate: Evaluate = Evaluate()
     device: Device = field(default_factory=Device)
     save: Save = Save()
+    auto_batch: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.epochs < math.inf:
@@ -161,12 +167,32 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
     """The same from a parsed document."""
     for setting in settings:
         override(document, setting)
+    begin = _where_tuning_begins(document) if document.get("batch") == AUTO else None
+    if begin:
+        document["batch"] = begin
     if "points" in document:
         document = at_batch(document, document.pop("points"))
         for setting in settings:  # what was asked for by name stands above the points
             override(document, setting)
         document.pop("points", None)
-    return parse(Recipe, document)
+    if not begin:
+        return parse(Recipe, document)
+    recipe = parse(Recipe, {**document, "batch": begin, "origin": "auto: tuning begins here"})
+    object.__setattr__(recipe, "auto_batch", True)
+    return recipe
+
+
+def _where_tuning_begins(document: dict[str, Any]) -> int:
+    """A batch whose settings are known: the one the rates are for, or the smallest of the points."""
+    reference, points = document.get("reference_batch"), document.get("points")
+    of_points = [p.get("batch") for p in points if isinstance(p, dict)] if isinstance(points, list) else []
+    for known in ([reference], of_points):
+        batches = [batch for batch in known if type(batch) is int and batch > 0]
+        if batches:
+            return min(batches)
+    raise InputError(
+        'batch = "auto": the rates follow the batch that is found: give reference_batch, the batch that they are for'
+    )
 
 
 def at_batch(document: dict[str, Any], points: Any) -> dict[str, Any]:
@@ -224,4 +250,5 @@ def _merged(document: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 
 def dumps(recipe: Recipe) -> str:
     """The resolved recipe as TOML, which `load` reads back to an equal one."""
-    return tomli_w.dumps(tables(recipe))
+    auto = {"batch": AUTO, "origin": ""} if recipe.auto_batch else {}
+    return tomli_w.dumps({**tables(recipe), **auto})

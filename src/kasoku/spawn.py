@@ -7,6 +7,7 @@ SIGTERM, then a SIGKILL; the code is that of the one that died.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import signal
@@ -14,17 +15,44 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kasoku.ranks import Place
+from kasoku.core import Comm
+from kasoku.parallel.together import ToldElsewhereError
+from kasoku.ranks import LostRankError, Place, joined, place
+from kasoku.start import Start
 
 STARTED = "KASOKU_STARTED"  # when the command was typed, on the clock of time.perf_counter, which processes share
 LOST = 4  # of a rank that lost another one
 _GRACE_S = {75: 60.0}  # by exit code: how long the others may take to end by themselves; they name who died in 12 s
 _POLL_S = 0.02
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def on_ranks(arguments: argparse.Namespace, run: Callable[[Comm, Start], int], *, count: Callable[[], int]) -> int:
+    """Runs a command on the ranks a launcher started; without one, on `count()` processes of this machine.
+
+    Args:
+        arguments: of the command, as main() has them.
+        run: what each rank does; gives its exit code.
+        count: how many processes; asked where no launcher says it.
+    """
+    here = place()
+    processes = 1 if here.launched else count()
+    if processes > 1:
+        places = [Place(i, processes, i, processes) for i in range(processes)]
+        return spawn(arguments.given, places, address="127.0.0.1", port=0, started=arguments.started)
+    try:
+        start = Start(began=arguments.started)
+        with joined(here, start) as comm:
+            return run(comm, start)
+    except ToldElsewhereError:
+        return 2
+    except LostRankError as error:
+        print(f"kasoku: {error}", file=sys.stderr)
+        return LOST
 
 
 def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, port: int, started: float) -> int:

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from kasoku.core.clock import Clock, Wall
-from kasoku.core.trace import Span, Trace
+from kasoku.core.trace import Span
 
 T = TypeVar("T")
 SEQUENTIAL = "KASOKU_SEQUENTIAL"  # set to 1: one task after the other, to compare with
@@ -119,11 +119,19 @@ class Start:
         """What each task began after; also what the caller had done or waited for before it was added."""
         return {task.name: task.after for task in self.tasks}
 
-    def into(self, trace: Trace) -> None:
-        """Adds the spans to a trace, kind "start"; to its totals what was waited for, each second once."""
-        trace.spans.extend(Span("start", s.name, s.start, s.stop, trace.rank) for s in self.spans)
-        for name, s in waited_for(self.spans, self.began).items():
-            trace.total_s[name] += s
+    def shares(self, started: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds by task: of the time since the process `started`, what was waited for; and what ran beside others.
+
+        Both are empty where the tasks had ended before: they belong to an earlier training of this process.
+        """
+        spans = self.spans
+        if max((s.stop for s in spans), default=started) <= started:
+            return {}, {}
+        shares = waited_for(spans, self.began)
+        beside = {s.name: _seconds([s]) - shares[s.name] for s in spans if shares[s.name] < 0.5 * _seconds([s])}
+        if "import" not in shares:
+            shares = {"import": min(self.began, *(s.start for s in spans)) - started, **shares}
+        return shares, beside
 
     def _known(self, task: Task) -> Task:
         missing = [name for name in task.after if name not in self._futures]

@@ -5,7 +5,8 @@ or returns with `stopped` set by SIGINT or SIGTERM (75: resume it).
 """
 
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -19,7 +20,7 @@ from torch import nn
 from kasoku.core import Batch, Comm, InputError, Job, Solo, Technique
 from kasoku.core.run import RunFolder
 from kasoku.course import updates
-from kasoku.data import Dataset, FilesLoader, Loader, loader, sample
+from kasoku.data import Dataset, FilesLoader, Loader, Shares, loader, sample
 from kasoku.data.index import OneScan
 from kasoku.device import Chosen, Seeded, choose
 from kasoku.models import check_fits
@@ -29,11 +30,13 @@ from kasoku.parallel.agree import agree, facts_of_model
 from kasoku.parallel.together import SHARED, raised, together
 from kasoku.ranks import Gate, Place, check_share, place
 from kasoku.recipe import Recipe, made, optimizer
+from kasoku.report import Timed
 from kasoku.result import Result
 from kasoku.start import Start
 from kasoku.watch import Training, Watch
 
 _INPUT_S = 120.0  # that a rank may wait for a batch before it hangs: who reads it asks a source again for a minute
+_SAME_S = 0.3  # a parent that is killed tells its children once for each of its threads: that is one signal
 
 
 def prepare(
@@ -43,6 +46,7 @@ def prepare(
     dataset: Dataset | None = None,
     batches: Loader | None = None,
     start: Start | None = None,
+    shares: Sequence[int] = (),
 ) -> Training:
     """Builds everything a training needs, what can be at the same time.
 
@@ -52,13 +56,15 @@ def prepare(
         dataset: the recipe's data, where it was read before.
         batches: the training loader, where several trainings share one.
         start: what was begun before, as meeting the other ranks.
+        shares: images of a batch that each rank takes, where they are not as many each.
 
     Raises:
         InputError: where the parts do not fit each other.
     """
     comm = comm or Solo()
     start = start or Start(comm.clock, overlap=None if comm.own_threads or comm.size == 1 else False)
-    began = comm.clock.now()
+    if recipe.auto_batch:
+        raise InputError('batch = "auto": tuned for a single training only; give the number that kasoku tune finds')
     check_share(recipe, comm.size)
     chosen = _begun(recipe, comm, start, dataset)
     start.add("digest", lambda data: data.index() if comm.size > 1 else {}, after=("data",))
@@ -79,12 +85,11 @@ def prepare(
         comm=comm,
         accumulate=recipe.parts(comm.size),
     )
-    start.do("techniques", lambda: _apply(recipe, job, chosen, len(dataset.classes)))
-    start.into(job.trace)
+    start.do("techniques", lambda: _apply(recipe, job, chosen, len(dataset.classes), shares=shares))
     total = updates(recipe, train.images)
     if total < 1:
         raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
-    return Training(recipe, job, dataset, test, chosen, total, began=began, start=start)
+    return Training(recipe, job, dataset, test, chosen, total, start)
 
 
 def _begun(recipe: Recipe, comm: Comm, start: Start, dataset: Dataset | None) -> Chosen:
@@ -154,22 +159,26 @@ def _loaders(
     return train, test
 
 
-def _apply(recipe: Recipe, job: Job, chosen: Chosen, classes: int) -> None:
+def _apply(recipe: Recipe, job: Job, chosen: Chosen, classes: int, *, shares: Sequence[int]) -> None:
     """Applies the techniques that were chosen and those asked for; all ranks together."""
-    own = [Seeded(recipe.seed), Rate(recipe.course, recipe.rate_scale), *_ranks_own(recipe, job.comm.size)]
-    job.apply(*chosen.techniques, *own, *recipe.techniques)
+    ranks_own = _ranks_own(recipe, job.comm.size, uneven=bool(shares))
+    own = [Seeded(recipe.seed), Rate(recipe.course, recipe.rate_scale), *ranks_own]
+    if shares:
+        own.append(Shares(tuple(shares)))
+    job.apply(*chosen.techniques, *own, *recipe.techniques, Timed())
     if recipe.evaluate.stale and not any(isinstance(t, Recalibrate) for t in recipe.techniques):
         raise InputError("evaluate.stale = true: compares with the technique kasoku.parallel.Recalibrate; add it")
     _check_loss(job, classes)
 
 
-def _ranks_own(recipe: Recipe, ranks: int) -> list[Technique]:
+def _ranks_own(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Technique]:
     """What a batch shared by so many ranks, or by virtual ones, asks for."""
     norm_batch = recipe.norm_batch
-    if ranks > 1 and not norm_batch and not recipe.device.graphs:  # else the running statistics are each rank's own
+    # else the running statistics are each rank's own
+    if ranks > 1 and not norm_batch and not recipe.device.graphs and not uneven:
         norm_batch = recipe.batch // (ranks * recipe.parts(ranks))
     own: list[Technique] = []
-    if norm_batch or recipe.norm_average:
+    if norm_batch or recipe.norm_average or uneven:
         own.append(VirtualRanks(norm_batch, recipe.norm_average))
     if not {"AllReduce", "Overlap"} & {type(technique).__name__ for technique in recipe.techniques}:
         own.append(AllReduce() if recipe.device.graphs else Overlap())  # on one rank too: others may go on from there
@@ -260,11 +269,16 @@ def _check_loss(job: Job, classes: int) -> None:
 def signals() -> Iterator[list[str]]:
     """Collects SIGINT and SIGTERM, so that the step is finished and saved; the second one interrupts at once."""
     caught: list[str] = []
+    since_s = 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if caught:
+        nonlocal since_s
+        now_s = time.monotonic()
+        if caught and now_s - since_s > _SAME_S:
             raise KeyboardInterrupt
-        caught.append(signal.Signals(number).name)
+        if not caught:
+            since_s = now_s
+            caught.append(signal.Signals(number).name)
 
     try:
         old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}

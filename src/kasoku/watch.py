@@ -5,8 +5,9 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import InputError, Job
+from kasoku.core.hardware import cores
 from kasoku.core.run import Checkpoint, RunFolder, save_weights
 from kasoku.data import Dataset, FilesLoader, Loader
 from kasoku.device import Chosen
 from kasoku.evaluate import Scores, evaluate
 from kasoku.parallel.together import in_the_end, together
 from kasoku.parallel.watched import Pulse
-from kasoku.ranks import Rounds
+from kasoku.ranks import Rounds, place
 from kasoku.recipe import Recipe
-from kasoku.report import Bar, Log, NoLog
+from kasoku.report import Bar, Facts, Ledger, Log, NoLog, facts_of
+from kasoku.report.confusion import Judged
 from kasoku.result import Result
 from kasoku.start import Start, itemised
 
@@ -41,7 +44,6 @@ class Training:
     test: Any  # yields Batch, re-iterable
     chosen: Chosen
     total_steps: int
-    began: float  # when its making began, on the job's clock
     start: Start  # what was done for it, and when
 
 
@@ -79,9 +81,6 @@ class Watch:
         self._now, self._started = self.job.clock.now, started
         self._rounds, self._timely = Rounds(self.job.comm), False
         self.stopped: str | None = None  # the signal that ended it, once all ranks know
-        if "import" not in training.start.after:
-            self.job.trace.add("import", "python and its packages", start=started, stop=training.began)
-        self._loop = self._saved = self._now()
         self._loss, self._read = math.nan, -math.inf
         self.pulse: Pulse = getattr(self.job.comm, "pulse", None) or Pulse(0.0)
         self.pulse.hang_timeout_s = self.recipe.device.hang_timeout_s
@@ -89,10 +88,15 @@ class Watch:
         self._losses: list[Tensor] = []
         self._sum, self._parts, self._images = torch.zeros(()), 0, 0  # of the step under way: losses, parts, images
         self._evaluated, self._first_step = -1, True
+        self._judged: Judged | None = None  # by the last evaluation
         judged = self.job.progress if self.progress.judged is None else self.progress.judged
         self._seen = self.progress.judged = judged  # an evaluation that failed is made up for
         self._good = f"step {self.job.steps}" if resume and self.job.steps else "none yet"
         self._reached = self.recipe.evaluate.stop and self.progress.reached_s is not None
+        shares, beside = training.start.shares(started)
+        earlier = self.progress.spent_s
+        self.ledger = Ledger(self.job.trace, started=started, setup=shares, beside=beside, earlier=earlier)
+        self._loop = self._saved = self._now()
 
     def __enter__(self) -> Self:
         return self
@@ -118,9 +122,12 @@ class Watch:
 
     def whole(self, loss: Tensor, images: int) -> bool:
         """Takes a micro-batch's loss; True when it completes a step."""
+        self.job.trace.phase("other")
         self._parts += 1
         self._sum = loss.detach() if self._parts == 1 else self._sum + loss.detach()
-        self._images += images * self.job.comm.size
+        plain = self.job.plain_loader
+        even = not getattr(plain, "shares", ())
+        self._images += images * self.job.comm.size if even else plain.batch // self.job.accumulate
         if self._parts < self.job.accumulate:
             return False
         self._losses.append(self._sum / self._parts)
@@ -138,8 +145,6 @@ class Watch:
         self.pulse.step()
         self._place = _place(job)
         if self._first_step:
-            job.trace.add("first_step", "the first step, with compilation", start=self._loop, stop=now)
-            job.trace.total_s["first_step"] -= job.trace.total_s["wait"] + job.trace.total_s["input"]
             self._first_step = False
             self._tell_start(now)
         told = self._rounds.step(signal.Signals[caught[0]] if caught else 0, self._wants_to_save(now))
@@ -180,7 +185,12 @@ class Watch:
             self._evaluate()
         self.save()
         self._tell_skipped()
-        spent, progress = self._spent(), self.progress
+        if self._judged:
+            with self._doing("evaluate"):
+                classes = self._judged.found(self.training.dataset, self.job.comm)
+            self._write(lambda run: run.write("classes.json", json.dumps(classes) + "\n"))
+        progress = self.progress
+        ledger, timeline = self.ledger.document(self.job.comm, self._facts())
         result = Result(
             top1=progress.scores.get("top1"),
             top5=progress.scores.get("top5"),
@@ -188,13 +198,18 @@ class Watch:
             best_top1=progress.best,
             target=self.recipe.evaluate.target,
             time_to_target_s=progress.reached_s,
-            seconds_by={kind: round(s, 3) for kind, s in spent.items()},
+            seconds_by={row: round(s, 3) for row, s in ledger["rows"].items()},
             images_per_s=round(self._images_per_s(), 1),
             epochs=round(self.job.progress, 4),
             stopped=stopped,
         )
         whole = {**asdict(result), "seconds": round(result.seconds, 3), "steps": self.job.steps}
-        self._write(lambda run: run.write("result.json", json.dumps(whole, indent=1) + "\n"))
+        documents = {"result.json": whole, "ledger.json": ledger, "timeline.json": timeline}
+        for name, document in documents.items():
+            text = json.dumps(document, indent=1) + "\n"
+            self._write(partial(RunFolder.write, name=name, text=text))
+        for cause in ledger["verdict"][:1]:
+            self.bar.say("{cause}: {line}; {remedy}".format(**cause))
         self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
         return result
 
@@ -218,7 +233,7 @@ class Watch:
         if isinstance(self.job.plain_loader, FilesLoader):
             skipped = comm.gather_objects(job["loader"].get("skipped", {}))
             job["loader"]["skipped"] = {index: why for theirs in skipped for index, why in theirs.items()}
-        return {"job": job, "progress": {**asdict(self.progress), "spent_s": self._spent()}}
+        return {"job": job, "progress": {**asdict(self.progress), "spent_s": self.ledger.rows()}}
 
     def _log(self, resume_step: int | None) -> Log:
         run = self.run
@@ -226,7 +241,8 @@ class Watch:
 
     def _write(self, f: Callable[[RunFolder], object]) -> None:
         """Has rank 0 write; all ranks go on when it is done, or fail with it."""
-        together(self.job.comm, lambda: f(self.run) if self.run else None)
+        with self.job.trace.span("save"):
+            together(self.job.comm, lambda: f(self.run) if self.run else None)
 
     def _wants_to_save(self, now: float) -> bool:
         """Whether by rank 0's clock it is time."""
@@ -263,27 +279,31 @@ class Watch:
         before, self._seen = self._seen, self.job.progress
         return int(self._seen / every + 1e-9) > int(before / every + 1e-9)
 
-    def _spent(self) -> dict[str, float]:
-        """Seconds since process start by kind, the earlier parts of a resumed run included; they sum to the whole."""
-        now = self._now()
-        spent = dict(self.job.trace.total_s)
-        apart = ("first_step", "input", "evaluate", "save", "wait")
-        spent["train"] = now - self._loop - sum(spent.get(kind, 0.0) for kind in apart)
-        spent["other"] = now - self._started - sum(spent.values())
-        earlier = self.progress.spent_s
-        return {k: spent.get(k, 0.0) + earlier.get(k, 0.0) for k in (earlier | spent)}
+    def _facts(self) -> Facts:
+        """What the verdict must know beside the rows."""
+        images = self.recipe.batch // (self.recipe.parts(self.job.comm.size) * self.job.comm.size)
+        sharing = place().sharing if self.job.comm.size > 1 else 1
+        threads, starved = self.training.chosen.threads, self.ledger.starved()
+        return facts_of(self.job, images, threads=threads, cores=cores(), processes=sharing, starved=starved)
+
+    def _seconds(self) -> float:
+        """Since the process started, earlier parts of a resumed training included."""
+        return round(sum(self.ledger.rows().values()), 3)
+
+    def _note(self, values: dict[str, float]) -> None:
+        self.log.metrics(self.job.steps, self.job.progress, {**values, "seconds": self._seconds()})
 
     def _images_per_s(self) -> float:
-        spent = self._spent()
-        return self.progress.images / max(1e-9, sum(spent.get(kind, 0.0) for kind in ("train", "first_step", "input")))
+        return self.progress.images / max(1e-9, self.ledger.training_s())
 
     def _read_losses(self) -> None:
         if not self._losses:
             return
         losses = torch.stack(self._losses).float()
         self._losses.clear()
-        self.job.comm.all_reduce(losses, op="mean").wait()
-        values = losses.tolist()
+        with self.job.trace.span("wait", "losses") if self.job.comm.size > 1 else nullcontext():
+            self.job.comm.all_reduce(losses, op="mean").wait()
+            values = losses.tolist()
         for i, value in enumerate(values):
             if not math.isfinite(value):
                 raise DivergedError(self._diagnosis(f"the loss is {value}", self.job.steps - len(values) + 1 + i))
@@ -293,7 +313,7 @@ class Watch:
             rate = self._images_per_s()
             lr = float(max(group["lr"] for group in self.job.optimizer.param_groups))
             line = {"loss": self._loss, "lr": lr, "images_per_s": round(rate, 1)}
-            self.log.metrics(self.job.steps, self.job.progress, line)
+            self._note(line)
             self.bar.step(self.job.steps, self.job.progress, loss=self._loss, images_per_s=rate)
 
     def _evaluate(self) -> None:
@@ -302,7 +322,8 @@ class Watch:
         rate = self._images_per_s()
         self.log.mlperf("eval_start", event="INTERVAL_START", epoch_num=round(job.progress, 4))
         with self._doing("evaluate"), job.evaluation() as model:
-            scores = self._scores(model)
+            self._judged = Judged(self.training.test)
+            scores = self._scores(model, self._judged.take)
             if scores.top1 > progress.best or not progress.scores:
                 self._write(lambda run: save_weights(model, run.path / "best.safetensors"))
             target = self.recipe.evaluate.target
@@ -313,23 +334,23 @@ class Watch:
         self._evaluated = job.steps
         progress.best = max(progress.best, scores.top1)
         progress.scores = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
-        self.log.metrics(job.steps, job.progress, {f"test_{k}": v for k, v in progress.scores.items()})
+        self._note({f"test_{k}": v for k, v in progress.scores.items()})
         if self.recipe.evaluate.stale:
             self._compare_stale(scores.top1)
         self.log.mlperf("eval_accuracy", scores.top1, epoch_num=round(job.progress, 4))
         self.log.mlperf("eval_stop", event="INTERVAL_END", epoch_num=round(job.progress, 4))
         self.bar.accuracy(job.progress, scores.top1, loss=self._loss, images_per_s=rate)
         if reached and progress.reached_s is None:
-            progress.reached_s = round(sum(self._spent().values()), 3)
+            progress.reached_s = self._seconds()
 
-    def _scores(self, model: nn.Module) -> Scores:
+    def _scores(self, model: nn.Module, also: Callable[[Tensor, Tensor], object] | None = None) -> Scores:
         test = in_the_end(self.job.comm, self.training.test)
-        return evaluate(model, test, self.recipe.evaluate.views, self.job.comm)
+        return evaluate(model, test, self.recipe.evaluate.views, self.job.comm, also=also)
 
     def _compare_stale(self, top1: float) -> None:
         with self._doing("evaluate"), self.job.evaluation(without="Recalibrate") as model:
             stale = self._scores(model).top1
-        self.log.metrics(self.job.steps, self.job.progress, {"test_stale_top1": stale})
+        self._note({"test_stale_top1": stale})
         self.bar.say(f"accuracy lost to stale averages: {100 * (top1 - stale):.2f} points ({stale:.2%} with them)")
 
     def _diagnosis(self, what: str, step: int) -> str:

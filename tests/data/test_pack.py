@@ -62,6 +62,12 @@ def splits(dataset):
     return dataset.train, dataset.test
 
 
+def test_a_pack_read_as_a_folder_of_photos_is_told_what_reads_it(photos, tmp_path):
+    pack(str(photos), str(tmp_path / "p"), side=32)
+    with pytest.raises(InputError, match=r'for this pack, data\.use = "kasoku\.data\.shards"$'):
+        folder(str(tmp_path / "p"))
+
+
 @pytest.mark.parametrize("side", [0, 32, 500])
 def test_a_jpeg_pack_has_the_files_encoded_anew_with_their_labels_and_names(photos, tmp_path, side):
     line = pack(str(photos), str(tmp_path / "p"), side=side, shard_bytes=SMALL)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from kasoku.core.clock import Clock
 from kasoku.core.comm import Comm, Solo
@@ -105,6 +106,8 @@ class Job:
         self._on_stepped: list[Callable[[], None]] = []
         self._on_drain: list[Callable[[], None]] = []
         self._on_evaluate: list[tuple[str, Callable[[], AbstractContextManager[object]]]] = []
+        self.patched: list[tuple[object, str, object]] = []  # what techniques set, and what was there; ...: nothing
+        self.first_hook = RemovableHandle.next_id  # of torch: those from here on are of techniques, not of the user
         if hasattr(loader, "trace"):
             self.patch(loader, "trace", self.trace)
 
@@ -287,6 +290,7 @@ class Job:
     def patch(self, thing: object, name: str, value: object) -> None:
         """Sets an attribute until `close()`."""
         own = vars(thing) if hasattr(thing, "__dict__") else {}
+        self.patched.append((thing, name, own.get(name, ...)))
         if name in own:
             old = own[name]
             self.undo(lambda: setattr(thing, name, old))
@@ -306,6 +310,7 @@ class Job:
         for hooks in (self._on_gradient, self._on_step, self._on_update, self._on_stepped, self._on_drain):
             hooks.clear()
         self._on_evaluate.clear()
+        self.patched.clear()
         self.applied.clear()
         self.needs_all = False
 

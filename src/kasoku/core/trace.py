@@ -1,11 +1,13 @@
 """Spans of time with a kind and a name. Real and simulated runs emit the same ones; one report draws both."""
 
-from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kasoku.core.clock import Clock
+
+Follower = Callable[[Sequence[str], str, int], None]
 
 
 @dataclass(frozen=True)
@@ -21,29 +23,38 @@ class Span:
 
 
 class Trace:
-    """The spans of one rank: totals by kind for ever, the spans themselves for the last `keep` of them."""
+    """The spans of one rank, the last `keep` of them.
+
+    Attributes: `follower`: called at each change, with the kinds of what is done now (the phase, then the spans within
+        it, the innermost last), and the name and bytes of the span that began, "" and 0 where one ended.
+    """
 
     def __init__(self, clock: Clock, *, rank: int = 0, keep: int = 10_000) -> None:
         self.clock = clock
         self.rank = rank
         self.spans: deque[Span] = deque(maxlen=keep)
-        self.total_s: defaultdict[str, float] = defaultdict(float)
-        self._children_s = [0.0]
+        self.follower: Follower = lambda *_: None
+        self._doing = [""]
 
     def add(self, kind: str, name: str, *, start: float, stop: float, bytes: int = 0) -> None:
         """Takes a span that was timed elsewhere."""
         self.spans.append(Span(kind, name, start, stop, self.rank, bytes))
-        self.total_s[kind] += stop - start
+
+    def phase(self, kind: str) -> None:
+        """Says what is done from here on, outside of spans: forward, backward, ...; only the follower hears it."""
+        self._doing[0] = kind
+        self.follower(self._doing, "", 0)
 
     @contextmanager
     def span(self, kind: str, name: str = "", *, bytes: int = 0) -> Iterator[None]:
-        """Times the body. A span inside another is taken off the outer one's total, so totals never count twice."""
+        """Times the body."""
         start = self.clock.now()
-        self._children_s.append(0.0)
+        self._doing.append(kind)
+        self.follower(self._doing, name or kind, bytes)
         try:
             yield
         finally:
             stop = self.clock.now()
             self.add(kind, name or kind, start=start, stop=stop, bytes=bytes)
-            self.total_s[kind] -= self._children_s.pop()
-            self._children_s[-1] += stop - start
+            self._doing.pop()
+            self.follower(self._doing, "", 0)

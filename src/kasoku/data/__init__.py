@@ -15,6 +15,7 @@ from kasoku.data.randaugment import RandAugment
 from kasoku.data.resolution import LowResolution
 from kasoku.data.shards import shards
 from kasoku.data.shared import shared
+from kasoku.data.shares import Shares, by_speed
 from kasoku.data.sources import PUBLISHED, Dataset, Encoded, Facts, Files, GoneError, Items, Memory, Split, digits
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
     "MemoryLoader",
     "Mix",
     "RandAugment",
+    "Shares",
     "Split",
     "Transform",
+    "by_speed",
     "cifar10",
     "cifar100",
     "decode",

@@ -90,7 +90,7 @@ class FilesLoader(Loader):
         shares = self._shares(epoch, first, torch.device("cpu"))
         waiting: deque[_Batch] = deque()
         crew = self._crew()
-        copies = Copies(self.device)
+        copies = Copies(self.device, self.trace)
         onward = _Onward(lambda batch: self._moving(batch, epoch, copies), ahead=copies.stream is not None)
         asked_s = time.perf_counter()
         try:

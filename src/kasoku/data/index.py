@@ -64,7 +64,10 @@ def below(root: str, sub: str) -> str:
 def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
     home = below(root, part)
     if not names:
-        raise InputError(f"{home}: no class folders in it; expected {home}/<class>/<image>, a folder for each class")
+        packed = ', or, for this pack, data.use = "kasoku.data.shards"' if (Path(home) / "pack.json").is_file() else ""
+        raise InputError(
+            f"{home}: no class folders in it; expected {home}/<class>/<image>, a folder for each class{packed}"
+        )
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-list") as pool:  # in time where folders are far away
         listed = list(pool.map(lambda name: look(f"{part}/{name}" if part else name)[1], names))
     for name, images in zip(names, listed, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import Any, Literal, Protocol
@@ -65,6 +66,8 @@ class Loader:
         least: fewer images left over at the end of a split in order join the batch before them.
         through: gives the raw batches instead of `fetch`, where several loaders share them.
         trace: where waiting for input is noted; a Job gives its own.
+        index_N: which images of the split the last batch handed out holds.
+        shares: images of a batch that each rank takes, in rank order; empty: as many each.
         fill: complete the last training batch of an epoch with the images the epoch began with; else it is dropped.
     """
 
@@ -89,11 +92,13 @@ class Loader:
             raise InputError(f"batch={batch}: not a multiple of {self.size} ranks, which share it; choose one that is")
         self.augment, self.dtype = Augment(), torch.float32
         self.parts, self.fill = 1, False
+        self.shares: tuple[int, ...] = ()
         self.least = 1
         self.trace: Trace | None = None
         self.through: Callable[[Loader, int, int], Batches] | None = None
         self.vary: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None
         self.epoch = self.position = 0
+        self.index_N = torch.zeros(0, dtype=torch.int64)
 
     def check(self, augment: Augment) -> None:
         """Raise InputError where an augmentation does not fit these images."""
@@ -104,6 +109,11 @@ class Loader:
             raise InputError(
                 f"crop={augment.crop}: only for image files, {self.dataset.name} is in memory; use translate"
             )
+
+    @property
+    def own_batch(self) -> int:
+        """Images of a training batch that this rank takes."""
+        return self.batch * self.shares[self.rank] // sum(self.shares) if self.shares else self.batch // self.size
 
     def __len__(self) -> int:
         """Batches in a whole epoch; parts of batches where they are handed out so."""
@@ -135,7 +145,7 @@ class Loader:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What is left of this epoch."""
         epoch, first, d = self.epoch, self.position, self.dataset
-        if self.batch % (self.size * self.parts):
+        if not self.shares and self.batch % (self.size * self.parts):
             raise InputError(
                 f"batch={self.batch}: not a multiple of {self.size} ranks x {self.parts} parts, which share it; "
                 "choose one that is"
@@ -154,6 +164,7 @@ class Loader:
                 del images_NHWC  # its memory goes to a batch that is decoded meanwhile
                 done = number == len(self)
                 self.epoch, self.position = (epoch + 1, 0) if done else (epoch, number)
+                self.index_N = index_N
                 yield x_NCHW, y_N
 
     def survey(self, images: int = 0) -> Loader:
@@ -164,6 +175,7 @@ class Loader:
         other = copy.copy(self)
         other.train, other.fill = False, False
         other.batch, other.parts, other.through = self.batch // self.parts, 1, None
+        other.shares = ()
         other.images = min(images or self.images, self.images)
         other.least = 2 * self.size  # no rank is left with one image, which has no variance
         other.epoch = other.position = 0
@@ -179,15 +191,17 @@ class Loader:
     def _shares(self, epoch: int, first: int, device: torch.device) -> Iterator[torch.Tensor]:
         """Sample indices of each part of this rank's share; the ranks share an incomplete batch as evenly as can be."""
         order_N = (order(self.images, self.seed, epoch) if self.train else torch.arange(self.images)).to(device)
-        batches, pieces = len(self) // self.parts, self.size * self.parts
+        batches, parts = len(self) // self.parts, self.parts
+        cuts = [0, *itertools.accumulate(self.shares or (1,) * self.size)]  # of a batch of as many as the last one says
         if self.train:
             order_N = torch.cat([order_N, order_N[: -self.images % self.batch]])[: batches * self.batch]
         for number in range(first, len(self)):
             start = number // self.parts * self.batch
             last = number // self.parts == batches - 1
             count = len(order_N) - start if last else self.batch
-            piece = self.rank * self.parts + number % self.parts
-            yield order_N[start + count * piece // pieces : start + count * (piece + 1) // pieces]
+            low, high = (count * cut // cuts[-1] for cut in cuts[self.rank : self.rank + 2])
+            begin, end = (low + (high - low) * at // parts for at in (number % parts, number % parts + 1))
+            yield order_N[start + begin : start + end]
 
 
 class MemoryLoader(Loader):

@@ -34,7 +34,8 @@ class Skipped:
             if len(self.met) > most:
                 raise InputError(
                     f"more than {most} of {self.images:,} images cannot be decoded (max_bad_fraction="
-                    f"{self.fraction:g}): {_told([self.reasons[i] for i in sorted(self.met)])}"
+                    f"{self.fraction:g}): {_told([self.reasons[i] for i in sorted(self.met)])}; mend them, or go on "
+                    "without more of them: data.max_bad_fraction=0.1"
                 )
 
     def told(self) -> str:

@@ -29,8 +29,10 @@ class AllReduce(Technique):
 
         def average() -> None:
             grads = [p.grad for p in job.model.parameters() if p.grad is not None]
-            for work in [job.comm.all_reduce(g, op="mean") for g in grads]:
-                work.wait()
+            works = [job.comm.all_reduce(g, op="mean") for g in grads]
+            with job.trace.span("wait", "all gradients", bytes=sum(g.nbytes for g in grads)):
+                for work in works:
+                    work.wait()
 
         job.before_step(average)
 

@@ -8,6 +8,7 @@ finds that its `steer` belongs to another one and runs as torch's own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from kasoku.core import Comm, InputError
+from kasoku.core import Comm, InputError, Trace
 
 Take = Callable[[Tensor, Tensor, int], None]  # (mean_C, variance_C (biased), values a channel) of one group
 
@@ -32,6 +33,7 @@ class Steer:
         comm: the ranks.
         take: is given each group's statistics, in float32 or the buffers' type.
         alone: a group stays within one forward of one rank, and may be smaller.
+        trace: where waiting for other ranks is noted.
     """
 
     norm: nn.Module
@@ -39,6 +41,7 @@ class Steer:
     comm: Comm
     take: Take
     alone: bool = False
+    trace: Trace | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Steer:
         return self
@@ -102,7 +105,9 @@ def _across_ranks(norm: Any, x: Tensor, steer: Steer) -> Tensor:
             f"norm_batch={steer.images}: each of {steer.comm.size} ranks takes {len(x)} images at once, so a group is "
             f"{len(x)} images times a divisor of {steer.comm.size}, or a part of {len(x)}"
         )
-    out, mean_C, variance_C = _Across.apply(x, norm.weight, norm.bias, (norm.eps, steer.comm, ranks))  # type: ignore[no-untyped-call]
+    out, mean_C, variance_C = _Across.apply(  # type: ignore[no-untyped-call]
+        x, norm.weight, norm.bias, (norm.eps, steer.comm, ranks, steer.trace)
+    )
     steer.take(mean_C, variance_C, steer.images * (x.numel() // (x.shape[0] * x.shape[1])))
     normal: Tensor = out
     return normal
@@ -113,18 +118,18 @@ class _Across(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[float, Comm, int]
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[float, Comm, int, Trace | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        eps, comm, ranks = how
+        eps, comm, ranks, trace = how
         dims = [0, *range(2, x.ndim)]
         variance_C, mean_C = torch.var_mean(x.float(), dim=dims, correction=0)
-        both_R2C = _of_group(torch.stack([mean_C, variance_C]), comm, ranks)
+        both_R2C = _of_group(torch.stack([mean_C, variance_C]), comm, ranks, trace)
         mean_C = both_R2C[:, 0].mean(0)
         variance_C = both_R2C[:, 1].mean(0) + both_R2C[:, 0].var(0, correction=0)
         scale_C = (variance_C + eps).rsqrt()
         normal = (x.float() - _wide(mean_C, x)) * _wide(scale_C, x)
         ctx.save_for_backward(x, weight, mean_C, scale_C)
-        ctx.comm, ctx.ranks = comm, ranks
+        ctx.comm, ctx.ranks, ctx.trace = comm, ranks, trace
         ctx.mark_non_differentiable(mean_C, variance_C)
         if weight is not None:
             normal = normal * _wide(weight, x)
@@ -140,7 +145,7 @@ class _Across(torch.autograd.Function):
         normal = (x.float() - _wide(mean_C, x)) * _wide(scale_C, x)
         sums_2C = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
         n = x.numel() // x.shape[1] * ctx.ranks
-        all_2C = _of_group(sums_2C, ctx.comm, ctx.ranks).sum(0) / n
+        all_2C = _of_group(sums_2C, ctx.comm, ctx.ranks, ctx.trace).sum(0) / n
         dx = (dy - _wide(all_2C[0], x) - normal * _wide(all_2C[1], x)) * _wide(scale_C, x)
         if weight is None:
             return dx.to(x.dtype), None, None, None
@@ -148,10 +153,12 @@ class _Across(torch.autograd.Function):
         return dx.to(x.dtype), sums_2C[1].to(weight.dtype), sums_2C[0].to(weight.dtype), None
 
 
-def _of_group(x: Tensor, comm: Comm, ranks: int) -> Tensor:
+def _of_group(x: Tensor, comm: Comm, ranks: int, trace: Trace | None) -> Tensor:
     """X of the ranks of this rank's group, in rank order along a new first dimension."""
     every = x.new_empty((comm.size, *x.shape))
-    comm.all_gather(every, x.contiguous()).wait()
+    work = comm.all_gather(every, x.contiguous())
+    with trace.span("wait", "BatchNorm", bytes=every.nbytes) if trace else nullcontext():
+        work.wait()
     first = comm.rank // ranks * ranks
     return every[first : first + ranks]
 

@@ -25,6 +25,7 @@ from kasoku.parallel.barrier import start_equal
 from kasoku.parallel.buckets import Planned, Policy, table
 from kasoku.parallel.probe import Probe
 from kasoku.parallel.reduce import Mean, Reduce, Reducer
+from kasoku.parallel.underway import UnderWay
 from kasoku.parallel.units import Units
 
 
@@ -150,7 +151,7 @@ class Engine:
         self.units = Units(job.model)
         self.late = settings.next_forward
         self.hyper: Hyper = []
-        self.sent, self.layout = 0, "first"
+        self.sent, self.layout, self.under_way = 0, "first", UnderWay(job.trace)
         if not self.units.named:
             raise InputError(f"Overlap: {type(job.model).__name__} has no parameter that requires a gradient")
         self.forecast: Forecast | None = None
@@ -195,9 +196,8 @@ class Engine:
         self.in_order = [self.groups[g] for g in sorted(last, key=lambda g: last[g])]
         of_unit: list[set[int]] = [set() for _ in self.units.modules]
         for g, group in enumerate(self.groups):
-            for m in group.members:
-                for unit in self.units.users[m.p]:
-                    of_unit[unit].add(g)
+            for unit in (unit for m in group.members for unit in self.units.users[m.p]):
+                of_unit[unit].add(g)
         self.needs = [[self.groups[g] for g in sorted(mine, key=lambda g: last[g])] for mine in of_unit]
 
     # ---- in backward
@@ -227,6 +227,7 @@ class Engine:
         """Sends the pieces whose turn has come, in the plan's order."""
         if self.probe is not None and self.probe.holding:
             return
+        self.under_way.look()
         while self.sent < len(self.plan.order) and self.groups[self.plan.order[self.sent].group].whole:
             self.send_piece(self.plan.order[self.sent])
             self.sent += 1
@@ -235,7 +236,8 @@ class Engine:
         """Sends one piece; what a reducer keeps belongs to a piece of this layout."""
         group = self.groups[piece.group]
         key = f"{self.layout} {piece.group}:{piece.start}"
-        group.works.append(self.reduce(key, group.flat[piece.start : piece.stop]))
+        x = group.flat[piece.start : piece.stop]
+        group.works.append(self.under_way.add(f"group {piece.group}", x, self.reduce(key, x)))
 
     # ---- at the step
 
@@ -276,10 +278,9 @@ class Engine:
 
     def bring_home(self) -> None:
         """Gradients of blocks that only some of the accumulated passes used arrive here."""
-        for m in (m for group in self.groups for m in group.missing()):
-            if m.p.grad is not None:
-                self.drain()
-                self.arrive(m.p)
+        for m in [m for group in self.groups for m in group.missing() if m.p.grad is not None]:
+            self.drain()
+            self.arrive(m.p)
 
     def refuse_changed(self) -> None:
         """Raises InputError where a gradient was written to after it came home."""
@@ -340,7 +341,7 @@ class Engine:
         self.wait(group)
         group.pending = False
         group.show(True)
-        with torch.inference_mode(False), self.full_precision:
+        with torch.inference_mode(False), self.full_precision, self.job.trace.span("update"):
             self.job.update([m.p for m in group.members if m.p not in group.idle], self.hyper)
         group.show(False)
 
@@ -348,6 +349,7 @@ class Engine:
         """Waits for a group; on a GPU its stream does."""
         with self.job.trace.span("wait", bytes=group.flat.nbytes):
             group.wait()
+        self.under_way.look()
 
     def adopt(self, plan: Plan, forecast: Forecast, link: Link, *, late: bool) -> None:
         """Takes the plan that was searched; between two steps."""

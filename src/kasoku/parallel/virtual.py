@@ -24,8 +24,9 @@ class VirtualRanks(Technique):
     same on every rank.
 
     Args:
-        norm_batch: images that share statistics; 0: those that a device takes at once. More than that: a group
-            spans neighbouring ranks.
+        norm_batch: images that share statistics; more than a device takes at once: a group spans neighbouring ranks.
+            0: those that a device takes at once, which by itself does nothing; but ranks of unequal shares then keep
+            the same running statistics.
         average: epochs that the running statistics remember; 0: each module's own momentum. So few updates an epoch
             still forget old weights: momentum = 1 - exp(-1 / (average * updates an epoch)).
 
@@ -50,14 +51,15 @@ class VirtualRanks(Technique):
 
     def apply(self, job: Job) -> None:
         """Steers the BatchNorm modules of the model."""
-        if not self.norm_batch and not self.average:
+        if not self.norm_batch and not self.average and not getattr(job.plain_loader, "shares", ()):
             return
         self._check(job)
         if not norms(job.model):
             return
         running = _Running(job, self.average, self.norm_batch)
         for i, norm in enumerate(running.norms):
-            for name, value in patches(norm, Steer(norm, self.norm_batch, job.comm, running.taker(i))).items():
+            steer = Steer(norm, self.norm_batch, job.comm, running.taker(i), trace=job.trace)
+            for name, value in patches(norm, steer).items():
                 job.patch(norm, name, value)
         job.undo(job.model.register_forward_hook(lambda *_: running.add()).remove)
         job.before_step(running.move)  # ahead of what averages the model, statistics and all, after the step
@@ -74,6 +76,11 @@ class VirtualRanks(Technique):
             raise InputError(
                 f"batch={batch}: not a multiple of norm_batch={self.norm_batch}, the images of one virtual rank; "
                 f"{batch - batch % self.norm_batch or self.norm_batch} would be"
+            )
+        shares = getattr(job.plain_loader, "shares", ())
+        if any(n % (parts * self.norm_batch) for n in shares):
+            raise InputError(
+                f"norm_batch={self.norm_batch}: ranks take {shares} images in {parts} parts: each must be a multiple"
             )
         once = batch // (parts * job.comm.size)
         if once > self.norm_batch and once % self.norm_batch:
@@ -147,8 +154,9 @@ class _Running:
         torch._foreach_add_([c for c in counted if c is not None], 1)
         counts = self.flat.new_tensor([self.groups, self.values])
         works = [self.job.comm.all_reduce(x) for x in (self.flat, counts)]
-        for work in works:
-            work.wait()
+        with self.job.trace.span("wait", "statistics"):
+            for work in works:
+                work.wait()
         groups, values = counts[:, self.owner]
         off = self.first / groups.clamp(min=1)
         variance = self.second / groups.clamp(min=1) - off * off
@@ -163,10 +171,12 @@ class _Running:
         """A step after some of the parts would train on a smaller batch without a word."""
         job, seen = self.job, max(self.groups)
         batch = getattr(job.plain_loader, "batch", 0)
-        if isinstance(batch, int) and self.norm_batch and 0 < seen < batch // (self.norm_batch * job.comm.size):
+        own = batch // job.comm.size if isinstance(batch, int) else 0
+        own = getattr(job.plain_loader, "own_batch", own)  # of unequal shares
+        if self.norm_batch and 0 < seen < own // self.norm_batch:
             raise InputError(
-                f"optimizer.step() after {seen} of {batch // (self.norm_batch * job.comm.size)} virtual ranks of this "
-                f"device: step once every {job.accumulate} batches (job.accumulate), each loss divided by that"
+                f"optimizer.step() after {seen} of {own // self.norm_batch} virtual ranks of this device: "
+                f"step once every {job.accumulate} batches (job.accumulate), each loss divided by that"
             )
 
     def _by_norm(self, flat: Tensor) -> list[Tensor]:

@@ -1,0 +1,306 @@
+"""How near to the fastest batch do the strategies come, in which part of an exhaustive sweep's time?
+
+    python benchmarks/tune.py [--most N] [--rounds N] [--steps N] [--sweep-steps N] [--cases NAME ...] [--full]
+
+Three trainings on this device, a small cifarnet on 32x32 images (the package's digits, enlarged): `network` as it is;
+`cliff`: above CLIFF images forward is computed a second time, as where activations no longer fit and are recomputed, so
+that the largest batch is slower than the best; `input`: an image takes SLEEP_S to read, on READERS threads.
+The sweep: sizes 8 x 1.25^k up to --most, 30 steps each (2 of them not counted), in a plain loop of this script. Each
+strategy searches from 8 to --most, beginning at START where it begins anywhere; [002]'s two end with the
+sweep's time. Then the epochs at the size found by each, at the sweep's best and at its largest are measured again, in
+turns, and each is compared with the sweep's best of the same round; medians over the rounds.
+found_over_best_time: Throughput's epoch over that of the sweep's best, the worst case (at most 1.03 is wanted; the
+sweep's best is itself chosen by noisy medians, so below 1 is possible). tuning_over_sweep_time: seconds of its search,
+copies and all, over those of the sweep, the worst case (at most 0.25). For information: usage_found_over_best,
+epochtime_found_over_best, target_epoch_over_best and largest_fit_over_best, the same of GpuUsageMaximize,
+EpochTimeMinimize, TimeToTarget (which does not look for the fastest epoch) and the largest size.
+--full: also TimeToTarget by what it is for: seconds of training to TARGET on the digits at each of SIZES and at the
+size found, rates in proportion to the batch, medians over seeds; target_found_over_best is over the best size (at
+most 1.10).
+Last answer: see RECORDS.md. Why it matters: the largest batch that fits is not the fastest, and a search that takes as
+long as a sweep is not worth having.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from common import finish, spread
+from kasoku.core import Batch, Constant, Job
+from kasoku.data import Dataset, FilesLoader, Items, Memory, digits, loader
+from kasoku.device import Chosen, Device, choose
+from kasoku.evaluate import evaluate
+from kasoku.models import cifarnet
+from kasoku.optim import Rate, sgd
+from kasoku.tune import EpochTimeMinimize, Found, GpuUsageMaximize, Strategy, Throughput, TimeToTarget, minibatch
+
+LEAST, START, GROWTH = 8, 32, 1.25
+WARM, COPIES, WIDTHS = 2, 8, (16, 32)
+CLIFF, SLEEP_S, READERS = 192, 0.001, 2
+THREADS = [0]  # of the CPU; 0: all cores
+PATIENCE = 1.0  # of the sweep's time, for the strategies of [002]
+STRATEGIES: dict[str, Strategy] = {
+    "found": Throughput(),
+    "target": TimeToTarget(),
+    "epochtime": EpochTimeMinimize(),
+    "usage": GpuUsageMaximize(),
+}
+TARGET, SIZES, MOST_EPOCHS, RATE, RATE_BATCH = 0.96, (16, 32, 64, 128, 256), 40, 0.05, 64
+
+
+class TwiceAbove(nn.Module):
+    """A model that computes forward a second time for batches above a size."""
+
+    def __init__(self, model: nn.Module, cliff: int) -> None:
+        super().__init__()
+        self.model, self.cliff = model, cliff
+
+    def forward(self, images_NCHW: Tensor) -> Tensor:
+        """Images to logits_NK."""
+        if len(images_NCHW) > self.cliff:
+            with torch.no_grad():
+                self.model(images_NCHW)
+        return self.model(images_NCHW)
+
+
+class Slow:
+    """Images of a set in memory, as a data set of one's own whose items take long to come."""
+
+    def __init__(self, split: Memory) -> None:
+        self.images_NHWC, self.targets = split.images_NHWC.numpy(), split.labels_N
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int):
+        time.sleep(SLEEP_S)
+        return self.images_NHWC[index], int(self.targets[index])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training: its data, its model, and whether its images are slow to come."""
+
+    name: str
+    dataset: Dataset
+    model: Callable[[], nn.Module]
+
+    def job(self, batch: int) -> Job:
+        """From new weights, always the same."""
+        chosen = device()
+        torch.manual_seed(0)
+        batches = loader(self.dataset, "train", batch, device=chosen.device)
+        if isinstance(batches, FilesLoader):
+            batches.threads = READERS
+        made = Job(self.model().to(chosen.device), lambda m: sgd(m, lr=0.01, momentum=0.9), loader=batches)
+        return made.apply(*chosen.techniques)
+
+
+def device() -> Chosen:
+    return choose(Device(threads=THREADS[0]))
+
+
+def network() -> nn.Module:
+    return cifarnet(10, 3, widths=WIDTHS)
+
+
+def cases() -> list[Case]:
+    small = digits()
+    large = small.train.images_NHWC.repeat_interleave(4, 1).repeat_interleave(4, 2).repeat(COPIES, 1, 1, 3)
+    split = Memory(large.contiguous(), small.train.labels_N.repeat(COPIES))
+    tests = Memory(split.images_NHWC[:64], split.labels_N[:64])
+    enlarged = Dataset("digits", small.classes, split, tests, 3, (32, 32), small.mean * 3, small.std * 3)
+    slow = Dataset("slow", small.classes, Items(Slow(split)), tests, 3, (32, 32), small.mean * 3, small.std * 3)
+    return [
+        Case("network", enlarged, network),
+        Case("cliff", enlarged, lambda: TwiceAbove(network(), CLIFF)),
+        Case("input", slow, network),
+    ]
+
+
+def forever(job: Job) -> Iterator[Batch]:
+    while True:
+        yield from job.loader
+
+
+def step_seconds(case: Case, batch: int, steps: int) -> list[float]:
+    """Of so many steps of a plain loop, after WARM that do not count."""
+    job = case.job(batch)
+    seconds = []
+    with closing(forever(job)) as batches:
+        for i in range(WARM + steps):
+            begin = time.perf_counter()
+            x_NCHW, y_N = next(batches)
+            job.loss(job.model(x_NCHW), y_N).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            if x_NCHW.is_cuda:
+                torch.cuda.synchronize()
+            if i >= WARM:
+                seconds.append(time.perf_counter() - begin)
+    job.close()
+    return seconds
+
+
+def swept(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, float], float]:
+    """Seconds an image at each size of the sweep, and the seconds it took."""
+    image_s, batch, begin = {}, float(LEAST), time.perf_counter()
+    while round(batch) <= arguments.most:
+        size = round(batch)
+        image_s[size] = statistics.median(step_seconds(case, size, arguments.sweep_steps - WARM)) / size
+        batch *= GROWTH
+    return image_s, time.perf_counter() - begin
+
+
+def searched(case: Case, arguments: argparse.Namespace, sweep_s: float) -> dict[str, tuple[Found, float]]:
+    """What each strategy found, and its seconds."""
+    out = {}
+    for name, strategy in STRATEGIES.items():
+        budget_s = PATIENCE * sweep_s if name in ("epochtime", "usage") else max(60.0, sweep_s)
+        job = case.job(START)
+        begin = time.perf_counter()
+        found = minibatch(job, strategy, budget_s=budget_s, least=LEAST, most=arguments.most)
+        out[name] = (found, time.perf_counter() - begin)
+        job.close()
+    return out
+
+
+def judged(case: Case, arguments: argparse.Namespace) -> dict[str, object]:
+    """A case: the sweep, the searches, and the sizes again in turns."""
+    image_s, sweep_s = swept(case, arguments)
+    best, largest = min(image_s, key=lambda b: image_s[b]), max(image_s)
+    print(f"{case.name}: sweep {sweep_s:.1f} s, best {best}", flush=True)
+    found = searched(case, arguments, sweep_s)
+    chosen = {name: one.batch for name, (one, _) in found.items()} | {"largest_fit": largest}
+    again: dict[int, list[float]] = {batch: [] for batch in sorted({best, *chosen.values()})}
+    for number in range(arguments.rounds):
+        for batch in [*again][:: 1 if number % 2 else -1]:
+            again[batch].append(statistics.median(step_seconds(case, batch, arguments.steps)) / batch)
+    told: dict[str, object] = {
+        "sweep_s": round(sweep_s, 2),
+        "sweep_images_per_s": {size: round(1 / s) for size, s in image_s.items()},
+        "best": best,
+        "again_images_per_s": {size: spread([round(1 / s) for s in all_s]) for size, all_s in again.items()},
+    }
+    for name, batch in chosen.items():
+        ratios = [round(mine / its, 4) for mine, its in zip(again[batch], again[best], strict=True)]
+        over = {key: round(value, 4) for key, value in spread(ratios).items()}
+        one: dict[str, object] = {"batch": batch, "over_best": over}
+        if name in found:
+            result, took_s = found[name]
+            tried = [(s.batch, s.steps, round(s.images_per_s)) for s in result.samples]
+            one |= {"over_sweep_time": round(took_s / sweep_s, 3), "in_time": result.in_time, "tried": tried}
+        told[name] = one
+        print(f"{case.name}: {name} {one}, best {best}", flush=True)
+    return told
+
+
+# ---- time to a target
+
+
+def seconds_to_target(batch: int, seed: int) -> float:
+    """Of training alone, until the test images are told as well as wanted; inf where MOST_EPOCHS do not suffice."""
+    chosen, dataset = device(), digits()
+    torch.manual_seed(seed)
+    model = cifarnet(10, dataset.channels, widths=WIDTHS).to(chosen.device)
+    batches = loader(dataset, "train", batch, seed=seed, device=chosen.device)
+    test = loader(dataset, "test", 360, device=chosen.device)
+    job = target_job(model, batches, batch)
+    took_s, every = 0.0, max(1, len(batches) // 4)
+    for _ in range(MOST_EPOCHS):
+        begin = time.perf_counter()
+        for number, (x_NCHW, y_N) in enumerate(job.loader, start=1):
+            job.loss(job.model(x_NCHW), y_N).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            if number % every == 0:
+                took_s += time.perf_counter() - begin
+                with job.evaluation() as judge:
+                    if evaluate(judge, test).top1 >= TARGET:
+                        return took_s
+                begin = time.perf_counter()
+    return math.inf
+
+
+def target_job(model: nn.Module, batches, batch: int) -> Job:
+    """A training whose rates are in proportion to the batch, after an epoch of warm-up."""
+    job = Job(model, lambda m: sgd(m, lr=RATE, momentum=0.9, nesterov=True, weight_decay=5e-4), loader=batches)
+    return job.apply(*device().techniques, Rate(Constant(warmup=1.0), batch / RATE_BATCH))
+
+
+def to_target(seeds: int) -> dict[str, object]:
+    """TimeToTarget by measured time."""
+    torch.manual_seed(0)
+    dataset = digits()
+    model = cifarnet(10, dataset.channels, widths=WIDTHS).to(device().device)
+    batches = loader(dataset, "train", RATE_BATCH, device=device().device)
+    job = target_job(model, batches, RATE_BATCH)
+    found = minibatch(job, TimeToTarget(), least=LEAST, most=512)
+    job.close()
+    took: dict[int, list[float]] = {batch: [] for batch in sorted({*SIZES, found.batch})}
+    for seed in range(seeds):
+        for batch, seen in took.items():
+            seen.append(seconds_to_target(batch, seed))
+    medians = {batch: statistics.median(seen) for batch, seen in took.items()}
+    best = min(medians, key=lambda b: medians[b])
+    return {
+        "target_found_over_best": round(medians[found.batch] / medians[best], 3),
+        "target_found": found.batch,
+        "target_why": found.why,
+        "target_best": best,
+        "target_seconds": {b: [round(s, 2) if math.isfinite(s) else None for s in seen] for b, seen in took.items()},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--most", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5, help="in which the sizes are measured again")
+    parser.add_argument("--steps", type=int, default=8, help="of a size in a round")
+    parser.add_argument("--sweep-steps", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU (default: all cores)")
+    parser.add_argument("--cases", nargs="+", choices=("network", "cliff", "input"), help="(default: all)")
+    parser.add_argument("--full", action="store_true", help="also time to a target accuracy")
+    parser.add_argument("--seeds", type=int, default=5, help="of --full")
+    arguments = parser.parse_args()
+    THREADS[0] = arguments.threads
+    each = {case.name: judged(case, arguments) for case in cases() if case.name in (arguments.cases or case.name)}
+
+    def worst(name: str, key: str) -> float:
+        values = [told[name][key] for told in each.values()]
+        return max(v["median"] if isinstance(v, dict) else v for v in values)
+
+    figures: dict[str, object] = {
+        "found_over_best_time": worst("found", "over_best"),
+        "found_over_best_bound": 1.03,
+        "tuning_over_sweep_time": worst("found", "over_sweep_time"),
+        "tuning_over_sweep_bound": 0.25,
+        "largest_fit_over_best": worst("largest_fit", "over_best"),
+    }
+    for name in ("usage", "epochtime", "target"):
+        figures[f"{name}_found_over_best" if name != "target" else "target_epoch_over_best"] = worst(name, "over_best")
+        figures[f"{name}_over_sweep_time"] = worst(name, "over_sweep_time")
+    if arguments.full:
+        figures |= to_target(arguments.seeds)
+    parameters: dict[str, object] = {
+        **{key: value for key, value in vars(arguments).items() if key not in ("cases", "threads")},
+        "cases": [*each], "least": LEAST, "start": START, "growth": GROWTH, "warm": WARM, "widths": WIDTHS,
+        "cliff": CLIFF, "sleep_s": SLEEP_S, "readers": READERS, "patience": PATIENCE, "target": TARGET,
+        "target_sizes": SIZES, "rate": [RATE, RATE_BATCH], "threads": torch.get_num_threads(),
+    }  # fmt: skip
+    finish("tune", parameters, figures | each)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

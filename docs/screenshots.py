@@ -1,0 +1,45 @@
+"""Draws docs/report_light.png and docs/report_dark.png: the page of a training, wide and light, narrow and dark.
+
+Two ranks learn the digits on this machine, the batch is tuned, and the page of that run is opened in a headless
+Chromium: some minutes. Needs `pip install -e '.[dev]'` and a Chromium.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import browser  # noqa: E402 - it lies among the tests
+
+KASOKU = [sys.executable, "-m", "kasoku"]
+SHOTS = {"light": (1280, 2600), "dark": (400, 2600)}  # pixels
+
+
+def made(run: Path) -> Path:
+    """The page of a training that is made for it."""
+    recipe = str(ROOT / "recipes" / "digits_cnn_98.toml")
+    settings = ["--set", "device.kind=cpu", "--set", "evaluate.every=0.5"]
+    train = ["launch", "local", recipe, "--gpus-per-node", "2", *settings]
+    subprocess.run([*KASOKU, *train, "--out", str(run)], check=True)
+    subprocess.run([*KASOKU, "tune", recipe, "--budget", "30", "--out", str(run)], check=True)
+    subprocess.run([*KASOKU, "report", str(run)], check=True)
+    return run / "report.html"
+
+
+def main() -> None:
+    """Makes the run, its page and the pictures; leaves the pictures alone."""
+    why = browser.missing()
+    if why:
+        sys.exit(why)
+    with tempfile.TemporaryDirectory() as folder, browser.chromium() as opened:
+        page = made(Path(folder) / "digits")
+        for theme, (width, height) in SHOTS.items():
+            with browser.Opened(opened, page, width=width, height=height, dark=theme == "dark") as shown:
+                shown.page.screenshot(path=ROOT / "docs" / f"report_{theme}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Whether one way to train is faster than another: a paired test over runs of the same seeds."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+_LEAST = 3  # pairs
+_SIGNS = 6  # pairs from which on equal signs alone decide: 2 / 2^6 < 0.05
+# Two-sided 95 % of Student's t: for 1, 2, ... degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of one seed came to. Seconds to its target, or None; accuracy at the end from 0 to 1, or None."""
+
+    seed: int
+    target: float
+    time_to_target_s: float | None
+    top1: float | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The second group against the first.
+
+    Attributes:
+        word: "faster", "slower", "more accurate", "less accurate" or "undecided".
+        line: the same in a sentence, with its figures.
+        pairs: seeds that both groups have.
+        estimate, low, high: with their 95 % interval: the second's time over the first's, or the difference of
+            accuracies (second minus first); nan where there are too few pairs.
+    """
+
+    word: str
+    line: str
+    pairs: int
+    estimate: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+
+def compare(first: Sequence[Outcome], second: Sequence[Outcome], *, names: tuple[str, str] = ("A", "B")) -> Verdict:
+    """Judges the second group against the first over the seeds that both have.
+
+    By the time to the target where all of these runs reached the same one, else by the accuracy at the end. Runs of
+    one seed in one group count as one, by their mean.
+
+    Maths: d_i = log(second_i / first_i), or the difference of accuracies; mean(d) +- t(n - 1) sd(d) / sqrt(n) is the
+        95 % interval of a paired t test, and what it leaves out is decided. Where all d_i are equal (accuracies are
+        whole images) the interval is a point, so then at least 6 pairs are wanted, whose signs alone decide.
+    Ref: Student 1908; Fisher 1935 (the signs).
+    """
+    a, b = _by_seed(first), _by_seed(second)
+    seeds = sorted(a.keys() & b.keys())
+    runs = [run for seed in seeds for run in (*a[seed], *b[seed])]
+    if len(seeds) < _LEAST:
+        said = f"{len(seeds)} pair{'' if len(seeds) == 1 else 's'} of equal seeds; at least {_LEAST} are wanted"
+        return Verdict("undecided", f"{names[1]} against {names[0]}: undecided: {said}", len(seeds))
+    targets = {run.target for run in runs}
+    if len(targets) == 1 and min(targets) > 0 and all(run.time_to_target_s for run in runs):
+        logs = [math.log(_time(b[seed]) / _time(a[seed])) for seed in seeds]
+        return _by_time(logs, targets.pop(), names)
+    if any(run.top1 is None for run in runs):
+        left = sum(run.top1 is None for run in runs)
+        said = f"{left} of the {len(runs)} runs have no accuracy yet; let them end"
+        return Verdict("undecided", f"{names[1]} against {names[0]}: undecided: {said}", len(seeds))
+    return _by_accuracy([_accuracy(b[seed]) - _accuracy(a[seed]) for seed in seeds], names)
+
+
+def _by_time(logs: Sequence[float], target: float, names: tuple[str, str]) -> Verdict:
+    mean, low, high = (math.exp(x) for x in interval(logs))
+    word = _decided(logs, "faster", "slower")
+    said = f"{mean:.3g} of its time to {100 * target:.4g} % (95 % interval {low:.3g} to {high:.3g}, {len(logs)} seeds)"
+    return Verdict(word, _sentence(word, names, said), len(logs), mean, low, high)
+
+
+def _by_accuracy(differences: Sequence[float], names: tuple[str, str]) -> Verdict:
+    mean, low, high = interval(differences)
+    word = _decided(differences, "less accurate", "more accurate")
+    points = f"{100 * mean:+.2f} points of accuracy at the end (95 % interval {100 * low:+.2f} to {100 * high:+.2f}"
+    said = f"{points}, {len(differences)} seeds; not all reached one target, so their times do not compare)"
+    return Verdict(word, _sentence(word, names, said), len(differences), mean, low, high)
+
+
+def _sentence(word: str, names: tuple[str, str], said: str) -> str:
+    joint = f"{names[1]} against {names[0]}: undecided" if word == "undecided" else f"{names[1]} is {word} than"
+    return f"{joint}: {said}" if word == "undecided" else f"{joint} {names[0]}: {said}"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of at least 2 values, and the 95 % interval of Student's t around it."""
+    mean = fmean(values)
+    half = _t95(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def _decided(values: Sequence[float], below: str, above: str) -> str:
+    mean, low, high = interval(values)
+    if high - low <= 1e-9 * abs(mean) and len(values) < _SIGNS:
+        return "undecided"
+    return below if high < 0 else above if low > 0 else "undecided"
+
+
+def _t95(freedom: int) -> float:
+    """Two-sided 95 % of Student's t; beyond the table to 0.2 %."""
+    return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.4 / freedom + 2.6 / freedom**2
+
+
+def _by_seed(runs: Sequence[Outcome]) -> dict[int, list[Outcome]]:
+    found: defaultdict[int, list[Outcome]] = defaultdict(list)
+    for run in runs:
+        found[run.seed].append(run)
+    return dict(found)
+
+
+def _time(runs: Sequence[Outcome]) -> float:
+    return fmean(run.time_to_target_s or 0.0 for run in runs)
+
+
+def _accuracy(runs: Sequence[Outcome]) -> float:
+    return fmean(run.top1 or 0.0 for run in runs)

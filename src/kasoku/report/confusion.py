@@ -1,0 +1,122 @@
+"""Which classes are taken for which, and the images judged worst: noted while a model is evaluated."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from kasoku.core import Comm, InputError
+from kasoku.data import Dataset, GoneError, Memory, read_image
+
+_THUMBNAIL = 96  # pixels, the longer side
+_Image = tuple[float, int, int, int]  # loss, index, label, predicted
+
+
+class Judged:
+    """What an evaluation made of each image. It stays on the device until it is asked for, so nothing waits meanwhile.
+
+    Args:
+        loader: what gives the batches: its `index_N` says which images the last one holds; else they are counted.
+    """
+
+    def __init__(self, loader: object) -> None:
+        self._loader = loader
+        self._rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._images = self._outputs = 0
+
+    def take(self, logits_NK: Tensor, y_N: Tensor) -> None:
+        """Notes a batch."""
+        index_N = getattr(self._loader, "index_N", None)
+        if index_N is None or len(index_N) != len(y_N):
+            index_N = torch.arange(self._images, self._images + len(y_N))
+        loss_N = nn.functional.cross_entropy(logits_NK.float(), y_N, reduction="none")
+        self._rows.append((index_N.clone(), y_N.clone(), logits_NK.argmax(1), loss_N))
+        self._images += len(y_N)
+        self._outputs = logits_NK.shape[1]
+
+    def found(self, dataset: Dataset, comm: Comm, *, worst: int = 16) -> dict[str, Any]:
+        """What all ranks saw: {"classes", "confusion", "worst"}; all of them call it.
+
+        `confusion`: [label, predicted, images] of each pair that was seen, in order. `worst`: those with the largest
+        loss, the largest first, with name, label, predicted, loss and a thumbnail (`png`, base64; empty where it cannot
+        be made). Only rank 0 gets thumbnails.
+        """
+        index_N, label_N, predicted_N, loss_N = self._whole()
+        rows = loss_N.topk(min(worst, len(loss_N))).indices
+        columns = (loss_N, index_N, label_N, predicted_N)
+        listed = (column[rows].tolist() for column in columns)
+        mine: list[_Image] = [(loss, i, label, predicted) for loss, i, label, predicted in zip(*listed, strict=True)]
+        seen = Counter(zip(label_N.tolist(), predicted_N.tolist(), strict=True))
+        told = comm.gather_objects((self._outputs, mine, seen))
+        side = max(len(dataset.classes), *(outputs for outputs, _, _ in told))
+        counts: Counter[tuple[int, int]] = Counter()
+        for _, _, theirs in told:
+            counts.update(theirs)
+        names = [*dataset.classes, *(f"output {i}" for i in range(len(dataset.classes), side))]
+        images = sorted((image for _, images, _ in told for image in images), reverse=True)[:worst]
+        pictures = _thumbnails(dataset, [index for _, index, _, _ in images] if comm.rank == 0 else [])
+        return {
+            "classes": names,
+            "confusion": [[*pair, n] for pair, n in sorted(counts.items())],
+            "worst": [
+                {
+                    "name": _name(dataset, index),
+                    "label": names[label],
+                    "predicted": names[predicted],
+                    "loss": round(loss, 4) if math.isfinite(loss) else None,
+                    "png": pictures.get(index, ""),
+                }
+                for loss, index, label, predicted in images
+            ],
+        }
+
+    def _whole(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Index, label, predicted and loss of all images of this rank, on the CPU."""
+        if not self._rows:
+            none = torch.zeros(0, dtype=torch.int64)
+            return none, none, none, torch.zeros(0)
+        index_N, label_N, predicted_N, loss_N = (torch.cat(part).cpu() for part in zip(*self._rows, strict=True))
+        return index_N, label_N, predicted_N, loss_N
+
+
+def _name(dataset: Dataset, index: int) -> str:
+    part = dataset.test
+    if isinstance(part, Memory) or not 0 <= index < len(part):
+        return f"image {index}"
+    return part.name(index)
+
+
+def _thumbnails(dataset: Dataset, index: list[int]) -> dict[int, str]:
+    """PNG files, base64, by index; those that can be made before the source goes away."""
+    made = {}
+    for one in index:
+        try:
+            made[one] = _thumbnail(dataset, one)
+        except GoneError:
+            break  # a training does not wait at its end for pictures
+        except (InputError, IndexError, OSError, ValueError, TypeError):
+            continue
+    return made
+
+
+def _thumbnail(dataset: Dataset, index: int) -> str:
+    part = dataset.test
+    if isinstance(part, Memory):
+        pixels_HWC = part.images_NHWC[index].cpu()
+    else:
+        pixels_HWC = read_image(part.read(index), dataset.image_size, name=part.name(index))
+    channels = pixels_HWC.shape[2]
+    if channels not in (1, 3):
+        return ""
+    image = Image.fromarray((pixels_HWC[..., 0] if channels == 1 else pixels_HWC).contiguous().numpy())
+    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode("ascii")

@@ -1,0 +1,160 @@
+"""The ledger: every second from the start of the process to the end of the training belongs to one row.
+
+Note: on a GPU. The host's time in the loop is shared out as the device's was (see steps).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kasoku.core import Comm, Trace
+from kasoku.report.steps import APART, STEP, Steps, Stretch
+from kasoku.report.verdict import Facts, verdict
+
+_STREAM = {"input": "input", "copy": "input"}
+_TRANSFER = "transfer"  # spans of what is under way between ranks while this one goes on
+_COMPARED = 200  # steps of which all ranks tell how long they waited
+
+
+class Ledger:
+    """The rows of one rank's training. Make it where the loop begins, with `Timed` applied.
+
+    Args:
+        trace: the job's.
+        started: when the process started, on the trace's clock.
+        setup: seconds by task of what was done before; the rest until now is the row "run folder". None: all of it is
+            "other".
+        beside: seconds by task that ran beside others, and are nobody's in the rows.
+        earlier: the rows of the earlier parts of a resumed training.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        *,
+        started: float,
+        setup: Mapping[str, float] | None = None,
+        beside: Mapping[str, float] | None = None,
+        earlier: Mapping[str, float] | None = None,
+    ) -> None:
+        self.trace, self.clock, self.rank, self.started = trace, trace.clock, trace.rank, started
+        self.steps = trace.follower if isinstance(trace.follower, Steps) else Steps(trace.clock, torch.device("cpu"))
+        self.steps.begin()
+        self.setup, self.beside, self.earlier = dict(setup or {}), dict(beside or {}), dict(earlier or {})
+        if setup is not None:
+            self.setup["run folder"] = self.clock.now() - started - sum(self.setup.values())
+        self._before = self.steps.host_s()
+        self._delayed_s, self._began = _delay_s(), self.clock.now()
+
+    def rows(self) -> dict[str, float]:
+        """Seconds by row since the process started, earlier parts of a resumed training included."""
+        rows = {**self.setup, **self._loop()}
+        rows["other"] = self.clock.now() - self.started - sum(s for row, s in rows.items() if row != "other")
+        first = [row for row in (self.earlier | rows) if row not in (*STEP, *APART, "compile")]
+        names = [*first, "compile", *STEP[:-1], *APART[: 3 if rows.get(APART[2]) else 2], "other"]
+        return {row: rows.get(row, 0.0) + self.earlier.get(row, 0.0) for row in names}
+
+    def training_s(self) -> float:
+        """Seconds spent on steps, earlier parts included."""
+        rows = self.rows()
+        return sum(rows[row] for row in ("compile", *STEP))
+
+    def mean_s(self) -> dict[str, float]:
+        """The mean step of this part by row: medians would hide an input that halts now and then. Empty before any."""
+        loop, count = self._loop(), self.steps.count
+        return {row: loop[row] / count for row in STEP} if count else {}
+
+    def starved(self) -> float:
+        """The share of the time since the loop began in which this thread could run and had no core; 0: not known."""
+        return max(0.0, _delay_s() - self._delayed_s) / max(1e-9, self.clock.now() - self._began)
+
+    def document(
+        self, comm: Comm, facts: Facts, bounds: Mapping[str, float] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What ledger.json and timeline.json hold, of all ranks; all ranks call it.
+
+        `rows` are rank 0's, earlier parts of a resumed training included; `ranks` those of each rank in this part.
+        """
+        self.steps.settle()
+        waits = [step["exposed"] for step in self.steps.rows][-_COMPARED:]
+        rows = self.rows()
+        now = {row: s - self.earlier.get(row, 0.0) for row, s in rows.items()}  # earlier parts are rank 0's
+        mine: dict[str, Any] = {"rows": _rounded(now), "step_s": self.steps.step_s(), "mean_s": self.mean_s()}
+        every = comm.gather_objects(
+            {**mine, "spans": self._spans(), "waits": waits, "whole": _rounded(rows), "block_s": self.steps.block_s()}
+        )
+        rows = every[0]["whole"]
+        transfer_s = _least([one["waits"] for one in every])
+        blocks = [one["block_s"] for one in every]
+        causes = verdict([one["mean_s"] for one in every], facts, bounds, transfer_s=transfer_s, blocks=blocks)
+        ledger = {
+            "wall_s": round(sum(rows.values()), 3),
+            "rows": rows,
+            "beside": _rounded(self.beside),
+            "step_s": {row: round(s, 7) for row, s in every[0]["step_s"].items()},
+            "bounds": dict(bounds or {}),
+            "verdict": [asdict(cause) for cause in causes],
+            "ranks": [one["rows"] for one in every],
+            "facts": asdict(facts),
+        }
+        return ledger, {"spans": [span for one in every for span in one["spans"]]}
+
+    def _loop(self) -> dict[str, float]:
+        """Seconds of this part since the loop began: compile, the rows of steps, evaluation, checkpoints."""
+        steps, spent = self.steps, self.steps.host_s()
+        host = {row: spent.get(row, 0.0) - self._before.get(row, 0.0) for row in (*STEP, *APART)}
+        loop = {row: host[row] for row in STEP}
+        if steps.on_gpu:  # shared out as the device's time was
+            device_s, host_s = sum(steps.loop_s.values()), sum(loop.values())
+            loop = {row: host_s * steps.loop_s[row] / device_s if device_s else 0.0 for row in STEP}
+            loop["other"] += 0.0 if device_s else host_s
+        warm = {row: min(s, loop[row]) for row, s in steps.warm_s().items()}
+        less = {row: s - warm.get(row, 0.0) for row, s in loop.items()}
+        return {"compile": sum(warm.values()), **less, **{row: host[row] for row in APART}}
+
+    def _spans(self) -> list[dict[str, Any]]:
+        """The last steps, in seconds from the first of them: each rank's own, whose clocks may differ."""
+        latest = [part for step in self.steps.latest for part in step if part.stop > part.start]
+        begin = min((part.start for part in latest), default=0.0)
+        end = max((part.stop for part in latest), default=0.0)
+        latest += [
+            Stretch(s.kind, s.name, max(begin, s.start), min(end, s.stop), s.bytes)
+            for s in self.trace.spans
+            if s.kind == _TRANSFER and s.stop > begin and s.start < end
+        ]
+        return [
+            {
+                "kind": part.row,
+                "name": part.name,
+                "start": round(part.start - begin, 7),
+                "stop": round(part.stop - begin, 7),
+                "rank": self.rank,
+                "bytes": part.bytes,
+                "stream": "link" if part.row == _TRANSFER else _STREAM.get(part.row, "compute"),
+            }
+            for part in latest
+        ]
+
+
+def _least(waits: Sequence[Sequence[float]]) -> float | None:
+    """What even the last rank of a step waited, on average over the last steps; None before any."""
+    each = [min(of_step) for of_step in zip(*(reversed(one) for one in waits), strict=False)]
+    return statistics.fmean(each) if each else None
+
+
+def _rounded(rows: Mapping[str, float]) -> dict[str, float]:
+    return {row: round(s, 4) for row, s in rows.items()}
+
+
+def _delay_s() -> float:
+    """How long this thread waited for a core so far; 0 where the kernel does not count it (it does on Linux)."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

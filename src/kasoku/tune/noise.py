@@ -1,0 +1,95 @@
+"""The gradient noise scale: how many images a gradient must see before more of them add little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kasoku.core import InputError
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What gradients of parts of a batch tell of the gradient of all images.
+
+    Args:
+        signal: estimate of |G|^2, the squared length of the whole gradient; may fall below 0 by chance.
+        trace: estimate of tr(Sigma), the variance of one image's gradient, summed over all parameters.
+
+    Maths: a mean over B images has E|G_B|^2 = |G|^2 + tr(Sigma) / B. Two sizes, small s and big b, give
+        |G|^2 = (b |G_b|^2 - s |G_s|^2) / (b - s) and tr(Sigma) = (|G_s|^2 - |G_b|^2) / (1/s - 1/b), both
+        unbiased. Their ratio is not, so each is averaged on its own first.
+    Ref: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1.
+    """
+
+    signal: float
+    trace: float
+
+    @property
+    def scale(self) -> float | None:
+        """tr(Sigma) / |G|^2, in images; None where the signal is lost in the noise."""
+        finite = math.isfinite(self.signal) and math.isfinite(self.trace)
+        return max(0.0, self.trace) / self.signal if finite and self.signal > 0 else None
+
+
+def from_lengths(small_squared: float, big_squared: float, *, small: float, big: float) -> Noise:
+    """From the squared lengths of the gradient of `small` images (a mean over several) and of `big` ones.
+
+    Raises:
+        InputError: where `big` is not larger than `small`.
+    """
+    if not 0 < small < big:
+        raise InputError(f"gradients of {small:g} and {big:g} images: two sizes are wanted, the smaller one first")
+    signal = (big * big_squared - small * small_squared) / (big - small)
+    return Noise(signal, (small_squared - big_squared) / (1 / small - 1 / big))
+
+
+def mean(noises: Sequence[Noise], weights: Sequence[float]) -> Noise | None:
+    """The weighted mean of several estimates, of those that are finite; None of none."""
+    pairs = zip(noises, weights, strict=True)
+    finite = [(n, w) for n, w in pairs if w > 0 and math.isfinite(n.signal) and math.isfinite(n.trace)]
+    if not finite:
+        return None
+    whole = sum(w for _, w in finite)
+    return Noise(sum(n.signal * w for n, w in finite) / whole, sum(n.trace * w for n, w in finite) / whole)
+
+
+class Parts:
+    """Collects the gradients of equal parts of a batch, each of the mean loss of its images.
+
+    Costs: a copy of the gradients.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._sums: dict[Tensor, Tensor] = {}
+        self._squared: list[Tensor] = []  # length of each part's gradient
+
+    def add(self) -> None:
+        """Takes the gradients of one part away from the parameters."""
+        lengths = []
+        for p in self._params:
+            if p.grad is None:
+                continue
+            grad = p.grad.detach()
+            lengths.append(grad.float().square().sum())
+            if p in self._sums:
+                self._sums[p] += grad
+            else:
+                self._sums[p] = grad.clone()
+            p.grad = None
+        if lengths:
+            self._squared.append(torch.stack(lengths).sum())
+
+    def noise(self, images: int) -> Noise | None:
+        """What the parts so far tell, with so many images in each; None of fewer than two."""
+        count = len(self._squared)
+        if count < 2:
+            return None
+        small = torch.stack(self._squared).mean().item()
+        big = torch.stack([s.float().square().sum() for s in self._sums.values()]).sum().item() / count**2
+        return from_lengths(small, big, small=images, big=images * count)

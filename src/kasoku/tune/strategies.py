@@ -1,0 +1,301 @@
+"""How a minibatch is searched for; each strategy is deterministic given the samples, so all ranks agree."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kasoku.core import InputError
+from kasoku.tune.climb import climb
+from kasoku.tune.sample import Found, Limits, Measure, Needs, Sample, Tries
+
+__all__ = [
+    "EpochTimeMinimize",
+    "Found",
+    "GpuUsageMaximize",
+    "Limits",
+    "Measure",
+    "Needs",
+    "Sample",
+    "Strategy",
+    "Throughput",
+    "TimeToTarget",
+]
+
+_CHECK = 5  # loops from one look at convergence to the next
+_LOOPS = 100
+_STEP = 10  # the most that a size grows by
+
+
+class Strategy(Protocol):
+    """Searches a size by measuring some."""
+
+    @property
+    def needs(self) -> Needs:
+        """What must be measured for it."""
+        ...
+
+    def search(self, measure: Measure, limits: Limits) -> Found:
+        """Tries sizes within the limits; the best so far where time is over. Raises InputError where none can run."""
+        ...
+
+
+@dataclass(frozen=True)
+class GpuUsageMaximize:
+    """Grows the batch until the device is used enough, and shrinks it while that is too much, as [002] does.
+
+    Utilisation is not speed, as [002] itself found; it is here to be compared with.
+
+    Args:
+        target: utilisation, 0 to 1.
+        near: converged where the size moved no more in five loops.
+
+    Maths: below the target the step grows by one image each loop, to ten at most. How it shrinks is not known; here the
+        step starts at one again, and grows, wherever the direction turns. Utilisation is the mean of the higher half of
+        what was seen.
+    Ref: [002] 5, listing 2; the rule of growth was inferred from its results.
+    """
+
+    target: float = 0.99
+    near: int = 5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target <= 1 or self.near < 0:
+            raise InputError(f"target={self.target}, near={self.near}: a share above 0 and at most 1; 0 images or more")
+
+    @property
+    def needs(self) -> Needs:
+        """A second at each size, after which NVML has renewed its figure."""
+        return Needs(watch_s=1.0)
+
+    def search(self, measure: Measure, limits: Limits) -> Found:
+        """The size at which it converged; where time is over, that whose utilisation is nearest to the target."""
+        tries = Tries(measure, limits)
+        size = checked = limits.begin
+        step, direction = 1, 1
+        for loop in range(_LOOPS + 1):
+            if tries.over:
+                near = min(tries.good, key=lambda s: abs(s.utilisation - self.target))
+                return tries.found(near.batch, self._why(near), in_time=False)
+            sample = tries.take(size)
+            if tries.late:
+                continue
+            if sample.failed:
+                last = tries.last
+                if last:
+                    return tries.found(last.batch, f"{self._why(last)}; batch {size}: {sample.failed}")
+                half = size // 2 // limits.multiple * limits.multiple
+                if half < limits.first:
+                    break
+                size = checked = half
+                continue
+            _check_told(sample)
+            if loop and loop % _CHECK == 0:
+                if abs(size - checked) <= self.near * limits.multiple:
+                    return tries.found(size, f"{self._why(sample)}, converged in {loop} loops")
+                checked = size
+            turn = 1 if sample.utilisation < self.target else -1
+            step = min(step + 1, _STEP) if turn == direction else 1
+            direction = turn
+            wanted = min(max(size + direction * step * limits.multiple, limits.first), tries.most)
+            if wanted == size:
+                break
+            size = wanted
+        good = tries.good  # raises where there is none
+        last = tries.last or good[-1]
+        return tries.found(last.batch, f"{self._why(last)}, after {len(tries.samples) - 1} loops")
+
+    @staticmethod
+    def _why(sample: Sample) -> str:
+        return f"the device is used to {sample.utilisation:.0%}"
+
+
+@dataclass(frozen=True)
+class EpochTimeMinimize:
+    """Grows the batch until the time of an epoch no longer falls, as [002] does.
+
+    Args:
+        near: converged where the ratio to the first epoch's time moved no more in five loops.
+
+    Maths: ratio = epoch time / that of the first size; the step grows by one image each loop, to ten at most.
+    Ref: [002] 5, listing 3; the rule of growth was inferred from its results, and gives all of its sizes.
+    """
+
+    near: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.near < 0:
+            raise InputError(f"near={self.near}: a share of the first epoch's time, 0 or more")
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing beside the time."""
+        return Needs()
+
+    def search(self, measure: Measure, limits: Limits) -> Found:
+        """The size at which it converged, or the last one that worked; where time is over, the fastest so far."""
+        tries = Tries(measure, limits)
+        size, step, checked = limits.begin, 1, 1.0
+        end = f"after {_LOOPS} loops"
+        for loop in range(_LOOPS + 1):
+            if tries.over:
+                fastest = min(tries.good, key=lambda s: s.epoch_s(limits.images))
+                return tries.found(fastest.batch, self._why(fastest, tries), in_time=False)
+            sample = tries.take(size)
+            if tries.late:
+                continue
+            if sample.failed:
+                last = tries.good[-1]
+                return tries.found(last.batch, f"{self._why(last, tries)}; batch {size}: {sample.failed}")
+            ratio = sample.epoch_s(limits.images) / tries.samples[0].epoch_s(limits.images)
+            if loop and loop % _CHECK == 0:
+                if abs(ratio - checked) <= self.near:
+                    return tries.found(size, f"{self._why(sample, tries)}, converged in {loop} loops")
+                checked = ratio
+            if size == limits.last:
+                end = "the largest that was allowed"
+                break
+            step = min(step + 1, _STEP)
+            size = min(size + step * limits.multiple, limits.last)
+        last = tries.samples[-1]
+        return tries.found(last.batch, f"{self._why(last, tries)}, {end}")
+
+    @staticmethod
+    def _why(sample: Sample, tries: Tries) -> str:
+        first = tries.samples[0]
+        return f"an epoch takes {first.images_per_s / sample.images_per_s:.2f} times as long as with {first.batch}"
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """The size with the most images a second.
+
+    Args:
+        least_gain: a size that promises less than this share is not tried.
+
+    Saves: most of an exhaustive sweep's time; see the Note in climb.py.
+    Costs: six steps each of four to ten sizes, and as many more of those between which it is not clear.
+    Maths: a step takes a + c * b seconds between cliffs. A size that loses at most half a percent to a larger
+        one is taken in its place.
+    """
+
+    least_gain: float = 0.02
+
+    def __post_init__(self) -> None:
+        _check_gain(self.least_gain)
+
+    @property
+    def needs(self) -> Needs:
+        """A brief look at most sizes."""
+        return Needs(brief=True)
+
+    def search(self, measure: Measure, limits: Limits) -> Found:
+        """The size with the most images a second."""
+        tries = Tries(measure, limits)
+        best, in_time = climb(tries, lambda: _rate, least_gain=self.least_gain)
+        return tries.found(best.batch, _most(best, tries), in_time=in_time)
+
+
+@dataclass(frozen=True)
+class TimeToTarget:
+    """The size that reaches the target soonest: images a second, over the images that it takes.
+
+    Args:
+        epochs: (batch, epochs to the target) of at least two sizes, the smallest first, where that is known: such as
+            the points of a recipe. Between them epochs are interpolated along the logarithm of the batch, and sizes
+            outside are not tried. None given: by the gradient noise scale, measured at the probe's steps.
+        least_gain: a size that promises less than this share is not tried.
+
+    Maths: an image at batch B is worth (phi + B0) / (phi + B) of one at B0, with the noise scale phi; so epochs grow
+        like phi + B. The scale is that of the first steps, and grows as a training goes on: with it the size found is
+        rather too small than too large. Where it is too large to be seen, images are all worth the same.
+    Ref: McCandlish et al. 2018 (arXiv 1812.06162); the product: Pollux, Qiao et al. 2021 (arXiv 2008.12260).
+    """
+
+    epochs: tuple[tuple[int, float], ...] = ()
+    least_gain: float = 0.02
+
+    def __post_init__(self) -> None:
+        _check_gain(self.least_gain)
+        sizes = [batch for batch, _ in self.epochs]
+        good = sizes == sorted(set(sizes)) and all(b >= 1 and 0 < e < math.inf for b, e in self.epochs)
+        if self.epochs and (len(sizes) < 2 or not good):
+            raise InputError(
+                f"epochs={self.epochs}: at least two pairs (batch, epochs) are wanted, the smallest batch first, all "
+                "above 0"
+            )
+
+    @property
+    def needs(self) -> Needs:
+        """The noise scale, where no curve is given."""
+        return Needs(noise=not self.epochs, brief=True)
+
+    def search(self, measure: Measure, limits: Limits) -> Found:
+        """The size with the most images a second, each counted by what it is worth."""
+        if self.epochs:
+            limits = replace(
+                limits, least=max(limits.least, self.epochs[0][0]), most=min(limits.most, self.epochs[-1][0])
+            )
+        tries = Tries(measure, limits)
+
+        def epochs(batch: int) -> float:
+            return self.takes(batch, limits.start, _scale(tries.samples))
+
+        def goodput(batch: int, step_s: float) -> float:
+            return batch / step_s / epochs(batch)
+
+        best, in_time = climb(tries, lambda: goodput, least_gain=self.least_gain)
+        return tries.found(best.batch, self._why(best, tries), epochs=epochs, in_time=in_time)
+
+    def takes(self, batch: int, start: int, scale: float | None) -> float:
+        """Epochs to the target by the curve; or in those of `start`, by the noise scale."""
+        if not self.epochs:
+            return (scale + batch) / (scale + start) if scale is not None else 1.0
+        for (low, before), (high, after) in itertools.pairwise(self.epochs):
+            if batch <= high:
+                way = math.log(max(batch, low) / low) / math.log(high / low)
+                return before + (after - before) * way
+        return self.epochs[-1][1]
+
+    def _why(self, best: Sample, tries: Tries) -> str:
+        rate = f"{best.images_per_s:,.0f} images/s"
+        if self.epochs:
+            takes = self.takes(best.batch, 0, None)
+            seconds = takes * best.epoch_s(tries.limits.images)
+            return f"{rate} and {takes:.1f} epochs make {seconds:,.0f} s, the least of {len(tries.good)} sizes"
+        scale = _scale(tries.samples)
+        if scale is None:
+            return f"{_most(best, tries)}; the gradient noise scale could not be seen, so images count the same"
+        start = tries.limits.start
+        more = self.takes(best.batch, start, scale)
+        return (
+            f"{rate} at {more:.2f} times the epochs of batch {start} (gradient noise scale {scale:,.0f} images), the "
+            f"best of {len(tries.good)} sizes"
+        )
+
+
+def _rate(batch: int, step_s: float) -> float:
+    return batch / step_s
+
+
+def _scale(samples: Sequence[Sample]) -> float | None:
+    """The noise scale as it is known by now: each sample tells that of all up to it."""
+    return next((s.noise for s in reversed(samples) if s.noise is not None), None)
+
+
+def _most(best: Sample, tries: Tries) -> str:
+    good = tries.good
+    return f"{best.images_per_s:,.0f} images/s, the most of {len(good)} sizes from {good[0].batch} to {good[-1].batch}"
+
+
+def _check_told(sample: Sample) -> None:
+    if math.isnan(sample.utilisation):
+        raise InputError("GpuUsageMaximize: this device does not tell how much it is used: take Throughput")
+
+
+def _check_gain(least_gain: float) -> None:
+    if not 0 < least_gain < 1:
+        raise InputError(f"least_gain={least_gain}: a share above 0 and below 1, such as 0.02")

@@ -1,0 +1,162 @@
+"""One size tried: some steps of a copy, timed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kasoku.core import Batch, Job
+from kasoku.tune.copies import Copies, endless
+from kasoku.tune.memory import Memory
+from kasoku.tune.noise import Noise, Parts
+from kasoku.tune.sample import Needs
+from kasoku.tune.usage import Usage
+
+_WARM = 2  # steps that are thrown away, at most: memory is taken, kernels are chosen and compiled
+_LEAST_STEPS = 3  # where time is short
+_NOISE_PASSES = 4  # gradients whose lengths are compared
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What was seen of a size.
+
+    Args:
+        steps_s: seconds of each step, with its wait for input.
+        waits_s: of that, waiting for input.
+        utilisation: of the device, 0 to 1; nan: not known.
+        noise: what its gradients tell; None: not asked, or not finite.
+    """
+
+    steps_s: tuple[float, ...]
+    waits_s: tuple[float, ...]
+    utilisation: float
+    noise: Noise | None
+
+    def and_then(self, later: Ran) -> Ran:
+        """Both together; noise is of the later one, which is no worse known for it: it is pooled over sizes."""
+        return Ran(self.steps_s + later.steps_s, self.waits_s + later.waits_s, later.utilisation, later.noise)
+
+
+class Trial:
+    """Tries sizes on a copy of a job.
+
+    Args:
+        job: what is copied.
+        needs: what is measured; the gradient noise scale takes four more passes.
+    """
+
+    def __init__(self, job: Job, needs: Needs) -> None:
+        self.copies = Copies(job)
+        self.clock, self.needs = job.clock, needs
+        self.device = next((p.device for p in self.copies.model.parameters()), torch.device("cpu"))
+        self.memory = Memory(self.device)
+        self.diverged = False  # the size tried last
+
+    def run(self, batch: int, steps: int, *, allowed_s: float, until_s: float = math.inf) -> Ran:
+        """So many steps of `batch` images over all ranks, or fewer where the time allowed is short, at least 3.
+
+        The noise is left out where that would take until after `until_s` on the job's clock.
+        """
+        self.diverged = False
+        self.memory.begin()
+        job = self.copies.at(batch)
+        if not job.model.training:
+            job.model.train()
+        try:
+            with closing(endless(job)) as batches:
+                ran = self._timed(job, batches, steps, allowed_s=allowed_s, until_s=until_s)
+            self.memory.note(self.copies.at_once(batch))
+            return ran
+        finally:
+            job.close()
+            self.copies.optimizer.zero_grad()
+            if self.diverged:
+                self.copies.renew()
+
+    def recover(self) -> None:
+        """Gives back the memory of a size that failed."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _timed(self, job: Job, batches: Iterator[Batch], steps: int, *, allowed_s: float, until_s: float) -> Ran:
+        took_s = 0.0
+        for _ in range(_WARM):
+            began = self._now()
+            self._step(job, batches, look=True)
+            took_s = max(1e-6, self._now() - began)
+            if not self.needs.watch_s and steps * took_s < allowed_s:
+                break  # a second one is only made to know how many there is time for
+        wanted = max(steps, math.ceil(self.needs.watch_s / took_s))
+        count = max(_LEAST_STEPS, int(min(wanted, allowed_s / took_s)))
+        waits_s = []
+        with Usage(self.device, needed=self.needs.watch_s > 0) as usage:
+            marks = [self._mark()]
+            for _ in range(count):
+                wait_s, loss = self._step(job, batches)
+                waits_s.append(wait_s)
+                marks.append(self._mark())
+                usage.step()
+            self._now()  # the device has ended, and was watched meanwhile
+        steps_s = tuple(self._between(a, b) for a, b in itertools.pairwise(marks))
+        noise = None
+        self.diverged = not bool(torch.isfinite(loss))
+        passes_s = _NOISE_PASSES * took_s / job.accumulate
+        if self.needs.noise and not self.diverged and self._now() + passes_s < until_s:
+            noise = self._noise(job, batches)
+        return Ran(steps_s, tuple(waits_s), usage.value, noise)
+
+    def _step(self, job: Job, batches: Iterator[Batch], *, look: bool = False) -> tuple[float, Tensor]:
+        """One update; returns the seconds it waited for input, and the loss."""
+        wait_s = 0.0
+        for _ in range(job.accumulate):
+            asked = self.clock.now()
+            x_NCHW, y_N = next(batches)
+            wait_s += self.clock.now() - asked
+            loss = job.loss(job.model(x_NCHW), y_N)
+            if look:
+                self.memory.look()
+            (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        self.copies.steps += 1
+        return wait_s, loss.detach()
+
+    def _noise(self, job: Job, batches: Iterator[Batch]) -> Noise | None:
+        """Compares the gradients of some batches, and of all of them together, at the same weights."""
+        parts = Parts([p for p in job.model.parameters() if p.requires_grad])
+        images = 0
+        for _ in range(_NOISE_PASSES):
+            x_NCHW, y_N = next(batches)
+            images = len(y_N)
+            job.loss(job.model(x_NCHW), y_N).backward()  # type: ignore[no-untyped-call]
+            parts.add()
+        return parts.noise(images)
+
+    # ---- time
+
+    def _now(self) -> float:
+        """The job's clock, with nothing under way on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+        return self.clock.now()
+
+    def _mark(self) -> Any:
+        """Now, on the stream where there is one: the host may go ahead, as it does in training."""
+        if self.device.type != "cuda":
+            return self._now()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _between(self, start: Any, stop: Any) -> float:
+        return float(start.elapsed_time(stop) / 1e3 if self.device.type == "cuda" else stop - start)

@@ -1,0 +1,163 @@
+"""`kasoku profile`: blocks, operators, gaps, memory and bounds of a few steps."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from contracts import Batches, Net, rule
+from contracts import one_thread as one_thread
+from kasoku.cli import main
+from kasoku.core import InputError, Job
+from kasoku.device import Compile
+from kasoku.report import Timed
+from kasoku.report.profile import Profile, Profiler, _covered, measure_bounds
+
+RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
+
+
+class _Sleep(torch.autograd.Function):
+    """Identity that takes its time, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        time.sleep(forward_s)
+        ctx.backward_s = backward_s
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grads[0], None, None
+
+
+class Slow(nn.Module):
+    """A linear layer with a nap."""
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.linear, self.forward_s, self.backward_s = nn.Linear(8, 8, bias=False), forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(self.linear(x), self.forward_s, self.backward_s)
+
+
+class Pairs:
+    """Five images of eight numbers, over and over."""
+
+    def __init__(self, batches: int = 4) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self):
+        for _ in range(self.batches):
+            yield torch.ones(5, 8), torch.zeros(5, dtype=torch.long)
+
+
+def looked_at(job: Job, steps: int = 3, trace: Path | None = None) -> Profile:
+    profiler = Profiler(job)
+    profiler.warm()
+    return profiler.look(steps, profiler.plain(steps), trace=trace)
+
+
+def test_each_block_gets_its_own_time_forward_and_backward():
+    model = nn.Sequential(Slow(0.02, 0.005), Slow(0.001, 0.04), nn.Linear(8, 4))
+    profile = looked_at(Job(model, rule, loader=Pairs()).apply(Timed()))
+    first, second, head = profile.blocks
+    assert [block.name for block in profile.blocks] == ["0", "1", "2"]
+    assert (first.forward_s, first.backward_s) == (pytest.approx(0.02, abs=0.01), pytest.approx(0.005, abs=0.01))
+    assert (second.forward_s, second.backward_s) == (pytest.approx(0.001, abs=0.01), pytest.approx(0.04, abs=0.01))
+    assert 0 < head.forward_s < 0.01
+    assert [block.parameter_bytes for block in profile.blocks] == [256, 256, 144]
+
+
+def test_flops_of_a_step_are_those_of_its_matrix_products():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    bounds = looked_at(Job(model, rule, loader=Pairs())).bounds
+    first, second = 2 * 5 * 8 * 16, 2 * 5 * 16 * 4
+    assert bounds["flops"] == 2 * first + 3 * second  # the first layer's input wants no gradient
+    weights = 4 * (8 * 16 + 16 + 16 * 4 + 4)
+    assert bounds["bytes"] > 3 * weights  # read in forward, written as gradients, read and written by the update
+    assert bounds["least_s"] == pytest.approx(
+        max(bounds["flops"] / bounds["flops_per_s"], bounds["bytes"] / bounds["bytes_per_s"]), abs=1e-6
+    )
+
+
+def test_what_forward_keeps_is_counted_once_and_to_its_block():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Linear(16, 4))
+    saved = [block.saved_bytes for block in looked_at(Job(model, rule, loader=Pairs())).blocks]
+    assert saved == [5 * 8 * 4, 5 * 16 * 4, 0]  # its input; its output; the same memory again
+
+
+def test_a_job_with_techniques_batch_norm_and_parts_can_be_looked_at(tmp_path: Path):
+    job = Job(Net(), rule, loader=Batches(batch=32), accumulate=2).apply(Compile(backend="aot_eager"), Timed())
+    profile = looked_at(job, trace=tmp_path / "trace.json")
+    assert [block.name for block in profile.blocks] == ["stage.0", "stage.1", "head"]
+    assert all(block.forward_s > 0 and block.backward_s > 0 for block in profile.blocks)
+    assert profile.bounds["flops"] > 1e6
+    assert profile.operators
+    assert profile.operators[0].host_s > 0
+    assert len(profile.iterations) == 3
+    assert all(0 <= one.idle_s <= one.step_s for one in profile.iterations)
+    places = [place for _, place, _ in profile.memory]
+    assert places[:3] == ["begin", "stage.0 forward", "stage.0 ended"]
+    assert places[-1] == "updated"
+    assert all(size > 0 for _, _, size in profile.memory)
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert json.loads(json.dumps(profile.document()))["bounds"] == profile.bounds
+
+
+def test_looking_leaves_no_hook_behind():
+    job = Job(Net(), rule, loader=Batches(batch=32))
+    looked_at(job, steps=1)
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in job.model.modules())
+
+
+def test_idle_time_is_what_no_kernel_covers():
+    assert _covered([(0, 2), (1, 3), (5, 6), (5.5, 5.75), (9, 20)], 1, 10) == 2 + 1 + 1
+    assert _covered([], 0, 5) == 0
+    assert _covered([(-5, 50)], 1, 10) == 9
+
+
+def test_bounds_are_measured_on_the_device():
+    bounds = measure_bounds(0, 2**30, 1.0, torch.device("cpu"))
+    assert 1e8 < bounds["flops_per_s"] < 1e14
+    assert 1e8 < bounds["bytes_per_s"] < 1e13
+    assert bounds["reached"] == pytest.approx(2**30 / bounds["bytes_per_s"], abs=1e-3)
+
+
+def test_a_loader_without_a_batch_is_one_clear_line():
+    with pytest.raises(InputError, match="the loader gives no batch"):
+        looked_at(Job(nn.Linear(8, 4), rule, loader=Pairs(0)))
+
+
+def test_the_command_writes_its_files_and_says_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "found"
+    assert main(["profile", str(RECIPE), "--steps", "2", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    for said in ("a step, the median", "blocks, the slowest first", "operators", "idle in each iteration", "bound"):
+        assert said in shown
+    ledger = json.loads((out / "ledger.json").read_text())
+    assert f"{ledger['verdict'][0]['cause']}: " in shown
+    assert ledger["bounds"]["flops"] > 0
+    assert ledger["step_s"]["forward"] > 0
+    assert json.loads((out / "timeline.json").read_text())["spans"]
+    assert json.loads((out / "profile.json").read_text())["blocks"]
+    assert json.loads((out / "trace.json").read_text())["traceEvents"]
+
+
+def test_what_cannot_be_profiled_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["profile", str(RECIPE), "--steps", "0"]) == 2
+    assert capsys.readouterr().err == "kasoku: --steps 0: at least 1 step is wanted\n"
+    (tmp_path / "recipe.toml").write_text("")
+    assert main(["profile", str(RECIPE), "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "holds a run" in error
+    assert error.count("\n") == 1

@@ -1,0 +1,77 @@
+"""A device whose steps take a planted time, and the exhaustive sweep that searches are held against."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kasoku.tune.sample import BRIEF, STEPS, Limits, Sample, interval
+
+WARM = 1  # steps thrown away at each look
+SWEEP_STEPS = 30
+
+# name: seconds of a step
+CURVES: dict[str, Callable[[int], float]] = {
+    "a line": lambda b: 10.0 + b,
+    "launches for long": lambda b: 200.0 + b,
+    "the input alone": lambda b: 0.5 + b,
+    "a cliff at 94": lambda b: (10.0 + b) * (1.2 if b > 93 else 1.0),
+    "a cliff at 300": lambda b: (30.0 + b) * (1.15 if b > 300 else 1.0),
+    "a cache that is full at 64": lambda b: 10.0 + b + 0.3 * max(0, b - 64),
+    "tiles of 32": lambda b: 20.0 + 32 * math.ceil(b / 32),
+}
+
+
+class Hand:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def now(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Planted:
+    """Measures sizes by a curve of seconds a step; `tried` tells which. `brief`: a look takes five steps.
+
+    `jitter`: of each step, normally distributed, as a share; drawn anew for each `seed`.
+    """
+
+    step_s: Callable[[int], float]
+    usage: Callable[[int], float] = lambda batch: 0.5
+    noise: float | None = None
+    fits: float = math.inf
+    jitter: float = 0.0
+    seed: int = 0
+    brief: bool = False
+    tried: list[int] = field(default_factory=list)
+    clock: Hand = field(default_factory=Hand)
+
+    def __call__(self, batch: int) -> Sample:
+        self.tried.append(batch)
+        if batch > self.fits:
+            return Sample(batch, failed="out of memory")
+        step_s, dice, looks = self.step_s(batch), random.Random(f"{self.seed} {batch}"), self.tried.count(batch)
+        steps = BRIEF if self.brief else STEPS
+        seen = steps * looks if self.brief else steps
+        taken_s = [step_s * (1 + dice.gauss(0, self.jitter)) for _ in range(seen)]
+        self.clock.now_s += WARM * step_s + sum(taken_s[-steps:])
+        times = interval(taken_s)
+        return Sample(batch, *times, utilisation=self.usage(batch), noise=self.noise, steps=seen)
+
+    def limits(
+        self, start: int = 32, *, least: int = 8, most: int = 512, multiple: int = 1, until_s: float = math.inf
+    ) -> Limits:
+        return Limits(start, least, most, multiple, 50_000, until_s, self.clock)
+
+    def sweep(self, most: int) -> tuple[list[int], float]:
+        """Sizes 8 x 1.25^k up to `most` and to what fits, and the seconds of 30 steps of each."""
+        sizes, k = [], 0
+        while round(8 * 1.25**k) <= min(most, self.fits):
+            sizes.append(round(8 * 1.25**k))
+            k += 1
+        return sizes, sum(SWEEP_STEPS * self.step_s(b) for b in sizes)

@@ -1,0 +1,389 @@
+"""Copies of a job: what they leave out, what they put back, shares that do not fit at once, and time that is short."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from planted import Hand
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from contracts import Batches, Net, assert_same, make, rule, train, weights
+from contracts import one_thread as one_thread
+from kasoku.core import Comm, Constant, InputError, Job, Solo, Stage, Step, Technique, Threads
+from kasoku.data import Dataset, GrowBatch, Items, LowResolution, digits, folder, loader
+from kasoku.device import Compile
+from kasoku.optim import EMA, sgd
+from kasoku.parallel import VirtualRanks
+from kasoku.tune import EpochTimeMinimize, Found, Throughput, TimeToTarget, minibatch
+from kasoku.tune.copies import Copies, undisturbed
+from kasoku.tune.memory import Memory
+from kasoku.tune.sample import Needs
+from kasoku.tune.trial import Trial
+
+
+def tuned(job: Job, **more: Any) -> Found:
+    return minibatch(job, **{"strategy": Throughput(), "most": 32, **more})
+
+
+# ---- what changes as training goes on
+
+
+def any_side(technique: Technique, shapes: list[tuple[int, ...]]) -> Job:
+    """A network that takes any image, on the digits of 8 x 8 pixels; it tells what it is shown in training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(4, 10)
+    )
+    model.register_forward_pre_hook(lambda m, given: shapes.append(tuple(given[0].shape)) if m.training else None)
+    return Job(model, sgd, loader=loader(digits(), "train", 100)).apply(technique)
+
+
+@pytest.mark.parametrize(
+    ("technique", "before"),
+    [
+        (LowResolution(side=6, until=1.5), 3),
+        (LowResolution(Constant(warmup=2, start=0.5), multiple=2), 3),
+        (GrowBatch(Step(milestones=(1,), gamma=2)), 3),
+        (GrowBatch(Step(milestones=(1,), gamma=2)), 15),  # it has grown
+    ],
+)
+def test_what_grows_with_the_epochs_is_left_out_and_goes_on_as_if_nothing_had_been_tried(technique, before):
+    jobs = []
+    for tries in (False, True):
+        shapes: list[tuple[int, ...]] = []
+        job = any_side(technique, shapes)
+        train(job, before)
+        if tries:
+            shapes.clear()
+            found = tuned(job, most=400)
+            assert {shape[2:] for shape in shapes} == {(8, 8)}, "whole images"
+            assert {s.batch for s in found.samples} <= {shape[0] * job.accumulate for shape in shapes}
+        train(job, 20)
+        jobs.append(job)
+    assert_same(weights(jobs[0]), weights(jobs[1]))
+
+
+def test_each_size_reads_images_that_the_one_before_did_not():
+    job = Job(Net(), rule, loader=loader(digits(), "train", 64))
+    copies, seen = Copies(job), []
+    for _ in range(2):
+        alone = copies.at(64)
+        next(iter(alone.loader))
+        seen.append(set(alone.plain_loader.index_N.tolist()))
+        alone.close()
+    assert seen[0] != seen[1]
+    assert not len(job.plain_loader.index_N), "the job's own loader was not read"
+
+
+@dataclass(frozen=True)
+class Doubled(Technique):
+    """A technique as users write them, for the model."""
+
+    stage: ClassVar[Stage] = Stage.MODEL
+
+    def apply(self, job: Job) -> None:
+        own = job.model.forward
+        job.patch(job.model, "forward", lambda x_NCHW: 2 * own(x_NCHW))
+
+
+def test_a_users_own_technique_for_the_model_acts_in_the_copy():
+    plain, job = make(model=Net(dropout=0)), make(Doubled(), model=Net(dropout=0))
+    alone = Copies(job).at(8)
+    x_NCHW = torch.randn(4, 3, 8, 8)
+    for model in (plain.model, alone.model):
+        model.eval()
+    assert torch.equal(alone.model(x_NCHW), 2 * plain.model(x_NCHW))
+
+
+# ---- loaders
+
+
+def own_loader(**more: Any) -> Any:
+    torch.manual_seed(1)
+    images = TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(4, (64,)))
+    return DataLoader(images, 16, shuffle=True, generator=torch.Generator().manual_seed(5), **more)
+
+
+def test_the_workers_of_a_torch_loader_stay_and_it_draws_the_order_it_would_have_drawn():
+    def seen(tries: bool, begun: bool) -> list[int]:
+        batches = own_loader(num_workers=1, persistent_workers=True)
+        first = []
+        workers = None
+        if begun:  # in mid-epoch
+            workers = iter(batches)
+            first = next(workers)[1].tolist()
+        if tries:
+            tuned(Job(Net(), rule, loader=batches))
+            assert batches._iterator is workers
+        rest = [int(v) for _, y in (workers or batches) for v in y]
+        return first + rest
+
+    for begun in (False, True):
+        assert seen(True, begun) == seen(False, begun)
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """A data set without a length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return ((torch.full((3, 8, 8), float(i)), i % 4) for i in range(64))
+
+
+def test_a_loader_that_does_not_know_its_length_is_tuned():
+    job = Job(Net(), rule, loader=DataLoader(Stream(), batch_size=16))
+    assert Copies(job).images == 0
+    assert tuned(job).batch <= 32
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Dataset:
+    """48 photos, one of which is none."""
+    rng, root = np.random.default_rng(0), tmp_path / "photos"
+    for k in range(2):
+        for split, count in (("train", 24), ("val", 1)):
+            (root / split / f"class{k}").mkdir(parents=True)
+            for i in range(count):
+                pixels = Image.fromarray(rng.integers(0, 255, (40, 40, 3), np.uint8))
+                pixels.save(root / split / f"class{k}" / f"{i}.jpg")
+    (root / "train" / "class0" / "0.jpg").write_bytes(b"no photo")
+    return folder(str(root), size=32)
+
+
+def photo_job(dataset: Dataset) -> Job:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+    return Job(model, rule, loader=loader(dataset, "train", 16))
+
+
+def decoders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kasoku-decode"]
+
+
+def test_a_loader_of_files_knows_nothing_of_what_was_tried_and_its_threads_end(photos: Dataset):
+    job, before = photo_job(photos), len(decoders())
+    plain = job.plain_loader
+    assert tuned(job).batch <= 32
+    assert (plain.skipped.reasons, plain.skipped.met, plain.stats.images, plain._pace) == ({}, set(), 0, None)
+    assert len(decoders()) == before
+    assert len(list(job.loader)) == 3
+    assert len(plain.skipped.reasons) == 1, "it is met again when the job meets it"
+
+
+def test_what_is_read_within_undisturbed_leaves_no_bad_image_behind(photos: Dataset):
+    job = photo_job(photos)
+    with undisturbed(job):
+        assert len(list(job.loader)) == 3
+        assert len(job.plain_loader.skipped.reasons) == 1
+    assert (job.plain_loader.skipped.reasons, job.plain_loader.skipped.met) == ({}, set())
+
+
+class Pixels:
+    """A data set in Python."""
+
+    targets: ClassVar[list[int]] = [i % 4 for i in range(32)]
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return np.full((8, 8, 3), 7 * index, np.uint8), index % 4
+
+
+def test_processes_that_read_for_copies_end_with_them():
+    like = {"image_size": (8, 8), "channels": 3, "mean": (0.5,) * 3, "std": (0.25,) * 3}
+    dataset = replace(digits(), train=Items(Pixels(), processes=1), **like)
+    job = Job(Net(), rule, loader=loader(dataset, "train", 8))
+    copies = Copies(job)
+    alone = copies.at(8)
+    assert next(iter(alone.loader))[0].shape == (8, 3, 8, 8)
+    crew = alone.plain_loader._processes
+    alone.close()
+    copies.close()
+    assert job.plain_loader._processes is None
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        crew.submit(len, ())
+
+
+# ---- a copy that diverged
+
+
+def test_a_copy_that_diverged_starts_again_in_the_same_memory():
+    job = make(EMA(decay=0.8))
+    train(job, 2)
+    copies = Copies(job)
+    where = [p.data_ptr() for p in copies.model.parameters()]
+    alone = copies.at(8)
+    x_NCHW, y_N = next(iter(alone.loader))
+    (alone.loss(alone.model(x_NCHW), y_N) * torch.nan).backward()
+    alone.optimizer.step()
+    alone.close()
+    assert not any(p.isfinite().all() for p in copies.model.parameters())
+    copies.renew()
+    assert_same(dict(copies.model.state_dict()), weights(job))
+    assert [p.data_ptr() for p in copies.model.parameters()] == where
+    params = [p for group in copies.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in params} == {id(p) for p in copies.model.parameters()}
+    for p, twin in zip(job.model.parameters(), copies.model.parameters(), strict=True):
+        momentum = copies.optimizer.state[twin]["momentum_buffer"]
+        assert torch.equal(momentum, job.optimizer.state[p]["momentum_buffer"])
+        assert momentum.data_ptr() != job.optimizer.state[p]["momentum_buffer"].data_ptr()
+
+
+def test_a_size_that_diverged_where_memory_is_short_is_one_that_failed(monkeypatch: pytest.MonkeyPatch):
+    def short(self: Copies) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(Copies, "renew", short)
+    job = Job(Net(), rule, loader=Batches(), loss=lambda out, y: out.sum() * (torch.inf if len(y) > 8 else 1))
+    found = tuned(job)
+    assert found.batch == 8
+    assert all(s.failed == "out of memory" for s in found.samples if s.batch > 8)
+    assert len(found.samples) > 1
+
+
+# ---- shares that do not fit at once
+
+
+class Bounded(Net):
+    """Has memory for so many images; `shown` has how many it was given."""
+
+    shown: ClassVar[list[int]] = []
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        self.shown.append(len(x_NCHW))
+        if len(x_NCHW) > self.most:
+            raise torch.OutOfMemoryError("planted")
+        return super().forward(x_NCHW)
+
+
+def grouped(most: int, comm: Comm | None = None, **more: Any) -> Job:
+    batches = Batches(rank=comm.rank, size=comm.size) if comm else Batches()
+    return Job(Bounded(most), rule, loader=batches, comm=comm, **more).apply(VirtualRanks(norm_batch=8))
+
+
+def test_a_share_that_does_not_fit_at_once_is_taken_in_as_few_parts_as_do():
+    found = tuned(grouped(16), least=64, most=64)
+    assert [(s.batch, s.parts, s.failed) for s in found.samples][-1] == (64, 4, "")
+    assert found.sample.parts == 4
+    assert tuned(grouped(64), least=64, most=64).sample.parts == 1
+    assert tuned(grouped(8), least=48, most=48).sample.parts == 6
+
+
+def test_one_and_two_groups_foretell_what_a_large_first_size_takes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Memory, "fits", lambda self, images: images <= 16)
+    Bounded.shown.clear()
+    found = tuned(grouped(10**6), least=64, most=64)
+    assert found.sample.parts == 4
+    assert max(Bounded.shown) == 16, "what would not fit is not tried"
+    assert Bounded.shown[0] == 8
+
+
+def test_nothing_is_split_without_groups_nor_where_parts_were_chosen_nor_below_a_group():
+    samples = tuned(Job(Bounded(16), rule, loader=Batches()), least=16, most=64).samples
+    assert {s.parts for s in samples} == {1}
+    assert any(s.failed == "out of memory" for s in samples)
+    assert tuned(grouped(16, accumulate=2), least=32, most=32).sample.parts == 2
+    for job in (grouped(16, accumulate=2), grouped(4)):
+        with pytest.raises(InputError, match="batch=64: out of memory"):
+            tuned(job, least=64, most=64)
+
+
+def test_ranks_take_the_same_parts_as_the_one_with_the_least_memory():
+    def rank(comm: Comm) -> Found:
+        job = grouped(8 if comm.rank else 10**6, comm)
+        return tuned(job, least=64, most=64, multiple=16)
+
+    for found in Threads(2).run(rank):
+        assert found.sample.parts == 4
+        assert found.sample.failed == ""
+
+
+# ---- time
+
+
+class Moved(Hand):
+    """A clock that copies of a model share."""
+
+    def __deepcopy__(self, memo: object) -> Moved:
+        return self
+
+
+class Slow(Net):
+    """A step takes as many seconds as planted, on a clock of its own."""
+
+    def __init__(self, clock: Moved, seconds: Callable[[int], float]) -> None:
+        super().__init__(norm=False, dropout=0)
+        self.clock, self.seconds = clock, seconds
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        self.clock.now_s += self.seconds(len(x_NCHW))
+        return super().forward(x_NCHW)
+
+
+@pytest.mark.parametrize("strategy", [Throughput(), TimeToTarget(), EpochTimeMinimize()])
+@pytest.mark.parametrize("budget_s", [30.0, 100.0, 200.0, 400.0, 2000.0])
+@pytest.mark.parametrize("base_s", [0.0, 10.0])
+def test_a_budget_is_kept_but_for_the_first_size(strategy, budget_s, base_s):
+    clock = Moved()
+    job = Job(Slow(clock, lambda images: base_s + images), rule, loader=Batches(), comm=Solo(clock))
+    found = tuned(job, strategy=strategy, most=64, budget_s=budget_s)
+    assert clock.now_s <= budget_s or len(found.samples) == 1
+    assert not any("time" in s.failed for s in found.samples)
+    if budget_s < 200:
+        assert not found.in_time
+        assert "time was over" in found.why
+
+
+def test_the_noise_is_left_out_where_it_would_come_too_late():
+    clock = Moved()
+    job = Job(Slow(clock, float), rule, loader=Batches(), comm=Solo(clock))
+    trial = Trial(job, Needs(noise=True, brief=True))
+    assert trial.run(8, 5, allowed_s=100.0).noise is not None
+    until_s = clock.now_s + 6 * 8 + 1  # one thrown away, five timed
+    assert trial.run(8, 5, allowed_s=100.0, until_s=until_s).noise is None
+
+
+# ---- devices
+
+
+def test_marks_wait_for_an_apple_gpu_and_its_random_state_is_put_back(monkeypatch: pytest.MonkeyPatch):
+    waited: list[str] = []
+    states = [torch.tensor([1])]
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("here"))
+    trial = Trial(make(), Needs())
+    trial.device = torch.device("mps")
+    trial._mark()
+    trial._now()
+    assert waited == ["here", "here"]
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])
+    monkeypatch.setattr(torch.mps, "set_rng_state", states.append)
+    with undisturbed(make()):
+        states.append(torch.tensor([2]))
+    assert states[-1].item() == 1
+
+
+def test_a_block_is_compiled_for_every_size(monkeypatch: pytest.MonkeyPatch):
+    seen: list[int] = []
+
+    def loss(outputs: Tensor, y_N: Tensor) -> Tensor:
+        seen.append(torch._dynamo.config.recompile_limit)
+        return nn.functional.cross_entropy(outputs, y_N)
+
+    job = Job(Net(), rule, loader=Batches(), loss=loss).apply(Compile(backend="eager"))
+    before = torch._dynamo.config.recompile_limit
+    tuned(job)
+    assert min(seen) > 1000, "a size beyond the limit would run uncompiled"
+    assert torch._dynamo.config.recompile_limit == before

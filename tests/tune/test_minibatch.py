@@ -1,0 +1,408 @@
+"""Sizes are tried on copies: nothing of the job changes, ranks agree, and what fails holds up no one."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from contracts import Batches, Net, assert_same, judged, make, rule, train, weights
+from contracts import one_thread as one_thread
+from kasoku.core import Comm, DeadlockError, InputError, Job, Linear, Technique, Threads
+from kasoku.data import Augment, Mix, digits, loader
+from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
+from kasoku.models import cifarnet
+from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
+from kasoku.parallel import AllReduce, Overlap, VirtualRanks
+from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, cached, facts, minibatch, save
+from kasoku.tune.copies import Copies, copied
+from kasoku.tune.known import from_json
+from kasoku.tune.memory import Memory
+from kasoku.tune.sample import Found, Sample
+from kasoku.tune.strategies import Strategy
+
+SETS: dict[str, tuple[Technique, ...]] = {
+    "nothing": (),
+    "as the trainer does": (ChannelsLast(), Seeded(3), Rate(Linear(epochs=12, warmup=1)), Overlap()),
+    "an average": (EMA(decay=0.8, every=2), Clip(norm=0.5), AllReduce()),
+    "another": (Lookahead(every=2), Seeded(4)),
+    "statistics": (VirtualRanks(norm_batch=8, average=0.5), Autocast("bf16"), Seeded(1)),
+    "losses": (Mix(0.1, 0.1), LossScale(start=1024.0, every=2)),
+    "compiled": (Compile(backend="eager"), Seeded(2)),
+}
+
+
+def tuned(job: Job, strategy: Strategy | None = None, **more: Any) -> Found:
+    return minibatch(job, strategy or TimeToTarget(), **{"most": 32, **more})
+
+
+def random_states() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", SETS)
+def test_a_training_goes_on_bit_for_bit_as_if_nothing_had_been_tried(name: str, accumulate: int):
+    jobs = []
+    for tries in (False, True):
+        torch.manual_seed(7)
+        job = make(*SETS[name], accumulate=accumulate)
+        train(job, 3)  # in mid-epoch
+        if tries:
+            before = random_states(), weights(job), job.hyper(), job.plain_loader.state_dict()
+            found = tuned(job)
+            assert len(found.samples) > 1
+            assert random_states() == before[0]
+            assert_same(weights(job), before[1])
+            assert (job.hyper(), job.plain_loader.state_dict()) == before[2:]
+        train(job, 4)
+        jobs.append(job)
+    assert_same(weights(jobs[0]), weights(jobs[1]))
+    assert torch.equal(judged(jobs[0]), judged(jobs[1]))
+    assert jobs[0].hyper() == jobs[1].hyper()
+
+
+def test_it_may_be_called_before_the_first_step():
+    jobs = []
+    for tries in (False, True):
+        torch.manual_seed(7)
+        job = make(EMA(decay=0.8), Seeded(3))
+        if tries:
+            tuned(job)
+            assert all(p.grad is None for p in job.model.parameters())
+            assert not job.optimizer.state
+        train(job, 4)
+        jobs.append(job)
+    assert_same(weights(jobs[0]), weights(jobs[1]))
+
+
+def small_job(batch: int = 64, **more: Any) -> Job:
+    """A real loader and a small network for the digits."""
+    dataset = digits()
+    torch.manual_seed(0)
+    model = cifarnet(len(dataset.classes), in_channels=dataset.channels, widths=(16, 16))
+    train_loader = loader(dataset, "train", batch)
+    return Job(model, lambda m: sgd(m, lr=0.05), loader=train_loader, **more).apply(Augment(translate=1), Seeded(0))
+
+
+def test_the_order_of_the_data_stays():
+    jobs = [small_job(), small_job()]
+    for job in jobs:
+        for _ in zip(range(3), job.loader, strict=False):
+            pass
+    found = tuned(jobs[1], Throughput(), most=256)
+    assert jobs[0].plain_loader.state_dict() == jobs[1].plain_loader.state_dict()
+    assert (jobs[1].plain_loader.batch, len(jobs[1].loader)) == (64, len(jobs[0].loader))
+    assert found.sample.images_per_s > 0
+    for (x, y), (other_x, other_y) in zip(jobs[0].loader, jobs[1].loader, strict=True):
+        assert torch.equal(x, other_x)
+        assert torch.equal(y, other_y)
+
+
+def test_a_torch_loader_draws_the_order_it_would_have_drawn():
+    images = torch.utils.data.TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(4, (64,)))
+
+    def first(tries: bool) -> list[int]:
+        own = torch.Generator().manual_seed(5)
+        batches = torch.utils.data.DataLoader(images, batch_size=16, shuffle=True, generator=own)
+        job = Job(Net(), rule, loader=batches)
+        if tries:
+            assert tuned(job).batch <= 32
+        return [int(v) for _, y in job.loader for v in y]
+
+    assert first(True) == first(False)
+
+
+class Sleepy(Net):
+    """A step takes 4 ms whatever the batch, and more beyond a cliff."""
+
+    def __init__(self, cliff: int = 10**9) -> None:
+        super().__init__(norm=False, dropout=0)
+        self.cliff = cliff
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        time.sleep(0.004 if len(x_NCHW) <= self.cliff else 0.04)
+        return super().forward(x_NCHW)
+
+
+def test_throughput_finds_the_largest_where_steps_take_the_same():
+    found = tuned(Job(Sleepy(), rule, loader=Batches()), Throughput(), most=64)
+    assert found.batch == 64
+    assert found.strategy == "Throughput"
+    assert found.sample.step_s >= 0.004
+    assert found.sample.low_s <= found.sample.step_s <= found.sample.high_s
+
+
+def test_throughput_stays_below_a_cliff():
+    found = tuned(Job(Sleepy(cliff=32), rule, loader=Batches()), Throughput(), most=64)
+    assert found.batch == 32
+
+
+class SlowInput(Batches):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in super().__iter__():
+            time.sleep(0.005)  # for 16 images
+            yield batch
+
+
+def test_waiting_for_input_is_told_apart():
+    sample = tuned(Job(Net(), rule, loader=SlowInput()), Throughput(), least=32, most=32).samples[0]
+    assert 0.01 <= sample.input_s <= sample.step_s
+    quick = tuned(Job(Sleepy(), rule, loader=Batches()), Throughput(), least=32, most=32).samples[0]
+    assert quick.input_s < 0.002
+    assert quick.step_s >= 0.004
+
+
+@pytest.mark.parametrize("strategy", [Throughput(), TimeToTarget(), EpochTimeMinimize(), GpuUsageMaximize()])
+def test_every_strategy_runs_on_a_real_job(strategy: Strategy):
+    found = tuned(small_job(32), strategy, least=16, most=48, budget_s=5.0)
+    assert 16 <= found.batch <= 48
+    assert found.budget_s == 5.0
+    assert found.spent_s > 0
+    assert all(0 <= s.utilisation <= 1 for s in found.samples)
+
+
+def test_the_noise_scale_is_measured_where_it_is_asked_for():
+    assert any(s.noise is not None and s.noise > 0 for s in tuned(small_job(), most=128).samples)
+    assert all(s.noise is None for s in tuned(small_job(), Throughput(), most=32).samples)
+
+
+def test_a_budget_too_short_gives_the_first_size_and_says_so():
+    found = tuned(make(), budget_s=1e-6)
+    assert (found.batch, len(found.samples), found.in_time) == (8, 1, False)
+    assert "time was over" in found.why
+
+
+def test_the_steps_of_a_copy_are_those_of_the_job():
+    job = make(ChannelsLast(), Autocast("bf16"), Overlap(), EMA(decay=0.5))
+    calls: list[int] = []
+    copies = Copies(job)
+    alone = copies.at(8)
+    assert [type(t).__name__ for t in alone.applied] == ["Autocast", "EMA", "Overlap"]
+    alone.model.register_forward_hook(lambda m, args, out: calls.append(len(args[0])))
+    x_NCHW, _ = next(iter(alone.loader))
+    assert alone.model(x_NCHW).shape == (8, 4)
+    assert calls == [8]
+    assert alone.model.stage[1].conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_copy_has_hooks_of_the_user_and_none_of_techniques():
+    calls: list[str] = []
+    model = Net()
+    model.head.register_forward_hook(lambda *_: calls.append("user"))
+    job = Job(model, rule, loader=Batches()).apply(VirtualRanks(norm_batch=8), Autocast("bf16"))
+    train(job, 1)
+    calls.clear()
+    other, optimizer = copied(job)
+    assert all("forward" not in vars(m) and "steer" not in vars(m) for m in other.modules())
+    assert not other._forward_hooks
+    assert model._forward_hooks, "the job keeps its own"
+    other(torch.zeros(8, 3, 8, 8))
+    assert calls == ["user"]
+    params = dict(other.named_parameters())
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in params.values()}
+    for name, p in model.named_parameters():
+        twin = params[name]
+        assert torch.equal(p, twin)
+        assert p.data_ptr() != twin.data_ptr()
+        buffer, own = optimizer.state[twin]["momentum_buffer"], job.optimizer.state[p]["momentum_buffer"]
+        assert torch.equal(buffer, own)
+        assert buffer.data_ptr() != own.data_ptr()
+
+
+# ---- ranks
+
+
+class Bounded(Net):
+    """Raises at more images than it takes."""
+
+    def __init__(self, most: int, error: Callable[[], Exception]) -> None:
+        super().__init__()
+        self.most, self.error = most, error
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        if len(x_NCHW) > self.most:
+            raise self.error()
+        return super().forward(x_NCHW)
+
+
+def on_ranks(model: Callable[[int], nn.Module], *techniques: Technique, **more: Any) -> list[Found]:
+    def rank(comm: Comm) -> Found:
+        job = Job(model(comm.rank), rule, loader=Batches(rank=comm.rank, size=comm.size), comm=comm)
+        return tuned(job.apply(*techniques), **more)
+
+    return Threads(2).run(rank)
+
+
+@pytest.mark.parametrize("strategy", [Throughput(), TimeToTarget(), EpochTimeMinimize()])
+@pytest.mark.parametrize("technique", [AllReduce(), Overlap()])
+def test_all_ranks_find_the_same(strategy: Strategy, technique: Technique):
+    one, other = on_ranks(lambda _: Net(), technique, strategy=strategy)
+    assert [s.batch for s in one.samples] == [s.batch for s in other.samples]
+    assert [s.step_s for s in one.samples] == [s.step_s for s in other.samples]
+    assert one.batch == other.batch
+    assert one.batch % 2 == 0
+
+
+def test_a_rank_out_of_memory_bounds_all_and_holds_up_no_one():
+    def model(rank: int) -> nn.Module:
+        return Bounded(8 if rank else 10**6, lambda: torch.OutOfMemoryError("planted"))
+
+    found = on_ranks(model, Overlap(), strategy=Throughput(), most=64)
+    assert found[0].batch == found[1].batch <= 16
+    for one in found:
+        assert [s.failed for s in one.samples if s.batch > 16] == ["out of memory"] * sum(
+            s.batch > 16 for s in one.samples
+        )
+        assert any(s.failed for s in one.samples)
+
+
+def test_another_error_on_one_rank_ends_all():
+    def model(rank: int) -> nn.Module:
+        return Bounded(8 if rank else 10**6, lambda: InputError("planted"))
+
+    with pytest.raises(InputError, match=r"planted|another rank could not make a step") as error:
+        on_ranks(model, AllReduce(), strategy=Throughput(), most=64)
+    assert not isinstance(error.value, DeadlockError)
+
+
+def test_a_rank_that_cannot_copy_its_model_ends_all():
+    class Stuck(Net):
+        def __deepcopy__(self, memo: object) -> nn.Module:
+            raise InputError("planted")
+
+    with pytest.raises(InputError, match=r"planted|another rank could not copy"):
+        on_ranks(lambda rank: Stuck() if rank else Net())
+
+
+def test_a_size_that_one_rank_foresees_not_to_fit_is_tried_by_none(monkeypatch: pytest.MonkeyPatch):
+    tried: list[int] = []
+    monkeypatch.setattr(Memory, "fits", lambda self, images: images <= 8)
+
+    class Told(Net):
+        def forward(self, x_NCHW: Tensor) -> Tensor:
+            tried.append(len(x_NCHW))
+            return super().forward(x_NCHW)
+
+    found = on_ranks(lambda _: Told(), strategy=Throughput(), most=64)
+    assert found[0].batch == found[1].batch <= 16
+    assert max(tried) <= 8, "of each of two ranks"
+    assert any(s.failed == "it would not fit in memory" for s in found[0].samples)
+
+
+def test_where_no_size_fits_it_is_said():
+    with pytest.raises(InputError, match="batch=8: out of memory: start with a smaller batch"):
+        tuned(Job(Bounded(2, MemoryError), rule, loader=Batches()), Throughput())
+
+
+# ---- what is refused
+
+
+def test_bad_settings_are_one_clear_line_each():
+    with pytest.raises(InputError, match="budget_s=0: seconds above 0"):
+        tuned(make(), budget_s=0)
+    with pytest.raises(InputError, match="least=-1"):
+        tuned(make(), least=-1)
+    with pytest.raises(InputError, match="batches from 40 to 32: none of them can be tried"):
+        tuned(make(), least=40)
+    with pytest.raises(InputError, match="batches from 100 to 64"):
+        tuned(make(), least=100, most=200)  # an epoch has 64 images
+    with pytest.raises(InputError, match="generator can be iterated once only"):
+        tuned(Job(Net(), rule, loader=(batch for batch in Batches())))
+    with pytest.raises(InputError, match="no batch in it"):
+        tuned(Job(Net(), rule))
+
+
+# ---- what is kept
+
+
+def some(in_time: bool = True) -> Found:
+    samples = (
+        Sample(8, 0.1, 0.09, 0.11, input_s=0.01, utilisation=0.5, noise=12.0),
+        Sample(16, 0.15, 0.14, 0.16),
+        Sample(32, failed="out of memory"),
+    )
+    return Found(16, samples, "planted", 3.0, in_time, (1.0, 1.5, 2.5), "TimeToTarget", 60.0)
+
+
+def test_tuning_json_has_what_the_page_shows(tmp_path: Path):
+    save(some(), tmp_path / "tuning.json")
+    text = (tmp_path / "tuning.json").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    told = json.loads(text)
+    assert (told["what"], told["strategy"], told["chosen"]) == ("minibatch", "TimeToTarget", 16)
+    assert (told["spent_s"], told["budget_s"]) == (3.0, 60.0)
+    first, second, failed = told["samples"]
+    keys = {"batch", "step_s", "low_s", "high_s", "images_per_s", "utilisation", "epochs", "goodput", "failed"}
+    assert keys <= first.keys()
+    assert first["images_per_s"] == pytest.approx(80)
+    assert second["goodput"] == pytest.approx(16 / 0.15 / 1.5)
+    assert second["utilisation"] is None
+    assert (failed["step_s"], failed["failed"]) == (None, "out of memory")
+
+
+def test_a_result_comes_back_from_its_file():
+    found = from_json(json.loads(json.dumps(json_of(some()))))
+    assert (found.batch, found.epochs, found.strategy, found.in_time) == (16, (1.0, 1.5, 2.5), "TimeToTarget", True)
+    assert found.samples[0] == some().samples[0]
+    assert math.isnan(found.samples[1].utilisation)
+    assert math.isinf(found.samples[2].step_s)
+
+
+def json_of(found: Found) -> dict[str, Any]:
+    from kasoku.tune.known import as_json
+
+    return as_json(found)
+
+
+def test_a_result_is_searched_once_for_each_key(tmp_path: Path):
+    searches: list[str] = []
+
+    def search(name: str, in_time: bool = True) -> Callable[[], Found]:
+        return lambda: searches.append(name) or some(in_time)
+
+    key, other = facts(make(), Throughput(), most=64), facts(make(), Throughput(), most=32)
+    for _ in range(2):
+        assert cached(key, search("a"), cache=str(tmp_path)).batch == 16
+    cached(other, search("b"), cache=str(tmp_path))
+    for _ in range(2):
+        cached(facts(make(EMA(decay=0.5)), Throughput()), search("c", in_time=False), cache=str(tmp_path))
+    assert searches == ["a", "b", "c", "c"], "what was cut short is not kept"
+    for file in (tmp_path / "tuning").iterdir():
+        file.write_text("{")
+    cached(key, search("again"), cache=str(tmp_path))
+    assert searches[-1] == "again"
+
+
+def test_of_several_ranks_all_search_or_none(tmp_path: Path):
+    def rank(comm: Comm) -> list[int]:
+        searches: list[int] = []
+        for _ in range(2):
+            found = cached({"k": 1}, lambda: searches.append(1) or some(), comm=comm, cache=str(tmp_path))
+            assert found.batch == 16
+            comm.gather_objects(None)  # rank 0 has written
+        return searches
+
+    assert Threads(2).run(rank) == [[1], [1]]
+
+
+def test_the_key_follows_what_a_result_depends_on():
+    def key(job: Job, strategy: Strategy | None = None) -> str:
+        return json.dumps(facts(job, strategy or Throughput()), default=str, sort_keys=True)
+
+    plain = key(make())
+    assert key(make()) == plain
+    assert key(make(model=Net(norm=False))) != plain
+    assert key(make(ChannelsLast())) != plain
+    assert key(make(accumulate=2)) != plain
+    assert key(make(), TimeToTarget()) != plain

@@ -1,0 +1,65 @@
+"""The gradient noise scale of problems whose scale is known."""
+
+import pytest
+import torch
+from torch import nn
+
+from kasoku.core import InputError
+from kasoku.tune.noise import Noise, Parts, from_lengths, mean
+
+DIMS, PLACE = 50, 0.5
+SIGNAL, TRACE = DIMS * PLACE**2, float(DIMS)  # of the gradient w - mean(x) with x ~ N(0, 1)
+
+
+def planted(images: int, parts: int, generator: torch.Generator) -> Noise:
+    """The estimate of one step on the bowl |w - x|^2 / 2."""
+    w = nn.Parameter(torch.full((DIMS,), PLACE))
+    collected = Parts([w, nn.Parameter(torch.zeros(3))])  # one that gets no gradient
+    for _ in range(parts):
+        x_ND = torch.randn(images, DIMS, generator=generator)
+        (0.5 * (w - x_ND).square().sum(1)).mean().backward()
+        collected.add()
+    noise = collected.noise(images)
+    assert noise is not None
+    assert w.grad is None
+    return noise
+
+
+@pytest.mark.parametrize(("images", "parts", "times"), [(1, 2, 1600), (8, 8, 200), (32, 4, 200)])
+def test_the_scale_of_a_planted_bowl_is_found(images: int, parts: int, times: int):
+    generator = torch.Generator().manual_seed(images)
+    noises = [planted(images, parts, generator) for _ in range(times)]
+    found = mean(noises, [1.0] * len(noises))
+    assert found is not None
+    assert found.signal == pytest.approx(SIGNAL, rel=0.06)
+    assert found.trace == pytest.approx(TRACE, rel=0.06)
+    assert found.scale == pytest.approx(TRACE / SIGNAL, rel=0.1)
+
+
+def test_expected_lengths_give_the_planted_numbers_exactly():
+    small, big = 4, 64
+    found = from_lengths(3.0 + 50.0 / small, 3.0 + 50.0 / big, small=small, big=big)
+    assert (found.signal, found.trace) == pytest.approx((3.0, 50.0))
+    assert found.scale == pytest.approx(50.0 / 3.0)
+
+
+def test_a_signal_lost_in_the_noise_has_no_scale():
+    assert Noise(-0.1, 5.0).scale is None
+    assert Noise(float("nan"), 5.0).scale is None
+    assert Noise(2.0, -1.0).scale == 0.0
+
+
+def test_what_is_not_finite_does_not_spoil_the_mean():
+    found = mean([Noise(1.0, 4.0), Noise(float("inf"), 1.0), Noise(3.0, 8.0)], [1.0, 1.0, 3.0])
+    assert found == Noise(2.5, 7.0)
+    assert mean([], []) is None
+
+
+def test_one_part_tells_nothing_and_equal_sizes_are_refused():
+    w = nn.Parameter(torch.ones(2))
+    parts = Parts([w])
+    w.sum().backward()
+    parts.add()
+    assert parts.noise(8) is None
+    with pytest.raises(InputError, match="two sizes are wanted"):
+        from_lengths(1.0, 1.0, small=8, big=8)

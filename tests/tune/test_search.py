@@ -1,0 +1,269 @@
+"""A search: trials are processes, pruned while they run, stopped and gone on with; mistakes are said in one line."""
+
+import csv
+import json
+import os
+import sys
+import threading
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kasoku.core import InputError
+from kasoku.tune.search import Plan, accuracies, search
+from kasoku.tune.space import Between, OneOf, read_space, toml
+
+# Trains nothing: evaluates `evaluations` times, `pause` seconds apart, at accuracy `top1`; says it as training does.
+FAKE = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+given = sys.argv[1:]
+settings = dict(value.split("=", 1) for flag, value in zip(given, given[1:]) if flag == "--set")
+top1, pause = float(settings.get("top1", 0.5)), float(settings.get("pause", 0))
+evaluations, code = int(settings.get("evaluations", 3)), int(settings.get("code", 0))
+out = Path(given[given.index("--out") + 1])
+if code:
+    print("kasoku: batch=0: at least 1 image", file=sys.stderr)
+    sys.exit(code)
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append("SIGTERM"))
+out.mkdir(parents=True, exist_ok=True)
+(out / "recipe.toml").write_text("")
+with (out / "starts").open("a") as starts:
+    starts.write("continued" if "--continue" in given else "new")
+    starts.write(f" {os.environ.get('JOB', '')}\\n")
+done = 0
+log = out / "metrics.jsonl"
+if log.exists():
+    done = len(log.read_text().splitlines())
+with log.open("a") as lines:
+    while done < evaluations and not stopped:
+        lines.write(json.dumps({"step": done, "loss": 1.0, "test_top1": top1}) + "\\n")
+        lines.flush()
+        done += 1
+        time.sleep(pause)
+result = {"top1": top1, "best_top1": top1, "seconds": 1.0, "epochs": done, "stopped": (stopped or [None])[0]}
+(out / "result.json").write_text(json.dumps(result))
+sys.exit(75 if stopped else 0)
+"""
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """A plan that runs the fake training."""
+    pytest.importorskip("optuna", reason="Optuna is not installed")
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+
+    def made(space, trials, *settings, **more):
+        given = [part for setting in settings for part in ("--set", setting)]
+        folder = more.pop("folder", tmp_path / "search")
+        return Plan((sys.executable, str(script), *given), space, folder, trials, **more)
+
+    return made
+
+
+def quiet(line: str) -> None:
+    """Says nothing."""
+
+
+ACCURACY = {"top1": Between(0.1, 0.9)}
+
+
+def test_every_trial_is_a_process_and_the_table_has_the_best_first(plan, tmp_path):
+    said: list[str] = []
+    outcomes = search(plan(ACCURACY, 4, jobs=2, environment=lambda job: {"JOB": str(job)}), say=said.append)
+    assert [one.how for one in outcomes] == ["done"] * 4
+    assert [one.top1 for one in outcomes] == sorted((one.top1 for one in outcomes), reverse=True)
+    assert len({one.settings["top1"] for one in outcomes}) == 4
+    assert all(one.top1 == float(one.settings["top1"]) for one in outcomes)
+    assert sorted(path.name for path in tmp_path.glob("search/trial-*") if path.is_dir()) == [
+        "trial-1", "trial-2", "trial-3", "trial-4"]  # fmt: skip
+    rows = list(csv.DictReader((tmp_path / "search" / "trials.csv").open()))
+    assert [float(row["top1"]) for row in rows] == [one.top1 for one in outcomes]
+    assert {row["folder"] for row in rows} == {one.folder for one in outcomes}
+    assert len(said) == 4
+    jobs = {(path / "starts").read_text().split()[1] for path in tmp_path.glob("search/trial-*") if path.is_dir()}
+    assert jobs == {"0", "1"}
+
+
+def test_the_same_search_goes_on_where_it_ended_with_other_proposals(plan, tmp_path):
+    first = search(plan(ACCURACY, 2), say=quiet)
+    both = search(plan(ACCURACY, 4), say=quiet)
+    assert {one.settings["top1"] for one in first} < {one.settings["top1"] for one in both}
+    assert len({one.settings["top1"] for one in both}) == 4
+    assert all((Path(one.folder) / "starts").read_text() == "new \n" for one in both)
+    assert search(plan(ACCURACY, 4), say=quiet) == both  # nothing is left to do
+
+
+def test_a_trial_below_the_median_is_ended_by_sigterm_while_it_runs(plan, tmp_path):
+    """Five good ones first: fewer make no median."""
+    space = {"top1": OneOf((0.9,))}
+    about = {"about": "the same"}
+    search(plan(space, 5, "evaluations=60", **about), say=quiet)
+    bad = {"top1": OneOf((0.9,)), "pause": OneOf((0.1,))}
+    # the trials are told apart by what stands before their own settings
+    outcomes = search(plan({"pause": bad["pause"]}, 6, "evaluations=60", "top1=0.2", **about), say=quiet)
+    (pruned,) = [one for one in outcomes if one.how == "pruned"]
+    assert pruned.top1 == 0.2
+    result = json.loads((Path(pruned.folder) / "result.json").read_text())
+    assert result["stopped"] == "SIGTERM"
+    assert result["epochs"] < 60
+    assert outcomes[-1] == pruned
+
+
+def test_a_signal_ends_the_trials_under_way_which_are_gone_on_with_later(plan, tmp_path):
+    space = {"top1": Between(0.1, 0.9)}
+    caught: list[str] = []
+
+    def when_begun() -> None:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("search/trial-*/metrics.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        caught.append("SIGINT")
+
+    other = threading.Thread(target=when_begun)
+    other.start()
+    outcomes = search(plan(space, 1, "evaluations=40", "pause=0.1"), caught=caught, say=quiet)
+    other.join()
+    assert outcomes == []
+    stopped = json.loads((tmp_path / "search" / "trial-1" / "result.json").read_text())
+    assert stopped["stopped"] == "SIGTERM"
+    (one,) = search(plan(space, 1, "evaluations=40", "pause=0.01"), say=quiet)
+    assert one.how == "done"
+    assert (tmp_path / "search" / "trial-1" / "starts").read_text() == "new \ncontinued \n"
+    assert json.loads((Path(one.folder) / "result.json").read_text())["top1"] == stopped["top1"] == one.top1
+
+
+def test_a_search_that_was_killed_goes_on(plan, tmp_path):
+    """Half a line at the journal's end, Optuna's lock, and a trial that runs for ever by what the journal says."""
+    optuna = pytest.importorskip("optuna")
+    search(plan(ACCURACY, 1), say=quiet)
+    journal = tmp_path / "search" / "search.journal"
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
+    optuna.load_study(study_name="kasoku", storage=storage).ask()
+    journal.write_bytes(journal.read_bytes() + b'{"op_code": 8, "wor')
+    os.symlink(journal, f"{journal}.lock")
+    outcomes = search(plan(ACCURACY, 2), say=quiet)
+    assert [one.how for one in outcomes] == ["done", "done"]
+
+
+def test_a_trial_that_diverges_or_cannot_run_is_in_the_table_and_the_search_goes_on(plan):
+    search(plan(ACCURACY, 1, about="a"), say=quiet)
+    search(plan(ACCURACY, 2, "code=3", about="a"), say=quiet)
+    outcomes = search(plan(ACCURACY, 3, "code=2", about="a"), say=quiet)
+    assert [one.how for one in outcomes] == ["done", "diverged", "failed: batch=0: at least 1 image"]
+
+
+def test_where_no_trial_can_run_the_search_ends_with_what_they_say(plan):
+    with pytest.raises(InputError, match=r"all of the first 3 trials failed: batch=0: at least 1 image"):
+        search(plan(ACCURACY, 50, "code=2"), say=quiet)
+
+
+def test_few_trials_that_all_fail_are_an_error_too_also_when_nothing_is_left_to_do(plan):
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"all 2 trials failed: batch=0: at least 1 image: mend that"):
+            search(plan(ACCURACY, 2, "code=2", about="a"), say=quiet)
+    assert len(search(plan(ACCURACY, 3, about="a"), say=quiet)) == 3, "one that can run is worth all of them"
+
+
+def test_a_folder_with_another_search_or_in_use_is_refused(plan, tmp_path):
+    search(plan(ACCURACY, 1, about="one"), say=quiet)
+    with pytest.raises(InputError, match="another recipe or space"):
+        search(plan(ACCURACY, 1, about="other"), say=quiet)
+    refusals: list[str] = []
+
+    def at_once(line: str) -> None:
+        try:
+            search(plan(ACCURACY, 2, about="one"), say=quiet)
+        except InputError as error:
+            refusals.append(str(error))
+
+    search(plan(ACCURACY, 2, about="one"), say=at_once)
+    assert len(refusals) == 1
+    assert "in use by a running search" in refusals[0]
+
+
+def test_no_pickle_is_in_the_folder(plan, tmp_path):
+    search(plan(ACCURACY, 1), say=quiet)
+    lines = (tmp_path / "search" / "search.journal").read_text().splitlines()
+    assert len(lines) > 3
+    assert all(isinstance(json.loads(line), dict) for line in lines)
+
+
+def test_without_optuna_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(InputError, match=r'pip install "optuna>=4\.0"'):
+        search(Plan(("true",), ACCURACY, tmp_path, 1))
+
+
+def test_a_space_file_is_read_by_path_whichever_way_it_is_written(tmp_path):
+    file = tmp_path / "space.toml"
+    file.write_text(
+        "optimizer.lr = {low = 0.01, high = 1.0, log = true}\nbatch = {low = 32, high = 128, step = 32}\n"
+        '"optimizer.rest.bias_lr" = {choices = [1.0, 2]}\n[techniques.0]\ndecay = {low = 0.9, high = 0.99}\n'
+        "[model]\nwidths = {choices = [[8, 16], [16, 32]]}\n"
+    )
+    assert read_space(file) == {
+        "optimizer.lr": Between(0.01, 1.0, log=True),
+        "batch": Between(32, 128, step=32),
+        "optimizer.rest.bias_lr": OneOf((1.0, 2)),
+        "techniques.0.decay": Between(0.9, 0.99),
+        "model.widths": OneOf(([8, 16], [16, 32])),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("", "nothing in it"),
+        ("batch = 32", r"batch = 32: \{low"),
+        ("batch = {low = 64, high = 32}", r"batch: low=64, high=32: an empty range"),
+        ("batch = {low = 64, high = 64}", "an empty range"),
+        ("batch = {low = 64}", r"batch\.high: missing"),
+        ("batch = {low = 1, high = 2, hihg = 3}", r"batch\.hihg: no such key: did you mean high\?"),
+        ('batch = {low = "a", high = 2}', r'low, high and step are numbers, these are "a", 2'),
+        ("batch = {low = true, high = 2}", "numbers"),
+        ("batch = {choices = []}", r"batch: choices = \[\]: an empty range"),
+        ("lr = {low = 0, high = 1, log = true}", "log = true: needs low above 0"),
+        ("lr = {low = 0.1, high = inf}", "lr: low, high and step are finite numbers, these are 0.1, inf"),
+        ("lr = {low = nan, high = 1}", "finite numbers, these are nan, 1"),
+        ("lr = {low = 0, high = 1, step = 2}", "step=2: above 0, and at most high - low"),
+        ("lr = {", "not TOML"),
+    ],
+)
+def test_a_space_file_that_says_nothing_usable_is_refused_in_one_line(tmp_path, text, pattern):
+    file = tmp_path / "space.toml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=pattern) as refusal:
+        read_space(file)
+    assert str(refusal.value).startswith(f"{file}: ")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_space_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        read_space(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    "value", [True, 3, 1e-5, 0.1, 'a "b" é', [1, [2.5, "x"]], {"use": "a.b", "keys": {"c d": [1]}}]
+)
+def test_a_value_goes_to_toml_and_back(value):
+    assert tomllib.loads(f"value = {toml(value)}")["value"] == value
+    assert "\n" not in toml(value)
+
+
+def test_accuracies_are_read_while_the_log_is_written():
+    lines = ['{"step": 1, "loss": 2}', '{"step": 2, "test_top1": 0.5}', '{"step": 3, "test_top1": 0.75}']
+    lines.append('{"step": 4, "test_top1": 0.')  # half written
+    assert accuracies("\n".join(lines)) == [0.5, 0.75]
+
+
+def test_less_than_one_trial_or_job_is_refused(tmp_path):
+    for trials, jobs in ((0, 1), (1, 0)):
+        with pytest.raises(InputError, match="at least 1 of each"):
+            Plan(("true",), ACCURACY, tmp_path, trials, jobs)

@@ -1,0 +1,42 @@
+"""What is said where the GPU's utilisation cannot be read."""
+
+import math
+
+import pytest
+import torch
+
+from kasoku.core import InputError
+from kasoku.tune.usage import Usage, higher_half
+
+GPU = torch.device("cuda")
+
+
+class NVMLError(Exception):
+    """As NVML's package raises them."""
+
+
+@pytest.mark.parametrize(
+    ("error", "pattern"),
+    [
+        (ModuleNotFoundError("No module named 'pynvml'"), r"whose package is missing: pip install 'kasoku\[nvml\]'"),
+        (NVMLError("Driver Not Loaded"), r"cannot be read \(Driver Not Loaded\): take the strategy Throughput"),
+    ],
+)
+def test_what_is_missing_is_one_line_where_it_is_needed_and_nan_where_it_is_not(monkeypatch, error, pattern):
+    def missing(device: torch.device) -> int:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "utilization", missing)
+    with pytest.raises(InputError, match=pattern), Usage(GPU, needed=True):
+        pass
+    with Usage(GPU, needed=False) as usage:
+        pass
+    assert math.isnan(usage.value)
+
+
+def test_what_is_seen_is_the_mean_of_the_higher_half(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 60)
+    with Usage(GPU, needed=True) as usage:
+        pass
+    assert usage.value == pytest.approx(0.6)
+    assert higher_half([0.1, 0.2, 0.5, 0.7]) == pytest.approx(0.6)
