@@ -190,7 +190,9 @@ class Watch:
                 classes = self._judged.found(self.training.dataset, self.job.comm)
             self._write(lambda run: run.write("classes.json", json.dumps(classes) + "\n"))
         progress = self.progress
-        ledger, timeline = self.ledger.document(self.job.comm, self._facts())
+        with self._doing("save"):
+            facts = self._facts()
+        ledger, timeline = self.ledger.document(self.job.comm, facts)
         result = Result(
             top1=progress.scores.get("top1"),
             top5=progress.scores.get("top5"),
