@@ -198,7 +198,7 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     tuned = start.do("tuning", tuning) if recipe.auto_batch else None
     recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
     # before the folder: a start that fails leaves nothing behind
-    kept = shares_in(folder, comm, recipe.batch) if resume else ()
+    kept = shares_in(folder, comm, recipe.batch) if resume and not recipe.device.graphs else ()
     shares = shares_of(recipe, tuned.found.speeds) if tuned else kept
     training = together(comm, lambda: prepare(recipe, comm, dataset=dataset, start=start, shares=shares))
     with run_folder(comm, folder, resume=resume) as run:

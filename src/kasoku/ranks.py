@@ -148,12 +148,17 @@ def joined(here: Place, start: Start) -> Iterator[Comm]:
         if isinstance(error, RuntimeError) and "gloo" in str(error):
             comm.pulse.hear_out()  # mostly another rank is the cause
         comm.pulse.close(failed=" ".join(str(error).split())[:200] or type(error).__name__)
-        if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if is_lost_rank(error):
             line = " ".join(str(error).split())[:120]
             raise LostRankError(f"rank {here.rank}: lost another rank ({line}); resume from a checkpoint") from error
         raise
     finally:
         dist.destroy_process_group()
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed, as when another rank is gone."""
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
 def _meet(here: Place, backend: str, where: Sequence[str | None]) -> None:
