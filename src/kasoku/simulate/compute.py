@@ -38,19 +38,27 @@ class Layer:
 
 @dataclass(frozen=True)
 class Network:
-    """What a simulation knows of a network: its layers in the order of their forwards, and its gradients."""
+    """What a simulation knows of a network: its layers in the order of their forwards, and its gradients.
+
+    `tensors` say which layer is whose by that order, `defined` by the order of definition: plans are made by it.
+    """
 
     name: str
     layers: tuple[Layer, ...]
     tensors: tuple[Sized, ...]
+    defined: tuple[Sized, ...]
 
     def work(self, gpu: Gpu) -> list[float]:
         """Seconds an image of each layer's forward, were it as fast as the GPU's data sheet."""
         return [_work(gpu, layer.products, layer.outputs) for layer in self.layers]
 
-    def carried(self, wire_bytes: int) -> list[Sized]:
-        """The gradients as they are sent, `wire_bytes` an element."""
-        return [Sized(t.unit, t.elements, wire_bytes * t.elements, t.kind, t.name) for t in self.tensors]
+    def carried(self, wire_bytes: int) -> tuple[list[Sized], list[Sized]]:
+        """`tensors` and `defined` as they are sent, `wire_bytes` an element."""
+        now, defined = (
+            [Sized(t.unit, t.elements, wire_bytes * t.elements, t.kind, t.name) for t in tensors]
+            for tensors in (self.tensors, self.defined)
+        )
+        return now, defined
 
 
 @dataclass(frozen=True)
@@ -84,9 +92,10 @@ def network(name: str, model: nn.Module, shape: Sequence[int]) -> Network:
         for hook in hooks:
             hook.remove()
     order += [i for i in range(len(units.modules)) if i not in found]
+    defined = tuple(units.tensors)
     units.order = order
     layers = [Layer(units.modules[i][0], *found.get(i, (0.0, 0.0))) for i in order]
-    return Network(name, tuple(layers), tuple(units.tensors))
+    return Network(name, tuple(layers), tuple(units.tensors), defined)
 
 
 def units(net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[Unit]:
@@ -153,9 +162,10 @@ def _at(profile: Profile, block: str, way: int, images: float) -> float:
     points = [(n, times[block][way]) for n, times in profile.measured]
     if len({n for n, _ in points}) == 1:
         return sum(s for _, s in points) / len(points) * images / points[0][0]
-    mean_n, mean_s = (sum(values) / len(points) for values in zip(*points, strict=True))
+    mean_n = sum(n for n, _ in points) / len(points)
+    mean_s = sum(s for _, s in points) / len(points)
     beta = sum((n - mean_n) * (s - mean_s) for n, s in points) / sum((n - mean_n) ** 2 for n, _ in points)
-    return max(0.0, mean_s + beta * (images - mean_n))
+    return float(max(0.0, mean_s + beta * (images - mean_n)))
 
 
 def _block(layer: str, times: dict[str, Any]) -> str:

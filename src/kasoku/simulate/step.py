@@ -90,7 +90,7 @@ class Simulator:
     profile: Profile | None = None
 
     def step(self, gpus: int, batch: int) -> Step:
-        """A step of `batch` images over so many GPUs. Raises InputError where there are not, or they cannot share it."""
+        """A step of `batch` images over so many GPUs. Raises InputError where they are not, or cannot share it."""
         self.cluster.nodes_for(gpus)
         if batch < gpus:
             raise InputError(f"batch={batch} on {gpus} GPUs: at least 1 image each; raise batch, or take fewer GPUs")
@@ -98,9 +98,9 @@ class Simulator:
         jitter = self.jitter if self.jitter is not None else Jitter(self.cluster.device.spread)
         middle = sum(u.forward_s + u.backward_s + u.update_s for u in self.units(images))
         units = self.units(images, slower=jitter.slowest(gpus))
-        tensors = self.net.carried(self.sharing.wire_bytes)
+        tensors, defined = self.net.carried(self.sharing.wire_bytes)
         link = allreduce.link(self.cluster, gpus, self.sharing.algorithm)
-        plan = self.sharing.policy.plan(tensors)
+        plan = self.sharing.policy.plan(defined)  # as Overlap does, when no forward was seen yet
         if gpus == 1:
             plan = Plan(plan.groups, plan.order, "one GPU shares nothing")
         seen = forecast(units, tensors, plan, link, next_forward=self.sharing.next_forward)
