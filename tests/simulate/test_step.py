@@ -14,7 +14,7 @@ from kasoku.core import InputError, Job
 from kasoku.core.simulated import Emulate, SimComm
 from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
-from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Policy
+from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Planned, Policy
 from kasoku.simulate import Jitter, Network, Sharing, Simulator, load, network
 from kasoku.simulate.cluster import Node
 from kasoku.simulate.step import Step, spans
@@ -46,9 +46,9 @@ def test_the_real_engine_sends_the_same_groups_in_the_same_order_and_takes_the_s
     step = Simulator(slow_network(), small(), sharing).step(64, 64 * 200)
     with torch.device("meta"):
         model = cifar_resnet18()
-    comm = SimComm(64, step.link)
+    comm = SimComm(64, step.course.link)
     job = Job(model, lambda m: sgd(m, lr=0.1), comm=comm, loss=lambda out, y: out.sum())
-    job.apply(Emulate(tuple(step.units)), Overlap(policy, next_forward=next_forward))
+    job.apply(Emulate(tuple(step.course.units)), Overlap(policy, next_forward=next_forward))
     engine: Any = job.kept("overlap")
     begins, sent_before = [], 0
     for _ in range(6):
@@ -58,7 +58,7 @@ def test_the_real_engine_sends_the_same_groups_in_the_same_order_and_takes_the_s
         job.loss(out, torch.zeros(1)).backward()
         job.optimizer.step()
         job.optimizer.zero_grad()
-    ours = [span for span in spans(step, next_forward=next_forward) if span.kind == "transfer"]
+    ours = [span for span in spans(step) if span.kind == "transfer"]
     theirs = engine.comm.sent[sent_before:]
     assert [size for _, size, _, _ in theirs] == [span.bytes for span in ours]
     first, zero = theirs[0][2], ours[0].start
@@ -76,7 +76,7 @@ def test_the_real_engine_sends_the_same_groups_in_the_same_order_and_takes_the_s
 def test_the_timeline_ends_when_the_recursion_does(policy: Policy, next_forward: bool) -> None:
     for cluster in (load("dgx-a100"), slow_network()):
         step = Simulator(cluster, resnet(), Sharing(policy, next_forward)).step(512, 512 * 50)
-        drawn = spans(step, next_forward=next_forward)
+        drawn = spans(step)
         assert max(span.stop for span in drawn) == pytest.approx(step.step_s, rel=1e-9)
         exposed = sum(span.stop - span.start for span in drawn if span.kind == "exposed")
         assert exposed == pytest.approx(step.exposed_s, rel=1e-9, abs=1e-12)
@@ -130,3 +130,17 @@ def test_what_cannot_be_shared_is_one_clear_line(gpus: int, batch: int, said: st
 def test_a_step_knows_its_speed() -> None:
     step: Step = Simulator(load("dgx-a100"), resnet()).step(8, 3264)
     assert step.images_per_s * step.step_s == pytest.approx(3264)
+
+
+def test_a_share_in_parts_computes_them_one_after_the_other_and_hides_behind_the_last() -> None:
+    simulator = Simulator(slow_network(), resnet(), jitter=Jitter())
+    whole, part = simulator.step(64, 64 * 40, parts=4), simulator.step(64, 64 * 10)
+    assert whole.compute_s == pytest.approx(4 * part.compute_s)
+    assert whole.exposed_s == pytest.approx(part.exposed_s)
+
+
+def test_a_searched_plan_is_never_slower_than_the_one_it_replaces() -> None:
+    planned = Simulator(slow_network(), small(), Sharing(Planned(), next_forward=True)).step(64, 96_000, search_s=0.5)
+    graded = Simulator(slow_network(), small(), Sharing(Graded())).step(64, 96_000)
+    assert planned.step_s < graded.step_s
+    assert max(span.stop for span in spans(planned)) == pytest.approx(planned.step_s, rel=1e-9)

@@ -13,7 +13,7 @@ from typing import Any
 
 from kasoku.core import InputError, Span
 from kasoku.core.cost import Link, Plan, Sized, Unit, forecast
-from kasoku.parallel.buckets import Graded, OneGroup, Policy
+from kasoku.parallel.buckets import Graded, OneGroup, Planned, Policy, search
 from kasoku.simulate import allreduce, compute
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.compute import Network, Profile
@@ -38,10 +38,26 @@ class Sharing:
 
 
 @dataclass(frozen=True)
+class Course:
+    """What a step goes through. `late`: groups are waited for by the next forward; else by the step."""
+
+    units: Sequence[Unit]
+    tensors: Sequence[Sized]
+    plan: Plan
+    link: Link
+    late: bool
+
+    def sizes(self) -> list[float]:
+        """Bytes of each piece, in the order they are sent."""
+        width = [self.tensors[group[0]].width for group in self.plan.groups]
+        return [(p.stop - p.start) * width[p.group] for p in self.plan.order]
+
+
+@dataclass(frozen=True)
 class Step:
     """What was found. Seconds; `compute_s` of the middle GPU, `jitter_s` more until the slowest has computed.
 
-    `plan`, `units`, `tensors` and `link` are what `spans` replays.
+    `course`: of a batch in parts that of the last one, which communication can hide behind.
     """
 
     gpus: int
@@ -50,10 +66,7 @@ class Step:
     jitter_s: float
     exposed_s: float
     input_s: float
-    plan: Plan = field(repr=False)
-    units: Sequence[Unit] = field(repr=False)
-    tensors: Sequence[Sized] = field(repr=False)
-    link: Link = field(repr=False)
+    course: Course = field(repr=False)
 
     @property
     def step_s(self) -> float:
@@ -68,7 +81,7 @@ class Step:
     @property
     def link_s(self) -> float:
         """All-reduces alone, hidden or not."""
-        return sum(self.link.seconds(size) for size in sizes(self.plan, self.tensors))
+        return sum(self.course.link.seconds(size) for size in self.course.sizes())
 
 
 @dataclass(frozen=True)
@@ -89,26 +102,39 @@ class Simulator:
     jitter: Jitter | None = None
     profile: Profile | None = None
 
-    def step(self, gpus: int, batch: int) -> Step:
-        """A step of `batch` images over so many GPUs. Raises InputError where they are not, or cannot share it."""
+    def step(self, gpus: int, batch: int, *, parts: int = 1, search_s: float = 5.0) -> Step:
+        """A step of `batch` images over so many GPUs, which each take their share in `parts`, one after the other.
+
+        Planned groups are searched for so many seconds. Raises InputError where there are no such GPUs, or they cannot
+        share the batch.
+        """
         self.cluster.nodes_for(gpus)
-        if batch < gpus:
+        if batch < gpus * parts:
             raise InputError(f"batch={batch} on {gpus} GPUs: at least 1 image each; raise batch, or take fewer GPUs")
-        images = -(-batch // gpus)  # the GPU with the most sets the time
+        images = -(-batch // (gpus * parts))  # the GPU with the most sets the time
         jitter = self.jitter if self.jitter is not None else Jitter(self.cluster.device.spread)
+        slower = jitter.slowest(gpus)
         middle = sum(u.forward_s + u.backward_s + u.update_s for u in self.units(images))
-        units = self.units(images, slower=jitter.slowest(gpus))
-        tensors, defined = self.net.carried(self.sharing.wire_bytes)
+        units = self.units(images, slower=slower)
         link = allreduce.link(self.cluster, gpus, self.sharing.algorithm)
-        plan = self.sharing.policy.plan(defined)  # as Overlap does, when no forward was seen yet
-        if gpus == 1:
-            plan = Plan(plan.groups, plan.order, "one GPU shares nothing")
-        seen = forecast(units, tensors, plan, link, next_forward=self.sharing.next_forward)
+        tensors, plan, late = self._plan(units, link, search_s if gpus > 1 else 0.0)
+        seen = forecast(units, tensors, plan, link, next_forward=late)
         node = self.cluster.node
-        fed = images * min(gpus, node.gpus) / node.input_images_s if node.input_images_s else 0.0
-        waits = max(0.0, fed - seen.step_s)
-        slowest = seen.compute_s - middle
-        return Step(gpus, batch, middle, slowest, seen.exposed_s, waits, plan, units, tensors, link)
+        fed = batch / gpus * min(gpus, node.gpus) / node.input_images_s if node.input_images_s else 0.0
+        waits = max(0.0, fed - seen.step_s - (parts - 1) * seen.compute_s)
+        slowest = parts * (seen.compute_s - middle)
+        exposed = max(0.0, seen.exposed_s)  # rounding may leave less than nothing
+        return Step(gpus, batch, parts * middle, slowest, exposed, waits, Course(units, tensors, plan, link, late))
+
+    def _plan(self, units: Sequence[Unit], link: Link, search_s: float) -> tuple[list[Sized], Plan, bool]:
+        """The gradients, their groups, and whether the next forward waits for them."""
+        sharing = self.sharing
+        tensors, defined = self.net.carried(sharing.wire_bytes)
+        if isinstance(sharing.policy, Planned) and search_s > 0:
+            plan, _, late = search(units, tensors, link, next_forward=sharing.next_forward, limit_s=search_s)
+            return tensors, plan, late
+        # as Overlap does, when no forward was seen yet
+        return tensors, sharing.policy.plan(defined), sharing.next_forward
 
     def units(self, images: float, *, slower: float = 1.0) -> list[Unit]:
         """The layers' times on one GPU."""
@@ -125,27 +151,23 @@ class Simulator:
         return forward + allreduce.link(self.cluster, gpus, self.sharing.algorithm).seconds(8)
 
 
-def sizes(plan: Plan, tensors: Sequence[Sized]) -> list[float]:
-    """Bytes of each piece, in the order they are sent."""
-    return [(p.stop - p.start) * tensors[plan.groups[p.group][0]].width for p in plan.order]
-
-
-def spans(step: Step, *, next_forward: bool) -> list[Span]:
+def spans(step: Step) -> list[Span]:
     """The steady state from the start of backward to the end of forward; the kinds are those of a measured run."""
+    course = step.course
     out: list[Span] = []
     now, ready = 0.0, {}
-    for i in reversed(range(len(step.units))):
-        out.append(Span("backward", step.units[i].name, now, now + step.units[i].backward_s))
-        now = ready[i] = now + step.units[i].backward_s
+    for i in reversed(range(len(course.units))):
+        out.append(Span("backward", course.units[i].name, now, now + course.units[i].backward_s))
+        now = ready[i] = now + course.units[i].backward_s
     arrived, free = {}, 0.0
-    for piece, size in zip(step.plan.order, sizes(step.plan, step.tensors), strict=True):
-        start = max(free, ready[min(step.tensors[i].unit for i in step.plan.groups[piece.group])])
-        arrived[piece.group] = free = start + step.link.seconds(size)
+    for piece, size in zip(course.plan.order, course.sizes(), strict=True):
+        start = max(free, ready[min(course.tensors[i].unit for i in course.plan.groups[piece.group])])
+        arrived[piece.group] = free = start + course.link.seconds(size)
         if free > start:
             out.append(Span("transfer", f"group {piece.group}", start, free, bytes=round(size)))
     waiting = dict(arrived)
-    for i, unit in enumerate(step.units):
-        mine = [g for g in waiting if not next_forward or i in {step.tensors[t].unit for t in step.plan.groups[g]}]
+    for i, unit in enumerate(course.units):
+        mine = [g for g in waiting if not course.late or i in {course.tensors[t].unit for t in course.plan.groups[g]}]
         late = max((waiting.pop(g) for g in mine), default=0.0)
         if late > now:
             out.append(Span("exposed", f"before {unit.name}", now, late))
@@ -158,7 +180,7 @@ def spans(step: Step, *, next_forward: bool) -> list[Span]:
     return out
 
 
-def timeline(step: Step, *, next_forward: bool) -> dict[str, Any]:
+def timeline(step: Step) -> dict[str, Any]:
     """The spans as a page of a measured run draws them; the order of a step begins with its backward."""
     link = {"transfer"}
     return {
@@ -172,7 +194,7 @@ def timeline(step: Step, *, next_forward: bool) -> dict[str, Any]:
                 "bytes": span.bytes,
                 "stream": "link" if span.kind in link else "compute",
             }
-            for span in spans(step, next_forward=next_forward)
+            for span in spans(step)
         ]
     }
 
