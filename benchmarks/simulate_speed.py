@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 from common import finish, seconds_per_call, spread  # noqa: E402
 from kasoku.models import resnet50  # noqa: E402
-from kasoku.simulate import Sharing, Simulator, jitter, load, network  # noqa: E402
+from kasoku.simulate import Sharing, Simulator, allreduce, jitter, load, network  # noqa: E402
 from kasoku.simulate.sweep import scaled, sizes  # noqa: E402
 
 
@@ -25,12 +25,20 @@ def main() -> None:
         net = network("resnet50", resnet50(), (3, 224, 224))
     simulator = Simulator(load("abci"), net, Sharing(algorithm="hierarchical"))
     asked = sizes(simulator.cluster, 1, 4096)
-    step = spread(seconds_per_call(lambda: simulator.step(2048, 2048 * 42), calls=5))
+
+    def forget() -> None:
+        jitter._slowest.cache_clear()
+        allreduce.link.cache_clear()
+
+    def one() -> None:
+        forget()
+        simulator.step(2048, 2048 * 42)
 
     def swept() -> None:
-        jitter._slowest.cache_clear()
+        forget()
         scaled(simulator, asked, images=42)
 
+    step = spread(seconds_per_call(one, calls=5))
     sweep = spread(seconds_per_call(swept, calls=3))
     print(f"a step {step['median']:.3f} s, {len(asked)} sizes {sweep['median']:.2f} s")
     figures = {"step_s": step["median"], "sweep_s": sweep["median"], "step_spread": step, "sweep_spread": sweep}

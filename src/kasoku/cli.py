@@ -1,4 +1,6 @@
-"""kasoku train | launch | tune | search | profile | simulate | report | eval | predict | export | data | pack | list.
+"""The command: kasoku train | launch | tune | search | profile | simulate | plan | report.
+
+Runs put to use: eval | predict | export. Data: data | pack. What there is: list.
 
 Exit codes: 0 done, 1 a fault of kasoku's own, 2 something given cannot be used, 3 the training diverged,
 4 another rank died or hangs, 75 stopped by SIGINT or SIGTERM with a checkpoint written (go on with --resume),
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kasoku import launch, profiling, reporting, searching, simulating, tuning
+    from kasoku import launch, planning, profiling, reporting, searching, simulating, tuning
 
     parser = argparse.ArgumentParser(prog="kasoku", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -85,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--plot", type=Path, metavar="FILE", help="draw rate, weight decay, momentum over epochs (SVG)")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
     train.set_defaults(run=_train)
-    for beside in (launch, tuning, searching, profiling, simulating, reporting):
+    for beside in (launch, tuning, searching, profiling, simulating, planning, reporting):
         beside.add_parser(commands)
     _add_use(commands)
     _add_data(commands)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kasoku.core import InputError
 from kasoku.core.cost import Link
@@ -62,6 +63,7 @@ class Fastest(Link):
         return min(self.choices, key=lambda named: named[1].seconds(size))[0]
 
 
+@lru_cache(maxsize=1024)
 def link(cluster: Cluster, gpus: int, algorithm: str = "auto") -> Fastest:
     """What an all-reduce over so many GPUs takes.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kasoku.core import InputError
 from kasoku.simulate.cluster import Cluster
@@ -12,8 +12,10 @@ from kasoku.simulate.step import Simulator, Step
 LEAST = 40  # sizes of a sweep, where the cluster has as many
 
 
-def sizes(cluster: Cluster, low: int, high: int, count: int = 60) -> list[int]:
-    """Numbers of GPUs from low to high, evenly spaced in their logarithms, that fill their nodes.
+def sizes(
+    cluster: Cluster, low: int, high: int, count: int = 60, *, fits: Callable[[int], bool] = lambda _: True
+) -> list[int]:
+    """Numbers of GPUs from low to high, evenly spaced in their logarithms, that fill their nodes and that `fits` takes.
 
     Raises:
         InputError: for a range that the cluster does not hold.
@@ -23,9 +25,9 @@ def sizes(cluster: Cluster, low: int, high: int, count: int = 60) -> list[int]:
     if high > cluster.most:
         raise InputError(f"sweep gpus={low}:{high}: {cluster.name} has {cluster.most:,} GPUs: sweep up to these")
     each = cluster.node.gpus
-    possible = [n for n in range(low, high + 1) if n <= each or n % each == 0]
+    possible = [n for n in range(low, high + 1) if (n <= each or n % each == 0) and fits(n)]
     if not possible:
-        raise InputError(f"sweep gpus={low}:{high}: nodes of {each}: no whole node lies between")
+        raise InputError(f"gpus={low}:{high}: nodes of {each}: none of these numbers fills them and shares the batch")
     tries = count
     while True:  # rounding makes some of them alike
         wanted = [low * (high / low) ** (i / (tries - 1)) for i in range(tries)]
