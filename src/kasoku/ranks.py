@@ -299,7 +299,7 @@ class Gate:
 
 def check_share(recipe: Recipe, ranks: int) -> None:
     """Raises InputError where so many ranks cannot share the recipe's batch."""
-    if not _can_share(recipe, ranks):
+    if not can_share(recipe, ranks):
         parts = f" x {recipe.parts(ranks)} parts" if recipe.parts(ranks) > 1 else ""
         groups = f", in groups of norm_batch={recipe.norm_batch}" if recipe.norm_batch else ""
         raise InputError(
@@ -310,10 +310,11 @@ def check_share(recipe: Recipe, ranks: int) -> None:
 
 def most_ranks(recipe: Recipe, limit: int) -> int:
     """The largest number of ranks up to `limit` that can share the recipe's batch."""
-    return max((n for n in range(2, limit + 1) if _can_share(recipe, n)), default=1)
+    return max((n for n in range(2, limit + 1) if can_share(recipe, n)), default=1)
 
 
-def _can_share(recipe: Recipe, ranks: int) -> bool:
+def can_share(recipe: Recipe, ranks: int) -> bool:
+    """Whether so many ranks get equal shares of the recipe's batch, in its parts and groups."""
     once, left = divmod(recipe.batch, ranks * recipe.parts(ranks))
     group = recipe.norm_batch
     return ranks == 1 or recipe.auto_batch or (left == 0 and (not group or once % group == 0 or group % once == 0))
