@@ -1,8 +1,8 @@
 """What the benchmarks of ranks share: two hosts on this machine with a shaped link between them, and rounds of steps.
 
 A benchmark calls `on_hosts(__file__, arguments)` as root: each rank is a process in a network namespace, with
-one thread on a core of its own; a bridge joins the namespaces, and `shape` limits what each may send. In the ranks
-`connected()` gives the Comm.
+one thread on a core of its own, or with a share of one; a bridge joins the namespaces, and `shape` limits what each may
+send. In the ranks `connected()` gives the Comm.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,17 +31,21 @@ from kasoku.optim import sgd
 from kasoku.parallel import Overlap, Policy, TorchComm
 
 PORT, LIMIT_S, PLANNING = 29511, 880, 16  # PLANNING: steps until Planned has measured
+PERIOD_US, _CGROUPS = 5000, Path("/sys/fs/cgroup/cpu")  # a quota of less than 1 ms a period is not allowed
 MODES = {"balanced": 1.0, "comm_bound": 2.5, "compute_bound": 0.0}  # the all-reduce alone over computing alone
 MODELS: dict[str, Callable[..., nn.Module]] = {"resnet18": cifar_resnet18, "alexnet": alexnet, "vgg16": cifar_vgg16_bn}
 SIDE = {"resnet18": 32, "alexnet": 64, "vgg16": 32}  # pixels: small, so that ranks without a GPU compute them
 
 
-def on_hosts(script: str, arguments: Sequence[str], hosts: int = 2) -> int:
-    """Runs script with RANK set on each host until all have ended; returns the worst exit code."""
+def on_hosts(script: str, arguments: Sequence[str], hosts: int = 2, *, share: float = 0.0) -> int:
+    """Runs script with RANK set on each host until all have ended; returns the worst exit code.
+
+    `share`: of a core, that each host may use (0: a whole one).
+    """
     if os.geteuid() != 0:
         raise InputError("network namespaces: only as root, on Linux; run it as root")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed then too
-    with _namespaces(hosts) as names:
+    with _namespaces(hosts) as names, _quotas(names if share else [], share) as groups:
         ranks = []
         for rank, name in enumerate(names):
             env = {"RANK": str(rank), "WORLD_SIZE": str(hosts), "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": str(PORT)}
@@ -48,6 +53,8 @@ def on_hosts(script: str, arguments: Sequence[str], hosts: int = 2) -> int:
             core = sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]
             command = ["ip", "netns", "exec", name, "taskset", "-c", str(core), sys.executable, script, *arguments]
             ranks.append(subprocess.Popen(command, env=os.environ | env))
+            if groups:
+                (groups[rank] / "cgroup.procs").write_text(str(ranks[-1].pid))
         end = time.monotonic() + LIMIT_S
         try:
             while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < end:
@@ -82,6 +89,27 @@ def _namespaces(hosts: int) -> Iterator[list[str]]:
     finally:
         for name in (*names, switch):
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+
+@contextlib.contextmanager
+def _quotas(names: Sequence[str], share: float) -> Iterator[list[Path]]:
+    """A control group (v1) a name, whose processes together get a share of a core, evenly; removed at the end."""
+    groups = [_CGROUPS / name for name in names]
+    try:
+        for group in groups:
+            group.mkdir()
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(round(share * PERIOD_US)))
+        yield groups
+    except OSError as error:
+        raise InputError(f"{_CGROUPS}: {error}: control groups v1 with a cpu controller are wanted") from error
+    finally:
+        for group in groups:
+            with contextlib.suppress(OSError):
+                for process in (group / "cgroup.procs").read_text().split():  # a rank's own, left behind
+                    os.kill(int(process), signal.SIGKILL)
+                time.sleep(0.1)
+                group.rmdir()
 
 
 def shape(mbit: float) -> None:

@@ -63,9 +63,10 @@ class Network:
 
 @dataclass(frozen=True)
 class Profile:
-    """Times of blocks measured on one device at some batches: (images, {block: (forward_s, backward_s)})."""
+    """Times measured on one device: at some batches (images, {block: (forward_s, backward_s)}), and of an update."""
 
     measured: tuple[tuple[int, dict[str, tuple[float, float]]], ...]
+    update_s: float = 0.0
 
 
 def network(name: str, model: nn.Module, shape: Sequence[int]) -> Network:
@@ -128,7 +129,7 @@ def remarks(net: Network, gpu: Gpu, images: float) -> list[str]:
 
 def profiled(folders: Sequence[Path], net: Network, batches: Sequence[int]) -> Profile:
     """Reads what `kasoku profile` wrote. Raises InputError where its blocks are not the network's."""
-    measured = []
+    measured, updates = [], []
     for folder, images in zip(folders, batches, strict=True):
         try:
             found = json.loads((folder / "profile.json").read_text())["blocks"]
@@ -139,7 +140,16 @@ def profiled(folders: Sequence[Path], net: Network, batches: Sequence[int]) -> P
         if lost or not times:
             raise InputError(f"{folder}: a profile of another model: {net.name} has {lost[0]}, the profile has not")
         measured.append((images, times))
-    return Profile(tuple(measured))
+        updates.append(_update_s(folder))
+    return Profile(tuple(measured), sum(updates) / max(1, len(updates)))
+
+
+def _update_s(folder: Path) -> float:
+    """Of a step, by the ledger beside a profile; 0 where there is none."""
+    try:
+        return float(json.loads((folder / "ledger.json").read_text())["step_s"]["update"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
 
 
 def units_of(profile: Profile, net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[Unit]:
@@ -149,11 +159,15 @@ def units_of(profile: Profile, net: Network, gpu: Gpu, images: float, *, slower:
     home = [_block(layer.name, first) for layer in net.layers]
     of_block = {block: sum(w for w, h in zip(work, home, strict=True) if h == block) for block in first}
     members = {block: home.count(block) for block in first}
+    elements = [0] * len(net.layers)
+    for t in net.tensors:
+        elements[t.unit] += t.elements
+    update_s = slower * profile.update_s / max(1, sum(elements))
     out = []
-    for layer, mine, block in zip(net.layers, work, home, strict=True):
+    for layer, mine, block, own in zip(net.layers, work, home, elements, strict=True):
         share = mine / of_block[block] if of_block[block] else 1 / members[block]
         forward, backward = (slower * share * _at(profile, block, way, images) for way in (0, 1))
-        out.append(Unit(layer.name, forward, backward))
+        out.append(Unit(layer.name, forward, backward, update_s * own))
     return out
 
 

@@ -1,0 +1,205 @@
+"""Does the simulator foretell the steps of several hosts from a profile of one?
+
+    python benchmarks/simulate_local.py [--hosts 2 4 8] [--mbit 150 400]
+
+As root: hosts are network namespaces behind shaped links, each with the same quota of a core (the cores of this machine
+over 8 hosts, less a tenth for the kernel's part of the network). One host alone, under the same quota, is profiled:
+kasoku's profiler times the blocks and the step; the update comes with the copies that Overlap makes; two processes of
+that one host reduce over its loopback, which tells what a message waits and what moving a byte takes of the quota. From
+that and the rate of the links the simulator says what a step takes; then the real engine trains CIFAR ResNet-18 in
+bf16 on the hosts, in graded groups, with and without next-forward overlap, and steps are timed.
+Foretold is TCP's part of the rate (1,448 of 1,514 bytes of a frame) and no jitter: the hosts are equal. Nothing is
+fitted to a run of several hosts. Nothing else may run meanwhile: a quota is no reservation. no_communication_median_abs_error: computing alone in place of the simulation.
+Last answer: see RECORDS.md. Why it matters: a plan for machines that are not rented yet is as good as its forecasts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster import Side, Workload, connected, on_hosts, ours, shape, timed
+from common import finish, seconds_per_call, spread
+from kasoku.core import Job
+from kasoku.core.cost import forecast
+from kasoku.optim import sgd
+from kasoku.parallel import Graded
+from kasoku.report import print_table
+from kasoku.report.profile import Profiler
+from kasoku.simulate import Cluster, Jitter, Sharing, Simulator, network, profiled
+from kasoku.simulate.cluster import Gpu, Node, Protocol
+
+CORES = len(os.sched_getaffinity(0))
+SHARE = 0.9 * CORES / 8  # of a core, of each host
+PAYLOAD = 1448 / 1514  # of a frame's bytes, of TCP over Ethernet
+WAYS = {"barrier": False, "next_forward": True}
+STEPS, PROFILED = 3, 6
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a rank is told: how long to go on, at which rates, and where its findings go."""
+
+    work: Workload
+    mbit: list[float]
+    rounds: int
+    folder: Path
+
+
+def profile(asked: Asked) -> None:
+    """One host: its blocks, its update, what messages take of it. Writes profile.json, ledger.json and link.json."""
+    torch.set_num_threads(1)
+    model = asked.work.network()
+    job = Job(model, sgd(model, lr=0.001, momentum=0.9, weight_decay=5e-4), loader=[asked.work.data(0)])
+    profiler = Profiler(job, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        profiler.warm()
+        plain = profiler.plain(PROFILED)
+        found = profiler.look(PROFILED, plain)
+    grads = [p.detach().clone() for p in model.parameters()]
+    homes = [torch.empty_like(p) for p in grads]
+
+    def carry() -> None:
+        for home, grad in zip(homes, grads, strict=True):
+            home.copy_(grad).div_(2)
+
+    carried_s = statistics.median(seconds_per_call(carry, calls=9))
+    blocks_s = sum(block.forward_s + block.backward_s for block in found.blocks)
+    update_s = max(0.0, statistics.median(one.step_s for one in plain) - blocks_s) + carried_s
+    put(asked.folder / "profile.json", found.document())
+    put(asked.folder / "ledger.json", {"step_s": {"update": update_s}})
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "LOOPBACK": "1"}
+    pair = [subprocess.Popen([sys.executable, *sys.argv], env=os.environ | env | {"RANK": str(i)}) for i in (0, 1)]
+    if max(p.wait() for p in pair):
+        raise RuntimeError("the two processes of one host did not reduce")
+
+
+def loopback(asked: Asked) -> None:
+    """Two processes of one host, which share its quota: what a hop waits, and what it takes to move a byte."""
+    comm = connected()
+    small, large = torch.zeros(1), torch.zeros(2**21)
+    small_s, large_s = (
+        statistics.median(seconds_per_call(lambda x=x: comm.all_reduce(x).wait(), calls=calls, warm=3))
+        for x, calls in ((small, 61), (large, 15))
+    )
+    if comm.rank == 0:
+        put(asked.folder / "link.json", {"hop_s": small_s / 2, "busy_s_a_byte": (large_s - small_s) / large.nbytes / 2})
+
+
+def hosts_main(asked: Asked) -> None:
+    """Each of several hosts: the real engine's steps at every rate, both ways."""
+    comm = connected()
+    sides = {
+        name: Side(asked.work, comm, ours(comm, Graded(), next_forward=late, show=True)) for name, late in WAYS.items()
+    }
+    found: dict[str, list[float]] = {}
+    for _ in range(asked.rounds):
+        for mbit in asked.mbit:
+            shape(mbit)
+            for name, side in sides.items():
+                seconds = timed(comm, side, steps=STEPS)
+                found.setdefault(f"{mbit:g} {name}", []).append(seconds)
+    if comm.rank == 0:
+        put(asked.folder / f"steps_{comm.size}.json", found)
+
+
+def put(file: Path, document: Any) -> None:
+    """Writes JSON."""
+    file.write_text(json.dumps(document))
+
+
+def here(hosts: int, mbit: float, hop_s: float) -> Cluster:
+    """This machine's hosts as a cluster."""
+    # speeds of the device only share a block's measured time among its layers
+    device = Gpu("host", 0.0, 1.0, 1, 10**6, tflops=0.1, memory_gb_s=10.0)
+    gloo = Protocol("gloo", 0.0, (0.0, 1e6 * hop_s), (0.0, 1e6 * hop_s), PAYLOAD)
+    node = Node(1, 0.0, 1, mbit / 8e3)
+    return Cluster("here", hosts, node, own_gpu=device, protocols=(), own_protocol=gloo)
+
+
+def simulated(asked: Asked, hosts: int, mbit: float, *, late: bool) -> tuple[float, float]:
+    """Seconds of a step, and of computing alone."""
+    with torch.device("meta"):
+        net = network(asked.work.model, asked.work.network(), asked.work.data(0)[0].shape[1:])
+    link = json.loads((asked.folder / "link.json").read_text())
+    measured = profiled([asked.folder], net, [asked.work.batch])
+    simulator = Simulator(
+        here(hosts, mbit, link["hop_s"]), net, Sharing(Graded(), late, 4, "ring"), Jitter(), profile=measured
+    )
+    step = simulator.step(hosts, hosts * asked.work.batch)
+    course = step.course
+    busy = link["busy_s_a_byte"] * mbit * 1e6 / 8  # of the quota's time, while a transfer is under way
+    beside = replace(course.link, compute_share=max(0.05, 1 - busy))
+    seen = forecast(course.units, course.tensors, course.plan, beside, next_forward=course.late)
+    return seen.step_s, step.compute_s
+
+
+def judged(asked: Asked, hosts: list[int]) -> dict[str, object]:
+    """The figures, and a table of them."""
+    rows, errors, alone = {}, {}, {}
+    for n in hosts:
+        for key, values in json.loads((asked.folder / f"steps_{n}.json").read_text()).items():
+            mbit, name = key.split()
+            took = statistics.median(values)
+            expected, compute = simulated(asked, n, float(mbit), late=WAYS[name])
+            case = f"{n} hosts, {mbit} Mbit/s, {name}"
+            errors[case], alone[case] = expected / took - 1, compute / took - 1
+            seen = spread(values)
+            rows[case] = (
+                f"{took:.3f} s ({seen['min']:.3f} to {seen['max']:.3f}), foretold {expected:.3f} "
+                f"({errors[case]:+.1%}); computing {compute:.3f}"
+            )
+    print_table("a step", rows)
+    return {
+        "median_abs_error": statistics.median(map(abs, errors.values())),
+        "max_abs_error": max(map(abs, errors.values())),
+        "no_communication_median_abs_error": statistics.median(map(abs, alone.values())),
+        "errors": {case: round(error, 4) for case, error in errors.items()},
+        "link": json.loads((asked.folder / "link.json").read_text()),
+        "update_s": json.loads((asked.folder / "ledger.json").read_text())["step_s"]["update"],
+        "steps": rows,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--mbit", type=float, nargs="+", default=[150.0, 400.0], help="rates of a host's link")
+    parser.add_argument("--batch", type=int, default=16, help="images a host")
+    parser.add_argument("--rounds", type=int, default=2, help=f"of {STEPS} timed steps a case")
+    parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        with tempfile.TemporaryDirectory() as folder:
+            for n in (1, *arguments.hosts):
+                start = time.perf_counter()
+                failed = on_hosts(__file__, [*sys.argv[1:], "--folder", folder], n, share=SHARE)
+                if failed:
+                    return failed
+                print(f"{n} hosts: {time.perf_counter() - start:.0f} s")
+            asked = Asked(Workload(batch=arguments.batch), arguments.mbit, arguments.rounds, Path(folder))
+            figures = judged(asked, arguments.hosts)
+        parameters = {"hosts": arguments.hosts, "mbit": arguments.mbit, "batch": arguments.batch, "steps": STEPS}
+        finish("simulate_local", {**parameters, "rounds": arguments.rounds, "share": SHARE}, figures)
+        return 0
+    asked = Asked(Workload(batch=arguments.batch), arguments.mbit, arguments.rounds, arguments.folder)
+    if "LOOPBACK" in os.environ:
+        loopback(asked)
+    else:
+        (profile if os.environ["WORLD_SIZE"] == "1" else hosts_main)(asked)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
