@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kasoku.cli import main
+from kasoku.simulate import load
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 RECORD = RECIPES / "imagenet_resnet50_81920.toml"
@@ -30,6 +31,11 @@ def test_a_step_on_2048_gpus_is_itemised_and_drawn(tmp_path: Path, capsys: pytes
     steps = 16 * 90 * found["step_s"]  # type: ignore[operator]
     assert sum(rows[k] for k in ("input", "forward", "backward", "exposed")) == pytest.approx(steps, rel=1e-9)
     assert rows["evaluate"] == pytest.approx(23 * 0.06)
+    few = simulated(tmp_path / "few", "--cluster", "abci", "--gpus", "4", "--set", "batch=2560")["rows"]
+    assert isinstance(few, dict)
+    v100 = load("abci").device
+    forward_s = 1e-3 * (v100.alpha_ms + 12_500 * v100.beta_ms) / 3  # a quarter of ImageNet's 50,000 test images
+    assert few["evaluate"] == pytest.approx(23 * forward_s, rel=1e-3)
     page = (tmp_path / "s" / "report.html").read_text()
     assert "2,048 V100, simulated" in page
     assert '"transfer"' in page

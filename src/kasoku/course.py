@@ -104,7 +104,7 @@ def plot(path: Path, title: str, course: list[Moment]) -> None:
 
 def facts(dataset: Dataset) -> Facts:
     """The numbers of a data set."""
-    return Facts(len(dataset.train), len(dataset.classes), dataset.channels, dataset.image_size[0])
+    return Facts(len(dataset.train), len(dataset.classes), dataset.channels, dataset.image_size[0], len(dataset.test))
 
 
 def ahead(recipe: Recipe) -> tuple[Facts, str]:

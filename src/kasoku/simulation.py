@@ -59,7 +59,7 @@ class Case:
         forward = sum(u.forward_s for u in step.course.units)
         backward = sum(u.backward_s for u in step.course.units)
         share = forward / (forward + backward)
-        tested = self.simulator.evaluation_s(step.gpus, max(1, self.facts.images // 25))
+        tested = self.simulator.evaluation_s(step.gpus, self.facts.tested)
         return {
             "start": costs.setup_s,
             "first epoch": costs.first_epoch_s,

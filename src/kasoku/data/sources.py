@@ -192,20 +192,21 @@ def _digest(split: Split) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """How many training images a set has, of how many classes, with how many channels, how many pixels wide."""
+    """How many training images a set has, of how many classes, channels and pixels a side, and how many to test on."""
 
     images: int
     classes: int
     channels: int
     side: int
+    tested: int
 
 
 PUBLISHED = {  # for a look ahead where the files are not
-    "kasoku.data.imagenet": Facts(1_281_167, 1000, 3, 224),
-    "kasoku.data.cifar10": Facts(50_000, 10, 3, 32),
-    "kasoku.data.cifar100": Facts(50_000, 100, 3, 32),
-    "kasoku.data.mnist": Facts(60_000, 10, 1, 28),
-    "kasoku.data.fashion_mnist": Facts(60_000, 10, 1, 28),
+    "kasoku.data.imagenet": Facts(1_281_167, 1000, 3, 224, 50_000),
+    "kasoku.data.cifar10": Facts(50_000, 10, 3, 32, 10_000),
+    "kasoku.data.cifar100": Facts(50_000, 100, 3, 32, 10_000),
+    "kasoku.data.mnist": Facts(60_000, 10, 1, 28, 10_000),
+    "kasoku.data.fashion_mnist": Facts(60_000, 10, 1, 28, 10_000),
 }
 
 

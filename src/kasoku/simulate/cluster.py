@@ -120,7 +120,7 @@ NCCL = (
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run takes beside its steps, in seconds; `evaluation_s` of each, 0: by what its images take."""
+    """What a run takes beside its steps, in seconds; `evaluation_s`: the least of each."""
 
     setup_s: float = 0.0
     first_epoch_s: float = 0.0
