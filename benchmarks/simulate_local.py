@@ -9,7 +9,8 @@ that one host reduce over its loopback, which tells what a message waits and wha
 that and the rate of the links the simulator says what a step takes; then the real engine trains CIFAR ResNet-18 in
 bf16 on the hosts, in graded groups, with and without next-forward overlap, and steps are timed.
 Foretold is TCP's part of the rate (1,448 of 1,514 bytes of a frame) and no jitter: the hosts are equal. Nothing is
-fitted to a run of several hosts. Nothing else may run meanwhile: a quota is no reservation. no_communication_median_abs_error: computing alone in place of the simulation.
+fitted to a run of several hosts. Nothing else may run meanwhile: a quota is no reservation.
+no_communication_median_abs_error: computing alone in place of the simulation.
 Last answer: see RECORDS.md. Why it matters: a plan for machines that are not rented yet is as good as its forecasts.
 """
 
