@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from kasoku.cli import main
 from kasoku.simulate import load
+from kasoku.simulate.sweep import sizes
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 RECORD = RECIPES / "imagenet_resnet50_81920.toml"
@@ -68,6 +70,17 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_what_each_way_hides(tmp
     assert changes in drawn
 
 
+def test_a_sweep_to_4096_has_at_least_40_sizes_evenly_spaced_in_their_logarithms() -> None:
+    cluster = load("abci")
+    found = sizes(cluster, 1, 4096)
+    assert len(found) >= 40
+    assert (found[0], found[-1]) == (1, 4096)
+    assert all(n <= 4 or n % 4 == 0 for n in found)
+    ratios = [b / a for a, b in itertools.pairwise(found) if a >= 64]  # below, nodes of 4 leave few to choose from
+    assert max(ratios) < 1.3 * min(ratios)
+    assert len(ratios) > 20
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -80,13 +93,17 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_what_each_way_hides(tmp
         (["--cluster", "abci", "--sweep", "nodes=1:9"], "gpus=A:B is wanted"),
         (["--cluster", "abci", "--allreduce", "butterfly"], "one of auto, ring, tree"),
         (["--cluster", "no.toml"], "no.toml: cannot be read"),
+        (["--cluster", "abci", "--gpus", "0"], "1 to 4,352 can be had"),
+        (["--cluster", "abci", "--what-if", "network*nan"], "network, latency, nvlink or gpu"),
+        (["--cluster", "abci", "--sweep", "gpus=8:4"], "from at least 1 up to more"),
+        (["--cluster", "abci", "--profile", "nowhere:40"], "nowhere: no profile there"),
     ],
 )
 def test_what_cannot_be_simulated_is_one_clear_line(
     options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", str(RECORD), *GRADED, "--out", str(tmp_path / "s"), *options]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if "the data is not here" not in line]
     assert error.startswith("kasoku: ")
     assert said in error
     assert not (tmp_path / "s").exists()
@@ -99,6 +116,13 @@ def test_what_cannot_be_simulated_is_one_clear_line(
         ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "2 nodes need a network"),
         ('name = "c"\nnodes = 1\ngpu = "v1000"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "gpu v1000: one of a100"),
         ('name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnics = 3\n', "multiple of the other"),
+        ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnic_gb_s = nan\n', "nic_gb_s="),
+        ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = inf\nnic_gb_s = 1.0\n', "port_gb_s="),
+        ('name = "c"\nnodes = 900000000\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "at most 1,000,000"),
+        (
+            'name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 1\nport_gb_s = 0.0\n[racks]\nnodes = 0\n',
+            "at least 1 node",
+        ),
         ('name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpu = 4\nport_gb_s = 1.0\n', "node.gpu: no such key"),
     ],
 )
@@ -107,7 +131,8 @@ def test_an_impossible_topology_is_one_clear_line(
 ) -> None:
     (tmp_path / "c.toml").write_text(text)
     assert main(["simulate", str(RECORD), *GRADED, "--cluster", str(tmp_path / "c.toml")]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("kasoku: ")
     assert said in error
 
 
@@ -123,7 +148,14 @@ def test_a_profile_gives_the_times_and_that_of_another_model_is_refused(
     found = simulated(tmp_path / "s", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", *given)
     each = 3 * (1e-4 + 1e-5 * 40) * len(names)  # forward and backward of a block at 40 images
     assert found["compute_s"] == pytest.approx(each, rel=1e-9)
+    for folder, update_s in (("b32", 0.002), ("b64", 0.004)):
+        (tmp_path / folder / "ledger.json").write_text(json.dumps({"step_s": {"update": update_s}}))
+    updated = simulated(tmp_path / "u", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", *given)
+    assert updated["compute_s"] == pytest.approx(each + 0.003, rel=1e-9)
     (tmp_path / "b32" / "profile.json").write_text('{"blocks": [{"name": "a", "forward_s": 1, "backward_s": 1}]}')
     options = ["--cluster", "dgx-a100", "--gpus", "8", *given]
     assert main(["simulate", str(RECORD), *GRADED, *options]) == 2
     assert "a profile of another model: resnet50 has conv1" in capsys.readouterr().err
+    (tmp_path / "b32" / "profile.json").write_text('{"blocks": [{"name": "a", "forward_s": NaN, "backward_s": 1}]}')
+    assert main(["simulate", str(RECORD), *GRADED, *options]) == 2
+    assert "a takes (nan, 1.0) s" in capsys.readouterr().err

@@ -18,6 +18,14 @@ T = TypeVar("T")
 _HERE = Path(__file__).parent
 
 
+def _check_numbers(of: object) -> None:
+    """Raises InputError for a number below 0, or none at all: rates and times of such would never come to an end."""
+    for name, value in vars(of).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and not 0 <= number < 1e12:
+                raise InputError(f"{name}={value}: finite numbers of 0 or more are wanted")
+
+
 @dataclass(frozen=True)
 class Gpu:
     """What one GPU takes for a step of `network`: alpha_ms + beta_ms * images, forward, backward and update together.
@@ -49,6 +57,7 @@ class Gpu:
     network = "resnet50"
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if self.alpha_ms < 0 or self.beta_ms <= 0 or not 0 < self.least <= self.most:
             raise InputError(
                 f"alpha_ms={self.alpha_ms}, beta_ms={self.beta_ms}, least={self.least}, most={self.most}: times of 0 "
@@ -72,6 +81,7 @@ class Node:
     input_images_s: float = 0.0  # that its CPUs can decode; 0: as many as are wanted
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if self.gpus < 1 or self.nics < 1:
             raise InputError(f"gpus={self.gpus}, nics={self.nics}: at least 1 of each")
         if (self.gpus > 1 and self.port_gb_s <= 0) or self.nic_gb_s < 0 or self.input_images_s < 0:
@@ -88,6 +98,7 @@ class Racks:
     uplink_gb_s: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if self.nodes < 1 or self.uplink_gb_s < 0:
             raise InputError(f"nodes={self.nodes}, uplink_gb_s={self.uplink_gb_s}: at least 1 node, 0 GB/s or more")
 
@@ -106,6 +117,7 @@ class Protocol:
     share: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if not 0 < self.share <= 1 or min(self.start_us, *self.ring_us, *self.tree_us) < 0:
             raise InputError(f"{self.name}: share={self.share} from 0 to 1, times of 0 or more")
 
@@ -126,6 +138,9 @@ class Costs:
     first_epoch_s: float = 0.0
     evaluation_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -143,8 +158,8 @@ class Cluster:
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise InputError(f"nodes={self.nodes}: at least 1")
+        if not 1 <= self.nodes <= 1_000_000:
+            raise InputError(f"nodes={self.nodes}: at least 1, at most 1,000,000")
         if not 0 < self.latency < 1e6:
             raise InputError(f"latency={self.latency}: a factor above 0")
         if self.nodes > 1 and self.node.nic_gb_s <= 0:

@@ -136,6 +136,9 @@ def profiled(folders: Sequence[Path], net: Network, batches: Sequence[int]) -> P
             times = {str(b["name"]): (float(b["forward_s"]), float(b["backward_s"])) for b in found}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{folder}: no profile there ({error}): a folder of kasoku profile is wanted") from error
+        odd = [name for name, (forward, backward) in times.items() if not (0 <= forward < 1e6 and 0 <= backward < 1e6)]
+        if odd:
+            raise InputError(f"{folder}: {odd[0]} takes {times[odd[0]]} s: times of 0 or more are wanted; profile anew")
         lost = [layer.name for layer in net.layers if not _block(layer.name, times)]
         if lost or not times:
             raise InputError(f"{folder}: a profile of another model: {net.name} has {lost[0]}, the profile has not")
