@@ -12,8 +12,8 @@ was moved towards it.
 Note: [003] is drawn with what its slides leave open. They name AlexNet, K20X, one a node, up to 64, and neither the
 network nor the batch. Drawn are a batch of 256 (that of Caffe's AlexNet) and one of 1,024, shared by all GPUs, on one
 FDR InfiniBand link a node (6 GB/s) by the faster of ring and tree; an image takes what Caffe's own page has for K20
-(36.0 s for 5,120 images), less by the ratio of the two peaks, and a step nothing beside its images. So it shows how far
-such a guess carries.
+(36.0 s for 5,120 images), less by the ratio of the two peaks, and a step nothing beside its images. The batches were
+chosen after the published points had been seen, so how near 256 comes to them is no prediction.
 """
 
 from __future__ import annotations
