@@ -62,6 +62,26 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_what_each_way_hides(tmp
     assert changes in drawn
 
 
+def test_a_share_in_parts_is_held_against_one_in_as_many_parts(tmp_path: Path) -> None:
+    options = ["--cluster", "dgx-a100", "--batch", "320", "--set", "norm_batch=40", "--sweep", "gpus=1:8"]
+    found = simulated(tmp_path / "s", *options, "--gpus", "1")  # in 8 parts
+    assert found["efficiency"] == pytest.approx(1.0, rel=1e-9)
+    sweep = found["sweep"]
+    assert isinstance(sweep, dict)
+    assert sweep["parts"] == 8
+    for points in sweep["points"].values():
+        assert points[0][1] == pytest.approx(found["step_s"])
+    assert "320 images a GPU in 8 parts" in (tmp_path / "s" / "sweep.svg").read_text()
+
+
+def test_a_sweep_leaves_out_what_an_algorithm_cannot_share(tmp_path: Path) -> None:
+    options = ["--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", "--allreduce", "halving-doubling"]
+    sweep = simulated(tmp_path / "s", *options, "--sweep", "gpus=1:64")["sweep"]
+    assert isinstance(sweep, dict)
+    for points in sweep["points"].values():
+        assert [n for n, *_ in points] == [1, 2, 4, 8, 16, 32, 64]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -74,6 +94,9 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_what_each_way_hides(tmp
         (["--cluster", "abci", "--sweep", "nodes=1:9"], "gpus=A:B is wanted"),
         (["--cluster", "abci", "--allreduce", "butterfly"], "one of auto, ring, tree"),
         (["--cluster", "no.toml"], "no.toml: cannot be read"),
+        (["--cluster", "abci", "--set", "batch='auto'", "--set", "reference_batch=81920"], 'batch = "auto": give'),
+        (["--cluster", "abci", "--set", "epochs=0.01", "--set", "schedule.warmup=0"], "not one update"),
+        (["--cluster", "abci", "--set", "techniques=[{use='kasoku.data.GrowBatch'}]"], "a batch that grows"),
     ],
 )
 def test_what_cannot_be_simulated_is_one_clear_line(
@@ -89,6 +112,7 @@ def test_what_cannot_be_simulated_is_one_clear_line(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = nan\n', "node.port_gb_s = nan: a finite"),
         ('name = "c"\nnodes = 0\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "nodes=0: at least 1"),
         ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "2 nodes need a network"),
         ('name = "c"\nnodes = 1\ngpu = "v1000"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "gpu v1000: one of a100"),
@@ -117,6 +141,17 @@ def test_a_profile_gives_the_times_and_that_of_another_model_is_refused(
     found = simulated(tmp_path / "s", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", *given)
     each = 3 * (1e-4 + 1e-5 * 40) * len(names)  # forward and backward of a block at 40 images
     assert found["compute_s"] == pytest.approx(each, rel=1e-9)
+    assert "profile's times" not in capsys.readouterr().err
+    options = ["--cluster", "dgx-a100", "--gpus", "8", "--batch", "1280", "--set", "norm_batch=160", *given]
+    simulated(tmp_path / "t", *options)
+    assert "160 images a A100: the profile's times are from 32 to 64" in capsys.readouterr().err
+    assert main(["simulate", str(RECORD), *GRADED, *options, "--what-if", "gpu*2"]) == 2
+    assert "leave gpu or --profile out" in capsys.readouterr().err
+    whole = {"name": "layer1", "forward_s": 1e-3, "backward_s": 1e-3}
+    blocks = [whole, *(b for b in blocks if not str(b["name"]).startswith("layer1"))]
+    (tmp_path / "b64" / "profile.json").write_text(json.dumps({"blocks": blocks}))
+    assert main(["simulate", str(RECORD), *GRADED, *options]) == 2
+    assert "at 64 images other blocks than at 32" in capsys.readouterr().err
     (tmp_path / "b32" / "profile.json").write_text('{"blocks": [{"name": "a", "forward_s": 1, "backward_s": 1}]}')
     options = ["--cluster", "dgx-a100", "--gpus", "8", *given]
     assert main(["simulate", str(RECORD), *GRADED, *options]) == 2
