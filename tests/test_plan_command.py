@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kasoku.cli import main
-from kasoku.parallel import Overlap
-from kasoku.recipe import load
+from kasoku.parallel import Graded, Overlap, Planned
+from kasoku.recipe import dumps, load
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 DIGITS = RECIPES / "digits_cnn_98.toml"
@@ -92,21 +92,90 @@ def test_the_recipe_and_the_script_are_those_of_the_choice_with_its_searched_gro
     assert f"train {tmp_path / 'p' / POINTS.name}" in text
 
 
-def test_points_of_a_recipe_are_all_tried_and_a_noise_scale_gives_more_epochs(small: str, tmp_path: Path) -> None:
+def test_points_of_a_recipe_are_all_tried_and_a_noise_scale_gives_more_epochs(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = planned(tmp_path / "p", POINTS, "--cluster", small, "--fastest")
     assert shown["batch"] in (1632, 3264, 4096, 8192, 13056, 32768, 49152, 58880, 65536, 67840)
-    given = ["--cluster", small, "--set", "points=[]", "--set", "batch=4096", "--noise-scale", "8192", "--fastest"]
-    found = planned(tmp_path / "q", POINTS, *given)
+    noise = ["--cluster", small, "--noise-scale", "8192", "--fastest", "--set", "batch=1024"]
+    found = planned(tmp_path / "q", POINTS, *noise, "--set", "points=[]")
     recipe = load(tmp_path / "q" / POINTS.name)
     batch = int(found["batch"])  # type: ignore[call-overload]
-    assert recipe.epochs == pytest.approx(40 * (1 + batch / 8192) / (1 + 4096 / 8192), rel=1e-4)
-    assert recipe.rate_scale == pytest.approx(batch / 4096)
+    assert batch > 1024
+    assert recipe.epochs == pytest.approx(40 * (1 + batch / 8192) / (1 + 1024 / 8192), rel=1e-4)
+    assert recipe.rate_scale == pytest.approx(batch / 1024)
+    assert main(["plan", str(POINTS), *noise]) == 2
+    assert "points give the epochs of each batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("techniques", "late"),
+    [("{use='kasoku.parallel.Overlap', buckets={use='kasoku.parallel.OneGroup'}}", True), ("{use=CLIP}", False)],
+)
+@pytest.mark.parametrize("searched", [True, False])
+def test_the_recipe_has_the_groups_that_were_searched_or_not(
+    techniques: str, late: bool, searched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "desk.toml").write_text(DESK.replace("beta_ms = 0.2", "beta_ms = 40.0"))
+    monkeypatch.setattr("kasoku.planning._WORTH", 2.0 if searched else 0.0)
+    techniques = techniques.replace("CLIP", "'kasoku.optim.Clip', norm=1.0")
+    found = planned(
+        tmp_path / "p",
+        DIGITS,
+        *("--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=512"),
+        *("--set", f"techniques=[{techniques}]"),
+    )
+    (own,) = (t for t in load(tmp_path / "p" / DIGITS.name).techniques if isinstance(t, Overlap))
+    said = found["shown"]["groups"]  # type: ignore[index]
+    assert isinstance(own.buckets, Planned if searched else Graded)
+    assert ("planned" in said) == searched
+    assert own.next_forward == (late and searched)
+
+
+def test_what_replays_graphs_is_planned_a_collective_a_parameter_and_left_so(tmp_path: Path) -> None:
+    (tmp_path / "desk.toml").write_text(DESK)
+    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=512"]
+    found = planned(tmp_path / "p", DIGITS, *options, "--set", "device.graphs=true")
+    assert "(a parameter)" in found["shown"]["groups"]  # type: ignore[index]
+    assert not any(isinstance(t, Overlap) for t in load(tmp_path / "p" / DIGITS.name).techniques)
+
+
+def test_a_plan_never_takes_the_place_of_its_own_recipe(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(POINTS.read_text())
+    options = ["--cluster", small, "--fastest", "--set", "batch=8192"]
+    assert main(["plan", str(recipe), *options, "--out", str(tmp_path)]) == 2
+    assert "would be written over" in capsys.readouterr().err
+    assert recipe.read_text() == POINTS.read_text()
+    for _ in range(2):  # a plan of a recipe of that name is no run
+        planned(tmp_path / "p", recipe, *options)
+    (tmp_path / "p" / "environment.json").write_text("{}")
+    assert main(["plan", str(recipe), *options, "--out", str(tmp_path / "p")]) == 2
+    assert "holds a run" in capsys.readouterr().err
+
+
+def test_a_run_of_another_size_than_planned_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "environment.json").write_text("{}")
+    (run / "recipe.toml").write_text(dumps(load(DIGITS, ["batch=64"])))
+    (run / "ledger.json").write_text('{"rows": {}, "ranks": [0, 1]}')
+    (run / "result.json").write_text("{}")
+    plan = {"gpus": 2, "batch": 64, "images_per_s": 100.0, "rows": {"forward": 1.0}}
+    for other, said in (({"gpus": 8}, "2 ranks and batch=64, the plan is of 8"), ({"rows": 3}, "plan anew")):
+        (run / "plan.json").write_text(json.dumps({**plan, **other}))
+        assert main(["plan", "--compare", str(run)]) == 2
+        assert said in capsys.readouterr().err
+    (run / "plan.json").write_text(json.dumps(plan))
+    assert main(["plan", "--compare", str(run)]) == 0
 
 
 def test_what_is_planned_trains_and_is_held_against_what_it_took(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "desk.toml").write_text(DESK)
+    (tmp_path / "desk.toml").write_text(DESK.replace("nodes = 4", "nodes = 1").replace("gpus = 2", "gpus = 1"))
     options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "epochs=1", "--set", "schedule.warmup=0"]
     plan = planned(tmp_path / "p", DIGITS, *options)
     run = tmp_path / "run"

@@ -85,6 +85,9 @@ def test_a_sweep_to_4096_has_at_least_40_sizes_evenly_spaced_in_their_logarithms
     ("options", "said"),
     [
         (["--cluster", "abci", "--gpus", "5000"], "abci has 1,088 nodes of 4: 1 to 4,352 can be had"),
+        (["--cluster", "abci", "--set", "batch='auto'", "--set", "reference_batch=81920"], 'batch = "auto": give'),
+        (["--cluster", "abci", "--set", "epochs=0.01", "--set", "schedule.warmup=0"], "not one update"),
+        (["--cluster", "abci", "--set", "techniques=[{use='kasoku.data.GrowBatch'}]"], "a batch that grows"),
         (["--cluster", "abci", "--gpus", "10"], "take 1 to 4, or a multiple of 4"),
         (["--cluster", "abci", "--gpus", "2048", "--batch", "1000", "--set", "norm_batch=0"], "batch=1000"),
         (["--cluster", "nowhere"], "one of abci, dgx-a100, dgx-h100, dgx1-v100, mn2, or a file"),
@@ -159,3 +162,46 @@ def test_a_profile_gives_the_times_and_that_of_another_model_is_refused(
     (tmp_path / "b32" / "profile.json").write_text('{"blocks": [{"name": "a", "forward_s": NaN, "backward_s": 1}]}')
     assert main(["simulate", str(RECORD), *GRADED, *options]) == 2
     assert "a takes (nan, 1.0) s" in capsys.readouterr().err
+
+
+def test_beyond_its_batches_a_profile_is_drawn_on_and_what_it_cannot_tell_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["conv1", "bn1", *(f"layer{i + 1}.{k}" for i, n in enumerate((3, 4, 6, 3)) for k in range(n)), "fc"]
+    for folder, scale in (("b32", 32), ("b64", 64)):
+        blocks = [{"name": n, "forward_s": 1e-4 + 1e-5 * scale, "backward_s": 2e-4 + 2e-5 * scale} for n in names]
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "profile.json").write_text(json.dumps({"blocks": blocks}))
+    given = [option for n in (32, 64) for option in ("--profile", f"{tmp_path / f'b{n}'}:{n}")]
+    simulated(tmp_path / "s", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", *given)
+    assert "profile's times" not in capsys.readouterr().err
+    options = ["--cluster", "dgx-a100", "--gpus", "8", "--batch", "1280", "--set", "norm_batch=160", *given]
+    simulated(tmp_path / "t", *options)
+    assert "160 images a A100: the profile's times are from 32 to 64" in capsys.readouterr().err
+    assert main(["simulate", str(RECORD), *GRADED, *options, "--what-if", "gpu*2"]) == 2
+    assert "leave gpu or --profile out" in capsys.readouterr().err
+    whole = {"name": "layer1", "forward_s": 1e-3, "backward_s": 1e-3}
+    blocks = [whole, *(b for b in blocks if not str(b["name"]).startswith("layer1"))]
+    (tmp_path / "b64" / "profile.json").write_text(json.dumps({"blocks": blocks}))
+    assert main(["simulate", str(RECORD), *GRADED, *options]) == 2
+    assert "at 64 images other blocks than at 32" in capsys.readouterr().err
+
+
+def test_a_share_in_parts_is_held_against_one_in_as_many_parts(tmp_path: Path) -> None:
+    options = ["--cluster", "dgx-a100", "--batch", "320", "--set", "norm_batch=40", "--sweep", "gpus=1:8"]
+    found = simulated(tmp_path / "s", *options, "--gpus", "1")  # in 8 parts
+    assert found["efficiency"] == pytest.approx(1.0, rel=1e-9)
+    sweep = found["sweep"]
+    assert isinstance(sweep, dict)
+    assert sweep["parts"] == 8
+    for points in sweep["points"].values():
+        assert points[0][1] == pytest.approx(found["step_s"])
+    assert "320 images a GPU in 8 parts" in (tmp_path / "s" / "sweep.svg").read_text()
+
+
+def test_a_sweep_leaves_out_what_an_algorithm_cannot_share(tmp_path: Path) -> None:
+    options = ["--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", "--allreduce", "halving-doubling"]
+    sweep = simulated(tmp_path / "s", *options, "--sweep", "gpus=1:64")["sweep"]
+    assert isinstance(sweep, dict)
+    for points in sweep["points"].values():
+        assert [n for n, *_ in points] == [1, 2, 4, 8, 16, 32, 64]

@@ -10,14 +10,12 @@ import argparse
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kasoku.core import InputError
-from kasoku.core.run import write_atomically
 
 if TYPE_CHECKING:
     from kasoku.simulate import Step
@@ -66,8 +64,7 @@ def add_parser(commands: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from kasoku.report import print_table
-    from kasoku.runs import free_folder
-    from kasoku.simulate import remarks
+    from kasoku.runs import own_folder
 
     if arguments.compare:
         return compare(arguments.compare)
@@ -77,14 +74,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if not choices:
         raise InputError(f"{arguments.recipe}: no batch of this recipe can be shared by GPUs of {arguments.cluster}")
     chosen = _searched(_best(choices, deadline_s, budget))
-    folder: Path = arguments.out or free_folder(f"{arguments.recipe.stem}-plan")
-    if (folder / "recipe.toml").exists():
-        raise InputError(f"{folder}: holds a run, which would be lost: give another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    asked, step = chosen.case, chosen.step
-    images = step.images / (step.gpus * asked.recipe.parts(step.gpus))
-    said = [] if asked.simulator.profile else remarks(asked.simulator.net, asked.simulator.cluster.device, images)
-    for line in (*asked.remarks, *said):
+    folder = own_folder(arguments.out, arguments.recipe, "plan", written=[f"{arguments.recipe.stem}.toml"])
+    for line in chosen.case.said(chosen.step):
         print(f"kasoku: {line}", file=sys.stderr)
     print_table(f"the best of {len(choices)} ways", _rows(chosen))
     _write(chosen, folder, arguments.recipe.stem)
@@ -122,14 +113,16 @@ def _choices(arguments: argparse.Namespace) -> Iterator[Choice]:
     from kasoku.simulate.sweep import sizes
     from kasoku.simulation import case
 
+    before = None
     for settings in _batches(arguments):
         given = argparse.Namespace(**{**vars(arguments), "set": [*arguments.set, *settings], "batch": None})
-        asked = case(given, arguments.cluster)
+        asked = before = case(given, arguments.cluster, like=before)
         simulator, recipe = asked.simulator, asked.recipe
         if recipe.batch > asked.facts.images:
             continue
-        sharing = replace(simulator.sharing, policy=Graded(), next_forward=False)
-        asked = replace(asked, simulator=replace(simulator, sharing=sharing))
+        if not recipe.device.graphs:  # whose gradients have no groups
+            sharing = replace(simulator.sharing, policy=Graded(), next_forward=False)
+            asked = replace(asked, simulator=replace(simulator, sharing=sharing))
         fits = [n for n in range(1, simulator.cluster.most + 1) if n <= recipe.batch and can_share(recipe, n)]
         known = set(fits)
         each = simulator.cluster.node.gpus
@@ -141,24 +134,22 @@ def _choices(arguments: argparse.Namespace) -> Iterator[Choice]:
 
 def _priced(asked: Case, step: Step) -> Choice:
     seconds = sum(asked.rows(step).values())
-    return Choice(asked, step, seconds, seconds / 3600 * step.gpus * asked.simulator.cluster.device.usd_hour)
+    return Choice(asked, step, seconds, asked.usd(step, seconds))
 
 
 def _batches(arguments: argparse.Namespace) -> list[list[str]]:
-    """Settings for each batch: the recipe's points; or by the noise scale; or its own batch alone."""
-    try:
-        document = tomllib.loads(arguments.recipe.read_text())
-    except OSError as error:
-        raise InputError(f"{arguments.recipe}: cannot be read ({error.strerror}): a recipe file is wanted") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{arguments.recipe}: not TOML ({error})") from error
+    """Settings for each batch: by the noise scale; or the recipe's points; or its own batch alone."""
+    from kasoku.recipe import points
+
+    known = points(arguments.recipe, arguments.set)
+    if arguments.noise_scale:
+        if known:
+            raise InputError(
+                "--noise-scale: the recipe's points give the epochs of each batch: leave it out, or --set points=[]"
+            )
+        return _by_noise(arguments)
     own = any(setting.partition("=")[0].strip() == "batch" for setting in arguments.set)
-    points = document.get("points")
-    if own or (not arguments.noise_scale and not isinstance(points, list)):
-        return [[]]
-    if not arguments.noise_scale:
-        return [[f"batch={point['batch']}"] for point in points or [] if isinstance(point, dict) and "batch" in point]
-    return _by_noise(arguments)
+    return [[]] if own or not known else [[f"batch={batch}"] for batch in known]
 
 
 def _by_noise(arguments: argparse.Namespace) -> list[list[str]]:
@@ -211,9 +202,12 @@ def _best(choices: list[Choice], deadline_s: float, budget: float) -> Choice:
 def _searched(chosen: Choice) -> Choice:
     """The same with searched groups, where they promise enough."""
     from kasoku.parallel import Planned
+    from kasoku.simulation import sharing
 
     asked, before = chosen.case, chosen.case.simulator.sharing
-    planned = replace(before, policy=Planned(), next_forward=True)
+    if asked.recipe.device.graphs:
+        return chosen
+    planned = replace(before, policy=Planned(), next_forward=sharing(asked.recipe).next_forward)
     other = replace(asked, simulator=replace(asked.simulator, sharing=planned))
     found = _priced(other, other.step(chosen.step.gpus))
     return found if found.step.step_s < _WORTH * chosen.step.step_s else chosen
@@ -246,20 +240,22 @@ def _rows(chosen: Choice) -> dict[str, str]:
 
 def _write(chosen: Choice, folder: Path, name: str) -> None:
     """The recipe, the script that trains it, and what is expected."""
-    from kasoku.parallel import Graded, Overlap
+    from kasoku.parallel import Overlap
     from kasoku.recipe import dumps
+    from kasoku.runs import put
     from kasoku.simulation import document
 
     asked, step = chosen.case, chosen.step
-    own = next((t for t in asked.recipe.techniques if isinstance(t, Overlap)), Overlap())
-    if not isinstance(own.buckets, Graded) and step.course.plan.policy == "graded":
-        own = replace(own, buckets=Graded(), next_forward=False)
-    others = tuple(t for t in asked.recipe.techniques if type(t).__name__ not in ("Overlap", "AllReduce"))
-    recipe = replace(asked.recipe, techniques=(*others, own))
-    _put(folder / f"{name}.toml", dumps(recipe))
+    recipe, shared = asked.recipe, asked.simulator.sharing
+    if not recipe.device.graphs:
+        own = next((t for t in recipe.techniques if isinstance(t, Overlap)), Overlap())
+        own = replace(own, buckets=shared.policy, next_forward=shared.next_forward)
+        others = tuple(t for t in recipe.techniques if type(t).__name__ not in ("Overlap", "AllReduce"))
+        recipe = replace(recipe, techniques=(*others, own))
+    put(folder / f"{name}.toml", dumps(recipe))
     _launch(folder, name, chosen)
     expected = {**document(asked, step), "least": _LEAST, "most": _MOST, "shown": _rows(chosen)}
-    _put(folder / "plan.json", json.dumps(expected, indent=1) + "\n")
+    put(folder / "plan.json", json.dumps(expected, indent=1) + "\n")
 
 
 def _launch(folder: Path, name: str, chosen: Choice) -> None:
@@ -279,13 +275,20 @@ def _launch(folder: Path, name: str, chosen: Choice) -> None:
 
 def compare(run: Path) -> int:
     """Prints what was expected of a run against what its ledger says, item by item, with the error of each."""
+    from kasoku.recipe import load
     from kasoku.report import print_table
 
     expected = _expected(run)
-    took = _read(run / "ledger.json").get("rows")
-    result = _read(run / "result.json")
+    ledger, result = _read(run / "ledger.json"), _read(run / "result.json")
+    took = ledger.get("rows")
     if not isinstance(took, dict):
         raise InputError(f"{run}: its ledger.json has no rows; train it anew")
+    ranks, batch = len(ledger.get("ranks") or [0]), load(run / "recipe.toml").batch
+    if (ranks, batch) != (expected["gpus"], expected["batch"]):
+        raise InputError(
+            f"{run}: {ranks} ranks and batch={batch}, the plan is of {expected['gpus']} and batch={expected['batch']}: "
+            "train it as planned, or plan what was trained"
+        )
     planned = expected["rows"]
     items = {
         "before the first step": (("start", "first epoch"), ("import", "data", "run folder", "compile")),
@@ -316,7 +319,12 @@ def _expected(run: Path) -> dict[str, Any]:
     recipe = next((Path(word) for word in command if isinstance(word, str) and word.endswith(".toml")), None)
     for folder in (run, *([recipe.parent] if recipe else [])):
         if (folder / "plan.json").is_file():
-            return _read(folder / "plan.json")
+            found = _read(folder / "plan.json")
+            numbers = [found.get(key) for key in ("gpus", "batch", "images_per_s")]
+            rows = found.get("rows")
+            if isinstance(rows, dict) and all(isinstance(x, int | float) for x in (*numbers, *rows.values())):
+                return found
+            raise InputError(f"{folder / 'plan.json'}: not what kasoku plan writes: plan anew")
     raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
 
 
@@ -326,7 +334,3 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read ({error}): the folder of a training is wanted") from error
     return found if isinstance(found, dict) else {}
-
-
-def _put(file: Path, text: str) -> None:
-    write_atomically(file, lambda part: part.write_text(text, encoding="utf-8"))

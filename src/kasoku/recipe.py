@@ -154,13 +154,25 @@ def optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 def load(path: Path, settings: Sequence[str] = ()) -> Recipe:
     """Reads a recipe file, with `path=value` settings over it. Raises InputError with the path of what is wrong."""
+    return from_document(_read(path), settings)
+
+
+def points(path: Path, settings: Sequence[str] = ()) -> list[int]:
+    """The batches that a recipe file, with settings over it, has points for; none where it has no points."""
+    document = _read(path)
+    for setting in settings:
+        override(document, setting)
+    given = document.get("points")
+    return [p["batch"] for p in given if isinstance(p, dict) and "batch" in p] if isinstance(given, list) else []
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}): a recipe file is wanted") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not TOML ({error})") from error
-    return from_document(document, settings)
 
 
 def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Recipe:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kasoku import recipe as recipes
 from kasoku.core import InputError, Job
-from kasoku.core.run import RunFolder, load_weights, newest
+from kasoku.core.run import RunFolder, load_weights, newest, write_atomically
 from kasoku.data import Dataset, Files, FilesLoader, find_images, folder, loader, normalise, read_image
 from kasoku.device import Chosen, choose
 from kasoku.evaluate import averaged, tally
@@ -52,6 +52,29 @@ def free_folder(name: str, parent: Path = Path("runs")) -> Path:
     while (parent / f"{name}-{number}").exists():
         number += 1
     return parent / f"{name}-{number}"
+
+
+def own_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
+    """The folder for what a command makes of a recipe: `out`, or a free one of that word; it is made.
+
+    Raises:
+        InputError: where it holds a run, or a file that is to be `written` there is the recipe itself.
+    """
+    path = out or free_folder(f"{recipe.stem}-{word}")
+    if any((path / name).exists() for name in ("environment.json", "checkpoints", "result.json")):
+        raise InputError(f"{path}: holds a run, which would be lost: give another --out")
+    if any((path / name).resolve() == recipe.resolve() for name in written):
+        raise InputError(f"{path}: {recipe} lies there and would be written over: give another --out")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {path}: {error.strerror}: a folder is wanted") from error
+    return path
+
+
+def put(file: Path, text: str) -> None:
+    """Writes a text, all of it or nothing."""
+    write_atomically(file, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def describe(run: RunFolder, training: Training, import_folders: Sequence[str] = ()) -> None:

@@ -10,13 +10,14 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kasoku.core import InputError
-from kasoku.core.run import write_atomically
 
 if TYPE_CHECKING:
+    from kasoku.report import Panel
     from kasoku.simulate import Step
     from kasoku.simulation import Case
 
@@ -42,8 +43,9 @@ def add_parser(commands: Any) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from kasoku.runs import free_folder
-    from kasoku.simulate import remarks
+    from kasoku.report import draw
+    from kasoku.runs import own_folder, put
+    from kasoku.simulate.allreduce import fills
     from kasoku.simulate.sweep import sizes
     from kasoku.simulation import case, document, swept
 
@@ -51,11 +53,12 @@ def _simulate(arguments: argparse.Namespace) -> int:
     on = asked.simulator.cluster
     gpus = arguments.gpus if arguments.gpus is not None else min(on.node.gpus, asked.recipe.batch)
     changed = on.altered(arguments.what_if) if arguments.what_if else None
-    over = sizes(on, *_range(arguments.sweep)) if arguments.sweep else []
+    if changed and changed.device != on.device and asked.simulator.profile:
+        raise InputError(f"--what-if {arguments.what_if}: a profile gives the GPU's times: leave gpu or --profile out")
+    fits = partial(fills, asked.simulator.sharing.algorithm)
+    over = sizes(on, *_range(arguments.sweep), fits=fits) if arguments.sweep else []
     step = asked.step(gpus)
-    images = asked.recipe.batch / (gpus * asked.recipe.parts(gpus))
-    said = [] if asked.simulator.profile else remarks(asked.simulator.net, on.device, images)
-    for line in (*asked.remarks, *said):
+    for line in asked.said(step):
         print(f"kasoku: {line}", file=sys.stderr)
     found = document(asked, step)
     _show(asked, step, found, title=on.name)
@@ -64,13 +67,15 @@ def _simulate(arguments: argparse.Namespace) -> int:
         then = other.step(gpus)
         found["what_if"] = {arguments.what_if: document(other, then)}
         _show(other, then, found["what_if"][arguments.what_if], title=f"{on.name}, {arguments.what_if}")
-    folder: Path = arguments.out or free_folder(f"{arguments.recipe.stem}-simulated")
-    if (folder / "recipe.toml").exists():
-        raise InputError(f"{folder}: holds a run, which would be lost: give another --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    panels: list[Panel] = []
     if over:
-        found["sweep"] = swept(asked, over, step, folder / "sweep.svg", what=(arguments.what_if, changed))
-    _put(folder / "simulation.json", json.dumps(found, indent=1) + "\n")
+        found["sweep"], panels = swept(asked, over, step, what=(arguments.what_if, changed))
+    folder = own_folder(arguments.out, arguments.recipe, "simulated")
+    if panels:
+        title = f"{on.name}, {found['sweep']['images_a_gpu']} images a GPU"
+        title += f" in {found['sweep']['parts']} parts" if found["sweep"]["parts"] > 1 else ""
+        draw(folder / "sweep.svg", title, panels, x_label="GPUs", x_log=True)
+    put(folder / "simulation.json", json.dumps(found, indent=1) + "\n")
     paged = _page(asked, step, folder, arguments.recipe.stem)
     print(f"{folder}: simulation.json{paged}{', sweep.svg' if over else ''}")
     return 0
@@ -111,6 +116,7 @@ def _page(asked: Case, step: Step, folder: Path, name: str) -> str:
     from kasoku.parallel.buckets import table
     from kasoku.report.charts import Run
     from kasoku.report.page import page
+    from kasoku.runs import put
     from kasoku.simulate import timeline
 
     kinds = ("input", "forward", "backward", "exposed")
@@ -131,9 +137,5 @@ def _page(asked: Case, step: Step, folder: Path, name: str) -> str:
     except InputError as error:
         print(f"kasoku: no report.html: {error}", file=sys.stderr)
         return ""
-    _put(folder / "report.html", text)
+    put(folder / "report.html", text)
     return ", report.html"
-
-
-def _put(file: Path, text: str) -> None:
-    write_atomically(file, lambda part: part.write_text(text, encoding="utf-8"))

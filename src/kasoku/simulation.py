@@ -15,13 +15,13 @@ from kasoku import simulate
 from kasoku.core import InputError
 from kasoku.core.cost import Piece, Plan, Sized
 from kasoku.course import ahead, updates
-from kasoku.data import Facts
+from kasoku.data import Facts, GrowBatch
 from kasoku.optim import Clip
 from kasoku.parallel import AllReduce, Hierarchical, LowRank, OneGroup, Overlap, Policy, Reducer, Wire
 from kasoku.parallel.buckets import Graded
 from kasoku.ranks import check_share
 from kasoku.recipe import Recipe, load
-from kasoku.report import Panel, draw
+from kasoku.report import Panel
 from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step
 from kasoku.simulate.compute import Profile
 from kasoku.simulate.sweep import efficiency, scaled
@@ -46,11 +46,16 @@ class Case:
     simulator: Simulator
     remarks: list[str] = field(default_factory=list)
 
-    def step(self, gpus: int, *, search_s: float = 5.0) -> Step:
+    def step(self, gpus: int) -> Step:
         """A step of the recipe's batch on so many GPUs."""
         self.simulator.cluster.nodes_for(gpus)
         check_share(self.recipe, gpus)
-        return self.simulator.step(gpus, self.recipe.batch, parts=self.recipe.parts(gpus), search_s=search_s)
+        if updates(self.recipe, self.facts.images) < 1:
+            raise InputError(
+                f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}: not one update of {self.facts.images:,} "
+                "images: a smaller batch or more epochs"
+            )
+        return self.simulator.step(gpus, self.recipe.batch, parts=self.recipe.parts(gpus))
 
     def rows(self, step: Step) -> dict[str, float]:
         """Seconds of the whole training by item, as a measured run's ledger has them."""
@@ -70,12 +75,32 @@ class Case:
             "evaluate": evaluations(self.recipe) * tested,
         }
 
+    def said(self, step: Step) -> list[str]:
+        """What to know about the times of a step."""
+        images = step.images / (step.gpus * self.recipe.parts(step.gpus))
+        simulator = self.simulator
+        return self.remarks + simulate.remarks(simulator.net, simulator.cluster.device, images, simulator.profile)
 
-def case(arguments: argparse.Namespace, cluster: str) -> Case:
-    """The recipe on the cluster. Raises InputError for whatever cannot be simulated."""
+    def usd(self, step: Step, seconds: float) -> float:
+        """What the GPUs of a step cost for so long; 0 where no price is known."""
+        return seconds / 3600 * step.gpus * self.simulator.cluster.device.usd_hour
+
+
+def case(arguments: argparse.Namespace, cluster: str, *, like: Case | None = None) -> Case:
+    """The recipe on the cluster. Raises InputError for whatever cannot be simulated.
+
+    `like`: of the same arguments with other settings; what these left as it was is not looked at again.
+    """
     sys.path.extend(str(folder) for folder in (Path.cwd(), arguments.recipe.resolve().parent))
     batch = [f"batch={arguments.batch}"] if getattr(arguments, "batch", None) is not None else []
     recipe = load(arguments.recipe, [*arguments.set, *batch])
+    if recipe.auto_batch:
+        raise InputError('batch = "auto": give --set batch=B, or the recipe of a run that was tuned')
+    if any(isinstance(t, GrowBatch) for t in recipe.techniques):
+        raise InputError("technique GrowBatch: a batch that grows is not simulated: leave it out, and give one batch")
+    shared = sharing(recipe, getattr(arguments, "allreduce", ""))
+    if like and (like.recipe.model, like.recipe.data) == (recipe.model, recipe.data):
+        return replace(like, recipe=recipe, simulator=replace(like.simulator, sharing=shared))
     on = simulate.load(cluster)
     facts, remark = ahead(recipe)
     with torch.device("meta"):
@@ -84,7 +109,6 @@ def case(arguments: argparse.Namespace, cluster: str) -> Case:
     known = name if facts.side == 224 or name != "resnet50" else f"{name} at {facts.side}"
     net = simulate.network(known, model, (facts.channels, facts.side, facts.side))
     profile = _profile(arguments, net) if getattr(arguments, "profile", None) else None
-    shared = sharing(recipe, getattr(arguments, "allreduce", ""))
     return Case(recipe, facts, simulate.Simulator(on, net, shared, profile=profile), [remark] if remark else [])
 
 
@@ -118,7 +142,8 @@ def _profile(arguments: argparse.Namespace, net: Network) -> Profile:
 def document(asked: Case, step: Step) -> dict[str, Any]:
     """All figures of a step and of the training."""
     rows = asked.rows(step)
-    alone = asked.simulator.step(1, max(1, asked.recipe.batch // step.gpus), search_s=0.0)
+    parts = asked.recipe.parts(step.gpus)
+    alone = asked.simulator.step(1, max(parts, asked.recipe.batch // step.gpus), parts=parts)
     whole = sum(rows.values())
     return {
         "gpus": step.gpus,
@@ -133,17 +158,18 @@ def document(asked: Case, step: Step) -> dict[str, Any]:
         "efficiency": step.images_per_s / step.gpus / alone.images_per_s,
         "rows": rows,
         "training_s": whole,
-        "usd": whole / 3600 * step.gpus * asked.simulator.cluster.device.usd_hour,
+        "usd": asked.usd(step, whole),
     }
 
 
 def swept(
-    asked: Case, gpus: Sequence[int], step: Step, file: Path, *, what: tuple[str, Cluster | None]
-) -> dict[str, Any]:
-    """Draws throughput and efficiency over the number of GPUs, each with the images of `step`; gives the points."""
-    simulator, images = asked.simulator, max(1, step.images // step.gpus)
+    asked: Case, gpus: Sequence[int], step: Step, *, what: tuple[str, Cluster | None]
+) -> tuple[dict[str, Any], list[Panel]]:
+    """Throughput and efficiency over the number of GPUs, each with the images of `step`: points, and curves of them."""
+    simulator, parts = asked.simulator, asked.recipe.parts(step.gpus)
+    images = max(parts, step.images // step.gpus)
     lines = {
-        name: scaled(replace(simulator, sharing=way), gpus, images=images)
+        name: scaled(replace(simulator, sharing=way), gpus, images=images, parts=parts)
         for name, way in _ways(simulator.sharing, step).items()
     }
     change, cluster = what
@@ -152,13 +178,13 @@ def swept(
             replace(simulator, cluster=cluster, sharing=list(_ways(simulator.sharing, step).values())[-1]),
             gpus,
             images=images,
+            parts=parts,
         )
     rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
     shares = {name: list(zip(gpus, efficiency(steps), strict=True)) for name, steps in lines.items()}
     panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
-    draw(file, f"{simulator.cluster.name}, {images} images a GPU", panels, x_label="GPUs", x_log=True)
     points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
-    return {"images_a_gpu": images, "points": points}
+    return {"images_a_gpu": images, "parts": parts, "points": points}, panels
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 
 from kasoku.core import InputError
 from kasoku.simulate import allreduce
-from kasoku.simulate.cluster import Cluster, Gpu, Node, Protocol, Racks
+from kasoku.simulate.cluster import Cluster, Gpu, Node, Protocol, Racks, load
 from kasoku.simulate.network import Flows, rates, seconds
 
 A, B = 5e-6, 10e9  # latency of a message, bandwidth of a NIC in one direction
@@ -134,3 +134,15 @@ def test_what_there_is_not_is_one_clear_line(gpus: int, algorithm: str, said: st
     with pytest.raises(InputError, match=said) as caught:
         allreduce.link(ideal(8, 4), gpus, algorithm)
     assert "\n" not in str(caught.value)
+
+
+def test_rates_of_links_that_are_no_numbers_end() -> None:
+    with pytest.raises(InputError, match="no number"):
+        rates(np.array([[0]]), np.array([math.nan]))
+
+
+def test_a_tree_in_low_latency_begins_later_than_a_ring() -> None:
+    low = replace(load("dgx-a100"), protocols=("LL",))
+    ring, tree = (allreduce.link(low, 16, name).latency_s for name in ("ring", "tree"))
+    assert ring == pytest.approx(1e-6 * (6.6 + 28 * 0.6 + 2 * 2.7))
+    assert tree == pytest.approx(1e-6 * (6.8 + 14 * 0.6 + 2 * 5.0))

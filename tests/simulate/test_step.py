@@ -140,7 +140,22 @@ def test_a_share_in_parts_computes_them_one_after_the_other_and_hides_behind_the
 
 
 def test_a_searched_plan_is_never_slower_than_the_one_it_replaces() -> None:
-    planned = Simulator(slow_network(), small(), Sharing(Planned(), next_forward=True)).step(64, 96_000, search_s=0.5)
+    planned = Simulator(slow_network(), small(), Sharing(Planned(), next_forward=True)).step(64, 96_000)
     graded = Simulator(slow_network(), small(), Sharing(Graded())).step(64, 96_000)
     assert planned.step_s < graded.step_s
     assert max(span.stop for span in spans(planned)) == pytest.approx(planned.step_s, rel=1e-9)
+
+
+def test_what_is_marked_as_a_norm_goes_in_fp32() -> None:
+    net = resnet()
+    marked = replace(net, tensors=tuple(replace(t, kind="norm") for t in net.tensors[:2]) + net.tensors[2:])
+    assert [t.width for t in marked.carried(2)[0]] == [4, 4, *[2] * 159]
+
+
+def test_a_search_is_the_same_however_slow_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps() -> Step:
+        return Simulator(slow_network(), small(), Sharing(Planned(), next_forward=True)).step(64, 64 * 200)
+
+    fast = steps()
+    monkeypatch.setattr("time.monotonic", itertools.count(0.0, 100.0).__next__)
+    assert steps().course.plan == fast.course.plan

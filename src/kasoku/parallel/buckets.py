@@ -9,6 +9,7 @@ cannot be overtaken. The head (1) must fill the link until backward ends, and no
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -177,12 +178,19 @@ def ready_order(groups: Iterable[Sequence[int]], tensors: Sequence[Sized], polic
 
 
 def search(
-    units: Sequence[Unit], tensors: Sequence[Sized], link: Link, *, next_forward: bool = True, limit_s: float = 20.0
+    units: Sequence[Unit],
+    tensors: Sequence[Sized],
+    link: Link,
+    *,
+    next_forward: bool = True,
+    limit_s: float = 20.0,
+    tries: float = math.inf,
 ) -> tuple[Plan, Forecast, bool]:
     """The best plan, its forecast, and whether the next forward should start before all groups have arrived.
 
     `next_forward`: False where it cannot, as something needs all gradients at once. `limit_s`: no plan is improved any
-    further after so many seconds; for a network of 50 convolutions the search takes two.
+    further after so many seconds; for a network of 50 convolutions the search takes two. `tries`: nor after so many
+    changes of it, which are the same on every machine.
 
     Tried: all sizes of the head (64 of them where there are more), for groups of units down to several sizes, in pieces
     of several sizes, the others in forward order, or of those that are ready the first in forward order; the best few
@@ -212,7 +220,7 @@ def search(
             tried = [Plan(groups, order, "planned") for order in sorted(orders)]
             found.append(min(((forecast(units, tensors, p, link).step_s, p) for p in tried), key=lambda pair: pair[0]))
     best = sorted(found, key=lambda pair: pair[0])[:_KEPT]
-    late = min((_improved(p, units, tensors, link, until) for _, p in best), key=lambda pair: pair[1].step_s)
+    late = min((_improved(p, units, tensors, link, (until, tries)) for _, p in best), key=lambda pair: pair[1].step_s)
     if late[1].step_s < min(seen.step_s, _WORTH * one[1].step_s):
         return *late, True
     return replace(plan, policy=f"planned: {plan.policy}"), seen, False
@@ -230,15 +238,21 @@ def _simple(tensors: Sequence[Sized]) -> list[Plan]:
 
 
 def _improved(
-    plan: Plan, units: Sequence[Unit], tensors: Sequence[Sized], link: Link, until: float
+    plan: Plan, units: Sequence[Unit], tensors: Sequence[Sized], link: Link, limits: tuple[float, float]
 ) -> tuple[Plan, Forecast]:
-    """Moves single pieces a little, and runs of a group's pieces anywhere, as long as the forecast falls."""
+    """Moves single pieces a little, and runs of a group's pieces anywhere, as long as the forecast falls.
+
+    `limits`: the time it ends at, and how many moves are tried.
+    """
+    until, tries = limits
+    tried_before = 0
     seen = forecast(units, tensors, plan, link)
     for _ in range(_ROUNDS):
         before = seen.step_s
         for order in _moved(plan.order):
-            if time.monotonic() > until:
+            if tried_before >= tries or time.monotonic() > until:
                 return plan, seen
+            tried_before += 1
             tried = replace(plan, order=order)
             result = forecast(units, tensors, tried, link)
             if result.step_s < seen.step_s:

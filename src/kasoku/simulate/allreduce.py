@@ -35,16 +35,19 @@ class Shape:
     tree_hops: tuple[int, int] = (0, 0)
     byte_s: float = 0.0
     starts: int = 1
+    trees: int = 0  # of the starts
 
     def __add__(self, other: Shape) -> Shape:
         ring = (self.ring_hops[0] + other.ring_hops[0], self.ring_hops[1] + other.ring_hops[1])
         tree = (self.tree_hops[0] + other.tree_hops[0], self.tree_hops[1] + other.tree_hops[1])
-        return Shape(ring, tree, self.byte_s + other.byte_s, self.starts + other.starts)
+        starts, trees = self.starts + other.starts, self.trees + other.trees
+        return Shape(ring, tree, self.byte_s + other.byte_s, starts, trees)
 
     def link(self, protocol: Protocol) -> Link:
         """What it comes to in a protocol."""
         hops = zip((*self.ring_hops, *self.tree_hops), (*protocol.ring_us, *protocol.tree_us), strict=True)
-        latency_us = self.starts * protocol.start_us + sum(n * us for n, us in hops)
+        starts_us = self.starts * protocol.start_us + self.trees * protocol.tree_more_us
+        latency_us = starts_us + sum(n * us for n, us in hops)
         return Link(1e-6 * latency_us, protocol.share / self.byte_s if self.byte_s else float("inf"))
 
 
@@ -90,6 +93,11 @@ def link(cluster: Cluster, gpus: int, algorithm: str = "auto") -> Fastest:
     return Fastest(least.latency_s, most.bytes_per_s, choices=choices)
 
 
+def fills(algorithm: str, gpus: int) -> bool:
+    """Whether an algorithm can be had on so many GPUs."""
+    return algorithm != "halving-doubling" or gpus & (gpus - 1) == 0
+
+
 def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
     """Seconds for each byte reduced, of flows that go on at once."""
     routes = [cluster.route(gpus, start, stop, nic) for start, stop, nic, _ in flows]
@@ -125,12 +133,12 @@ def tree(cluster: Cluster, gpus: int) -> list[Shape]:
         leaders = [node * each + first for node in range(nodes)]
         flows += [(a, b, channel, size) for a, b in _two_trees(leaders)]
     hops = 2 * (each - 1), 2 * depth(nodes)
-    return [Shape(tree_hops=hops, byte_s=contended_s(cluster, gpus, flows))]
+    return [Shape(tree_hops=hops, byte_s=contended_s(cluster, gpus, flows), trees=1)]
 
 
 def halving_doubling(cluster: Cluster, gpus: int) -> list[Shape]:
     """Partners at twice the distance with half the bytes each round, and back."""
-    if gpus & (gpus - 1):
+    if not fills("halving-doubling", gpus):
         raise InputError(f"all-reduce halving-doubling on {gpus} GPUs: a power of two is wanted")
     found = Shape()
     for k in range(gpus.bit_length() - 1):
@@ -166,7 +174,7 @@ def torus(cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False) -
     if trees:
         pairs = [pair for column in columns for pair in _two_trees(column)]
         flows = [(a, b, cluster.nic_of(a), 0.5 / width) for a, b in pairs]
-        found.append(row + Shape(tree_hops=(0, 2 * depth(high)), byte_s=contended_s(cluster, gpus, flows)))
+        found.append(row + Shape(tree_hops=(0, 2 * depth(high)), byte_s=contended_s(cluster, gpus, flows), trees=1))
     return found
 
 

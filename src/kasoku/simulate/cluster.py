@@ -107,7 +107,8 @@ class Racks:
 class Protocol:
     """What messages take in a protocol of a communication library, in microseconds, and what it keeps of a link's rate.
 
-    A message waits `start_us` once, and `ring_us` or `tree_us` a hop: [within a node, between nodes].
+    A message waits `start_us` once, `tree_more_us` more of a tree, and `ring_us` or `tree_us` a hop: [within a node,
+    between nodes].
     """
 
     name: str
@@ -115,16 +116,19 @@ class Protocol:
     ring_us: tuple[float, float]
     tree_us: tuple[float, float]
     share: float = 1.0
+    tree_more_us: float = 0.0
 
     def __post_init__(self) -> None:
         _check_numbers(self)
         if not 0 < self.share <= 1 or min(self.start_us, *self.ring_us, *self.tree_us) < 0:
             raise InputError(f"{self.name}: share={self.share} from 0 to 1, times of 0 or more")
+        if self.tree_more_us < 0:
+            raise InputError(f"{self.name}: tree_more_us={self.tree_more_us}: 0 or more")
 
 
 # Source: NCCL's own model, src/graph/tuning.cc; the shares of LL and LL128 are its 1/4 and .92 of a ring's bandwidth.
 NCCL = (
-    Protocol("LL", 6.6, (0.6, 2.7), (0.6, 5.0), 0.25),
+    Protocol("LL", 6.6, (0.6, 2.7), (0.6, 5.0), 0.25, tree_more_us=0.2),
     Protocol("LL128", 14.0, (1.9, 4.0), (1.25, 8.5), 0.92),
     Protocol("Simple", 8.4, (3.4, 14.0), (4.0, 14.0), 1.0),
 )
@@ -257,7 +261,8 @@ def _altered(cluster: Cluster, change: str) -> Cluster:
 def _scaled(protocol: Protocol, factor: float) -> Protocol:
     (a, b), (c, d) = protocol.ring_us, protocol.tree_us
     ring, tree = (a * factor, b * factor), (c * factor, d * factor)
-    return replace(protocol, start_us=protocol.start_us * factor, ring_us=ring, tree_us=tree)
+    start_us, more_us = protocol.start_us * factor, protocol.tree_more_us * factor
+    return replace(protocol, start_us=start_us, tree_more_us=more_us, ring_us=ring, tree_us=tree)
 
 
 def shipped(kind: str) -> list[str]:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import InputError
-from kasoku.core.blocks import blocks
 from kasoku.core.cost import Sized, Unit
 from kasoku.parallel.units import Units
 from kasoku.simulate.cluster import Gpu
@@ -53,12 +52,13 @@ class Network:
         return [_work(gpu, layer.products, layer.outputs) for layer in self.layers]
 
     def carried(self, wire_bytes: int) -> tuple[list[Sized], list[Sized]]:
-        """`tensors` and `defined` as they are sent, `wire_bytes` an element."""
-        now, defined = (
-            [Sized(t.unit, t.elements, wire_bytes * t.elements, t.kind, t.name) for t in tensors]
-            for tensors in (self.tensors, self.defined)
-        )
-        return now, defined
+        """`tensors` and `defined` as they are sent, `wire_bytes` an element; what is marked "norm" in fp32."""
+
+        def sent(t: Sized) -> Sized:
+            width = max(wire_bytes, 4) if t.kind == "norm" else wire_bytes
+            return Sized(t.unit, t.elements, width * t.elements, t.kind, t.name)
+
+        return [sent(t) for t in self.tensors], [sent(t) for t in self.defined]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,13 @@ class Profile:
 
     measured: tuple[tuple[int, dict[str, tuple[float, float]]], ...]
     update_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        first = self.measured[0][1].keys()
+        if other := [n for n, times in self.measured if times.keys() != first]:
+            raise InputError(
+                f"--profile: at {other[0]} images other blocks than at {self.measured[0][0]}: profile one model"
+            )
 
 
 def network(name: str, model: nn.Module, shape: Sequence[int]) -> Network:
@@ -113,9 +120,17 @@ def units(net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list
     return out
 
 
-def remarks(net: Network, gpu: Gpu, images: float) -> list[str]:
-    """What to know about these times."""
+def remarks(net: Network, gpu: Gpu, images: float, profile: Profile | None = None) -> list[str]:
+    """What to know about these times: of a GPU that is known, or by a profile."""
     out = []
+    if profile:
+        batches = [n for n, _ in profile.measured]
+        if not min(batches) <= images <= max(batches):
+            span = f"{min(batches)} to {max(batches)}" if min(batches) < max(batches) else f"{batches[0]} alone"
+            out.append(
+                f"{images:g} images a {gpu.name}: the profile's times are from {span}; beyond, they are drawn on"
+            )
+        return out
     if net.name != gpu.network:
         out.append(
             f"{gpu.name} was measured with {gpu.network}: {net.name} is taken by its work; profile it to be sure"
@@ -188,11 +203,6 @@ def _at(profile: Profile, block: str, way: int, images: float) -> float:
 def _block(layer: str, times: dict[str, Any]) -> str:
     """The profile's block that a layer is or lies in."""
     return next((name for name in times if layer == name or layer.startswith(f"{name}.")), "")
-
-
-def block_names(model: nn.Module) -> list[str]:
-    """What `kasoku profile` times in a model."""
-    return [name for name, _ in blocks(model)] or ["model"]
 
 
 def _work(gpu: Gpu, products: float, outputs: float) -> float:

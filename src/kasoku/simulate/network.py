@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kasoku.core import InputError
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -35,6 +37,8 @@ class Flows:
 
 def rates(links: Ints, capacity: Floats) -> Floats:
     """The max-min fair rate of each flow in bytes/s; infinite where it crosses no link. `links`: rows, padded by -1."""
+    if np.isnan(capacity).any():  # no link would ever be full
+        raise InputError("a link's rate is no number: GB/s above 0 are wanted")
     left = capacity.copy()
     rate = np.full(len(links), np.inf)
     open_ = (links >= 0).any(axis=1)

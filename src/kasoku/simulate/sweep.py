@@ -9,8 +9,6 @@ from kasoku.core import InputError
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.step import Simulator, Step
 
-LEAST = 40  # sizes of a sweep, where the cluster has as many
-
 
 def sizes(
     cluster: Cluster, low: int, high: int, count: int = 60, *, fits: Callable[[int], bool] = lambda _: True
@@ -37,11 +35,9 @@ def sizes(
         tries *= 2
 
 
-def scaled(simulator: Simulator, gpus: Sequence[int], *, images: int = 0, batch: int = 0) -> list[Step]:
-    """A step at each size: `images` each (weak scaling), or a `batch` shared by all, left out where it is too small."""
-    if bool(images) == bool(batch):
-        raise InputError(f"images={images}, batch={batch}: one of them, above 0")
-    return [simulator.step(n, batch or n * images) for n in gpus if not batch or n <= batch]
+def scaled(simulator: Simulator, gpus: Sequence[int], *, images: int, parts: int = 1) -> list[Step]:
+    """A step at each size: `images` each (weak scaling), taken in so many parts."""
+    return [simulator.step(n, n * images, parts=parts) for n in gpus]
 
 
 def efficiency(steps: Sequence[Step]) -> list[float]:
