@@ -1,20 +1,16 @@
 """SavedMemory: the same gradients from less memory, and a plan that can be relied on."""
 
-import copy
-
 import pytest
 import torch
-from contracts import one_thread as one_thread
-from memory.nets import assert_equal, assert_near, images, one_step, plain_chain
-from torch import nn
 
+from contracts import one_thread as one_thread
 from kasoku import models
-from kasoku.core import InputError, Job
-from kasoku.device import Autocast, ChannelsLast
+from kasoku.core import InputError
+from kasoku.device import ChannelsLast
 from kasoku.memory import SavedMemory
 from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.models.vgg import VGG
-from kasoku.optim import Clip, sgd
+from memory.nets import assert_equal, assert_near, images, one_step, plain_chain
 
 NETWORKS = {
     "chain": (plain_chain, 16),

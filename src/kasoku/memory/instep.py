@@ -30,8 +30,12 @@ class InStep:
         """A gradient is whole: the parameter moves."""
         if self.active and p.grad is not None:
             self.job.update([p])
-            p.grad = p.new_full((), float("nan")).expand(p.shape)
-            self.taken.append(p)
+            self.take(p)
+
+    def take(self, p: Tensor) -> None:
+        """The parameter has moved; its gradient is gone."""
+        p.grad = p.new_full((), float("nan")).expand(p.shape)
+        self.taken.append(p)
 
     def enter(self) -> None:
         """A forward begins. Raises InputError where the step for the backward before it has not come."""

@@ -156,7 +156,9 @@ class Network:
         return "\n".join([head, *lines])
 
 
-def look(job: Job, items: Sequence[Item], x: Tensor, *, lossless: bool, freed: bool) -> Network:
+def look(
+    job: Job, items: Sequence[Item], x: Tensor, *, lossless: bool, freed: bool, straight: Sequence[Tensor] = ()
+) -> Network:
     """Looks at the job's network on the first images of a batch.
 
     Args:
@@ -165,6 +167,7 @@ def look(job: Job, items: Sequence[Item], x: Tensor, *, lossless: bool, freed: b
         x: the batch.
         lossless: every bit stays.
         freed: gradients are let go as they arrive.
+        straight: weights without a gradient of their own.
 
     Raises:
         InputError: where no two layers follow one another.
@@ -176,16 +179,17 @@ def look(job: Job, items: Sequence[Item], x: Tensor, *, lossless: bool, freed: b
     if not network.units:
         raise InputError(f"SavedMemory: no convolution of {type(job.model).__name__} can be planned: leave it out")
     network.outputs = outputs.detach() if isinstance(outputs, Tensor) else None
-    network.around = _around(network, log, x, freed=freed)
+    network.around = _around(network, log, x, freed=freed, straight=straight)
     network.plain_around = _around(network, log, x, freed=False)
     return network
 
 
-def _around(network: Network, log: Log, x: Tensor, *, freed: bool) -> Around:
+def _around(network: Network, log: Log, x: Tensor, *, freed: bool, straight: Sequence[Tensor] = ()) -> Around:
     job = network.job
     learning = [p for p in job.model.parameters() if p.requires_grad]
     inner = {p for unit in network.units for item in unit.items for node in item.graph.nodes for p in node.params}
-    behind = [p.nbytes for p in learning if p not in inner]
+    gone = set(straight)
+    behind = [p.nbytes for p in learning if p not in inner and p not in gone]
     tensors: list[Tensor] = [*job.model.parameters(), *job.model.buffers()]
     fixed = sum(t.nbytes for t in tensors) + x.nbytes + state_bytes(job, learning)
     after = round(log.outside * network.batch / min(_LOOK, network.batch))

@@ -194,10 +194,10 @@ def _finished(state: _State, around: Around) -> Plan:
 
 
 def _undominated(states: list[_State]) -> list[_State]:
-    """Those of which no other has as little kept, work and peak."""
+    """Those of which no other has as little kept and as little work; of equals the one of the lowest peak."""
     found: list[_State] = []
     for state in sorted(states, key=lambda s: (s.work, s.kept, s.peak)):
-        if not any(s.kept <= state.kept and s.peak <= state.peak for s in found):
+        if not found or state.kept < found[-1].kept:
             found.append(state)
     return found
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.memory import dense
+from kasoku.memory.dense import Straight
 from kasoku.memory.instep import InStep
 from kasoku.memory.look import Item, install
 from kasoku.memory.network import Network, look
@@ -90,6 +92,9 @@ class Planner:
     def __init__(self, job: Job, settings: SavedMemory, items: list[Item]) -> None:
         self.job, self.settings, self.items = job, settings, items
         self.in_step = InStep(job) if settings.in_backward else None
+        self.straight: list[Straight] = []
+        if self.in_step is not None and not settings.lossless:
+            self.straight = dense.install(job, self.in_step)
         self.network: Network | None = None
         self.key: Any = None
         self.busy = False
@@ -123,11 +128,15 @@ class Planner:
     def plan(self, x: Tensor) -> None:
         """Looks at the network, chooses, and puts the choices in place."""
         freed = self.in_step is not None and self.in_step.active
-        network = look(self.job, self.items, x, lossless=self.settings.lossless, freed=freed)
+        straight = [one.layer.weight for one in self.straight if one.active]
+        network = look(self.job, self.items, x, lossless=self.settings.lossless, freed=freed, straight=straight)
         budget = bytes_of(self.settings.budget) if self.settings.budget else 0
         plan = network.choose(budget or network.plain_bytes(len(x) / (self.settings.factor or 2.0)))
         network.put(plan)
         network.check(x)
+        for one in self.straight:
+            if one.active:
+                one.ready()
         self.network = network
         if self.settings.show and self.job.comm.rank == 0:
             print(f"kasoku: {network.table(plan)}", flush=True)
