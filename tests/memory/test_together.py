@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from contracts import one_thread as one_thread
-from memory.nets import assert_equal, images, one_step, plain_chain
 from torch import nn
 
+from contracts import one_thread as one_thread
 from kasoku.core import InputError, Job
 from kasoku.device import Autocast, ChannelsLast, Compile
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, sgd
+from memory.nets import assert_equal, images, one_step, plain_chain
 
 
 def trained(model: nn.Module, *techniques, steps=3, accumulate=1, rule=sgd) -> Job:

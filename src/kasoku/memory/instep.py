@@ -17,6 +17,7 @@ class InStep:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.taken: list[Tensor] = []
+        self.apart: bool | None = None  # the rule can update a part of the model
         job.gradient_ready(self.arrive)
         job.before_step(self.step)
         job.undo(self.step)
@@ -24,7 +25,15 @@ class InStep:
     @property
     def active(self) -> bool:
         """Whether gradients are used as they arrive: known once all techniques are applied."""
-        return not self.job.needs_all and self.job.comm.size == 1
+        if self.job.needs_all or self.job.comm.size > 1:
+            return False
+        if self.apart is None:
+            rule = type(self.job.optimizer)
+            whose: str = rule.step.__module__
+            self.apart = whose.startswith(("torch.optim.", "kasoku.optim."))
+            if not self.apart:
+                print(f"kasoku: SavedMemory: {rule.__name__} has a step of its own, so gradients stay until it is made")
+        return self.apart
 
     def arrive(self, p: Tensor) -> None:
         """A gradient is whole: the parameter moves."""
