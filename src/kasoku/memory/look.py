@@ -80,6 +80,11 @@ class Log:
                 self.outside += x.nbytes
         return torch.empty(0)  # nothing runs backward here
 
+    def clear(self) -> None:
+        """Lets go of the tensors: autograd's graph holds `keep`, so a log that holds outputs would live for ever."""
+        self.calls.clear()
+        self.held.clear()
+
 
 def install(job: Job) -> list[Item]:
     """Stands in for the forward of every layer and block that we know, until the job is closed."""

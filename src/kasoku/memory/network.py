@@ -46,19 +46,18 @@ class Network:
         how: precision.
     """
 
-    def __init__(self, job: Job, items: Sequence[Item], log: Log, x: Tensor, how: How) -> None:
-        self.job, self.items, self.how, self.batch = job, items, how, len(x)
+    def __init__(self, job: Job, items: Sequence[Item], log: Log, images: Tensor, *, batch: int, how: How) -> None:
+        self.job, self.items, self.how, self.batch = job, items, how, batch
         self.units: list[Unit] = []
         self.ways: list[Choice] = []
         self.starts: list[Shape] = []
         self.outputs: Any = None
         self.around = self.plain_around = Around(0, 0, 0, False, 0)
-        seen = min(_LOOK, len(x))
         for chain, start in chains(log):
-            if start.ndim == 4 and len(start) == seen:
-                self._add(chain, start, log)
+            if start.ndim == 4 and len(start) == len(images):
+                self._add(chain, start, log, given=start is images)
 
-    def _add(self, chain: list[Item], start: Tensor, log: Log) -> None:
+    def _add(self, chain: list[Item], start: Tensor, log: Log, *, given: bool) -> None:
         scale = self.batch / len(start)
         shape = Shape((self.batch, *start.shape[1:]), start.dtype)
         last = any(_is_last(node.layer.weight) for i in chain for node in i.graph.nodes if node.op == "conv")
@@ -68,7 +67,8 @@ class Network:
         graphs = [_joined(part) for part in parts]
         offset = len(self.units)
         for way in choices(graphs, setting):
-            self.ways.append(replace(way, first=way.first + offset, last=way.last + offset))
+            takes = way.need.beside(given and way.first == 0, way.last == len(graphs) - 1)
+            self.ways.append(replace(way, first=way.first + offset, last=way.last + offset, need=takes))
         single = {way.first: way for way in reversed(self.ways) if way.first == way.last}
         for i, part in enumerate(parts):
             self.starts.append(shape)
@@ -90,7 +90,8 @@ class Network:
             kept += unit.plain * scale
             need = single[i]
             behind -= need.gradients if around.stays else behind
-            moves = (need.backward - need.kept - need.x - need.gradients) * scale + need.gradients
+            held = need.kept + need.x + (0 if need.out_is_in else need.out)
+            moves = (need.backward - held - need.gradients) * scale + need.gradients
             most = max(most, around.fixed + around.gradients + kept + moves + behind)
         return most
 
@@ -174,8 +175,12 @@ def look(
     """
     for item in items:
         item.plain()
-    log, outputs = watch(job.model, items, x[:_LOOK].detach().requires_grad_(x.requires_grad))
-    network = Network(job, items, log, x, How(log.half, lossless))
+    images = x[:_LOOK].detach().requires_grad_(x.requires_grad)
+    log, outputs = watch(job.model, items, images)
+    try:
+        network = Network(job, items, log, images, batch=len(x), how=How(log.half, lossless))
+    finally:
+        log.clear()
     if not network.units:
         raise InputError(f"SavedMemory: no convolution of {type(job.model).__name__} can be planned: leave it out")
     network.outputs = outputs.detach() if isinstance(outputs, Tensor) else None

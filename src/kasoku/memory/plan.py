@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from kasoku.core import InputError
@@ -113,7 +113,7 @@ def _of_stretch(graph: Graph, x: Shape, setting: Setting, *, data: bool, place: 
             takes = need(one, shapes, how=setting.how, layout=setting.layout, chunk=chunk)
             if chunk:
                 work = 0.02 * sum(work_of(one, shapes, i) for i in range(len(graph.nodes)))
-                takes = Need(takes.kept, takes.x, takes.forward, takes.backward, takes.gradients, takes.work + work)
+                takes = replace(takes, work=takes.work + work)
             yield Choice(*place, one, chunk, takes, remedy + (f", {chunk} images at a time" if chunk else ""))
 
 

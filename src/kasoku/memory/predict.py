@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -30,6 +30,7 @@ class Need:
     Attributes:
         kept: from forward to backward, beside its input and its output, which its neighbours hold too.
         x: its input, if it is kept.
+        out: its output, if it is kept.
         forward: at most, beside the input, during forward; its output is in it.
         backward: at most during backward, with all that it keeps, its input and its output.
         gradients: of its weights.
@@ -38,10 +39,17 @@ class Need:
 
     kept: int
     x: int
+    out: int
     forward: int
     backward: int
     gradients: int
     work: float
+    out_is_in: bool = False
+
+    def beside(self, given: bool, last: bool) -> Need:
+        """The same where `given` images enter (they are there anyway), or `last` (nobody else counts the output)."""
+        takes = replace(self, x=0, backward=self.backward - self.x) if given else self
+        return replace(takes, kept=takes.kept + takes.out, out_is_in=True) if last else takes
 
 
 def need(program: Program, shapes: list[Shape], *, how: How, layout: Layout, chunk: int = 0) -> Need:
@@ -53,17 +61,17 @@ def need(program: Program, shapes: list[Shape], *, how: How, layout: Layout, chu
     walk = _Walk(program, shapes, how, layout)
     share = n / shapes[0].shape[0]
     x, out, kept = (round(part * share) for part in (shapes[0].nbytes, shapes[-1].nbytes, walk.kept))
-    ends = (x if 0 in program.kept else 0) + (out if program.graph.out in program.kept else 0)
+    kept_x, kept_out = x if 0 in program.kept else 0, out if program.graph.out in program.kept else 0
     if parts == 1:
-        forward, backward = walk.forward() + walk.side, walk.backward() + ends + out
+        forward, backward = walk.forward() + walk.side, walk.backward(kept_out) + kept_x + out
     else:  # what is whole beside one part: the output, or the gradients that come and go
         dx = x if any(join for do in program.backward for join in _into_input(program, do)) else 0
         forward = out + kept + walk.forward()
         twice = max((p.nbytes for node in program.graph.nodes for p in node.params), default=0)  # a part's, and the sum
-        backward = ends + out + kept + dx + walk.backward() - walk.kept + twice
+        backward = kept_x + kept_out + out + kept + dx + walk.backward(0) - walk.kept + twice
     gradients = sum(p.nbytes for node in program.graph.nodes for p in node.params if p.requires_grad)
     work = sum(work_of(program, shapes, do.at) for do in program.backward if do.what == "make") * share
-    return Need(kept, x if 0 in program.kept else 0, forward, backward, gradients, work)
+    return Need(kept, kept_x, kept_out, forward, backward, gradients, work)
 
 
 def work_of(program: Program, shapes: list[Shape], at: int) -> float:
@@ -127,11 +135,16 @@ class _Walk:
             return taken
         return self.sizes[do.at + 1]
 
-    def backward(self) -> int:
-        """The most in backward, without input, output and incoming gradient."""
+    def backward(self, out: int) -> int:
+        """The most in backward, without input and incoming gradient; the output is let go after its last use.
+
+        Args:
+            out: bytes of the output, if it is held here and nowhere else.
+        """
         graph = self.program.graph
         held = {v: 0 if v in self.ends else self.sizes[v] for v in self.program.kept}
-        live = most = self.kept
+        held[graph.out] = out
+        live = most = self.kept + out
         areas: dict[int, list[int]] = {graph.out: [0, 2]}  # value -> [bytes, who share it]
         for do in self.program.backward:
             if do.what == "free":
