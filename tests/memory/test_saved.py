@@ -20,6 +20,7 @@ NETWORKS = {
     "bottlenecks": (lambda: ResNet(Bottleneck, (2, 1, 1, 1), 4, 3, "imagenet", False), 48),
     "gelu": (lambda: models.cifarnet(4), 32),
     "odd sizes": (plain_chain, 19),
+    "maps of one pixel": (lambda: ResNet(BasicBlock, (2, 1, 1, 1), 4, 3, "cifar", False), 8),
 }
 
 

@@ -8,7 +8,9 @@ from torch import nn
 
 from contracts import one_thread as one_thread
 from kasoku.core import InputError, Job
+from kasoku.data import digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile
+from kasoku.evaluate import evaluate
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, sgd
 from memory.nets import assert_equal, images, one_step, plain_chain
@@ -125,3 +127,29 @@ def test_a_network_that_reads_between_two_layers_is_refused(model):
     job = Job(Between(), lambda m: sgd(m, 0.05)).apply(SavedMemory(factor=1, show=False))
     with pytest.raises(InputError, match="reads what lies between two of its layers"):
         job.model(images()[0])
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_digits_are_learned_as_well(factor):
+    found = [digits_right(), digits_right(SavedMemory(factor=factor, show=False))]
+    assert min(found) > 0.9
+    assert abs(found[0] - found[1]) <= 0.01
+
+
+def digits_right(*techniques) -> float:
+    """The part of the test images told after two epochs."""
+    torch.manual_seed(0)
+    dataset = digits()
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10)),
+    )
+    batches = loader(dataset, "train", 64, seed=0)
+    job = Job(model, lambda m: sgd(m, 0.05), loader=batches).apply(*techniques)
+    for _ in range(2):
+        for x, y in job.loader:
+            job.loss(job.model(x), y).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+    with job.evaluation() as judge:
+        return evaluate(judge, loader(dataset, "test", 360)).top1

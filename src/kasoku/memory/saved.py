@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,7 +30,8 @@ class SavedMemory(Technique):
     where that does not suffice the widest layers run in parts of the batch, or whole blocks run twice.
 
     Args:
-        factor: times the batch that fits where plain PyTorch's fitted; 0: 2, unless a budget is given.
+        factor: times the batch that fits where plain PyTorch's fitted; 0: 2, unless a budget is given; 1: nothing is
+            computed again, whatever that saves.
         budget: bytes that training may take on the device, such as "8GiB"; the interpreter itself is not in it.
         lossless: only remedies that leave every bit of every gradient as it is.
         in_backward: update each parameter as its gradient arrives, so that no gradients lie about. Where a technique
@@ -130,8 +132,11 @@ class Planner:
         freed = self.in_step is not None and self.in_step.active
         straight = [one.layer.weight for one in self.straight if one.active]
         network = look(self.job, self.items, x, lossless=self.settings.lossless, freed=freed, straight=straight)
-        budget = bytes_of(self.settings.budget) if self.settings.budget else 0
-        plan = network.choose(budget or network.plain_bytes(len(x) / (self.settings.factor or 2.0)))
+        budget: float = bytes_of(self.settings.budget) if self.settings.budget else 0
+        if not budget:
+            factor = self.settings.factor or 2.0
+            budget = network.plain_bytes(len(x) / factor) if factor > 1 else math.inf
+        plan = network.choose(budget)
         network.put(plan)
         network.check(x)
         for one in self.straight:
