@@ -136,9 +136,12 @@ class Network:
                 "layers: put these layers into a block of their own"
             )
 
+    def longer(self, plan: Plan) -> float:
+        """The part of a step's time that a plan adds, as foreseen."""
+        return plan.work / (3 * sum(unit.work for unit in self.units) or 1)
+
     def table(self, plan: Plan) -> str:
         """What is kept, by segment, before and after; the peak and the time foreseen."""
-        work = sum(unit.work for unit in self.units)
         rows = [("layers", "plain", "kept", "remedy")]
         for choice in plan.choices:
             inside = self.units[choice.first : choice.last + 1]
@@ -152,7 +155,7 @@ class Network:
         head = (
             f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)} instead of {_mib(plain)}; peak foreseen "
             f"{_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
-            f"time +{100 * plan.work / (3 * work or 1):.1f} %"
+            f"time +{100 * self.longer(plan):.1f} %"
         )
         return "\n".join([head, *lines])
 

@@ -16,6 +16,7 @@ from kasoku.memory.dense import Straight
 from kasoku.memory.instep import InStep
 from kasoku.memory.look import Item, install
 from kasoku.memory.network import Network, look
+from kasoku.memory.plan import Plan
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -89,6 +90,7 @@ class Planner:
 
     Attributes:
         network: what was seen at the last look, None before it.
+        chosen: the plan made of it.
     """
 
     def __init__(self, job: Job, settings: SavedMemory, items: list[Item]) -> None:
@@ -98,6 +100,7 @@ class Planner:
         if self.in_step is not None and not settings.lossless:
             self.straight = dense.install(job, self.in_step)
         self.network: Network | None = None
+        self.chosen: Plan | None = None
         self.key: Any = None
         self.busy = False
 
@@ -142,6 +145,6 @@ class Planner:
         for one in self.straight:
             if one.active:
                 one.ready()
-        self.network = network
+        self.network, self.chosen = network, plan
         if self.settings.show and self.job.comm.rank == 0:
             print(f"kasoku: {network.table(plan)}", flush=True)
