@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from contracts import one_thread as one_thread
-from kasoku.core import InputError, Job
+from kasoku.core import InputError, Job, Threads
 from kasoku.data import digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile
 from kasoku.evaluate import evaluate
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, sgd
+from kasoku.parallel import Overlap
 from memory.nets import assert_equal, images, one_step, plain_chain
 
 
@@ -153,3 +154,24 @@ def digits_right(*techniques) -> float:
             job.optimizer.zero_grad()
     with job.evaluation() as judge:
         return evaluate(judge, loader(dataset, "test", 360)).top1
+
+
+def test_two_ranks_with_overlap_move_the_same_bits_as_without_it():
+    def run(*techniques):
+        def rank(comm):
+            torch.manual_seed(0)
+            job = Job(plain_chain(), lambda m: sgd(m, 0.05), comm=comm).apply(Overlap(), *techniques)
+            for i in range(3):
+                x, y = images(seed=2 * i + comm.rank)
+                job.loss(job.model(x), y).backward()
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            job.drain()
+            return {name: value.clone() for name, value in job.model.state_dict().items()}
+
+        return Threads(2).run(rank)
+
+    plain, saved = run(), run(SavedMemory(factor=1, lossless=True, show=False))
+    for one, other in zip(plain, saved, strict=True):
+        for name, value in one.items():
+            assert torch.equal(value, other[name]), name
