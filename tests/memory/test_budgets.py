@@ -1,6 +1,7 @@
 """A smaller budget never takes more, foreseen or measured; and the look leaves nothing behind."""
 
 import gc
+import re
 import weakref
 
 import pytest
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from contracts import one_thread as one_thread
 from kasoku.core import InputError, Job
 from kasoku.device import ChannelsLast
-from kasoku.memory import SavedMemory, network
+from kasoku.memory import SavedMemory, larger, network
 from kasoku.memory.look import install, watch
 from kasoku.memory.network import Network, look
 from kasoku.models.resnet import Bottleneck, ResNet
@@ -87,3 +88,12 @@ def test_nothing_that_the_look_saw_stays_in_memory(monkeypatch):
     gc.collect()
     assert len(logs) == 1
     assert logs[0]() is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"), [(1.5, r"batch 1.5x fits: \+\d+ % time"), (100, "batch 100x does not fit: .*")]
+)
+def test_a_larger_batch_is_told_with_its_cost(factor, said):
+    job = Job(made("chain"), lambda m: sgd(m, 0.1))
+    assert re.fullmatch(said, larger(job, images(16, 48)[0], factor))
+    job.close()
