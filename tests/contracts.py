@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kasoku.core import Comm, Constant, Job, Linear, Technique
 from kasoku.data import Mix
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
+from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
 from kasoku.parallel import AllReduce, Graded, Overlap, Recalibrate, VirtualRanks
 from kasoku.report import Timed
@@ -57,6 +58,7 @@ ROWS = [
     Row(Overlap(Graded(first=1, power=1.5, least_bytes=1000)), neutral=Overlap()),
     Row(Rate(Linear(epochs=12, warmup=1)), neutral=Rate(Constant()), owns_rate=True),
     Row(Recalibrate(images=32)),
+    Row(SavedMemory(factor=1, show=False), neutral=SavedMemory(factor=1, lossless=True, show=False), compiles=False),
     Row(Seeded(seed=3), neutral=Seeded(seed=3)),
     Row(Timed(), neutral=Timed()),
     Row(VirtualRanks(norm_batch=8, average=0.5), neutral=VirtualRanks()),

@@ -1,0 +1,138 @@
+"""The gradient of a large linear layer added straight to its momentum: it never lies anywhere by itself.
+
+Ref: [003], fully connected layers: the data's error first, then the weights' over the area of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from kasoku.core import Job
+from kasoku.memory.instep import InStep
+
+_LARGE = 2**20  # bytes of weights from which on it is worth it
+
+
+class Straight:
+    """What hangs on a linear layer whose weight moves in its own backward.
+
+    A deep copy of the layer finds that this belongs to another one, and runs as torch's own.
+    """
+
+    def __init__(self, layer: nn.Linear, in_step: InStep) -> None:
+        self.layer, self.in_step = layer, in_step
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Straight:
+        return self
+
+    @property
+    def active(self) -> bool:
+        """Whether this backward is the step: of plain SGD with momentum, and alone."""
+        job = self.in_step.job
+        return (
+            self.in_step.active
+            and job.accumulate == 1
+            and self.layer.weight.requires_grad
+            and self.layer.training
+            and torch.is_grad_enabled()
+            and _group(job, self.layer.weight) is not None
+        )
+
+    def ready(self) -> None:
+        """Takes the room for the momentum: zeros, which the first step would leave as it is."""
+        state = self.in_step.job.optimizer.state
+        weight = self.layer.weight
+        if "momentum_buffer" not in state[weight]:
+            state[weight]["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+
+    @torch.no_grad()
+    def update(self, dy_NK: Tensor, x_NC: Tensor) -> None:
+        """The step of SGD, with the gradient dy^T x added to the momentum as it is computed."""
+        job, weight = self.in_step.job, self.layer.weight
+        group = _group(job, weight)
+        if group is None:
+            return
+        self.ready()
+        momentum = job.optimizer.state[weight]["momentum_buffer"].mul_(group["momentum"])
+        if group["weight_decay"]:
+            momentum.add_(weight, alpha=group["weight_decay"])
+        momentum.addmm_(dy_NK.to(weight.dtype).t(), x_NC.to(weight.dtype))
+        weight.add_(momentum, alpha=-float(group["lr"]))
+        self.in_step.take(weight)
+        job._updated([weight])
+
+
+def install(job: Job, in_step: InStep) -> list[Straight]:
+    """Stands in for the forward of every large linear layer, until the job is closed."""
+    found = []
+    for layer in _linear(job.model):
+        straight = Straight(layer, in_step)
+        job.patch(layer, "saved_memory", straight)
+        job.patch(layer, "forward", MethodType(_forward, layer))
+        found.append(straight)
+    return found
+
+
+def _linear(model: nn.Module) -> Iterator[nn.Linear]:
+    """Layers with a large weight of their own."""
+    owners: dict[Tensor, int] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            owners[p] = owners.get(p, 0) + 1
+    for module in model.modules():
+        if not isinstance(module, nn.Linear) or type(module) is not nn.Linear or "forward" in vars(module):
+            continue
+        if module.weight.nbytes >= _LARGE and owners[module.weight] == 1:
+            yield module
+
+
+def _group(job: Job, weight: Tensor) -> dict[str, Any] | None:
+    """The weight's parameter group where the rule is SGD with momentum as torch has it; else None."""
+    if type(job.optimizer) is not torch.optim.SGD:
+        return None
+    for group in job.optimizer.param_groups:
+        if any(p is weight for p in group["params"]):
+            plain = not (group["nesterov"] or group["dampening"] or group["maximize"])
+            return group if plain and group["momentum"] else None
+    return None
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    straight: Straight = layer.saved_memory
+    if straight.layer is not layer or not x.requires_grad or not straight.active:
+        plain: Tensor = type(layer).forward(layer, x)
+        return plain
+    half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    out: Tensor = _Linear.apply(x, layer.weight.detach(), layer.bias, straight, half)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, straight: Straight, half: torch.dtype | None
+    ) -> Tensor:
+        ctx.straight, ctx.half = straight, half
+        ctx.save_for_backward(x if half is None else x.to(half))
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        layer = ctx.straight.layer
+        weight = layer.weight if ctx.half is None else layer.weight.to(ctx.half)
+        flat = dy.reshape(-1, dy.shape[-1])
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        del weight
+        db = None
+        if layer.bias is not None and layer.bias.requires_grad:
+            db = flat.sum(0).to(layer.bias.dtype)
+        ctx.straight.update(flat, x.reshape(-1, x.shape[-1]))
+        return dx, None, db, None, None

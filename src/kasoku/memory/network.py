@@ -1,0 +1,236 @@
+"""A network as the planner sees it: chains of units, and the bytes beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kasoku.core import InputError, Job
+from kasoku.memory.graph import Graph, Shape
+from kasoku.memory.look import Item, Log, chains, undisturbed, units, watch
+from kasoku.memory.ops import How
+from kasoku.memory.plan import Around, Choice, Plan, Setting, best, choices, lowest
+from kasoku.memory.predict import Layout, work_of
+from kasoku.memory.segment import Segment
+
+_LOOK = 2  # images
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Items that are not cut, the bytes plain PyTorch keeps of them for the batch, and their multiply-adds."""
+
+    items: tuple[Item, ...]
+    plain: int
+    work: float
+
+    @property
+    def name(self) -> str:
+        """Of its first and last item."""
+        first, last = self.items[0].name, self.items[-1].name
+        return first if first == last else f"{first} to {last}"
+
+
+class Network:
+    """What was seen, for one batch.
+
+    Attributes:
+        units: of all chains, in order.
+        ways: the choices for stretches of them.
+        starts: what enters each unit.
+        around: the bytes beside them, with our gradients; `plain_around`: with those of plain PyTorch.
+        how: precision.
+    """
+
+    def __init__(self, job: Job, items: Sequence[Item], log: Log, images: Tensor, *, batch: int, how: How) -> None:
+        self.job, self.items, self.how, self.batch = job, items, how, batch
+        self.units: list[Unit] = []
+        self.ways: list[Choice] = []
+        self.starts: list[Shape] = []
+        self.outputs: Any = None
+        self.around = self.plain_around = Around(0, 0, 0, False, 0)
+        for chain, start in chains(log):
+            if start.ndim == 4 and len(start) == len(images):
+                self._add(chain, start, log, given=start is images)
+
+    def _add(self, chain: list[Item], start: Tensor, log: Log, *, given: bool) -> None:
+        scale = self.batch / len(start)
+        shape = Shape((self.batch, *start.shape[1:]), start.dtype)
+        last = any(_is_last(node.layer.weight) for i in chain for node in i.graph.nodes if node.op == "conv")
+        layout = Layout(last or _is_last(start), start.device.type)
+        setting = Setting(shape, start.requires_grad, self.how, layout)
+        parts = units(chain)
+        graphs = [_joined(part) for part in parts]
+        offset = len(self.units)
+        for way in choices(graphs, setting):
+            takes = way.need.beside(given and way.first == 0, way.last == len(graphs) - 1)
+            self.ways.append(replace(way, first=way.first + offset, last=way.last + offset, need=takes))
+        single = {way.first: way for way in reversed(self.ways) if way.first == way.last}
+        for i, part in enumerate(parts):
+            self.starts.append(shape)
+            program = single[offset + i].program
+            shapes = program.graph.shapes(shape, self.how.half)
+            work = sum(work_of(program, shapes, at) for at in range(len(program.graph.nodes)))
+            plain = round(sum(log.inside.get(item, 0) for item in part) * scale)
+            self.units.append(Unit(tuple(part), plain, work))
+            shape = shapes[-1]
+
+    def plain_bytes(self, batch: float) -> float:
+        """The peak of plain PyTorch for another batch, in its backward."""
+        around, scale = self.plain_around, batch / self.batch
+        kept = around.after * scale
+        most = around.fixed + kept + around.head + sum(unit.plain for unit in self.units) * scale
+        single = {way.first: way.need for way in reversed(self.ways) if way.first == way.last and not way.chunk}
+        behind = sum(need.gradients for need in single.values())
+        for i, unit in enumerate(self.units):
+            kept += unit.plain * scale
+            need = single[i]
+            behind -= need.gradients if around.stays else behind
+            held = need.kept + need.x + (0 if need.out_is_in else need.out)
+            moves = (need.backward - held - need.gradients) * scale + need.gradients
+            most = max(most, around.fixed + around.gradients + kept + moves + behind)
+        return most
+
+    def choose(self, budget: float) -> Plan:
+        """The plan of the least work within a budget. Raises InputError that names the smallest possible one."""
+        plan = best(len(self.units), self.ways, self.around, budget)
+        if plan is None:
+            least = lowest(len(self.units), self.ways, self.around).peak
+            raise InputError(
+                f"SavedMemory: {_mib(budget)} for a batch of {self.batch}: at least {_mib(least)} are needed: "
+                "raise the budget, or lower factor or batch"
+            )
+        return plan
+
+    def put(self, plan: Plan) -> None:
+        """Puts a plan in place."""
+        for item in self.items:
+            item.plain()
+        for choice in plan.choices:
+            inside = [item for unit in self.units[choice.first : choice.last + 1] for item in unit.items]
+            name = f"{inside[0].name} to {inside[-1].name}"
+            inside[0].segment = Segment(choice.program, self.how, choice.chunk, name)
+            for item in inside[1:]:
+                item.before = inside[0]
+
+    def check(self, x: Tensor) -> None:
+        """Runs the network as planned, and compares. Raises InputError where the outputs differ."""
+        if self.outputs is None:
+            return
+        for item in self.items:
+            item.forced = True
+        try:
+            with undisturbed(self.job.model):
+                outputs = self.job.model.forward(x[:_LOOK])
+        finally:
+            for item in self.items:
+                item.forced = False
+        tolerance = 2e-2 if self.how.half is not None else 1e-3
+        if not torch.allclose(outputs.float(), self.outputs.float(), rtol=tolerance, atol=tolerance):
+            raise InputError(
+                f"SavedMemory: the forward of {type(self.job.model).__name__} reads what lies between two of its "
+                "layers: put these layers into a block of their own"
+            )
+
+    def longer(self, plan: Plan) -> float:
+        """The part of a step's time that a plan adds, as foreseen."""
+        return plan.work / (3 * sum(unit.work for unit in self.units) or 1)
+
+    def table(self, plan: Plan) -> str:
+        """What is kept, by segment, before and after; the peak and the time foreseen."""
+        rows = [("layers", "plain", "kept", "remedy")]
+        for choice in plan.choices:
+            inside = self.units[choice.first : choice.last + 1]
+            first, last = inside[0].items[0].name, inside[-1].items[-1].name
+            kept = choice.need.kept + choice.need.x
+            rows.append((f"{first} to {last}", _mib(sum(u.plain for u in inside)), _mib(kept), choice.remedy))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ["  ".join([a.ljust(widths[0]), b.rjust(widths[1]), c.rjust(widths[2]), d]) for a, b, c, d in rows]
+        plain = sum(unit.plain for unit in self.units)
+        kept = plan.kept - self.around.after
+        head = (
+            f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)} instead of {_mib(plain)}; peak foreseen "
+            f"{_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
+            f"time +{100 * self.longer(plan):.1f} %"
+        )
+        return "\n".join([head, *lines])
+
+
+def look(
+    job: Job, items: Sequence[Item], x: Tensor, *, lossless: bool, freed: bool, straight: Sequence[Tensor] = ()
+) -> Network:
+    """Looks at the job's network on the first images of a batch.
+
+    Args:
+        job: whose model it is.
+        items: what stands in for its layers.
+        x: the batch.
+        lossless: every bit stays.
+        freed: gradients are let go as they arrive.
+        straight: weights without a gradient of their own.
+
+    Raises:
+        InputError: where no two layers follow one another.
+    """
+    for item in items:
+        item.plain()
+    images = x[:_LOOK].detach().requires_grad_(x.requires_grad)
+    log, outputs = watch(job.model, items, images)
+    try:
+        network = Network(job, items, log, images, batch=len(x), how=How(log.half, lossless))
+    finally:
+        log.clear()
+    if not network.units:
+        raise InputError(f"SavedMemory: no convolution of {type(job.model).__name__} can be planned: leave it out")
+    network.outputs = outputs.detach() if isinstance(outputs, Tensor) else None
+    network.around = _around(network, log, x, freed=freed, straight=straight)
+    network.plain_around = _around(network, log, x, freed=False)
+    return network
+
+
+def _around(network: Network, log: Log, x: Tensor, *, freed: bool, straight: Sequence[Tensor] = ()) -> Around:
+    job = network.job
+    learning = [p for p in job.model.parameters() if p.requires_grad]
+    inner = {p for unit in network.units for item in unit.items for node in item.graph.nodes for p in node.params}
+    gone = set(straight)
+    behind = [p.nbytes for p in learning if p not in inner and p not in gone]
+    tensors: list[Tensor] = [*job.model.parameters(), *job.model.buffers()]
+    fixed = sum(t.nbytes for t in tensors) + x.nbytes + state_bytes(job, learning)
+    after = round(log.outside * network.batch / min(_LOOK, network.batch))
+    if job.accumulate > 1:
+        fixed += sum(p.nbytes for p in learning)
+        return Around(fixed, after, 0, False, max(behind, default=0))
+    if freed:
+        return Around(fixed, after, 0, False, max(behind, default=0))
+    return Around(fixed, after, sum(behind), True, sum(behind))
+
+
+def state_bytes(job: Job, learning: Sequence[Tensor]) -> int:
+    """What the optimizer's rule keeps for these parameters: as it is, or as it will be after the first step."""
+    found = 0
+    for group in job.optimizer.param_groups:
+        copies = 2 if "betas" in group else int(bool(group.get("momentum")))
+        copies += bool(group.get("amsgrad"))
+        for p in group["params"]:
+            state = [t.nbytes for t in job.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
+            found += sum(state) if state else copies * p.nbytes
+    return found
+
+
+def _joined(items: Sequence[Item]) -> Graph:
+    graph = Graph(())
+    for item in items:
+        graph = graph.then(item.graph)
+    return graph
+
+
+def _is_last(x: Tensor) -> bool:
+    return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _mib(n: float) -> str:
+    return f"{n / 2**20:,.1f} MiB"

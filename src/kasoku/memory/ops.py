@@ -1,0 +1,173 @@
+"""How each kind of operation is computed and differentiated, one at a time.
+
+Note: the same kernels. Forward and backward of an operation are the calls that torch's own autograd makes, so the bits
+are the same; what differs is when they are called and what is held meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kasoku.memory.graph import Node
+from kasoku.memory.pool import Code, pair, pool, unpool
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class How:
+    """What holds for all operations of a segment.
+
+    Args:
+        half: autocast computes convolutions in this type; None: no autocast.
+        exact: what is computed again is computed by the same kernel, not by a faster one that rounds otherwise.
+    """
+
+    half: torch.dtype | None = None
+    exact: bool = False
+
+
+class Statistics(NamedTuple):
+    """What a BatchNorm leaves for its backward."""
+
+    mean: Tensor
+    scale: Tensor  # 1 / sqrt(variance + eps); both empty where running statistics were used
+    reserve: Tensor
+    kernel: int
+
+
+def make(node: Node, inputs: list[Tensor], *, how: How, inplace: bool = False) -> tuple[Tensor, Any]:
+    """The node's value for the first time, and what its backward needs beside values: statistics, or a code."""
+    x = inputs[0]
+    if node.op == "norm":
+        return _norm(node.layer, x)
+    if node.op == "pool":
+        return pool(node.layer, x)
+    return again(node, inputs, None, how=how, inplace=inplace), None
+
+
+def again(node: Node, inputs: list[Tensor], side: Any, *, how: How, inplace: bool = False) -> Tensor:
+    """The node's value once more; nothing in its layer changes."""
+    x, layer = inputs[0], node.layer
+    if node.op == "conv":
+        weight, bias = _cast(layer.weight, how.half), layer.bias
+        bias = bias if bias is None else _cast(bias, how.half)
+        return functional.conv2d(
+            _cast(x, how.half), weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups
+        )
+    if node.op == "norm":
+        return _norm_again(node, x, side, how.exact)
+    if node.op == "relu":
+        return x.relu_() if inplace else x.relu()
+    if node.op == "add":
+        return x.add_(inputs[1]) if inplace else x + inputs[1]
+    if node.op == "pool":
+        return functional.max_pool2d(x, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode)
+    made: Tensor = layer(x)
+    return made
+
+
+def conv_gradients(
+    node: Node, dy: Tensor, x: Tensor, *, how: How, data: bool
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Of a convolution: of its input where `data` says so, and of its weight and bias where they learn."""
+    layer = node.layer
+    learns = [p.requires_grad for p in node.params]
+    bias = None if layer.bias is None else [layer.out_channels]
+    stride, padding, dilation = (list(pair(n)) for n in (layer.stride, layer.padding, layer.dilation))
+    dx, dw, db = _aten.convolution_backward(
+        dy,
+        _cast(x, how.half),
+        _cast(layer.weight, how.half),
+        bias,
+        stride,
+        padding,
+        dilation,
+        False,
+        [0, 0],
+        layer.groups,
+        [data, learns[0], bias is not None and learns[-1]],
+    )
+    found = [dw, db][: len(learns)]
+    return dx, [None if g is None else _cast(g, p.dtype) for g, p in zip(found, node.params, strict=True)]
+
+
+def norm_gradients(node: Node, dy: Tensor, x: Tensor, side: Statistics) -> tuple[Tensor, list[Tensor | None]]:
+    """Of a BatchNorm: of its input, and of its weight and bias where they learn."""
+    layer = node.layer
+    learns = [p.requires_grad for p in node.params]
+    mask = [True, bool(learns) and learns[0], bool(learns) and learns[-1]]
+    dx, dw, db = _aten._batch_norm_impl_index_backward(
+        side.kernel,
+        x,
+        dy,
+        layer.weight,
+        layer.running_mean,
+        layer.running_var,
+        side.mean,
+        side.scale,
+        node.steers,
+        layer.eps,
+        mask,
+        side.reserve,
+    )
+    found = [dw if mask[1] else None, db if mask[2] else None]
+    return dx, found[: len(learns)]
+
+
+def relu_gradient(dy: Tensor, out: Tensor, *, inplace: bool) -> Tensor:
+    """Dy where the ReLU's output is above 0; not over dy where torch might lay it out otherwise (maps of one pixel)."""
+    if inplace and dy.stride() == out.stride():
+        grown: Tensor = _aten.threshold_backward.grad_input(dy, out, 0, grad_input=dy)
+        return grown
+    return _aten.threshold_backward(dy, out, 0)  # type: ignore[no-any-return]
+
+
+def pool_gradient(node: Node, dy: Tensor, code: Code) -> Tensor:
+    """The gradient of what was pooled."""
+    return unpool(node.layer, dy, code)
+
+
+def other_gradient(node: Node, dy: Tensor, x: Tensor) -> Tensor:
+    """By torch's autograd, of the layer alone."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        out = node.layer(leaf)
+    return torch.autograd.grad(out, leaf, dy)[0]
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None or x.dtype is dtype else x.to(dtype)
+
+
+def _norm(layer: Any, x: Tensor) -> tuple[Tensor, Statistics]:
+    steers = layer.training or layer.running_mean is None
+    share = 0.0 if layer.momentum is None else layer.momentum
+    if layer.training and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            share = 1.0 / float(layer.num_batches_tracked)
+    settings = (steers, share, layer.eps, torch.backends.cudnn.enabled)
+    out, mean, scale, reserve, kernel = _aten._batch_norm_impl_index(
+        x, layer.weight, layer.bias, layer.running_mean, layer.running_var, *settings
+    )
+    return out, Statistics(mean, scale, reserve, kernel)
+
+
+def _norm_again(node: Node, x: Tensor, side: Statistics, exact: bool) -> Tensor:
+    layer = node.layer
+    if not node.steers:
+        mean, variance = layer.running_mean, layer.running_var
+    elif exact:
+        out: Tensor = _aten._batch_norm_impl_index(
+            x, layer.weight, layer.bias, None, None, True, 0.0, layer.eps, torch.backends.cudnn.enabled
+        )[0]
+        return out
+    else:
+        mean, variance = side.mean, side.scale.pow(-2).sub_(layer.eps)
+    return functional.batch_norm(x, mean, variance, layer.weight, layer.bias, False, 0.0, layer.eps)

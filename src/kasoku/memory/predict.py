@@ -1,0 +1,251 @@
+"""Bytes and work of a program, added up over the very steps that the runner takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from kasoku.memory.graph import Node, Shape
+from kasoku.memory.ops import How
+from kasoku.memory.pool import code_bytes, is_quarter
+from kasoku.memory.program import Do, Program
+
+_WORK_OF_A_BYTE = 16.0  # multiply-adds that a machine does while it moves a byte: 490 GFLOP/s against some 30 GB/s
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What workspaces depend on: how images lie in memory, and on which device."""
+
+    last: bool
+    kind: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a segment takes, in bytes.
+
+    Attributes:
+        kept: from forward to backward, beside its input and its output, which its neighbours hold too.
+        x: its input, if it is kept.
+        out: its output, if it is kept.
+        forward: at most, beside the input, during forward; its output is in it.
+        backward: at most during backward, with all that it keeps, its input and its output.
+        gradients: of its weights.
+        work: what is computed again, in multiply-adds.
+    """
+
+    kept: int
+    x: int
+    out: int
+    forward: int
+    backward: int
+    gradients: int
+    work: float
+    out_is_in: bool = False
+
+    def beside(self, given: bool, last: bool) -> Need:
+        """The same where `given` images enter (they are there anyway), or `last` (nobody else counts the output)."""
+        takes = replace(self, x=0, backward=self.backward - self.x) if given else self
+        return replace(takes, kept=takes.kept + takes.out, out_is_in=True) if last else takes
+
+
+def need(program: Program, shapes: list[Shape], *, how: How, layout: Layout, chunk: int = 0) -> Need:
+    """What a program takes for values of these shapes, `chunk` images at a time (0: all at once)."""
+    n = shapes[0].shape[0]
+    parts = -(-n // chunk) if chunk else 1
+    if parts > 1:
+        shapes = [Shape((chunk, *s.shape[1:]), s.dtype) for s in shapes]
+    walk = _Walk(program, shapes, how, layout)
+    share = n / shapes[0].shape[0]
+    x, out, kept = (round(part * share) for part in (shapes[0].nbytes, shapes[-1].nbytes, walk.kept))
+    kept_x, kept_out = x if 0 in program.kept else 0, out if program.graph.out in program.kept else 0
+    if parts == 1:
+        forward, backward = walk.forward() + walk.side, walk.backward(kept_out) + kept_x + out
+    else:  # what is whole beside one part: the output, or the gradients that come and go
+        dx = x if any(join for do in program.backward for join in _into_input(program, do)) else 0
+        forward = out + kept + walk.forward()
+        twice = max((p.nbytes for node in program.graph.nodes for p in node.params), default=0)  # a part's, and the sum
+        backward = kept_x + kept_out + out + kept + dx + walk.backward(0) - walk.kept + twice
+    gradients = sum(p.nbytes for node in program.graph.nodes for p in node.params if p.requires_grad)
+    work = sum(work_of(program, shapes, do.at) for do in program.backward if do.what == "make") * share
+    return Need(kept, kept_x, kept_out, forward, backward, gradients, work)
+
+
+def work_of(program: Program, shapes: list[Shape], at: int) -> float:
+    """Multiply-adds of a node; what only moves bytes counts as the multiply-adds of the same time."""
+    node, out = program.graph.nodes[at], shapes[at + 1]
+    moved = sum(shapes[v].nbytes for v in node.inputs) + out.nbytes
+    if node.op != "conv":
+        return moved * _WORK_OF_A_BYTE
+    weight: Tensor = node.layer.weight
+    made = out.nbytes // out.dtype.itemsize
+    return max(made * weight[0].numel() * (0.5 if out.dtype.itemsize == 2 else 1.0), moved * _WORK_OF_A_BYTE)
+
+
+class _Walk:
+    """A program's bytes; input, output and incoming gradient are left to the caller."""
+
+    def __init__(self, program: Program, shapes: list[Shape], how: How, layout: Layout) -> None:
+        self.program, self.shapes, self.how, self.layout = program, shapes, how, layout
+        graph = program.graph
+        self.sizes = [s.nbytes for s in shapes]
+        self.ends = {0, graph.out}
+        self.sides = {i: self._side(node, i) for i, node in enumerate(graph.nodes)}
+
+    @cached_property
+    def side(self) -> int:
+        """Codes and statistics."""
+        return sum(self.sides.values())
+
+    @property
+    def kept(self) -> int:
+        """From forward to backward, without the ends."""
+        return sum(self.sizes[v] for v in self.program.kept - self.ends) + self.side
+
+    def _side(self, node: Node, i: int) -> int:
+        if node.op == "norm":
+            return 8 * int(node.layer.num_features)
+        if node.op == "pool":
+            s = self.shapes[i + 1]
+            return code_bytes(node.layer, self.shapes[node.inputs[0]].shape, s.nbytes // s.dtype.itemsize)
+        return 0
+
+    def forward(self) -> int:
+        """The most in forward, with the output."""
+        graph = self.program.graph
+        held = {0: 0}
+        live = most = 0
+        for do in self.program.forward:
+            if do.what == "free":
+                live -= held.pop(do.at)
+                continue
+            node = graph.nodes[do.at]
+            held[do.at + 1] = self._made(do, held)
+            live += held[do.at + 1] if not do.inplace else 0
+            most = max(most, live + self._aside(node, do.at))
+        return most
+
+    def _made(self, do: Do, held: dict[int, int]) -> int:
+        first = self.program.graph.nodes[do.at].inputs[0]
+        if do.inplace:
+            taken, held[first] = held[first], 0
+            return taken
+        return self.sizes[do.at + 1]
+
+    def backward(self, out: int) -> int:
+        """The most in backward, without input and incoming gradient; the output is let go after its last use.
+
+        Args:
+            out: bytes of the output, if it is held here and nowhere else.
+        """
+        graph = self.program.graph
+        held = {v: 0 if v in self.ends else self.sizes[v] for v in self.program.kept}
+        held[graph.out] = out
+        live = most = self.kept + out
+        areas: dict[int, list[int]] = {graph.out: [0, 2]}  # value -> [bytes, who share it]
+        for do in self.program.backward:
+            if do.what == "free":
+                live -= held.pop(do.at, 0)
+            elif do.what == "make":
+                held[do.at + 1] = self._made(do, held)
+                live += held[do.at + 1] if not do.inplace else 0
+                most = max(most, live + self._aside(graph.nodes[do.at], do.at))
+            else:
+                grown, peak = self._grad(do, areas)
+                most = max(most, live + peak)
+                live += grown
+        return most
+
+    def _grad(self, do: Do, areas: dict[int, list[int]]) -> tuple[int, int]:
+        """(bytes more after it, the most during it)."""
+        node = self.program.graph.nodes[do.at]
+        mine = areas.pop(do.at + 1)
+        passes = node.op == "add" or do.inplace
+        weights = sum(p.nbytes for p in node.params if p.requires_grad)
+        grown = weights
+        peak = weights + self._beside(node, do.at)
+        if passes:
+            mine[1] += sum(1 for j in do.joins if j) - 1
+        for v, join in zip(node.inputs, do.joins, strict=True):
+            if not join:
+                continue
+            new = mine if passes else [self.sizes[v], 1]
+            grown += 0 if passes else new[0]
+            peak = max(peak, grown + self._beside(node, do.at))
+            grown += self._join(v, new, join, areas)
+            peak = max(peak, grown)
+        if not passes:
+            grown -= _release(mine)
+        return grown, peak
+
+    def _join(self, v: int, new: list[int], join: str, areas: dict[int, list[int]]) -> int:
+        old = areas.get(v)
+        if old is None:
+            areas[v] = new
+            return 0
+        if join == "into new":
+            areas[v] = new
+            return -_release(old)
+        if join == "into old":
+            return -_release(new)
+        areas[v] = [self.sizes[v], 1]
+        return self.sizes[v] - _release(old) - _release(new)
+
+    def _aside(self, node: Node, at: int) -> int:
+        """Temporary bytes while a value is made."""
+        out, x = self.shapes[at + 1], self.shapes[node.inputs[0]]
+        if node.op == "conv":
+            return _conv_bytes(node, x, out, how=self.how, layout=self.layout, backward=False)
+        if node.op == "pool":
+            count = out.nbytes // out.dtype.itemsize
+            return out.nbytes + 4 * count if is_quarter(node.layer, x.shape) else 27 * count
+        return 0
+
+    def _beside(self, node: Node, at: int) -> int:
+        """Temporary bytes while gradients are taken."""
+        out, x = self.shapes[at + 1], self.shapes[node.inputs[0]]
+        count = out.nbytes // out.dtype.itemsize
+        if node.op == "conv":
+            return _conv_bytes(node, x, out, how=self.how, layout=self.layout, backward=True)
+        if node.op == "pool":
+            return out.nbytes + 2 * count
+        own_copy = node.op == "norm" and self.layout.kind == "cpu"  # torch's kernel takes room for another gradient
+        return out.nbytes if own_copy or node.op == "other" else 0
+
+
+def _release(area: list[int]) -> int:
+    """One sharer less: the bytes that become free."""
+    area[1] -= 1
+    return area[0] if area[1] == 0 else 0
+
+
+def _conv_bytes(node: Node, x: Shape, out: Shape, *, how: How, layout: Layout, backward: bool) -> int:
+    """OneDNN's reordered copies, as measured on AVX-512: of weights always, of images in the NCHW layout.
+
+    On a GPU cuDNN is free to choose; it is left to the margin.
+    """
+    layer = node.layer
+    own: int = layer.weight.nbytes
+    weight = own
+    cast = x.nbytes // 2 if how.half is not None and x.dtype is not how.half else 0
+    if layout.kind != "cpu":
+        return cast + (weight // 2 if cast else 0)
+    if how.half is not None:
+        one = out.nbytes // out.shape[0] * 2
+        weight = weight + one if backward else weight
+    elif backward:
+        weight *= 2
+    if tuple(layer.kernel_size) == (1, 1) and how.half is None:
+        return cast + own // (8 if tuple(layer.stride) == (1, 1) else 1)
+    if layout.last:
+        return cast + weight
+    wide = x.nbytes + out.nbytes if backward else max(x.nbytes, out.nbytes)
+    return cast + wide + weight
+
+
+def _into_input(program: Program, do: Do) -> list[str]:
+    inputs = program.graph.nodes[do.at].inputs if do.what == "grad" else ()
+    return [join for v, join in zip(inputs, do.joins, strict=False) if v == 0]

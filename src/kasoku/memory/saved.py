@@ -1,0 +1,169 @@
+"""The technique: a network looked at once, a plan under a budget, and the plan put in place."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.memory import dense
+from kasoku.memory.dense import Straight
+from kasoku.memory.instep import InStep
+from kasoku.memory.look import Item, install
+from kasoku.memory.network import Network, look
+from kasoku.memory.plan import Plan
+
+_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True)
+class SavedMemory(Technique):
+    """Keeps less between forward and backward, so that a larger batch fits in the same memory.
+
+    In the first training forward it looks at the network on two images of the batch, adds up the bytes that backward
+    takes, and chooses for every stretch of layers what is kept and what is computed again: the least time under the
+    budget. Max-pools keep 2 bits for each output, ReLU and BatchNorm together one tensor, cheap layers nothing;
+    where that does not suffice the widest layers run in parts of the batch, or whole blocks run twice.
+
+    Args:
+        factor: times the batch that fits where plain PyTorch's fitted; 0: 2, unless a budget is given; 1: nothing is
+            computed again, whatever that saves.
+        budget: bytes that training may take on the device, such as "8GiB"; the interpreter itself is not in it.
+        lossless: only remedies that leave every bit of every gradient as it is.
+        in_backward: update each parameter as its gradient arrives, so that no gradients lie about. Where a technique
+            needs all of them (Clip, LossScale), or ranks share them, they are kept as ever.
+        show: print the plan.
+
+    Saves: memory: what backward keeps, to half or less, and the gradients.
+    Costs: the time of what is computed again, which the plan tells.
+    Maths: the same gradients; bit for bit if lossless, else sums in another order (1e-6 of the largest, float32).
+    Ref: [003]; Chen et al. 2016 (arXiv 1604.06174); Jain et al. 2018 (Gist); Bulo et al. 2018 (arXiv 1712.02616).
+    """
+
+    stage: ClassVar[Stage] = Stage.MEMORY
+    refuses: ClassVar[tuple[str, ...]] = ("Compile", "Graphs", "VirtualRanks")
+
+    factor: float = 0.0
+    budget: str = ""
+    lossless: bool = False
+    in_backward: bool = True
+    show: bool = True
+
+    def __post_init__(self) -> None:
+        if self.factor and self.budget:
+            raise InputError(f'factor={self.factor:g} with budget="{self.budget}": one of them')
+        if self.factor and self.factor < 1:
+            raise InputError(f"factor={self.factor:g}: at least 1, times the batch of plain PyTorch")
+        if self.budget:
+            bytes_of(self.budget)
+
+    def apply(self, job: Job) -> None:
+        """Stands in for the layers it knows; the plan is made at the first training forward."""
+        items = install(job)
+        if not items:
+            raise InputError(
+                f"SavedMemory: {type(job.model).__name__} has no layer that can be planned: Conv2d, BatchNorm2d, ReLU, "
+                "MaxPool2d without hooks, or blocks of them"
+            )
+        planner = Planner(job, self, items)
+        job.undo(job.model.register_forward_pre_hook(planner.enter).remove)
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of "8GiB". Raises InputError."""
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2].upper() not in _UNITS:
+        raise InputError(f'budget="{text}": bytes such as "8GiB" or "900MB"')
+    try:
+        return int(float(found[1]) * _UNITS[found[2].upper()])
+    except ValueError:
+        raise InputError(f'budget="{text}": bytes such as "8GiB" or "900MB"') from None
+
+
+class Planner:
+    """Plans for the batches that come, again when what they are changes.
+
+    Attributes:
+        network: what was seen at the last look, None before it.
+        chosen: the plan made of it.
+    """
+
+    def __init__(self, job: Job, settings: SavedMemory, items: list[Item]) -> None:
+        self.job, self.settings, self.items = job, settings, items
+        self.in_step = InStep(job) if settings.in_backward else None
+        self.straight: list[Straight] = []
+        if self.in_step is not None and not settings.lossless:
+            self.straight = dense.install(job, self.in_step)
+        self.network: Network | None = None
+        self.chosen: Plan | None = None
+        self.key: Any = None
+        self.busy = False
+
+    def enter(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before a forward of the model."""
+        if self.busy or not model.training or not torch.is_grad_enabled():
+            return
+        if self.in_step is not None:
+            self.in_step.enter()
+        if len(args) != 1 or not isinstance(args[0], Tensor):
+            raise InputError("SavedMemory: the model takes one tensor of images, no more")
+        key = self.key_of(args[0])
+        if self.key is not None and key[1:] == self.key[1:] and key[0] <= self.key[0]:
+            return
+        self.busy = True
+        try:
+            self.plan(args[0])
+        finally:
+            self.busy = False
+        self.key = key
+
+    def key_of(self, x: Tensor) -> tuple[Any, ...]:
+        """What a plan depends on, the batch first."""
+        layers = [node.layer for item in self.items for node in item.graph.nodes if node.layer is not None]
+        modes = tuple(layer.training for layer in layers if isinstance(layer, nn.BatchNorm2d))
+        learns = tuple(p.requires_grad for p in self.job.model.parameters())
+        last = x.is_contiguous(memory_format=torch.channels_last)
+        return len(x), x.shape[1:], x.dtype, x.device, x.requires_grad, last, modes, learns, self.job.needs_all
+
+    def plan(self, x: Tensor) -> None:
+        """Looks at the network, chooses, and puts the choices in place."""
+        freed = self.in_step is not None and self.in_step.active
+        straight = [one.layer.weight for one in self.straight if one.active]
+        network = look(self.job, self.items, x, lossless=self.settings.lossless, freed=freed, straight=straight)
+        budget: float = bytes_of(self.settings.budget) if self.settings.budget else 0
+        if not budget:
+            factor = self.settings.factor or 2.0
+            budget = network.plain_bytes(len(x) / factor) if factor > 1 else math.inf
+        plan = network.choose(budget)
+        network.put(plan)
+        network.check(x)
+        for one in self.straight:
+            if one.active:
+                one.ready()
+        self.network, self.chosen = network, plan
+        if self.settings.show and self.job.comm.rank == 0:
+            print(f"kasoku: {network.table(plan)}", flush=True)
+
+
+def larger(job: Job, x: Tensor, factor: float = 2.0) -> str:
+    """What a larger batch would cost: "batch 2x fits: +3 % time", in the memory that plain PyTorch takes for x.
+
+    Args:
+        job: untouched but for the forwards it looks at, which stand until it is closed: of a copy of the model.
+        x: images of the batch as it is.
+        factor: times that batch.
+    """
+    last = x.is_contiguous(memory_format=torch.channels_last)
+    many = x.new_zeros((round(len(x) * factor), *x.shape[1:]))
+    many = many.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    network = look(job, install(job), many, lossless=False, freed=not job.needs_all and job.comm.size == 1)
+    try:
+        plan = network.choose(network.plain_bytes(len(x)))
+    except InputError as error:
+        return f"batch {factor:g}x does not fit: {error}"
+    return f"batch {factor:g}x fits: +{100 * network.longer(plan):.0f} % time"

@@ -1,0 +1,182 @@
+"""A run of layers as one step of autograd, that keeps what its program says and computes the rest again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from kasoku.core import InputError
+from kasoku.memory import ops
+from kasoku.memory.graph import tensors
+from kasoku.memory.program import Do, Program
+
+Gradients = dict[Tensor, Tensor]
+
+
+@dataclass
+class Held:
+    """What lies between forward and backward: values, and what the nodes leave beside them (statistics, codes)."""
+
+    values: dict[int, Tensor]
+    sides: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Segment:
+    """The layers of `program`, run as it says.
+
+    Args:
+        program: the steps.
+        how: precision, and whether recomputation must be exact.
+        chunk: images at a time, 0: all at once. Only without BatchNorm over the batch.
+        name: of its first and last layer, for errors and the printed plan.
+    """
+
+    program: Program
+    how: ops.How
+    chunk: int = 0
+    name: str = ""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The output for x, with a backward of our own."""
+        for node in self.program.graph.nodes:
+            _enter(node.layer, x)
+        params = [p for p in tensors(self.program.graph.nodes) if p.requires_grad]
+        out: Tensor = _Run.apply(self, x, *params)  # type: ignore[no-untyped-call]
+        return out
+
+    def parts(self, n: int) -> list[slice]:
+        """The images that are run at once."""
+        size = self.chunk or n
+        return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+
+
+def _enter(layer: nn.Module | None, x: Tensor) -> None:
+    """Tells whoever waits for a layer's forward (its update may be due before it) that it begins."""
+    if layer is not None:
+        for hook in layer._forward_pre_hooks.values():
+            hook(layer, (x,))
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, segment: Segment, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.segment, ctx.params, ctx.held, ctx.images = segment, params, [], len(x)
+        graph, parts = segment.program.graph, segment.parts(len(x))
+        whole: Tensor | None = None
+        for part in parts:
+            out, held = forward(segment.program, x if len(parts) == 1 else x[part], segment.how)
+            if len(parts) > 1:
+                if whole is None:
+                    whole = _of_more(out, len(x))
+                whole[part].copy_(out)
+                out = whole[part]
+            if graph.out in held.values:
+                held.values[graph.out] = out.detach()
+            ctx.held.append(held)
+        ends = [t for v, t in ctx.held[0].values.items() if v in (0, graph.out)]  # others may write to these
+        ctx.watched = [(t, t._version) for t in ends]
+        return out if whole is None else whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        segment: Segment = ctx.segment
+        if ctx.held is None:
+            raise InputError(f"SavedMemory: a second backward through {segment.name}: it is let go in the first one")
+        if any(t._version != version for t, version in ctx.watched):
+            raise InputError(f"SavedMemory: what enters or leaves {segment.name} was written over before backward")
+        held, ctx.held = ctx.held, None
+        ctx.watched, n = None, ctx.images
+        gradients: Gradients = {}
+        parts = segment.parts(n)
+        data = ctx.needs_input_grad[1]
+        whole: Tensor | None = None
+        dx: Tensor | None = None
+        for part in parts:
+            dx = backward(segment.program, held.pop(0), dy if len(parts) == 1 else dy[part], segment.how, gradients)
+            if data and len(parts) > 1 and dx is not None:
+                if whole is None:
+                    whole = _of_more(dx, n)
+                whole[part].copy_(dx)
+        return None, (dx if whole is None else whole) if data else None, *(gradients.get(p) for p in ctx.params)
+
+
+def forward(program: Program, x: Tensor, how: ops.How) -> tuple[Tensor, Held]:
+    """Runs the forward steps: the output, and what is held."""
+    values, sides = {0: x}, {}
+    for do in program.forward:
+        if do.what == "free":
+            del values[do.at]
+            continue
+        node = program.graph.nodes[do.at]
+        made, side = ops.make(node, [values[v] for v in node.inputs], how=how, inplace=do.inplace)
+        values[do.at + 1] = made
+        if side is not None:
+            sides[do.at] = side
+        del made
+    out = values[program.graph.out]
+    return out, Held({v: values[v].detach() for v in program.kept}, sides)
+
+
+def backward(program: Program, held: Held, dy: Tensor, how: ops.How, gradients: Gradients) -> Tensor | None:
+    """Runs the backward steps: the gradient of the input, None where it needs none; adds those of weights."""
+    graph, values, sides = program.graph, held.values, held.sides
+    arrived = {graph.out: dy}
+    for do in program.backward:
+        if do.what == "free":
+            values.pop(do.at, None)
+            continue
+        node = graph.nodes[do.at]
+        if do.what == "make":
+            values[do.at + 1] = ops.again(
+                node, [values[v] for v in node.inputs], sides.get(do.at), how=how, inplace=do.inplace
+            )
+            continue
+        found = _gradients(do, program, held, dy=arrived.pop(do.at + 1), how=how, gradients=gradients)
+        for v, join, new in zip(node.inputs, do.joins, found, strict=True):
+            if join and new is not None:
+                arrived[v] = _join(arrived.get(v), new, join)
+        del found, new
+    return arrived.get(0)
+
+
+def _gradients(
+    do: Do, program: Program, held: Held, *, dy: Tensor, how: ops.How, gradients: Gradients
+) -> list[Tensor | None]:
+    """Of one node: those of its inputs; those of its weights are added up."""
+    node, values, sides = program.graph.nodes[do.at], held.values, held.sides
+    if node.op == "add":
+        return [dy, dy]
+    if node.op == "relu":
+        return [ops.relu_gradient(dy, values[do.at + 1], inplace=do.inplace)]
+    if node.op == "pool":
+        return [ops.pool_gradient(node, dy, sides.pop(do.at))]
+    x = values[node.inputs[0]]
+    if node.op == "other":
+        return [ops.other_gradient(node, dy, x)]
+    if node.op == "conv":
+        dx, found = ops.conv_gradients(node, dy, x, how=how, data=bool(do.joins[0]))
+    else:
+        dx, found = ops.norm_gradients(node, dy, x, sides.pop(do.at))
+    for p, g in zip(node.params, found, strict=True):
+        if g is not None:
+            gradients[p] = gradients[p].add_(g) if p in gradients else g
+    return [dx]
+
+
+def _join(old: Tensor | None, new: Tensor, how: str) -> Tensor:
+    if old is None:
+        return new
+    if how == "fresh":
+        return old + new
+    return new.add_(old) if how == "into new" else old.add_(new)
+
+
+def _of_more(x: Tensor, n: int) -> Tensor:
+    """Room for n images like those of x, in its layout."""
+    return torch.empty_strided((n, *x.shape[1:]), x.stride(), dtype=x.dtype, device=x.device)

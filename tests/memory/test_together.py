@@ -1,0 +1,177 @@
+"""SavedMemory beside what reads, adds up or clips gradients, and in training: right, or refused in a line."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from contracts import one_thread as one_thread
+from kasoku.core import InputError, Job, Threads
+from kasoku.data import digits, loader
+from kasoku.device import Autocast, ChannelsLast, Compile
+from kasoku.evaluate import evaluate
+from kasoku.memory import SavedMemory
+from kasoku.optim import EMA, Clip, sgd
+from kasoku.parallel import Overlap
+from memory.nets import assert_equal, images, one_step, plain_chain
+
+
+def trained(model: nn.Module, *techniques, steps=3, accumulate=1, rule=sgd) -> Job:
+    """A copy of the model after a few steps."""
+    job = Job(copy.deepcopy(model), lambda m: rule(m, 0.05), accumulate=accumulate).apply(*techniques)
+    for i in range(steps * accumulate):
+        x, y = images(seed=i)
+        (job.loss(job.model(x), y) / accumulate).backward()
+        if (i + 1) % accumulate == 0:
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+    job.drain()
+    return job
+
+
+def assert_same_weights(a: Job, b: Job):
+    for (name, x), y in zip(a.model.state_dict().items(), b.model.state_dict().values(), strict=True):
+        assert torch.equal(x, y), name
+    with a.evaluation() as one, b.evaluation() as two:
+        assert torch.equal(one(images()[0]), two(images()[0]))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return plain_chain()
+
+
+def adamw(model, lr):
+    return torch.optim.AdamW(model.parameters(), lr)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("rule", [sgd, adamw])
+@pytest.mark.parametrize("beside", [[], [Clip(0.05)], [EMA(0.5)], [ChannelsLast()]], ids=["", "clip", "ema", "nhwc"])
+def test_updates_in_backward_give_the_weights_of_plain_steps_bit_for_bit(model, accumulate, rule, beside):
+    saved = SavedMemory(factor=1, lossless=True, show=False)
+    plain = trained(model, *beside, accumulate=accumulate, rule=rule)
+    assert_same_weights(plain, trained(model, *beside, saved, accumulate=accumulate, rule=rule))
+
+
+def test_clipping_by_hand_is_told_when_gradients_are_gone(model):
+    job = Job(model, lambda m: sgd(m, 0.05)).apply(SavedMemory(factor=1, show=False))
+    x, y = images()
+    job.loss(job.model(x), y).backward()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_a_second_backward_without_accumulate_is_refused(model):
+    job = Job(model, lambda m: sgd(m, 0.05)).apply(SavedMemory(factor=1, show=False))
+    x, y = images()
+    job.loss(job.model(x), y).backward()
+    with pytest.raises(InputError, match="say accumulate=k to Job"):
+        job.model(x)
+
+
+def test_a_second_backward_through_the_same_forward_is_refused(model):
+    job = Job(model, lambda m: sgd(m, 0.05)).apply(SavedMemory(factor=1, in_backward=False, show=False))
+    x, y = images()
+    loss = job.loss(job.model(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(InputError, match="a second backward through"):
+        loss.backward()
+
+
+def test_a_large_linear_layer_moves_as_with_plain_sgd():
+    torch.manual_seed(0)
+    large = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 256), nn.Linear(256, 4)
+    )
+
+    def rule(model, lr):
+        return sgd(model, lr, weight_decay=1e-2)
+
+    plain, ours = trained(large, rule=rule), trained(large, SavedMemory(factor=1, show=False), rule=rule)
+    for (name, x), y in zip(plain.model.state_dict().items(), ours.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6, msg=name)
+    states = [{n: job.optimizer.state[p] for n, p in job.model.named_parameters()} for job in (plain, ours)]
+    for name, state in states[0].items():
+        buffer = states[1][name]["momentum_buffer"]
+        torch.testing.assert_close(state["momentum_buffer"], buffer, rtol=1e-4, atol=1e-6)
+
+
+def test_autocast_computes_the_same_bits(model):
+    x, y = images()
+    saved = SavedMemory(factor=1, lossless=True, in_backward=False, show=False)
+    plain = one_step(model, x, y, ChannelsLast(), Autocast("bf16"))
+    assert_equal(plain, one_step(model, x, y, ChannelsLast(), Autocast("bf16"), saved))
+
+
+def test_compile_beside_it_is_refused_in_a_line(model):
+    job = Job(model, lambda m: sgd(m, 0.05))
+    with pytest.raises(InputError, match="SavedMemory and Compile cannot be combined"):
+        job.apply(SavedMemory(), Compile(backend="eager"))
+
+
+def test_a_network_that_reads_between_two_layers_is_refused(model):
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+            self.head = nn.Linear(3, 4)
+
+        def forward(self, x):
+            if x.shape[0] < 0:  # so that no graph can be traced
+                return x
+            first = self.one(x)
+            return self.head((first + self.two(first)).mean((2, 3)))
+
+    job = Job(Between(), lambda m: sgd(m, 0.05)).apply(SavedMemory(factor=1, show=False))
+    with pytest.raises(InputError, match="reads what lies between two of its layers"):
+        job.model(images()[0])
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_digits_are_learned_as_well(factor):
+    found = [digits_right(), digits_right(SavedMemory(factor=factor, show=False))]
+    assert min(found) > 0.9
+    assert abs(found[0] - found[1]) <= 0.01
+
+
+def digits_right(*techniques) -> float:
+    """The part of the test images told after two epochs."""
+    torch.manual_seed(0)
+    dataset = digits()
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10)),
+    )
+    batches = loader(dataset, "train", 64, seed=0)
+    job = Job(model, lambda m: sgd(m, 0.05), loader=batches).apply(*techniques)
+    for _ in range(2):
+        for x, y in job.loader:
+            job.loss(job.model(x), y).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+    with job.evaluation() as judge:
+        return evaluate(judge, loader(dataset, "test", 360)).top1
+
+
+def test_two_ranks_with_overlap_move_the_same_bits_as_without_it():
+    def run(*techniques):
+        def rank(comm):
+            torch.manual_seed(0)
+            job = Job(plain_chain(), lambda m: sgd(m, 0.05), comm=comm).apply(Overlap(), *techniques)
+            for i in range(3):
+                x, y = images(seed=2 * i + comm.rank)
+                job.loss(job.model(x), y).backward()
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            job.drain()
+            return {name: value.clone() for name, value in job.model.state_dict().items()}
+
+        return Threads(2).run(rank)
+
+    plain, saved = run(), run(SavedMemory(factor=1, lossless=True, show=False))
+    for one, other in zip(plain, saved, strict=True):
+        for name, value in one.items():
+            assert torch.equal(value, other[name]), name
