@@ -1,0 +1,383 @@
+"""Ranks that train on one set of weights without waiting for each other.
+
+Note: how an update travels. Each rank steps its own copy with its own optimizer. What that moved is sent to the owners
+of the shards, which add it to the true weights and answer with them. The bytes, the adding and the answer go on while
+the next step computes (see post.py: who makes progress); they are read at its end, `hidden`, or waited for at once.
+
+Note: between two drains. `drain()` is a meeting of all ranks: what is under way is finished, all have the same weights
+then, and no thread is left. The next forward in training begins anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core.hardware import is_dense
+from kasoku.parallel.barrier import start_equal
+from kasoku.parallel.buckets import Graded, Policy
+from kasoku.parallel.overlap import Overlap
+from kasoku.parallel.phases import Momentum, Together
+from kasoku.parallel.post import Question, post
+from kasoku.parallel.shards import CLOCK, RESTS, UPDATE, Owned, Remedies, Shard
+from kasoku.parallel.units import Units
+
+_WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Asynchronous(Technique):
+    """Adds each rank's updates into shared weights and reads fresh ones while it goes on: no rank waits for a slow one.
+
+    All ranks call `job.drain()`, `evaluation()`, `state_dict()` and `close()` alike: there they meet, and have equal
+    weights. In between each has its own copy. Rank 0's parameters and buffers are given to all at `apply`; at a
+    meeting floating-point buffers become their means, and others the largest of them.
+
+    Args:
+        max_staleness: how many steps a rank may be ahead of the slowest one; 0: synchronous, which is Overlap with
+            these groups; None: any number.
+        buckets: the groups that are exchanged one by one.
+        servers: so many ranks, the first ones, own the weights and do not train (their loader gives no batch); 0: all
+            ranks own an equal part and train.
+        every: steps that a rank makes alone before it sends what they moved.
+        hidden: exchange while the next step computes, and read at its end; False: wait for it at once.
+        wire: "fp32", or "bf16" both ways; what rounding takes is sent with the next update, either way.
+        stream: one group each time, in turn, instead of all.
+        remedies: what is done about stale updates.
+        warmup: epochs at first in which ranks step together.
+        finish: the epoch from which they do so again; 0: never.
+
+    Saves: the time that ranks wait for each other and for the network.
+    Costs: memory, 4 bytes a parameter times three on each rank, and one more for what it owns (bf16 or compensate: and
+        another one); a thread for each other rank; no two runs are alike, and updates are stale. A resumed training
+        goes on with rank 0's optimizer state on all ranks: the same only statistically.
+    Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
+    Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
+    """
+
+    stage: ClassVar[Stage] = Stage.COMM
+    refuses: ClassVar[tuple[str, ...]] = ("AllReduce", "Overlap", "Graphs", "VirtualRanks", "EMA", "Lookahead")
+
+    max_staleness: int | None = None
+    buckets: Policy = field(default_factory=Graded)
+    servers: int = 0
+    every: int = 1
+    hidden: bool = True
+    wire: Literal["fp32", "bf16"] = "fp32"
+    stream: bool = False
+    remedies: Remedies = field(default_factory=Remedies)
+    warmup: float = 0.0
+    finish: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
+        if self.servers < 0 or self.every < 1:
+            raise InputError(f"servers={self.servers}, every={self.every}: 0 ranks or more, and at least 1 step")
+        if self.wire not in _WIRES:
+            raise InputError(f'wire="{self.wire}": "fp32" or "bf16"')
+        if self.warmup < 0 or self.finish < 0:
+            raise InputError(f"warmup={self.warmup}, finish={self.finish}: epochs, 0 or more")
+        if self.servers and (self.warmup or self.finish):
+            raise InputError(
+                f"servers={self.servers}: ranks that do not train cannot step together: no warmup, no finish"
+            )
+
+    def apply(self, job: Job) -> None:
+        """Starts all ranks equal, then takes over what the optimizer moves."""
+        if self.max_staleness == 0:
+            Overlap(self.buckets).apply(job)
+        elif job.comm.size == 1:
+            job.keep("asynchronous", _Alone())
+        elif self.servers >= job.comm.size:
+            raise InputError(f"servers={self.servers} of {job.comm.size} ranks: at least one rank must train")
+        else:
+            start_equal(job)
+            Exchange(job, self).install()
+
+
+class _Alone:
+    """One rank shares nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"staleness": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class _Views:
+    """A flat stretch of memory and, in it, the places of a group's parameters."""
+
+    def __init__(self, params: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> None:
+        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=dtype)
+        self.places, start = [], 0
+        for p in params:
+            self.places.append(torch.as_strided(self.flat, p.shape, p.stride(), start))
+            start += p.numel()
+
+
+class Group:
+    """A group of parameters on a worker.
+
+    Attributes:
+        base: the weights as far as it knows them, its own updates included.
+        sent, come: what is under way to the owners, and from them.
+        aside: what of `p` is no update: the prediction.
+        left: what rounding took from the last update.
+    """
+
+    def __init__(self, params: Sequence[Tensor], owners: Sequence[int], wire: torch.dtype) -> None:
+        self.params = params
+        self.now, self.base, self.aside = (_Views(params) for _ in range(3))
+        n = len(self.base.flat)
+        self.sent, self.come = torch.zeros(n, dtype=wire), torch.zeros(n, dtype=wire)
+        self.left = torch.zeros(n if wire != torch.float32 else 0)
+        cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
+        self.pieces = {
+            owner: slice(*cut) for owner, *cut in zip(owners, cuts, cuts[1:], strict=False) if cut[0] < cut[1]
+        }
+        self.basis = dict.fromkeys(self.pieces, 0)  # of each piece: when what the next update is computed on was read
+        self.read = dict(self.basis)
+        self.under_way: dict[int, Question] = {}
+
+    def gather(self) -> Tensor:
+        """The parameters as they are, flat."""
+        torch._foreach_copy_(self.now.places, list(self.params))
+        return self.now.flat
+
+    def scatter(self, views: _Views) -> None:
+        """Sets the parameters."""
+        torch._foreach_copy_(list(self.params), views.places)
+
+
+class Exchange:
+    """Asynchronous at work on one job.
+
+    Attributes: `staleness`: over all ranks, how many updates were how stale, up to the last meeting; `clock`: steps
+        since then.
+    """
+
+    def __init__(self, job: Job, settings: Asynchronous) -> None:
+        self.job, self.settings, self.remedies = job, settings, settings.remedies
+        self.comm = job.comm.channel()
+        size, servers = job.comm.size, settings.servers
+        self.owners, self.workers = range(servers or size), range(servers, size)
+        self.trains = job.comm.rank in self.workers
+        units, wire = Units(job.model), _WIRES[settings.wire]
+        if not units.named:
+            raise InputError(f"Asynchronous: {type(job.model).__name__} has no parameter that requires a gradient")
+        for name, p in units.named:
+            if p.dtype != torch.float32 or not is_dense(p):
+                raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
+        plan = settings.buckets.plan(units.tensors)
+        self.groups = [Group([units.named[i][1] for i in group], self.owners, wire) for group in plan.groups]
+        mine = [group.pieces.get(self.comm.rank) for group in self.groups]
+        shards = [Shard(x.stop - x.start, self.workers, self.remedies, wire) if x else None for x in mine]
+        self.owned = Owned(shards, self.workers, settings.max_staleness)
+        self.begin()
+        self.post = post(self.comm, self.owned, (self.workers, self.owners))
+        self.staleness: Counter[int] = Counter()
+        self.share = 1 / len(self.workers)
+        self.together = Together(job, settings.buckets, warmup=settings.warmup, finish=settings.finish)
+        self.momentum = Momentum(job, self.remedies.momentum) if self.remedies.momentum >= 0 else None
+        self.clock, self.turn, self.answers, self.entered = 0, 0, False, False
+
+    def install(self) -> None:
+        """Puts itself into the job's moments."""
+        job = self.job
+        self.together.install()
+        job.before_step(self.lower_momentum)
+        job.after_step(self.stepped)
+        job.on_drain(self.drain)
+        job.keep("asynchronous", self)
+        job.undo(job.model.register_forward_pre_hook(lambda *_: self.enter()).remove)
+        plain = job.plain_loader
+        if self.settings.servers and hasattr(plain, "rank") and hasattr(plain, "size"):
+            job.patch(plain, "rank", max(0, self.comm.rank - self.settings.servers))
+            job.patch(plain, "size", len(self.workers))
+        if not self.trains:
+            job.around_loader(lambda _: ())
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """From here on the parameters as they are, equal on all ranks, are the weights."""
+        for group, shard in zip(self.groups, self.owned.shards, strict=True):
+            group.base.flat.copy_(group.gather())
+            group.aside.flat.zero_()
+            group.left.zero_()
+            group.basis = dict.fromkeys(group.pieces, 0)
+            group.read = dict(group.basis)
+            if shard:
+                shard.begin(group.base.flat[group.pieces[self.comm.rank]])
+        self.owned.reset()
+
+    # ---- a step
+
+    def enter(self) -> None:
+        """Before the first forward of a step."""
+        if self.entered or not self.job.model.training:
+            return
+        if not self.trains:
+            raise InputError(f"rank {self.comm.rank} is a server (servers={self.settings.servers}): it makes no step")
+        self.entered = True
+        if self.together.due != self.together.active:
+            self.change()
+        if self.together.active:
+            return
+        if not self.answers:
+            self.start()
+        self.say(self.clock)
+
+    def change(self) -> None:
+        """From asynchronous steps to those of all ranks together, or back; all ranks do so at the same epoch."""
+        self.drain()
+        if self.together.active:
+            self.together.end()
+        else:
+            self.together.begin()
+
+    def lower_momentum(self) -> None:
+        """Before the optimizer's own step."""
+        if self.momentum is not None and not self.together.active:
+            self.momentum.lower()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """The first step after a meeting."""
+        if not all(torch.equal(group.gather(), group.base.flat) for group in self.groups):
+            raise InputError(
+                "Asynchronous: the weights were changed since the ranks met last: load them before apply, or by "
+                "job.load_state_dict"
+            )
+        self.post.start()
+        self.answers = True
+
+    def say(self, clock: int) -> None:
+        """Tells this worker's clock, and waits while it is too far ahead of the slowest one."""
+        if self.settings.max_staleness is not None and self.trains:
+            none = torch.zeros(0)
+            with self.job.trace.span("wait", "the slowest rank"):
+                self.post.ask(self.owners[0], (CLOCK, clock), none, none).wait()
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """After the optimizer's own step: sends what it moved, and reads what others did."""
+        self.clock += 1
+        self.entered = False
+        if self.together.active:
+            return
+        if self.momentum is not None:
+            self.momentum.restore()
+        if self.clock % self.settings.every:
+            return
+        if not self.answers:
+            self.start()
+        some = range(len(self.groups))
+        if self.settings.stream:
+            some = range(self.turn, self.turn + 1)
+            self.turn = (self.turn + 1) % len(self.groups)
+        for g in some:
+            self.collect(self.groups[g])
+            self.send(g)
+        for g in some if not self.settings.hidden else ():
+            self.collect(self.groups[g])
+            self.groups[g].basis.update(self.groups[g].read)
+
+    def send(self, g: int) -> None:
+        """Sends what this worker moved of a group since it sent last."""
+        group = self.groups[g]
+        update = group.gather().sub_(group.base.flat).sub_(group.aside.flat).mul_(self.share)
+        if self.momentum is not None:
+            torch._foreach_mul_(group.now.places, self.momentum.factors(group.params))
+        if len(group.left):
+            group.sent.copy_(update.add_(group.left))
+            torch.sub(update, group.sent, out=group.left)
+        else:
+            group.sent.copy_(update)
+        group.base.flat.add_(group.sent)
+        torch.add(group.base.flat, group.aside.flat, out=group.now.flat)
+        group.scatter(group.now)
+        for owner, piece in group.pieces.items():
+            head = (UPDATE, g, group.basis[owner])
+            group.under_way[owner] = self.post.ask(owner, head, group.sent[piece], group.come[piece])
+        group.basis.update(group.read)
+
+    def collect(self, group: Group) -> None:
+        """Reads the answers to what was sent of a group: what others moved comes into the parameters."""
+        if not group.under_way:
+            return
+        with self.job.trace.span("wait", "fresh weights", bytes=group.come.nbytes):
+            group.read = {owner: question.wait()[0] for owner, question in group.under_way.items()}
+        group.under_way.clear()
+        way = group.come if len(group.left) else group.come - group.base.flat
+        ahead = self.remedies.predict
+        group.gather().sub_(group.base.flat).sub_(group.aside.flat)  # what this worker moved since it sent
+        if len(group.left):
+            group.base.flat.add_(way)
+        else:
+            group.base.flat.copy_(group.come)
+        if ahead:
+            torch.mul(way, ahead, out=group.aside.flat)
+        group.now.flat.add_(group.base.flat).add_(group.aside.flat)
+        group.scatter(group.now)
+
+    # ---- meetings
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Meets all ranks: what is under way is added, and all have the same weights."""
+        if self.together.active:
+            self.share_buffers()
+            return self.begin()
+        if not self.answers:
+            self.post.start()
+        for g, group in enumerate(self.groups if self.trains else ()):
+            self.collect(group)
+            if not torch.equal(group.gather(), group.base.flat + group.aside.flat):
+                self.send(g)
+                self.collect(group)
+        self.say(RESTS)
+        self.post.stop()
+        told = self.comm.gather_objects(self.owned.staleness())
+        self.staleness = sum(told, Counter[int]())
+        self.meet()
+        self.begin()
+        self.clock, self.answers, self.entered = 0, False, False
+        self.comm.gather_objects(None)
+        return None
+
+    def meet(self) -> None:
+        """Gives all ranks the owners' weights, to which is added what rounding kept back, and the mean buffers."""
+        for group, shard in zip(self.groups, self.owned.shards, strict=True):
+            whole = group.now.flat.copy_(group.left) if len(group.left) and self.trains else group.now.flat.zero_()
+            if shard:
+                whole[group.pieces[self.comm.rank]] += shard.weights
+            self.comm.all_reduce(whole).wait()
+            group.scatter(group.now)
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Floating-point buffers become their means over the workers, others the largest."""
+        for x in self.job.model.buffers():
+            exact = x.is_floating_point()
+            mine = x.detach().to("cpu", torch.float32 if exact else torch.int64, copy=True)
+            self.comm.all_reduce(mine if self.trains else mine.zero_(), op="sum" if exact else "max").wait()
+            x.copy_(mine * self.share if exact else mine)
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """How stale updates were; the weights are the model's."""
+        return {"staleness": {str(steps): n for steps, n in sorted(self.staleness.items())}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from the model's weights as they are now."""
+        self.comm.gather_objects(None)
+        self.begin()
