@@ -11,12 +11,10 @@ then, and no thread is left. The next forward in training begins anew.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.hardware import is_dense
@@ -24,11 +22,10 @@ from kasoku.parallel.barrier import start_equal
 from kasoku.parallel.buckets import Graded, Policy
 from kasoku.parallel.overlap import Overlap
 from kasoku.parallel.phases import Momentum, Together
-from kasoku.parallel.post import Question, post
-from kasoku.parallel.shards import CLOCK, RESTS, UPDATE, Owned, Remedies, Shard
+from kasoku.parallel.pieces import WIRES, Group
+from kasoku.parallel.post import post
+from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Owned, Remedies, Shard
 from kasoku.parallel.units import Units
-
-_WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Asynchronous(Technique):
             raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
         if self.servers < 0 or self.every < 1:
             raise InputError(f"servers={self.servers}, every={self.every}: 0 ranks or more, and at least 1 step")
-        if self.wire not in _WIRES:
+        if self.wire not in WIRES:
             raise InputError(f'wire="{self.wire}": "fp32" or "bf16"')
         if self.warmup < 0 or self.finish < 0:
             raise InputError(f"warmup={self.warmup}, finish={self.finish}: epochs, 0 or more")
@@ -112,51 +109,6 @@ class _Alone:
         pass
 
 
-class _Views:
-    """A flat stretch of memory and, in it, the places of a group's parameters."""
-
-    def __init__(self, params: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> None:
-        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=dtype)
-        self.places, start = [], 0
-        for p in params:
-            self.places.append(torch.as_strided(self.flat, p.shape, p.stride(), start))
-            start += p.numel()
-
-
-class Group:
-    """A group of parameters on a worker.
-
-    Attributes:
-        base: the weights as far as it knows them, its own updates included.
-        sent, come: what is under way to the owners, and from them.
-        aside: what of `p` is no update: the prediction.
-        left: what rounding took from the last update.
-    """
-
-    def __init__(self, params: Sequence[Tensor], owners: Sequence[int], wire: torch.dtype) -> None:
-        self.params = params
-        self.now, self.base, self.aside = (_Views(params) for _ in range(3))
-        n = len(self.base.flat)
-        self.sent, self.come = torch.zeros(n, dtype=wire), torch.zeros(n, dtype=wire)
-        self.left = torch.zeros(n if wire != torch.float32 else 0)
-        cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
-        self.pieces = {
-            owner: slice(*cut) for owner, *cut in zip(owners, cuts, cuts[1:], strict=False) if cut[0] < cut[1]
-        }
-        self.basis = dict.fromkeys(self.pieces, 0)  # of each piece: when what the next update is computed on was read
-        self.read = dict(self.basis)
-        self.under_way: dict[int, Question] = {}
-
-    def gather(self) -> Tensor:
-        """The parameters as they are, flat."""
-        torch._foreach_copy_(self.now.places, list(self.params))
-        return self.now.flat
-
-    def scatter(self, views: _Views) -> None:
-        """Sets the parameters."""
-        torch._foreach_copy_(list(self.params), views.places)
-
-
 class Exchange:
     """Asynchronous at work on one job.
 
@@ -170,7 +122,7 @@ class Exchange:
         size, servers = job.comm.size, settings.servers
         self.owners, self.workers = range(servers or size), range(servers, size)
         self.trains = job.comm.rank in self.workers
-        units, wire = Units(job.model), _WIRES[settings.wire]
+        units, wire = Units(job.model), WIRES[settings.wire]
         if not units.named:
             raise InputError(f"Asynchronous: {type(job.model).__name__} has no parameter that requires a gradient")
         for name, p in units.named:
@@ -187,6 +139,7 @@ class Exchange:
         self.share = 1 / len(self.workers)
         self.together = Together(job, settings.buckets, warmup=settings.warmup, finish=settings.finish)
         self.momentum = Momentum(job, self.remedies.momentum) if self.remedies.momentum >= 0 else None
+        self.reached = 0  # shares of the data given away when the ranks met last; by the first owner
         self.clock, self.turn, self.answers, self.entered = 0, 0, False, False
 
     def install(self) -> None:
@@ -197,7 +150,8 @@ class Exchange:
         job.after_step(self.stepped)
         job.on_drain(self.drain)
         job.keep("asynchronous", self)
-        job.undo(job.model.register_forward_pre_hook(lambda *_: self.enter()).remove)
+        model = job.model  # a deep copy has its hooks too
+        job.undo(model.register_forward_pre_hook(lambda m, _: self.enter() if m is model else None).remove)
         plain = job.plain_loader
         if self.settings.servers and hasattr(plain, "rank") and hasattr(plain, "size"):
             job.patch(plain, "rank", max(0, self.comm.rank - self.settings.servers))
@@ -258,6 +212,22 @@ class Exchange:
             )
         self.post.start()
         self.answers = True
+
+    def deal(self, first: int, end: int) -> None:
+        """Has the ranks share these shares of the data until they meet; called by all of them after a meeting."""
+        self.owned.deal(first, end)
+
+    def share_of_data(self, wish: int = 0) -> int | None:
+        """The number of the next share that this rank trains on; None: it is time to meet.
+
+        `wish`: above 0, all ranks are to meet as soon as a whole batch is dealt; the largest is in `owned.wish` of the
+        first owner.
+        """
+        if not self.answers:
+            self.start()
+        none = torch.zeros(0)
+        share = self.post.ask(self.owners[0], (SHARE, wish), none, none).wait()[0]
+        return share if share >= 0 else None
 
     def say(self, clock: int) -> None:
         """Tells this worker's clock, and waits while it is too far ahead of the slowest one."""
@@ -347,9 +317,10 @@ class Exchange:
         self.post.stop()
         told = self.comm.gather_objects(self.owned.staleness())
         self.staleness = sum(told, Counter[int]())
+        self.reached = self.owned.dealt[0] if self.owned.dealt else 0
         self.meet()
         self.begin()
-        self.clock, self.answers, self.entered = 0, False, False
+        self.clock, self.answers, self.entered, self.owned.dealt = 0, False, False, None
         self.comm.gather_objects(None)
         return None
 

@@ -29,6 +29,7 @@ class Together:
         self._job, self._warmup, self._finish = job, warmup, finish
         self._engine = Engine(job, Overlap(buckets, next_forward=False)) if warmup or finish else None
         self.active = False
+        self.bounds = (warmup, finish)
 
     def install(self) -> None:
         """Puts itself into the job's moments."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from kasoku.core import InputError
 from kasoku.parallel.post import Head
 
-UPDATE, CLOCK = 1, 2  # kinds of questions
+UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of questions
 RESTS = 2**62  # the clock of a worker that nobody waits for
 _KEPT = 0.95  # of the mean square of updates, at each one
 
@@ -125,12 +125,19 @@ class Owned:
 
     def __init__(self, shards: Sequence[Shard | None], workers: Sequence[int], ahead: int | None) -> None:
         self.shards, self._ahead = shards, ahead
+        self._lock = threading.Lock()
         self._workers = workers
+        self.dealt: tuple[int, int] | None = None  # the next share of the data, and where to end; None: not yet known
+        self.wish = 0
         self.reset()
 
     def reset(self) -> None:
         """All workers are at the same step."""
         self.clocks = dict.fromkeys(self._workers, 0)
+
+    def deal(self, first: int, end: int) -> None:
+        """Begins to give away shares of the data, by number."""
+        self.dealt, self.wish = (first, end), 0
 
     def staleness(self) -> Counter[int]:
         """Of all updates so far."""
@@ -144,12 +151,26 @@ class Owned:
 
     def ready(self, rank: int, head: Head) -> bool:
         """A worker that says its clock waits until the slowest one is near enough."""
+        if head[0] == SHARE:
+            return self.dealt is not None
         if head[0] != CLOCK or self._ahead is None:
             return True
         self.clocks[rank] = max(self.clocks[rank], head[1])
         return head[1] <= min(self.clocks.values()) + self._ahead or head[1] == RESTS
 
     def answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
-        """Takes an update; a clock was taken when it was looked at."""
+        """Takes an update, or gives a share of the data; a clock was taken when it was looked at."""
+        if head[0] == SHARE:
+            return (self._next(head[1]),)
         shard = self.shards[head[1]] if head[0] == UPDATE else None
         return (shard.take(rank, body, head[2], out),) if shard else (0,)
+
+    def _next(self, wish: int) -> int:
+        """The next share, or -1; after a wish all ranks meet as soon as a whole batch is dealt."""
+        with self._lock:
+            share, end = self.dealt or (0, 0)
+            if wish:
+                self.wish = max(wish, self.wish)
+                end = min(end, -(-share // len(self._workers)) * len(self._workers))
+            self.dealt = (min(end, share + 1), end)
+            return share if share < end else -1
