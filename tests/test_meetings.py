@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from kasoku.core import Comm, InputError, Threads, process_start
@@ -66,6 +67,26 @@ def test_every_image_is_trained_on_once_an_epoch(tmp_path):
     stale = json.loads((tmp_path / "run" / "staleness.json").read_text())
     assert sum(stale["updates"].values()) >= 30
     assert stale["mean"] > 0
+
+
+def images(folder: Path, count: int) -> Path:
+    """Image files of two classes, bright and dark."""
+    draw = torch.Generator().manual_seed(0)
+    for split in ("train", "val"):
+        for label, level in (("bright", 200), ("dark", 20)):
+            (folder / split / label).mkdir(parents=True)
+            for number in range(count):
+                pixels = torch.randint(0, 50, (20, 20, 3), generator=draw, dtype=torch.uint8) + level
+                Image.fromarray(pixels.numpy()).save(folder / split / label / f"{number}.png")
+    return folder
+
+
+def test_files_that_are_decoded_ahead_are_trained_on_once_an_epoch(tmp_path):
+    data = f"data={{use='kasoku.data.folder', root='{images(tmp_path / 'images', 36)}', size=16}}"
+    results, seen = fitted(recipe(data, "batch=12", "epochs=2", "evaluate.every=0.5"), tmp_path / "run", size=3)
+    every = [index for rank in seen for index in rank]
+    assert sorted(every) == sorted([*range(72)] * 2)
+    assert results[0].epochs == 2.0
 
 
 def test_it_learns(tmp_path):

@@ -129,7 +129,10 @@ class Exchange:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
         plan = settings.buckets.plan(units.tensors)
-        self.groups = [Group([units.named[i][1] for i in group], self.owners, wire) for group in plan.groups]
+        still = not settings.hidden and not self.remedies.predict
+        self.groups = [
+            Group([units.named[i][1] for i in group], self.owners, wire, still=still) for group in plan.groups
+        ]
         mine = [group.pieces.get(self.comm.rank) for group in self.groups]
         shards = [Shard(x.stop - x.start, self.workers, self.remedies, wire) if x else None for x in mine]
         self.owned = Owned(shards, self.workers, settings.max_staleness)
@@ -163,11 +166,7 @@ class Exchange:
     def begin(self) -> None:
         """From here on the parameters as they are, equal on all ranks, are the weights."""
         for group, shard in zip(self.groups, self.owned.shards, strict=True):
-            group.base.flat.copy_(group.gather())
-            group.aside.flat.zero_()
-            group.left.zero_()
-            group.basis = dict.fromkeys(group.pieces, 0)
-            group.read = dict(group.basis)
+            group.begin()
             if shard:
                 shard.begin(group.base.flat[group.pieces[self.comm.rank]])
         self.owned.reset()
@@ -205,7 +204,7 @@ class Exchange:
     @torch.no_grad()
     def start(self) -> None:
         """The first step after a meeting."""
-        if not all(torch.equal(group.gather(), group.base.flat) for group in self.groups):
+        if not self.clock and not all(torch.equal(group.gather(), group.base.flat) for group in self.groups):
             raise InputError(
                 "Asynchronous: the weights were changed since the ranks met last: load them before apply, or by "
                 "job.load_state_dict"
@@ -263,17 +262,7 @@ class Exchange:
     def send(self, g: int) -> None:
         """Sends what this worker moved of a group since it sent last."""
         group = self.groups[g]
-        update = group.gather().sub_(group.base.flat).sub_(group.aside.flat).mul_(self.share)
-        if self.momentum is not None:
-            torch._foreach_mul_(group.now.places, self.momentum.factors(group.params))
-        if len(group.left):
-            group.sent.copy_(update.add_(group.left))
-            torch.sub(update, group.sent, out=group.left)
-        else:
-            group.sent.copy_(update)
-        group.base.flat.add_(group.sent)
-        torch.add(group.base.flat, group.aside.flat, out=group.now.flat)
-        group.scatter(group.now)
+        group.take_update(self.share, self.momentum.factors(group.params) if self.momentum else None)
         for owner, piece in group.pieces.items():
             head = (UPDATE, g, group.basis[owner])
             group.under_way[owner] = self.post.ask(owner, head, group.sent[piece], group.come[piece])
@@ -281,22 +270,11 @@ class Exchange:
 
     def collect(self, group: Group) -> None:
         """Reads the answers to what was sent of a group: what others moved comes into the parameters."""
-        if not group.under_way:
-            return
-        with self.job.trace.span("wait", "fresh weights", bytes=group.come.nbytes):
-            group.read = {owner: question.wait()[0] for owner, question in group.under_way.items()}
-        group.under_way.clear()
-        way = group.come if len(group.left) else group.come - group.base.flat
-        ahead = self.remedies.predict
-        group.gather().sub_(group.base.flat).sub_(group.aside.flat)  # what this worker moved since it sent
-        if len(group.left):
-            group.base.flat.add_(way)
-        else:
-            group.base.flat.copy_(group.come)
-        if ahead:
-            torch.mul(way, ahead, out=group.aside.flat)
-        group.now.flat.add_(group.base.flat).add_(group.aside.flat)
-        group.scatter(group.now)
+        if group.under_way:
+            with self.job.trace.span("wait", "fresh weights", bytes=group.come.nbytes):
+                group.read = {owner: question.wait()[0] for owner, question in group.under_way.items()}
+            group.under_way.clear()
+            group.take_answer(self.remedies.predict)
 
     # ---- meetings
 
@@ -310,7 +288,7 @@ class Exchange:
             self.post.start()
         for g, group in enumerate(self.groups if self.trains else ()):
             self.collect(group)
-            if not torch.equal(group.gather(), group.base.flat + group.aside.flat):
+            if group.moved:
                 self.send(g)
                 self.collect(group)
         self.say(RESTS)

@@ -29,23 +29,35 @@ class Group:
     Attributes:
         base: the weights as far as it knows them, its own updates included.
         sent, come: what is under way to the owners, and from them.
-        aside: what of `p` is no update: the prediction.
+        aside: what of the parameters is no update: the prediction.
         left: what rounding took from the last update.
+        basis, read: of each piece: when what the next update is computed on was read, and what was read last.
     """
 
-    def __init__(self, params: Sequence[Tensor], owners: Sequence[int], wire: torch.dtype) -> None:
-        self.params = params
-        self.now, self.base, self.aside = (Views(params) for _ in range(3))
-        n = len(self.base.flat)
-        self.sent, self.come = torch.zeros(n, dtype=wire), torch.zeros(n, dtype=wire)
-        self.left = torch.zeros(n if wire != torch.float32 else 0)
+    def __init__(self, params: Sequence[Tensor], owners: Sequence[int], wire: torch.dtype, *, still: bool) -> None:
+        """`still`: the parameters do not move while an exchange is under way, and are what was read after it."""
+        self.params, self.still = params, still
+        self.now, self.base = Views(params), Views(params)
+        self.aside = torch.zeros(0 if still else len(self.base.flat))
+        n, exact = len(self.base.flat), wire == torch.float32
+        self.sent = torch.zeros(n, dtype=wire)
+        self.come = self.base.flat if still and exact else torch.zeros(n, dtype=wire)
+        self.left = torch.zeros(0 if exact else n)
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
         self.pieces = {
             owner: slice(*cut) for owner, *cut in zip(owners, cuts, cuts[1:], strict=False) if cut[0] < cut[1]
         }
-        self.basis = dict.fromkeys(self.pieces, 0)  # of each piece: when what the next update is computed on was read
+        self.basis = dict.fromkeys(self.pieces, 0)
         self.read = dict(self.basis)
         self.under_way: dict[int, Question] = {}
+
+    def begin(self) -> None:
+        """The parameters as they are become the weights that it knows."""
+        self.base.flat.copy_(self.gather())
+        self.aside.zero_()
+        self.left.zero_()
+        self.basis = dict.fromkeys(self.pieces, 0)
+        self.read = dict(self.basis)
 
     def gather(self) -> Tensor:
         """The parameters as they are, flat."""
@@ -55,3 +67,50 @@ class Group:
     def scatter(self, views: Views) -> None:
         """Sets the parameters."""
         torch._foreach_copy_(list(self.params), views.places)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the parameters have moved since an update was taken of them."""
+        return not torch.equal(self.gather(), self.base.flat if self.still else self.base.flat + self.aside)
+
+    def own(self) -> Tensor:
+        """What this worker moved since an update was taken."""
+        own = self.gather().sub_(self.base.flat)
+        return own if self.still else own.sub_(self.aside)
+
+    def take_update(self, share: float, factors: Sequence[float] | None) -> None:
+        """Fills `sent` with a share of what this worker moved, which counts as added from here on."""
+        update = self.own().mul_(share)
+        if factors:
+            torch._foreach_mul_(self.now.places, list(factors))
+        if len(self.left):
+            self.sent.copy_(update.add_(self.left))
+            self.left.copy_(update)
+            self.left.sub_(update.copy_(self.sent))
+        elif self.still:  # what comes is `base`
+            self.sent.copy_(update)
+            return
+        else:
+            self.sent.copy_(update)
+        self.base.flat.add_(update)
+        if not self.still:
+            torch.add(self.base.flat, self.aside, out=self.now.flat)
+            self.scatter(self.now)
+
+    def take_answer(self, ahead: float) -> None:
+        """Adds what came, and goes so many times as far ahead."""
+        if self.still:
+            if len(self.left):
+                self.base.flat.add_(self.now.flat.copy_(self.come))
+            self.scatter(self.base)
+            return
+        own = self.own()
+        way = self.come if len(self.left) else self.come - self.base.flat
+        if len(self.left):
+            self.base.flat.add_(way)
+        else:
+            self.base.flat.copy_(self.come)
+        if ahead:
+            torch.mul(way, ahead, out=self.aside)
+        own.add_(self.base.flat).add_(self.aside)
+        self.scatter(self.now)

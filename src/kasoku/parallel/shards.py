@@ -64,6 +64,7 @@ class Shard:
         self._workers, self._remedies = workers, remedies
         self._lock = threading.Lock()
         self._squares: Tensor | None = None
+        self._exact = torch.zeros(n if wire != torch.float32 else 0)  # what came and goes, in the weights' own type
 
     def begin(self, weights: Tensor) -> None:
         """From here on these are the weights, which all workers have."""
@@ -88,6 +89,8 @@ class Shard:
             others = self._version - self._own[rank]
             self.staleness[others - basis] += 1
             told = self._told.get(rank)
+            if len(self._exact):
+                update = self._exact.copy_(update)  # types are converted by copies: all else is slow with two of them
             self._add(update, others - basis, told)
             self._version += 1
             self._own[rank] += 1
@@ -96,20 +99,19 @@ class Shard:
                 if told is not None:
                     told.copy_(out)
             elif told is not None:
-                torch.sub(self.weights, told.add_(update), out=out)
-                told.add_(out)  # what rounding takes is told the next time
+                out.copy_(torch.sub(self.weights, told.add_(update), out=self._exact))
+                told.add_(self._exact.copy_(out))  # what rounding takes is told the next time
             return others
 
     def _add(self, update: Tensor, staleness: int, told: Tensor | None) -> None:
         remedies = self._remedies
         damped = min(1.0, len(self._workers) / (1 + staleness)) if remedies.damp else 1.0
         if remedies.compensate and told is not None:
-            exact = update.to(self.weights.dtype)
             if self._squares is None:
-                self._squares = exact * exact
+                self._squares = update * update
             else:
-                self._squares.mul_(_KEPT).addcmul_(exact, exact, value=1 - _KEPT)
-            curved = exact * exact / self._squares.sqrt().clamp(min=torch.finfo(exact.dtype).tiny)
+                self._squares.mul_(_KEPT).addcmul_(update, update, value=1 - _KEPT)
+            curved = update * update / self._squares.sqrt().clamp(min=torch.finfo(update.dtype).tiny)
             self.weights.addcmul_(curved, self.weights - told, value=-damped * remedies.compensate)
         self.weights.add_(update, alpha=damped)
 
