@@ -271,7 +271,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0, help="of the CPU (default: all cores)")
     parser.add_argument("--cases", nargs="+", choices=("network", "cliff", "input"), help="(default: all)")
     parser.add_argument("--full", action="store_true", help="also time to a target accuracy")
-    parser.add_argument("--seeds", type=int, default=5, help="of --full")
+    parser.add_argument("--seeds", type=int, default=21, help="of --full")
     arguments = parser.parse_args()
     THREADS[0] = arguments.threads
     each = {case.name: judged(case, arguments) for case in cases() if case.name in (arguments.cases or case.name)}

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import browser  # noqa: E402 - it lies among the tests
 
 KASOKU = [sys.executable, "-m", "kasoku"]
-SHOTS = {"light": (1280, 2600), "dark": (400, 2600)}  # pixels
+SHOTS = {"light": (1280, 900), "dark": (400, 900)}  # pixels of the window; the whole page is drawn
 
 
 def made(run: Path) -> Path:
@@ -38,7 +38,7 @@ def main() -> None:
         page = made(Path(folder) / "digits")
         for theme, (width, height) in SHOTS.items():
             with browser.Opened(opened, page, width=width, height=height, dark=theme == "dark") as shown:
-                shown.page.screenshot(path=ROOT / "docs" / f"report_{theme}.png")
+                shown.page.screenshot(path=ROOT / "docs" / f"report_{theme}.png", full_page=True)
 
 
 if __name__ == "__main__":

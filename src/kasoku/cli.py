@@ -1,4 +1,6 @@
-"""The command: kasoku train | launch | tune | search | profile | report | eval | predict | export | data | pack | list.
+"""The command: kasoku train | launch | tune | search | profile | simulate | plan | report.
+
+Runs put to use: eval | predict | export. Data: data | pack. What there is: list.
 
 Exit codes: 0 done, 1 a fault of kasoku's own, 2 something given cannot be used, 3 the training diverged,
 4 another rank died or hangs, 75 stopped by SIGINT or SIGTERM with a checkpoint written (go on with --resume),
@@ -59,11 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kasoku.launch import add_parser as add_launch
-    from kasoku.profiling import add_parser as add_profile
-    from kasoku.reporting import add_parser as add_report
-    from kasoku.searching import add_parser as add_search
-    from kasoku.tuning import add_parser as add_tuning
+    from kasoku import launch, planning, profiling, reporting, searching, simulating, tuning
 
     parser = argparse.ArgumentParser(prog="kasoku", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -89,11 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--plot", type=Path, metavar="FILE", help="draw rate, weight decay, momentum over epochs (SVG)")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
     train.set_defaults(run=_train)
-    add_launch(commands)
-    add_tuning(commands)
-    add_search(commands)
-    add_profile(commands)
-    add_report(commands)
+    for beside in (launch, tuning, searching, profiling, simulating, planning, reporting):
+        beside.add_parser(commands)
     _add_use(commands)
     _add_data(commands)
     commands.add_parser("list", help="models, data sources, techniques, recipes").set_defaults(run=_list)
@@ -198,7 +193,7 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     tuned = start.do("tuning", tuning) if recipe.auto_batch else None
     recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
     # before the folder: a start that fails leaves nothing behind
-    kept = shares_in(folder, comm, recipe.batch) if resume else ()
+    kept = shares_in(folder, comm, recipe.batch) if resume and not recipe.device.graphs else ()
     shares = shares_of(recipe, tuned.found.speeds) if tuned else kept
     training = together(comm, lambda: prepare(recipe, comm, dataset=dataset, start=start, shares=shares))
     with run_folder(comm, folder, resume=resume) as run:

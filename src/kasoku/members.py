@@ -149,6 +149,8 @@ def _in_turns(
                     if isinstance(error, GoneError) or (watch.between_steps and i != behind):
                         watch.save()
                 raise
-        for turn in turns:
+        results = []
+        for watch, turn in zip(watches, turns, strict=True):  # until its turn to end comes, the time is the others'
             turn.close()
-        return [watch.finish() for watch in watches]
+            results.append(watch.finish())
+        return results

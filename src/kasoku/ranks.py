@@ -148,12 +148,17 @@ def joined(here: Place, start: Start) -> Iterator[Comm]:
         if isinstance(error, RuntimeError) and "gloo" in str(error):
             comm.pulse.hear_out()  # mostly another rank is the cause
         comm.pulse.close(failed=" ".join(str(error).split())[:200] or type(error).__name__)
-        if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if is_lost_rank(error):
             line = " ".join(str(error).split())[:120]
             raise LostRankError(f"rank {here.rank}: lost another rank ({line}); resume from a checkpoint") from error
         raise
     finally:
         dist.destroy_process_group()
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed, as when another rank is gone."""
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
 def _meet(here: Place, backend: str, where: Sequence[str | None]) -> None:
@@ -294,7 +299,7 @@ class Gate:
 
 def check_share(recipe: Recipe, ranks: int) -> None:
     """Raises InputError where so many ranks cannot share the recipe's batch."""
-    if not _can_share(recipe, ranks):
+    if not can_share(recipe, ranks):
         parts = f" x {recipe.parts(ranks)} parts" if recipe.parts(ranks) > 1 else ""
         groups = f", in groups of norm_batch={recipe.norm_batch}" if recipe.norm_batch else ""
         raise InputError(
@@ -305,10 +310,11 @@ def check_share(recipe: Recipe, ranks: int) -> None:
 
 def most_ranks(recipe: Recipe, limit: int) -> int:
     """The largest number of ranks up to `limit` that can share the recipe's batch."""
-    return max((n for n in range(2, limit + 1) if _can_share(recipe, n)), default=1)
+    return max((n for n in range(2, limit + 1) if can_share(recipe, n)), default=1)
 
 
-def _can_share(recipe: Recipe, ranks: int) -> bool:
+def can_share(recipe: Recipe, ranks: int) -> bool:
+    """Whether so many ranks get equal shares of the recipe's batch, in its parts and groups."""
     once, left = divmod(recipe.batch, ranks * recipe.parts(ranks))
     group = recipe.norm_batch
     return ranks == 1 or recipe.auto_batch or (left == 0 and (not group or once % group == 0 or group % once == 0))

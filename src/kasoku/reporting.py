@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _PARTS = ("ledger", "timeline", "tuning", "classes")
 _NO_RECIPE = ("seed", "origin", "save.")  # settings that make no other recipe
-_MIB = 2**20
 
 Group = tuple[str, Sequence["Run"]]
 
@@ -95,9 +94,8 @@ def _read(path: Path, name: str) -> Run:
         result=_json(path / "result.json", damaged),
         metrics=_metrics(path / "metrics.jsonl"),
         parts={part: found for part, found in parts.items() if found},
-        plan=_plan(path),
+        plan="" if len(parts["ledger"].get("ranks") or ()) == 1 else _plan(path),  # one rank has no groups
         machine={**environment.get("machine", {}), **more},
-        started_s=_started(path / "mlperf.log"),
         damaged=damaged,
     )
 
@@ -120,7 +118,7 @@ def _json(file: Path, damaged: list[str]) -> dict[str, Any]:
 def _metrics(file: Path) -> list[dict[str, Any]]:
     """The lines that are whole."""
     try:
-        text = file.read_text()
+        text = file.read_text(errors="replace")
     except OSError:
         return []
     lines = []
@@ -136,24 +134,6 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _started(file: Path) -> float | None:
-    """When the process started, in seconds since 1970, as the line about its first step says."""
-    try:
-        text = file.read_text()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if '"start"' not in line:
-            continue
-        try:
-            record = json.loads(line.removeprefix(":::MLLOG "))
-            if record["key"] == "start":
-                return float(record["time_ms"] / 1e3 - record["value"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return None
 
 
 def _plan(path: Path) -> str:
@@ -225,7 +205,7 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
     from kasoku.report.compare import Outcome, compare
 
     outcomes = [
-        [Outcome(r.seed, r.target, r.result.get("time_to_target_s"), r.result.get("top1")) for r in runs]
+        [Outcome(r.seed, r.target, r.result.get("time_to_target_s"), _top1_at_the_end(r)) for r in runs]
         for _, runs in groups
     ]
     lines = []
@@ -234,6 +214,10 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
         machines = {json.dumps(_hardware(run), sort_keys=True) for run in (*groups[0][1], *runs)}
         lines.append(verdict.line + ("; these runs were made on different machines" if len(machines) > 1 else ""))
     return lines
+
+
+def _top1_at_the_end(run: Run) -> float | None:
+    return None if run.result.get("stopped") else run.result.get("top1")
 
 
 def _told_apart(groups: Sequence[Group]) -> list[Group]:
@@ -292,7 +276,7 @@ def _write_trace(runs: Sequence[Run], file: Path) -> None:
         raise InputError(f"--trace: {runs[0].name} has no timeline.json; train it anew, or give another run")
     try:
         text = json.dumps(chrome(timeline))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"--trace: timeline.json of {runs[0].name} is damaged ({type(error).__name__}: {error}); train it anew"
         ) from error

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kasoku.tune.search import Outcome
     from kasoku.tune.space import Space
 
-STOPPED = 75
 _SHOWN = 10  # trials in the table that is printed
 
 
@@ -44,7 +43,7 @@ def add_parser(commands: Any) -> None:
 def _search(arguments: argparse.Namespace) -> int:
     from kasoku.runs import free_folder
     from kasoku.trainer import signals
-    from kasoku.tune.search import Plan, search
+    from kasoku.tune.search import STOPPED, Plan, search
     from kasoku.tune.space import read_space
 
     file: Path = arguments.recipe

@@ -27,6 +27,7 @@ _OF_A_STEP = (
     AssertionError,
     AttributeError,
     LookupError,
+    MemoryError,
     NameError,
     RuntimeError,
     TypeError,
@@ -188,7 +189,7 @@ def curve(at: Callable[[int], Recipe], least: int, most: int) -> tuple[tuple[int
 
 
 def _source(recipe: Recipe) -> list[str]:
-    """What steps depend on beside the job's own facts: model, data and loss as they are set, the user's own source.
+    """What steps depend on beside the job's own facts: the settings of what is used, the user's own source.
 
     Of that the modules which the recipe names, and what was imported from beside them.
     """
@@ -201,7 +202,7 @@ def _source(recipe: Recipe) -> list[str]:
     for file in sorted(_files_below(places)):
         with suppress(OSError):
             digest.update(file.read_bytes())
-    return [*map(repr, (recipe.model, recipe.data, recipe.loss)), digest.hexdigest()]
+    return [*map(repr, used), digest.hexdigest()]
 
 
 def _files_below(places: set[Path]) -> set[Path]:
@@ -215,18 +216,16 @@ def _files_below(places: set[Path]) -> set[Path]:
 @contextmanager
 def plainly() -> Iterator[None]:
     """What a step raises, as a line: model, loss and data are the user's, and must run before they can be tuned."""
-    from torch.distributed import DistError
-
-    from kasoku.parallel.together import ToldElsewhereError
+    from kasoku.ranks import is_lost_rank
+    from kasoku.tune.memory import out_of_memory
 
     try:
         yield
-    except InputError as error:
-        if str(error).endswith("tells why"):
-            raise ToldElsewhereError(str(error)) from error
+    except InputError:
         raise
     except _OF_A_STEP as error:
-        if isinstance(error, DistError) or "gloo" in str(error):
-            raise  # another rank is gone
+        if is_lost_rank(error):
+            raise
         line = " ".join(str(error).split())[:200]
-        raise InputError(f"no step can be made ({type(error).__name__}: {line}): mend model, loss or data") from error
+        advice = "lower batch" if out_of_memory(error) else "mend model, loss or data"
+        raise InputError(f"no step can be made ({type(error).__name__}: {line}): {advice}") from error

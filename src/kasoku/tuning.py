@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from kasoku.tune.strategies import Strategy
 
 _STRATEGIES = ("TimeToTarget", "Throughput", "EpochTimeMinimize", "GpuUsageMaximize")
-_BUDGET_S = BUDGET_S
 _LOW, _HIGH = 1e-3, 1e2  # of the range test: times the recipe's rates
 
 
@@ -42,7 +41,7 @@ def add_parser(commands: Any) -> None:
     tune.add_argument(
         "--strategy", default=_STRATEGIES[0], metavar="NAME", help=f"{', '.join(_STRATEGIES)} (default: the first)"
     )
-    tune.add_argument("--budget", type=float, default=_BUDGET_S, metavar="SECONDS", help="(default: %(default)g)")
+    tune.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="(default: %(default)g)")
     tune.add_argument("--range", metavar="LOW:HIGH", help="of the batch, or of the optimizer's lr")
     tune.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting")
     tune.add_argument("--out", type=Path, metavar="DIR", help="write tuning.json there")
@@ -80,7 +79,7 @@ def before_training(
         return again(arguments, [f"batch={batch}"])
 
     together(comm, check)
-    tuned = tune(recipe, at, comm=comm, how=How(budget_s=_BUDGET_S))
+    tuned = tune(recipe, at, comm=comm, how=How(budget_s=BUDGET_S))
     _give_back(recipe)
     if comm.rank == 0 and not arguments.quiet:
         show(tuned)

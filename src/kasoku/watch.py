@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +23,7 @@ from kasoku.parallel.together import in_the_end, together
 from kasoku.parallel.watched import Pulse
 from kasoku.ranks import Rounds, place
 from kasoku.recipe import Recipe
-from kasoku.report import Bar, Facts, Ledger, Log, NoLog, facts_of
+from kasoku.report import Bar, Cause, Facts, Ledger, Log, NoLog, facts_of
 from kasoku.report.confusion import Judged
 from kasoku.result import Result
 from kasoku.start import Start, itemised
@@ -190,7 +189,9 @@ class Watch:
                 classes = self._judged.found(self.training.dataset, self.job.comm)
             self._write(lambda run: run.write("classes.json", json.dumps(classes) + "\n"))
         progress = self.progress
-        ledger, timeline = self.ledger.document(self.job.comm, self._facts())
+        with self._doing("save"):
+            facts = self._facts()
+        ledger, timeline = self.ledger.document(self.job.comm, facts)
         result = Result(
             top1=progress.scores.get("top1"),
             top5=progress.scores.get("top5"),
@@ -205,11 +206,14 @@ class Watch:
         )
         whole = {**asdict(result), "seconds": round(result.seconds, 3), "steps": self.job.steps}
         documents = {"result.json": whole, "ledger.json": ledger, "timeline.json": timeline}
-        for name, document in documents.items():
-            text = json.dumps(document, indent=1) + "\n"
-            self._write(partial(RunFolder.write, name=name, text=text))
+
+        def write(run: RunFolder) -> None:
+            for name, document in documents.items():
+                run.write(name, json.dumps(document, indent=1) + "\n")
+
+        self._write(write)
         for cause in ledger["verdict"][:1]:
-            self.bar.say("{cause}: {line}; {remedy}".format(**cause))
+            self.bar.say(str(Cause(**cause)))
         self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
         return result
 

@@ -316,6 +316,8 @@ def test_an_unknown_name_lists_all_and_names_the_nearest(tmp_path):
         download("cifar-10", str(tmp_path))
     with pytest.raises(InputError, match="did you mean fashion-mnist"):
         download("fashion_mnist", str(tmp_path))
+    with pytest.raises(InputError, match=r"'svhn': one of .*imagenette$"):
+        download("svhn", str(tmp_path))
 
 
 def test_no_folder_is_one_clear_line():

@@ -15,6 +15,12 @@ from kasoku.parallel import TorchComm
 
 LIMIT_S = 60
 
+# Note: clean processes. The process of pytest holds threads (of tests before, of stores), and a lock that one of them
+# holds at a fork is never let go in the child. So ranks are forked from a server that has imported what they need and
+# has started no thread.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch._dynamo", "kasoku.trainer", "kasoku.parallel", "pytest", "hypothesis"])
+
 
 def _rank_main(rank: int, size: int, port: int, f: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
     torch.set_num_threads(1)
@@ -30,11 +36,10 @@ def _rank_main(rank: int, size: int, port: int, f: Callable[..., Any], args: tup
 
 
 def on_processes(size: int, f: Callable[..., Any], *args: Any) -> list[Any]:
-    """Results of f(comm, *args) in rank order; f is a top-level function. Forked: torch is imported already."""
+    """Results of f(comm, *args) in rank order; f is a top-level function."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = multiprocessing.get_context("fork")
     results = context.Queue()
     workers = [context.Process(target=_rank_main, args=(r, size, port, f, args, results)) for r in range(size)]
     for worker in workers:

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_processes
+from ranks import context, on_processes
 
 from kasoku.core import Comm, InputError, Solo, Threads
 from kasoku.parallel import TorchComm
@@ -79,7 +80,7 @@ def _rank_main(rank: int, size: int, port: int, hosted: bool, folder: Path, dog:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    """launch(size, act, watchdog, store_here=False): forked ranks over gloo on loopback, killed at the test's end."""
+    """launch(size, act, watchdog, store_here=False): ranks over gloo on loopback, killed at the test's end."""
     processes: list[multiprocessing.process.BaseProcess] = []
     stores = []
 
@@ -89,7 +90,6 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
             port = s.getsockname()[1]
         if store_here:
             stores.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
-        context = multiprocessing.get_context("fork")
         for rank in range(size):
             args = (rank, size, port, store_here, tmp_path, dog, act)
             (tmp_path / f"stderr-{rank}").touch()
@@ -103,18 +103,18 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         process.join(LIMIT_S)
 
 
+def _wait_for(victim: int, comm: Watched, ready: Callable[[], None]) -> None:
+    comm.all_reduce(torch.ones(4)).wait()
+    comm.pulse.step()
+    ready()
+    if comm.rank != victim:
+        comm.all_reduce(torch.ones(1000)).wait()
+    time.sleep(2 * LIMIT_S)
+
+
 def all_wait_for(victim: int) -> Act:
     """All but the victim wait in an all_reduce, which it never joins."""
-
-    def act(comm: Watched, ready: Callable[[], None]) -> None:
-        comm.all_reduce(torch.ones(4)).wait()
-        comm.pulse.step()
-        ready()
-        if comm.rank != victim:
-            comm.all_reduce(torch.ones(1000)).wait()
-        time.sleep(2 * LIMIT_S)
-
-    return act
+    return partial(_wait_for, victim)
 
 
 def pid_of(ranks: Ranks, rank: int) -> str:
@@ -139,14 +139,15 @@ def test_a_death_is_named_on_all_others_while_they_wait_for_it(
         assert line.count("\n") == 0
 
 
-def test_a_death_is_named_while_the_others_compute(launch: Callable[..., Ranks]) -> None:
-    def act(comm: Watched, ready: Callable[[], None]) -> None:
-        ready()
-        until = time.monotonic() + LIMIT_S
-        while time.monotonic() < until:
-            sum(range(1000))
+def _compute(comm: Watched, ready: Callable[[], None]) -> None:
+    ready()
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        sum(range(1000))
 
-    ranks = launch(3, act)
+
+def test_a_death_is_named_while_the_others_compute(launch: Callable[..., Ranks]) -> None:
+    ranks = launch(3, _compute)
     ranks.wait_until_ready()
     ranks.send(1, signal.SIGKILL)
     for code, line in ranks.end(PROMISE_S, but=(1,)).values():
@@ -171,33 +172,35 @@ def test_where_the_store_outlives_rank_0_its_death_is_seen_by_its_heartbeat(laun
         assert (code, f"{pid_of(ranks, 0)} died" in line) == (EXIT_CODE, True), line
 
 
+def _fail(failing: int, comm: Watched, ready: Callable[[], None]) -> None:
+    if comm.rank == failing:
+        comm.pulse.close(failed="the disk is full")
+        os._exit(1)
+    comm.all_reduce(torch.ones(4)).wait()
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_that_was_announced_is_told_on_the_others(launch: Callable[..., Ranks], failing: int) -> None:
-    def act(comm: Watched, ready: Callable[[], None]) -> None:
-        if comm.rank == failing:
-            comm.pulse.close(failed="the disk is full")
-            os._exit(1)
-        comm.all_reduce(torch.ones(4)).wait()
-
-    ranks = launch(3, act)
+    ranks = launch(3, partial(_fail, failing))
     for code, line in ranks.end(LIMIT_S, but=(failing,)).values():
         assert (code, f"{pid_of(ranks, failing)} failed: the disk is full" in line) == (EXIT_CODE, True), line
+
+
+def _sleep(sleeper: int, comm: Watched, ready: Callable[[], None]) -> None:
+    for step in range(4):
+        if step == 3 and comm.rank == sleeper:
+            time.sleep(2 * LIMIT_S)
+        works = [comm.all_reduce(torch.ones(n)) for n in (1000, 7)]
+        for work in works:
+            work.wait()
+        comm.pulse.step()
 
 
 @pytest.mark.parametrize("sleeper", [0, 3])
 def test_a_rank_that_hangs_is_named_with_the_collective_it_did_not_join(
     launch: Callable[..., Ranks], sleeper: int
 ) -> None:
-    def act(comm: Watched, ready: Callable[[], None]) -> None:
-        for step in range(4):
-            if step == 3 and comm.rank == sleeper:
-                time.sleep(2 * LIMIT_S)
-            works = [comm.all_reduce(torch.ones(n)) for n in (1000, 7)]
-            for work in works:
-                work.wait()
-            comm.pulse.step()
-
-    ranks = launch(4, act, Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
+    ranks = launch(4, partial(_sleep, sleeper), Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
     waiter = pid_of(ranks, 1 if sleeper == 0 else 0)
     wanted = f"{pid_of(ranks, sleeper)} has not joined all_reduce #7 of 1000 float32, which {waiter} waits in; "
     for rank, (code, line) in ranks.end(LIMIT_S).items():
@@ -205,41 +208,44 @@ def test_a_rank_that_hangs_is_named_with_the_collective_it_did_not_join(
         assert re.match(r"kasoku: no step for \d+ s: ", line)
 
 
-def test_no_rank_hangs_before_the_first_step_nor_while_one_is_busy(launch: Callable[..., Ranks]) -> None:
-    def act(comm: Watched, ready: Callable[[], None]) -> None:
-        if comm.rank == 1:
-            time.sleep(3)  # compiles
-        for _ in range(3):
-            comm.all_reduce(torch.ones(4)).wait()
-            comm.pulse.step()
-        if comm.rank == 1:
-            with comm.pulse.busy("evaluation"):
-                time.sleep(3)
+def _busy(comm: Watched, ready: Callable[[], None]) -> None:
+    if comm.rank == 1:
+        time.sleep(3)  # compiles
+    for _ in range(3):
         comm.all_reduce(torch.ones(4)).wait()
         comm.pulse.step()
+    if comm.rank == 1:
+        with comm.pulse.busy("evaluation"):
+            time.sleep(3)
+    comm.all_reduce(torch.ones(4)).wait()
+    comm.pulse.step()
 
-    ranks = launch(2, act, Watchdog(hang_timeout_s=1.0, beat_s=0.25, dead_s=10.0))
+
+def test_no_rank_hangs_before_the_first_step_nor_while_one_is_busy(launch: Callable[..., Ranks]) -> None:
+    ranks = launch(2, _busy, Watchdog(hang_timeout_s=1.0, beat_s=0.25, dead_s=10.0))
     assert ranks.end(LIMIT_S) == {0: (0, ""), 1: (0, "")}
+
+
+def _end(order: tuple[int, ...], comm: Watched, ready: Callable[[], None]) -> None:
+    comm.all_reduce(torch.ones(4)).wait()
+    comm.pulse.step()
+    time.sleep(0.7 * QUICK.dead_s * order.index(comm.rank))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_a_normal_end_in_any_order_is_silent(launch: Callable[..., Ranks], order: tuple[int, ...]) -> None:
-    def act(comm: Watched, ready: Callable[[], None]) -> None:
-        comm.all_reduce(torch.ones(4)).wait()
-        comm.pulse.step()
-        time.sleep(0.7 * QUICK.dead_s * order.index(comm.rank))
-
-    ranks = launch(3, act)
+    ranks = launch(3, partial(_end, order))
     assert ranks.end(LIMIT_S) == dict.fromkeys(range(3), (0, ""))
 
 
-def test_ranks_that_were_all_stopped_for_a_while_accuse_nobody(launch: Callable[..., Ranks]) -> None:
-    def act(comm: Watched, ready: Callable[[], None]) -> None:
-        ready()
-        time.sleep(2 * QUICK.dead_s)
-        comm.all_reduce(torch.ones(4)).wait()
+def _rest(comm: Watched, ready: Callable[[], None]) -> None:
+    ready()
+    time.sleep(2 * QUICK.dead_s)
+    comm.all_reduce(torch.ones(4)).wait()
 
-    ranks = launch(3, act)
+
+def test_ranks_that_were_all_stopped_for_a_while_accuse_nobody(launch: Callable[..., Ranks]) -> None:
+    ranks = launch(3, _rest)
     ranks.wait_until_ready()
     for number, then_s in ((signal.SIGSTOP, QUICK.dead_s + 1), (signal.SIGCONT, 0.0)):
         for rank in range(3):

@@ -85,7 +85,10 @@ def test_every_trial_is_a_process_and_the_table_has_the_best_first(plan, tmp_pat
     rows = list(csv.DictReader((tmp_path / "search" / "trials.csv").open()))
     assert [float(row["top1"]) for row in rows] == [one.top1 for one in outcomes]
     assert {row["folder"] for row in rows} == {one.folder for one in outcomes}
-    assert len(said) == 4
+    lines = {one.trial: str(one) for one in outcomes}
+    begun = {one.trial: f"trial {one.trial}: begins (top1={one.settings['top1']})" for one in outcomes}
+    assert sorted(said) == sorted([*lines.values(), *begun.values()])
+    assert all(said.index(begun[trial]) < said.index(lines[trial]) for trial in lines)
     jobs = {(path / "starts").read_text().split()[1] for path in tmp_path.glob("search/trial-*") if path.is_dir()}
     assert jobs == {"0", "1"}
 
@@ -183,7 +186,7 @@ def test_a_folder_with_another_search_or_in_use_is_refused(plan, tmp_path):
             refusals.append(str(error))
 
     search(plan(ACCURACY, 2, about="one"), say=at_once)
-    assert len(refusals) == 1
+    assert len(refusals) == 2  # when its trial began, and when it ended
     assert "in use by a running search" in refusals[0]
 
 

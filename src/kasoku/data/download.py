@@ -108,8 +108,9 @@ def download(name: str, to: str, *, source: str = "", quiet: bool = False) -> st
     archive, a full disk, a folder that cannot be written, a file that another download writes.
     """
     if name not in RELEASES:
-        near = difflib.get_close_matches(name, RELEASES, n=1, cutoff=0.0)
-        raise InputError(f"data set {name!r}: one of {', '.join(RELEASES)}; did you mean {near[0]}?")
+        near = difflib.get_close_matches(name, RELEASES, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InputError(f"data set {name!r}: one of {', '.join(RELEASES)}{hint}")
     if not to:
         raise InputError("--to is not given: the folder for the data, such as --to data")
     release, home = RELEASES[name], Path(os.path.abspath(os.path.expanduser(os.path.expandvars(to))))

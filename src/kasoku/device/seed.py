@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.job import Batch
@@ -42,10 +43,21 @@ class Seeded(Technique):
                 # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
                 micro = micro + 1 if job.steps == step else 0
                 step = job.steps
-                torch.manual_seed(_mix(self.seed, step, job.comm.rank * job.accumulate + micro))
+                seed_for(job.model, _mix(self.seed, step, job.comm.rank * job.accumulate + micro))
                 yield batch
 
         job.around_loader(seeded)
+
+
+def seed_for(model: nn.Module, seed: int) -> None:
+    """Seeds the host's random state and that of the device the model is on.
+
+    `torch.manual_seed` goes on to devices that were never used, for each of which it formats a stack.
+    """
+    torch.default_generator.manual_seed(seed)
+    first = next(model.parameters(), None)
+    if first is not None and first.device.type not in ("cpu", "meta"):
+        torch.get_device_module(first.device).manual_seed(seed)
 
 
 def _mix(*numbers: int) -> int:

@@ -51,7 +51,6 @@ class Run:
         parts: ledger, timeline, tuning and classes, as their files hold them; only those that are there.
         plan: its groups of gradients, as a text; empty where none was kept.
         machine: what it ran on.
-        started_s: when its process started, seconds since 1970.
         damaged: files that cannot be read, a line each.
     """
 
@@ -62,7 +61,6 @@ class Run:
     parts: Mapping[str, Any] = field(default_factory=dict)
     plan: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
-    started_s: float | None = None
     damaged: Sequence[str] = ()
 
     @property
@@ -157,7 +155,7 @@ def _points(run: Run, x: str, key: str) -> tuple[list[float], list[float]]:
     lines = [line for line in run.metrics if isinstance(line.get(key), int | float) and math.isfinite(line[key])]
     every = -(-len(lines) // _POINTS)
     kept = [line for i, line in enumerate(lines) if i % every == 0 or i == len(lines) - 1]
-    since = run.started_s if run.started_s is not None else (run.metrics[0]["time_s"] if run.metrics else 0.0)
+    since = run.metrics[0]["time_s"] if run.metrics else 0.0  # of a run from before `seconds` was written
     xs = [line["epoch"] if x == "epoch" else line.get("seconds", line["time_s"] - since) for line in kept]
     return xs, [line[key] for line in kept]
 

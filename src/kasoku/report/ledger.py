@@ -19,6 +19,7 @@ from kasoku.report.verdict import Facts, verdict
 
 _STREAM = {"input": "input", "copy": "input"}
 _TRANSFER = "transfer"  # spans of what is under way between ranks while this one goes on
+_SHOWN = 16  # ranks in the timeline
 _COMPARED = 200  # steps of which all ranks tell how long they waited
 
 
@@ -57,7 +58,8 @@ class Ledger:
         rows = {**self.setup, **self._loop()}
         rows["other"] = self.clock.now() - self.started - sum(s for row, s in rows.items() if row != "other")
         first = [row for row in (self.earlier | rows) if row not in (*STEP, *APART, "compile")]
-        names = [*first, "compile", *STEP[:-1], *APART[: 3 if rows.get(APART[2]) else 2], "other"]
+        shown = [row for row in APART if row != APART[2] or rows.get(row) or self.earlier.get(row)]
+        names = [*first, "compile", *STEP[:-1], *shown, "other"]
         return {row: rows.get(row, 0.0) + self.earlier.get(row, 0.0) for row in names}
 
     def training_s(self) -> float:
@@ -74,9 +76,7 @@ class Ledger:
         """The share of the time since the loop began in which this thread could run and had no core; 0: not known."""
         return max(0.0, _delay_s() - self._delayed_s) / max(1e-9, self.clock.now() - self._began)
 
-    def document(
-        self, comm: Comm, facts: Facts, bounds: Mapping[str, float] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def document(self, comm: Comm, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
         """What ledger.json and timeline.json hold, of all ranks; all ranks call it.
 
         `rows` are rank 0's, earlier parts of a resumed training included; `ranks` those of each rank in this part.
@@ -86,19 +86,18 @@ class Ledger:
         rows = self.rows()
         now = {row: s - self.earlier.get(row, 0.0) for row, s in rows.items()}  # earlier parts are rank 0's
         mine: dict[str, Any] = {"rows": _rounded(now), "step_s": self.steps.step_s(), "mean_s": self.mean_s()}
-        every = comm.gather_objects(
-            {**mine, "spans": self._spans(), "waits": waits, "whole": _rounded(rows), "block_s": self.steps.block_s()}
-        )
+        mine |= {"waits": waits, "whole": _rounded(rows), "block_s": self.steps.block_s()}
+        every = comm.gather_objects({**mine, "spans": self._spans() if comm.rank < _SHOWN else []})
         rows = every[0]["whole"]
         transfer_s = _least([one["waits"] for one in every])
         blocks = [one["block_s"] for one in every]
-        causes = verdict([one["mean_s"] for one in every], facts, bounds, transfer_s=transfer_s, blocks=blocks)
+        causes = verdict([one["mean_s"] for one in every], facts, transfer_s=transfer_s, blocks=blocks)
         ledger = {
             "wall_s": round(sum(rows.values()), 3),
             "rows": rows,
             "beside": _rounded(self.beside),
             "step_s": {row: round(s, 7) for row, s in every[0]["step_s"].items()},
-            "bounds": dict(bounds or {}),
+            "bounds": {},
             "verdict": [asdict(cause) for cause in causes],
             "ranks": [one["rows"] for one in every],
             "facts": asdict(facts),

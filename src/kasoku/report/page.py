@@ -133,8 +133,7 @@ def _ledgers(runs: Sequence[Run]) -> _Section:
     """Where the time went in each of several runs, in one chart."""
     bars = []
     for run in runs:
-        rows = run.parts["ledger"].get("rows") if isinstance(run.parts.get("ledger"), dict) else None
-        rows = rows or run.result.get("seconds_by")
+        rows = run.parts.get("ledger", {}).get("rows") or run.result.get("seconds_by")
         if isinstance(rows, dict) and all(isinstance(s, int | float) for s in rows.values()):
             bars.append((run.name, rows))
     if len(bars) < 2:

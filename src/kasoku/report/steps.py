@@ -30,6 +30,7 @@ _ROW = {**{row: row for row in STEP}, "wait": "exposed"}  # of a phase, or of a 
 _COMPUTED = ("forward", "backward")  # where blocks are told apart
 _WARM = ("forward", "backward", "update")  # where the first step compiles, chooses kernels, takes memory
 _KEPT = 1000  # steps that medians are of
+_EARLY = 32  # of them, for what the first step took beyond: asked for with every line of metrics
 _SHOWN = 3  # steps in the timeline
 _BLOCKS = 4  # one step of so many is looked at block by block, on several ranks
 
@@ -192,11 +193,11 @@ class Steps:
         return {name: statistics.median(one.get(name, 0.0) for one in self.blocks) for name in names}
 
     def warm_s(self) -> dict[str, float]:
-        """What the first step took beyond the median one, by row: compiling, choosing kernels, taking memory."""
+        """What the first step took beyond the next ones' median, by row: compiling, choosing kernels, memory."""
         if not self.first or len(self.rows) < 2:
             return {}
-        usual = self.step_s()
-        return {row: max(0.0, self.first[row] - usual[row]) for row in _WARM}
+        early = [*itertools.islice(self.rows, _EARLY)]
+        return {row: max(0.0, self.first[row] - statistics.median(one[row] for one in early)) for row in _WARM}
 
     def _note(self, row: str, name: str = "", bytes: int = 0) -> None:
         self._to(row)

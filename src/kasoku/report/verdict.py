@@ -311,8 +311,18 @@ def facts_of(
 def layer_s(device: torch.device) -> float:
     """Seconds that forward and backward of a layer take that has next to nothing to compute: what calling it costs.
 
-    Eight channels of 4x4 pixels; the least of a few tries, which what else runs here lengthens.
+    Eight channels of 4x4 pixels, on one thread (more would wait for each other); the least of a few tries, which what
+    else runs here lengthens.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _layer_s(device)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _layer_s(device: torch.device) -> float:
     with torch.random.fork_rng(devices=[]):
         network = _thin(device).to(device)
     x = torch.zeros((2, 8) if device.type == "cuda" else (2, 8, 4, 4), device=device)

@@ -14,11 +14,10 @@ without a change of what is computed: so it does from the number of images on th
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -160,14 +159,16 @@ class Copies:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * share
         job = self.job
-        loss: Callable[[Any, Tensor], Tensor] = job.loss
-        for thing, name, old in reversed(job.patched):
-            if thing is job and name == "loss":
-                loss = old  # type: ignore[assignment]  # what was there before the first technique, in the end
+        before: Iterator[Any] = (old for thing, name, old in job.patched if thing is job and name == "loss")
+        loss = next(before, job.loss)  # without what techniques made of it
         alone, parts = Solo(job.clock), self.parts(batch)
         loader = self._loader(batch, parts)
         made = Job(self.model, self.optimizer, loader=loader, loss=loss, comm=alone, accumulate=parts)
-        return made.apply(*(t for t in job.applied if not self._left_out(t)))
+        try:
+            return made.apply(*(t for t in job.applied if not self._left_out(t)))
+        except BaseException:  # of memory, perhaps: its hooks go before a smaller size is tried
+            made.close()
+            raise
 
     def _left_out(self, technique: Technique) -> bool:
         if isinstance(technique, VirtualRanks):  # needs other ranks
@@ -220,9 +221,8 @@ class Copies:
         plain, job = self.job.plain_loader, self.job
         if isinstance(plain, Loader):
             return plain.batch * job.accumulate // plain.parts
-        for _, y_N in itertools.chain.from_iterable(itertools.repeat(plain, _EMPTY)):
-            return len(y_N) * job.comm.size * job.accumulate
-        raise InputError(_NOTHING)
+        _, y_N = next(_again(plain))
+        return len(y_N) * job.comm.size * job.accumulate
 
     def _loader(self, batch: int, parts: int) -> Iterable[Batch]:
         job, aside = self.job, self._aside
@@ -250,20 +250,17 @@ class Resized:
     def __iter__(self) -> Iterator[Batch]:
         """Never ends. Raises InputError where the loader gives nothing."""
         pieces: list[Batch] = []
-        have = empty = 0
-        while empty < _EMPTY:
-            empty += 1
-            for x, y_N in self._loader:
-                empty = start = 0
-                while start < len(y_N):
-                    stop = min(len(y_N), start + self._batch - have)
-                    whole = start == 0 and stop == len(y_N)  # labels may carry more than numbers
-                    pieces.append((x, y_N) if whole else (x[start:stop], y_N[start:stop]))
-                    have, start = have + stop - start, stop
-                    if have == self._batch:
-                        yield _joined(pieces)
-                        pieces, have = [], 0
-        raise InputError(_NOTHING)
+        have = 0
+        for x, y_N in _again(self._loader):
+            start = 0
+            while start < len(y_N):
+                stop = min(len(y_N), start + self._batch - have)
+                whole = start == 0 and stop == len(y_N)  # labels may carry more than numbers
+                pieces.append((x, y_N) if whole else (x[start:stop], y_N[start:stop]))
+                have, start = have + stop - start, stop
+                if have == self._batch:
+                    yield _joined(pieces)
+                    pieces, have = [], 0
 
 
 def _joined(pieces: list[Batch]) -> Batch:
@@ -274,10 +271,14 @@ def _joined(pieces: list[Batch]) -> Batch:
 
 def endless(job: Job) -> Generator[Batch, None, None]:
     """The job's batches, epoch after epoch. Raises InputError where there is none."""
+    return _again(job.loader)
+
+
+def _again(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
     empty = 0
     while empty < _EMPTY:
         empty += 1
-        for batch in job.loader:
+        for batch in loader:
             empty = 0
             yield batch
     raise InputError(_NOTHING)

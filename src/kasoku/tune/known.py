@@ -17,7 +17,7 @@ from kasoku.core.hardware import cores
 from kasoku.core.run import write_atomically
 from kasoku.data.kept import cache_folder, keep
 from kasoku.parallel.agree import facts_of_model, version_facts
-from kasoku.tune.sample import STEPS, Found, Sample
+from kasoku.tune.sample import Found, Sample
 from kasoku.tune.strategies import Strategy
 
 
@@ -45,11 +45,11 @@ def as_json(found: Found) -> dict[str, Any]:
 def from_json(told: dict[str, Any]) -> Found:
     """Back from `as_json`. Raises KeyError or TypeError for anything else."""
     nothing = {"step_s": math.inf, "low_s": math.inf, "high_s": math.inf, "utilisation": math.nan}
-    names = ("batch", "step_s", "low_s", "high_s", "input_s", "utilisation", "noise", "failed")
+    names = ("batch", "step_s", "low_s", "high_s", "input_s", "utilisation", "noise", "failed", "steps", "parts")
     samples = []
     for one in told["samples"]:
         own: dict[str, Any] = {k: nothing.get(k) if one[k] is None else one[k] for k in names}
-        samples.append(Sample(**own, steps=one.get("steps", STEPS), parts=one.get("parts", 1)))
+        samples.append(Sample(**own))
     epochs = tuple(one["epochs"] for one in told["samples"] if one["epochs"] is not None)
     budget_s = math.inf if told["budget_s"] is None else told["budget_s"]
     return Found(
@@ -61,7 +61,7 @@ def from_json(told: dict[str, Any]) -> Found:
         epochs,
         told["strategy"],
         budget_s,
-        tuple(told.get("speeds", ())),
+        tuple(told["speeds"]),
     )
 
 

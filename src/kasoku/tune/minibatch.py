@@ -20,6 +20,7 @@ import torch
 from kasoku.core import InputError, Job
 from kasoku.device import Compile
 from kasoku.parallel import Overlap, VirtualRanks
+from kasoku.parallel.together import ToldElsewhereError
 from kasoku.tune.copies import undisturbed
 from kasoku.tune.memory import out_of_memory
 from kasoku.tune.noise import Noise, mean
@@ -124,7 +125,9 @@ def _trial(job: Job, strategy: Strategy) -> Trial:
     if failure is not None and out_of_memory(failure):
         failure = InputError("minibatch: no memory for a copy of model and optimizer: choose the batch yourself")
     if any(job.comm.gather_objects(failure is not None)):
-        raise failure or InputError("minibatch: another rank could not copy its model or read its data, and tells why")
+        raise failure or ToldElsewhereError(
+            "minibatch: another rank could not copy its model or read its data, and tells why"
+        )
     return made[0]
 
 
@@ -212,7 +215,7 @@ class _Measuring:
         if worst == 2:
             if failure is not None and not lacking:
                 raise failure
-            raise InputError(f"batch={batch}: another rank could not make a step, and tells why")
+            raise ToldElsewhereError(f"batch={batch}: another rank could not make a step, and tells why")
         if worst or ran is None:
             failure = None  # its frames hold tensors
             gc.collect()
@@ -231,10 +234,9 @@ class _Measuring:
         step_s, low_s, high_s, input_s, fewest = self.agreed(told)
         self.step_s[batch] = step_s
         ranks = self.job.comm.size
-        noise = ran.noise or Noise(0.0, 0.0)
-        known = float(ran.noise is not None and math.isfinite(noise.signal) and math.isfinite(noise.trace))
-        parts = [noise.signal * known, noise.trace * known] if known else [0.0, 0.0]
-        usage, known, signal, trace = self.agreed([ran.utilisation, known, *parts], op="mean")
+        own = ran.noise if ran.noise and math.isfinite(ran.noise.signal) and math.isfinite(ran.noise.trace) else None
+        seen = [1.0, own.signal, own.trace] if own else [0.0, 0.0, 0.0]
+        usage, known, signal, trace = self.agreed([ran.utilisation, *seen], op="mean")
         if known:
             self.noises.append((Noise(signal / known, trace / known), known * batch))
         pooled = mean([n for n, _ in self.noises], [w for _, w in self.noises])

@@ -92,8 +92,11 @@ class Outcome:
         return self.result.get("top1") or 0.0
 
     def __str__(self) -> str:
-        settings = ", ".join(f"{path}={value}" for path, value in self.settings.items())
-        return f"trial {self.trial}: {self.how}{f', {self.top1:.2%}' if self.top1 else ''} ({settings})"
+        return f"trial {self.trial}: {self.how}{f', {self.top1:.2%}' if self.top1 else ''} ({_shown(self.settings)})"
+
+
+def _shown(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{path}={value}" for path, value in settings.items())
 
 
 @dataclass
@@ -115,7 +118,7 @@ def search(plan: Plan, *, caught: Sequence[str] = (), say: Callable[[str], None]
     Args:
         plan: what to try.
         caught: filled from outside when a signal came: the trials under way are ended and can be gone on with.
-        say: told a line when a trial ends.
+        say: told a line when a trial begins and when it ends.
 
     Raises:
         InputError: without Optuna, for a folder in use or of another search, and where no trial can run.
@@ -125,7 +128,7 @@ def search(plan: Plan, *, caught: Sequence[str] = (), say: Callable[[str], None]
     """
     optuna = _optuna()
     with _held(plan.folder):
-        trials = _Trials(optuna, plan, _study(optuna, plan))
+        trials = _Trials(optuna, plan, _study(optuna, plan), say)
         try:
             while not caught and trials.go_on():
                 time.sleep(_POLL_S)
@@ -141,8 +144,8 @@ def search(plan: Plan, *, caught: Sequence[str] = (), say: Callable[[str], None]
 class _Trials:
     """The trials of one study: those under way, and what came of the others."""
 
-    def __init__(self, optuna: Any, plan: Plan, study: Any) -> None:
-        self.states, self.plan, self.study = optuna.trial.TrialState, plan, study
+    def __init__(self, optuna: Any, plan: Plan, study: Any, say: Callable[[str], None]) -> None:
+        self.states, self.plan, self.study, self.say = optuna.trial.TrialState, plan, study, say
         self.running: dict[int, _Running] = {}  # by job
         self.told: list[str] = []  # how those of this part ended
         for stale in study.get_trials(deepcopy=False, states=(self.states.RUNNING,)):
@@ -222,6 +225,7 @@ class _Trials:
             process = subprocess.Popen(
                 command, env=environment, stdout=stream, stderr=subprocess.STDOUT, process_group=0
             )
+        self.say(f"trial {trial.number + 1}: {'goes on' if begun else 'begins'} ({_shown(settings)})")
         return _Running(trial, process, folder, output)
 
     def _follow(self, one: _Running) -> None:

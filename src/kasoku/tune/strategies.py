@@ -12,19 +12,6 @@ from kasoku.core import InputError
 from kasoku.tune.climb import climb
 from kasoku.tune.sample import Found, Limits, Measure, Needs, Sample, Tries
 
-__all__ = [
-    "EpochTimeMinimize",
-    "Found",
-    "GpuUsageMaximize",
-    "Limits",
-    "Measure",
-    "Needs",
-    "Sample",
-    "Strategy",
-    "Throughput",
-    "TimeToTarget",
-]
-
 _CHECK = 5  # loops from one look at convergence to the next
 _LOOPS = 100
 _STEP = 10  # the most that a size grows by

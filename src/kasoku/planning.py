@@ -1,0 +1,332 @@
+"""kasoku plan: how many GPUs and which batch for a deadline, a budget, or the least time, and a script for it.
+
+Written into the folder: the recipe at the batch chosen, with its groups; launch.sbatch, which trains it; plan.json:
+what is expected, item by item, which `kasoku plan --compare RUN` holds against a run of that recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kasoku.core import InputError
+from kasoku.core.run import write_atomically
+
+if TYPE_CHECKING:
+    from kasoku.simulate import Step
+    from kasoku.simulation import Case
+
+# What a step really took over what was simulated, at the best and at the worst: benchmarks/simulate_published.py
+_LEAST, _MOST = 0.97, 1.19
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZES = 24  # of a batch
+_WORTH = 0.99  # of the time with graded groups: what searched ones must promise
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A batch on so many GPUs: the training's seconds and USD, and what a deadline has to hold out."""
+
+    case: Case
+    step: Step
+    seconds: float
+    usd: float
+
+    @property
+    def late_s(self) -> float:
+        """The training, if steps are as much slower as any that was simulated and measured."""
+        return self.seconds * _MOST
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `plan` to the command's parsers."""
+    plan = commands.add_parser("plan", help="GPUs, batch and groups for a deadline or a budget; a recipe and a script")
+    plan.add_argument("recipe", nargs="?", type=Path, help="a recipe file (TOML)")
+    plan.add_argument("--cluster", metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
+    goal = plan.add_mutually_exclusive_group()
+    goal.add_argument("--deadline", default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
+    goal.add_argument("--budget", default="", metavar="USD", help="the fastest within 100USD")
+    goal.add_argument("--fastest", action="store_true", help="the fastest, whatever it costs")
+    plan.add_argument("--compare", type=Path, metavar="RUN", help="what was expected of a run against what it took")
+    plan.add_argument("--noise-scale", type=float, default=0.0, metavar="B", help="of gradients, by kasoku tune")
+    plan.add_argument(
+        "--profile", action="append", default=[], metavar="DIR:IMAGES", help="times of kasoku profile at a batch"
+    )
+    plan.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting")
+    plan.add_argument("--out", type=Path, metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)")
+    plan.set_defaults(run=_plan, stays="nothing was written")
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from kasoku.report import print_table
+    from kasoku.runs import free_folder
+    from kasoku.simulate import remarks
+
+    if arguments.compare:
+        return compare(arguments.compare)
+    _check(arguments)
+    deadline_s, budget = _seconds(arguments.deadline), _usd(arguments.budget)
+    choices = list(_choices(arguments))
+    if not choices:
+        raise InputError(f"{arguments.recipe}: no batch of this recipe can be shared by GPUs of {arguments.cluster}")
+    chosen = _searched(_best(choices, deadline_s, budget))
+    folder: Path = arguments.out or free_folder(f"{arguments.recipe.stem}-plan")
+    if (folder / "recipe.toml").exists():
+        raise InputError(f"{folder}: holds a run, which would be lost: give another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    asked, step = chosen.case, chosen.step
+    images = step.images / (step.gpus * asked.recipe.parts(step.gpus))
+    said = [] if asked.simulator.profile else remarks(asked.simulator.net, asked.simulator.cluster.device, images)
+    for line in (*asked.remarks, *said):
+        print(f"kasoku: {line}", file=sys.stderr)
+    print_table(f"the best of {len(choices)} ways", _rows(chosen))
+    _write(chosen, folder, arguments.recipe.stem)
+    print(f"{folder}: {arguments.recipe.stem}.toml, launch.sbatch, plan.json")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if not arguments.recipe or not arguments.cluster:
+        raise InputError("kasoku plan: RECIPE and --cluster are wanted, or --compare RUN")
+    if not (arguments.deadline or arguments.budget or arguments.fastest):
+        raise InputError("kasoku plan: what for? one of --deadline TIME, --budget USD, --fastest")
+    if arguments.noise_scale < 0:
+        raise InputError(f"--noise-scale {arguments.noise_scale:g}: images, above 0")
+
+
+def _seconds(given: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h|d)", given)
+    if given and (not match or float(match[1]) <= 0):
+        raise InputError(f"--deadline {given}: a number with s, min, h or d is wanted, as 10min")
+    return float(match[1]) * _UNITS[match[2]] if match else 0.0
+
+
+def _usd(given: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)USD", given)
+    if given and (not match or float(match[1]) <= 0):
+        raise InputError(f"--budget {given}: an amount is wanted, as 100USD")
+    return float(match[1]) if match else 0.0
+
+
+def _choices(arguments: argparse.Namespace) -> Iterator[Choice]:
+    """Every batch of the recipe on sizes of the cluster that can share it, with graded groups."""
+    from kasoku.parallel import Graded
+    from kasoku.ranks import can_share
+    from kasoku.simulate.sweep import sizes
+    from kasoku.simulation import case
+
+    for settings in _batches(arguments):
+        given = argparse.Namespace(**{**vars(arguments), "set": [*arguments.set, *settings], "batch": None})
+        asked = case(given, arguments.cluster)
+        simulator, recipe = asked.simulator, asked.recipe
+        if recipe.batch > asked.facts.images:
+            continue
+        sharing = replace(simulator.sharing, policy=Graded(), next_forward=False)
+        asked = replace(asked, simulator=replace(simulator, sharing=sharing))
+        fits = [n for n in range(1, simulator.cluster.most + 1) if n <= recipe.batch and can_share(recipe, n)]
+        known = set(fits)
+        each = simulator.cluster.node.gpus
+        if not any(n <= each or n % each == 0 for n in fits):
+            continue
+        for gpus in sizes(simulator.cluster, 1, simulator.cluster.most, _SIZES, fits=known.__contains__):
+            yield _priced(asked, asked.step(gpus))
+
+
+def _priced(asked: Case, step: Step) -> Choice:
+    seconds = sum(asked.rows(step).values())
+    return Choice(asked, step, seconds, seconds / 3600 * step.gpus * asked.simulator.cluster.device.usd_hour)
+
+
+def _batches(arguments: argparse.Namespace) -> list[list[str]]:
+    """Settings for each batch: the recipe's points; or by the noise scale; or its own batch alone."""
+    try:
+        document = tomllib.loads(arguments.recipe.read_text())
+    except OSError as error:
+        raise InputError(f"{arguments.recipe}: cannot be read ({error.strerror}): a recipe file is wanted") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{arguments.recipe}: not TOML ({error})") from error
+    own = any(setting.partition("=")[0].strip() == "batch" for setting in arguments.set)
+    points = document.get("points")
+    if own or (not arguments.noise_scale and not isinstance(points, list)):
+        return [[]]
+    if not arguments.noise_scale:
+        return [[f"batch={point['batch']}"] for point in points or [] if isinstance(point, dict) and "batch" in point]
+    return _by_noise(arguments)
+
+
+def _by_noise(arguments: argparse.Namespace) -> list[list[str]]:
+    """Twice and half the recipe's batch and so on, with the epochs each would take.
+
+    Maths: epochs(B) = epochs(B0) (1 + B / noise) / (1 + B0 / noise). Ref: McCandlish et al. 2018 (arXiv 1812.06162).
+    """
+    from kasoku.recipe import load
+
+    recipe, noise = load(arguments.recipe, arguments.set), arguments.noise_scale
+    out = []
+    for k in range(-3, 8):
+        batch = round(recipe.batch * 2.0**k)
+        if batch < 1 or (recipe.norm_batch and batch % recipe.norm_batch):
+            continue
+        epochs = recipe.epochs * (1 + batch / noise) / (1 + recipe.batch / noise)
+        settings = [
+            f"batch={batch}",
+            f"epochs={epochs:.6g}",
+            f"reference_batch={recipe.reference_batch or recipe.batch}",
+        ]
+        if getattr(recipe.schedule, "epochs", None) == recipe.epochs:
+            settings.append(f"schedule.epochs={epochs:.6g}")
+        out.append(settings)
+    return out
+
+
+def _best(choices: list[Choice], deadline_s: float, budget: float) -> Choice:
+    """Raises InputError where none will do, with the nearest that would."""
+    fastest = min(choices, key=lambda c: c.seconds)
+    if deadline_s:
+        in_time = [c for c in choices if c.late_s <= deadline_s]
+        if not in_time:
+            raise InputError(
+                f"deadline of {deadline_s:,.0f} s: the fastest way takes {fastest.seconds:,.0f} s, or "
+                f"{fastest.late_s:,.0f} s at worst, on {fastest.step.gpus:,} GPUs"
+            )
+        return min(in_time, key=lambda c: (c.usd or c.seconds * c.step.gpus, c.seconds))
+    if budget:
+        if not fastest.case.simulator.cluster.device.usd_hour:
+            raise InputError("--budget: what a GPU costs is not known: give usd_hour in the cluster's [own_gpu]")
+        paid = [c for c in choices if c.usd * _MOST <= budget]
+        if not paid:
+            least = min(choices, key=lambda c: c.usd)
+            raise InputError(f"budget of {budget:,.2f} USD: the cheapest way may cost {least.usd * _MOST:,.2f} USD")
+        return min(paid, key=lambda c: c.seconds)
+    return fastest
+
+
+def _searched(chosen: Choice) -> Choice:
+    """The same with searched groups, where they promise enough."""
+    from kasoku.parallel import Planned
+
+    asked, before = chosen.case, chosen.case.simulator.sharing
+    planned = replace(before, policy=Planned(), next_forward=True)
+    other = replace(asked, simulator=replace(asked.simulator, sharing=planned))
+    found = _priced(other, other.step(chosen.step.gpus))
+    return found if found.step.step_s < _WORTH * chosen.step.step_s else chosen
+
+
+def _rows(chosen: Choice) -> dict[str, str]:
+    from kasoku import course
+
+    asked, step = chosen.case, chosen.step
+    recipe, device = asked.recipe, asked.simulator.cluster.device
+    nodes = asked.simulator.cluster.nodes_for(step.gpus)
+    largest = max(step.course.sizes(), default=0.0)
+    cost = (
+        f"{chosen.usd:,.2f} USD ({chosen.usd * _LEAST:,.2f} to {chosen.usd * _MOST:,.2f})" if chosen.usd else "no price"
+    )
+    return {
+        "GPUs": f"{step.gpus:,} {device.name} in {nodes:,} nodes",
+        "batch": f"{recipe.batch:,}, {step.images / step.gpus:g} a GPU"
+        + (f" ({recipe.origin})" if recipe.origin else ""),
+        "epochs": f"{recipe.epochs:g}, {course.updates(recipe, asked.facts.images):,} updates",
+        "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.course.warmup:g} epochs",
+        "groups": f"{len(step.course.plan.groups)} ({step.course.plan.policy})",
+        "all-reduce": str(getattr(step.course.link, "choice", lambda _: "")(largest)),
+        "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",
+        "throughput": f"{step.images_per_s:,.0f} images/s",
+        "time to the end": f"{chosen.seconds:,.1f} s ({chosen.seconds * _LEAST:,.1f} to {chosen.late_s:,.1f})",
+        "cost": cost,
+    }
+
+
+def _write(chosen: Choice, folder: Path, name: str) -> None:
+    """The recipe, the script that trains it, and what is expected."""
+    from kasoku.parallel import Graded, Overlap
+    from kasoku.recipe import dumps
+    from kasoku.simulation import document
+
+    asked, step = chosen.case, chosen.step
+    own = next((t for t in asked.recipe.techniques if isinstance(t, Overlap)), Overlap())
+    if not isinstance(own.buckets, Graded) and step.course.plan.policy == "graded":
+        own = replace(own, buckets=Graded(), next_forward=False)
+    others = tuple(t for t in asked.recipe.techniques if type(t).__name__ not in ("Overlap", "AllReduce"))
+    recipe = replace(asked.recipe, techniques=(*others, own))
+    _put(folder / f"{name}.toml", dumps(recipe))
+    _launch(folder, name, chosen)
+    expected = {**document(asked, step), "least": _LEAST, "most": _MOST, "shown": _rows(chosen)}
+    _put(folder / "plan.json", json.dumps(expected, indent=1) + "\n")
+
+
+def _launch(folder: Path, name: str, chosen: Choice) -> None:
+    """Writes the script by `kasoku launch slurm`; its limit is twice what may be needed."""
+    from kasoku.launch import add_parser as add_launch
+
+    nodes = chosen.case.simulator.cluster.nodes_for(chosen.step.gpus)
+    minutes = max(10, round(2 * chosen.late_s / 60))
+    limit = f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
+    parser = argparse.ArgumentParser()
+    add_launch(parser.add_subparsers())
+    words = ["--nodes", str(nodes), "--gpus-per-node", str(chosen.step.gpus // nodes), "--time", limit]
+    out = ["--write", str(folder / "launch.sbatch"), "--name", re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")]
+    arguments = parser.parse_args(["launch", "slurm", str(folder / f"{name}.toml"), *words, *out])
+    arguments.run(arguments)
+
+
+def compare(run: Path) -> int:
+    """Prints what was expected of a run against what its ledger says, item by item, with the error of each."""
+    from kasoku.report import print_table
+
+    expected = _expected(run)
+    took = _read(run / "ledger.json").get("rows")
+    result = _read(run / "result.json")
+    if not isinstance(took, dict):
+        raise InputError(f"{run}: its ledger.json has no rows; train it anew")
+    planned = expected["rows"]
+    items = {
+        "before the first step": (("start", "first epoch"), ("import", "data", "run folder", "compile")),
+        "input": (("input",), ("input", "copy")),
+        "computing": (("forward", "backward"), ("forward", "backward", "update")),
+        "exposed communication": (("exposed",), ("exposed",)),
+        "evaluation": (("evaluate",), ("evaluate",)),
+        "the rest": ((), ("save", "other")),
+    }
+    rows = {}
+    pairs = {k: (sum(planned.get(n, 0.0) for n in a), sum(took.get(n, 0.0) for n in b)) for k, (a, b) in items.items()}
+    pairs["in all"] = sum(a for a, _ in pairs.values()), sum(b for _, b in pairs.values())
+    for item, (a, b) in pairs.items():
+        rows[item] = f"{a:,.2f} s expected, {b:,.2f} s taken" + (f": {a / b - 1:+.1%}" if b else "")
+    speed = result.get("images_per_s")
+    if isinstance(speed, int | float) and speed:
+        rows["throughput"] = (
+            f"{expected['images_per_s']:,.0f} images/s expected, {speed:,.0f} reached: "
+            f"{expected['images_per_s'] / speed - 1:+.1%}"
+        )
+    print_table(f"{run}", rows)
+    return 0
+
+
+def _expected(run: Path) -> dict[str, Any]:
+    """The plan of a run: in its folder, or beside the recipe that it was trained from."""
+    command = _read(run / "environment.json").get("command") or []
+    recipe = next((Path(word) for word in command if isinstance(word, str) and word.endswith(".toml")), None)
+    for folder in (run, *([recipe.parent] if recipe else [])):
+        if (folder / "plan.json").is_file():
+            return _read(folder / "plan.json")
+    raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read ({error}): the folder of a training is wanted") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _put(file: Path, text: str) -> None:
+    write_atomically(file, lambda part: part.write_text(text, encoding="utf-8"))

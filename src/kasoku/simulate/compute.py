@@ -1,0 +1,190 @@
+"""What a network's layers take on a GPU: the shares of a step by their work, scaled to times that were measured.
+
+Note: a step of b images takes alpha + beta b. Alpha (starting kernels, updates) is spread alike over the layers, beta
+by their work: the larger of what their products take at the GPU's peak and what their outputs take of its memory. A
+third of it is forward. The total is that which was measured; only how it spreads over the layers is worked out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kasoku.core import InputError
+from kasoku.core.blocks import blocks
+from kasoku.core.cost import Sized, Unit
+from kasoku.parallel.units import Units
+from kasoku.simulate.cluster import Gpu
+
+_TOUCHED = 3.0  # times an output passes through memory: written, read by what follows, read or written by its norm
+_RESNET50 = (4.089e9, 22.2e6)  # products and outputs of an image of 224 pixels, of all layers with parameters
+_FORWARD = 1 / 3  # of a step
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A part with parameters of its own: multiply-adds and output elements of one image."""
+
+    name: str
+    products: float
+    outputs: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a simulation knows of a network: its layers in the order of their forwards, and its gradients.
+
+    `tensors` say which layer is whose by that order, `defined` by the order of definition: plans are made by it.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    tensors: tuple[Sized, ...]
+    defined: tuple[Sized, ...]
+
+    def work(self, gpu: Gpu) -> list[float]:
+        """Seconds an image of each layer's forward, were it as fast as the GPU's data sheet."""
+        return [_work(gpu, layer.products, layer.outputs) for layer in self.layers]
+
+    def carried(self, wire_bytes: int) -> tuple[list[Sized], list[Sized]]:
+        """`tensors` and `defined` as they are sent, `wire_bytes` an element."""
+        now, defined = (
+            [Sized(t.unit, t.elements, wire_bytes * t.elements, t.kind, t.name) for t in tensors]
+            for tensors in (self.tensors, self.defined)
+        )
+        return now, defined
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times of blocks measured on one device at some batches: (images, {block: (forward_s, backward_s)})."""
+
+    measured: tuple[tuple[int, dict[str, tuple[float, float]]], ...]
+
+
+def network(name: str, model: nn.Module, shape: Sequence[int]) -> Network:
+    """Looks at a model on the meta device; `shape`: (C, H, W) of an image."""
+    model = model.to("meta")
+    units = Units(model)
+    found: dict[int, tuple[float, float]] = {}
+    order: list[int] = []
+    places = {module: i for i, (_, module) in enumerate(units.modules)}
+
+    def passed(module: nn.Module, _: object, out: Any) -> None:
+        i = places[module]
+        outputs = float(out.numel()) if isinstance(out, Tensor) else 0.0
+        if i not in found:
+            order.append(i)
+        before = found.get(i, (0.0, 0.0))
+        found[i] = before[0] + _products(module, outputs), before[1] + outputs
+
+    hooks = [module.register_forward_hook(passed) for module in places]
+    try:
+        with torch.no_grad():
+            model.eval()(torch.empty(1, *shape, device="meta"))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    order += [i for i in range(len(units.modules)) if i not in found]
+    defined = tuple(units.tensors)
+    units.order = order
+    layers = [Layer(units.modules[i][0], *found.get(i, (0.0, 0.0))) for i in order]
+    return Network(name, tuple(layers), tuple(units.tensors), defined)
+
+
+def units(net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[Unit]:
+    """The layers' times for a batch of so many images on a GPU; another network than the measured one by its work."""
+    work = net.work(gpu)
+    if not sum(work):
+        raise InputError(f"{net.name}: no layer with parameters does any work: a network that trains is wanted")
+    beta_s = 1e-3 * gpu.beta_ms * (1.0 if net.name == gpu.network else sum(work) / _work(gpu, *_RESNET50))
+    fixed = 1e-3 * gpu.alpha_ms * slower / len(net.layers)
+    out = []
+    for layer, mine in zip(net.layers, work, strict=True):
+        seconds = fixed + beta_s * images * slower * mine / sum(work)
+        out.append(Unit(layer.name, _FORWARD * seconds, (1 - _FORWARD) * seconds))
+    return out
+
+
+def remarks(net: Network, gpu: Gpu, images: float) -> list[str]:
+    """What to know about these times."""
+    out = []
+    if net.name != gpu.network:
+        out.append(
+            f"{gpu.name} was measured with {gpu.network}: {net.name} is taken by its work; profile it to be sure"
+        )
+    if not gpu.least <= images <= gpu.most:
+        out.append(
+            f"{images:g} images a {gpu.name}: its times are from {gpu.least} to {gpu.most}; beyond, they are drawn on"
+        )
+    return out
+
+
+def profiled(folders: Sequence[Path], net: Network, batches: Sequence[int]) -> Profile:
+    """Reads what `kasoku profile` wrote. Raises InputError where its blocks are not the network's."""
+    measured = []
+    for folder, images in zip(folders, batches, strict=True):
+        try:
+            found = json.loads((folder / "profile.json").read_text())["blocks"]
+            times = {str(b["name"]): (float(b["forward_s"]), float(b["backward_s"])) for b in found}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{folder}: no profile there ({error}): a folder of kasoku profile is wanted") from error
+        lost = [layer.name for layer in net.layers if not _block(layer.name, times)]
+        if lost or not times:
+            raise InputError(f"{folder}: a profile of another model: {net.name} has {lost[0]}, the profile has not")
+        measured.append((images, times))
+    return Profile(tuple(measured))
+
+
+def units_of(profile: Profile, net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[Unit]:
+    """The layers' times by a profile: of each block alpha + beta images where two batches were measured, else beta."""
+    work = net.work(gpu)
+    first = profile.measured[0][1]
+    home = [_block(layer.name, first) for layer in net.layers]
+    of_block = {block: sum(w for w, h in zip(work, home, strict=True) if h == block) for block in first}
+    members = {block: home.count(block) for block in first}
+    out = []
+    for layer, mine, block in zip(net.layers, work, home, strict=True):
+        share = mine / of_block[block] if of_block[block] else 1 / members[block]
+        forward, backward = (slower * share * _at(profile, block, way, images) for way in (0, 1))
+        out.append(Unit(layer.name, forward, backward))
+    return out
+
+
+def _at(profile: Profile, block: str, way: int, images: float) -> float:
+    """What a block takes at a batch: least squares through the measured ones, never below zero."""
+    points = [(n, times[block][way]) for n, times in profile.measured]
+    if len({n for n, _ in points}) == 1:
+        return sum(s for _, s in points) / len(points) * images / points[0][0]
+    mean_n = sum(n for n, _ in points) / len(points)
+    mean_s = sum(s for _, s in points) / len(points)
+    beta = sum((n - mean_n) * (s - mean_s) for n, s in points) / sum((n - mean_n) ** 2 for n, _ in points)
+    return float(max(0.0, mean_s + beta * (images - mean_n)))
+
+
+def _block(layer: str, times: dict[str, Any]) -> str:
+    """The profile's block that a layer is or lies in."""
+    return next((name for name in times if layer == name or layer.startswith(f"{name}.")), "")
+
+
+def block_names(model: nn.Module) -> list[str]:
+    """What `kasoku profile` times in a model."""
+    return [name for name, _ in blocks(model)] or ["model"]
+
+
+def _work(gpu: Gpu, products: float, outputs: float) -> float:
+    return max(2 * products / (1e12 * gpu.tflops), _TOUCHED * 2 * outputs / (1e9 * gpu.memory_gb_s))
+
+
+def _products(module: nn.Module, outputs: float) -> float:
+    """Multiply-adds: each element of an output of a matrix product takes a row of its weight."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim < 2:
+        return 0.0
+    return outputs * float(weight[0].numel())

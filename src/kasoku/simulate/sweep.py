@@ -1,0 +1,50 @@
+"""The same training over more and more GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from kasoku.core import InputError
+from kasoku.simulate.cluster import Cluster
+from kasoku.simulate.step import Simulator, Step
+
+LEAST = 40  # sizes of a sweep, where the cluster has as many
+
+
+def sizes(
+    cluster: Cluster, low: int, high: int, count: int = 60, *, fits: Callable[[int], bool] = lambda _: True
+) -> list[int]:
+    """Numbers of GPUs from low to high, evenly spaced in their logarithms, that fill their nodes and that `fits` takes.
+
+    Raises:
+        InputError: for a range that the cluster does not hold.
+    """
+    if not 1 <= low <= high:
+        raise InputError(f"sweep gpus={low}:{high}: from at least 1 up to more")
+    if high > cluster.most:
+        raise InputError(f"sweep gpus={low}:{high}: {cluster.name} has {cluster.most:,} GPUs: sweep up to these")
+    each = cluster.node.gpus
+    possible = [n for n in range(low, high + 1) if (n <= each or n % each == 0) and fits(n)]
+    if not possible:
+        raise InputError(f"gpus={low}:{high}: nodes of {each}: none of these numbers fills them and shares the batch")
+    tries = count
+    while True:  # rounding makes some of them alike
+        wanted = [low * (high / low) ** (i / (tries - 1)) for i in range(tries)]
+        found = sorted({min(possible, key=lambda n: abs(math.log(n / w))) for w in wanted})
+        if len(found) >= min(count, len(possible)) or tries > 16 * count:
+            return found
+        tries *= 2
+
+
+def scaled(simulator: Simulator, gpus: Sequence[int], *, images: int = 0, batch: int = 0) -> list[Step]:
+    """A step at each size: `images` each (weak scaling), or a `batch` shared by all, left out where it is too small."""
+    if bool(images) == bool(batch):
+        raise InputError(f"images={images}, batch={batch}: one of them, above 0")
+    return [simulator.step(n, batch or n * images) for n in gpus if not batch or n <= batch]
+
+
+def efficiency(steps: Sequence[Step]) -> list[float]:
+    """Images/s a GPU over those of the first."""
+    first = steps[0].images_per_s / steps[0].gpus
+    return [step.images_per_s / step.gpus / first for step in steps]

@@ -1,0 +1,139 @@
+"""kasoku simulate: what a recipe would take on a cluster that is not here, item by item, and over its sizes.
+
+Written into the folder: simulation.json (all figures), report.html (a step as a measured run's page draws it), and of a
+sweep sweep.svg (throughput and efficiency over the number of GPUs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kasoku.core import InputError
+from kasoku.core.run import write_atomically
+
+if TYPE_CHECKING:
+    from kasoku.simulate import Step
+    from kasoku.simulation import Case
+
+_MS = 1e3
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `simulate` to the command's parsers."""
+    simulate = commands.add_parser("simulate", help="what a recipe would take on a cluster that is not here")
+    simulate.add_argument("recipe", type=Path, help="a recipe file (TOML)")
+    simulate.add_argument("--cluster", required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
+    simulate.add_argument("--gpus", type=int, metavar="N", help="how many (default: all of a node)")
+    simulate.add_argument("--batch", type=int, metavar="B", help="of the recipe, over all GPUs (default: the recipe's)")
+    simulate.add_argument("--allreduce", default="", metavar="NAME", help="ring, tree, ... (default: the fastest)")
+    simulate.add_argument(
+        "--profile", action="append", default=[], metavar="DIR:IMAGES", help="times of kasoku profile at a batch"
+    )
+    simulate.add_argument("--sweep", default="", metavar="gpus=A:B", help="draw scaling curves")
+    simulate.add_argument("--what-if", default="", metavar="CHANGES", help="such as network*2,latency/2")
+    simulate.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting")
+    simulate.add_argument("--out", type=Path, metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
+    simulate.set_defaults(run=_simulate, stays="nothing was written")
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from kasoku.runs import free_folder
+    from kasoku.simulate import remarks
+    from kasoku.simulate.sweep import sizes
+    from kasoku.simulation import case, document, swept
+
+    asked = case(arguments, arguments.cluster)
+    on = asked.simulator.cluster
+    gpus = arguments.gpus if arguments.gpus is not None else min(on.node.gpus, asked.recipe.batch)
+    changed = on.altered(arguments.what_if) if arguments.what_if else None
+    over = sizes(on, *_range(arguments.sweep)) if arguments.sweep else []
+    step = asked.step(gpus)
+    images = asked.recipe.batch / (gpus * asked.recipe.parts(gpus))
+    said = [] if asked.simulator.profile else remarks(asked.simulator.net, on.device, images)
+    for line in (*asked.remarks, *said):
+        print(f"kasoku: {line}", file=sys.stderr)
+    found = document(asked, step)
+    _show(asked, step, found, title=on.name)
+    if changed:
+        other = replace(asked, simulator=replace(asked.simulator, cluster=changed))
+        then = other.step(gpus)
+        found["what_if"] = {arguments.what_if: document(other, then)}
+        _show(other, then, found["what_if"][arguments.what_if], title=f"{on.name}, {arguments.what_if}")
+    folder: Path = arguments.out or free_folder(f"{arguments.recipe.stem}-simulated")
+    if (folder / "recipe.toml").exists():
+        raise InputError(f"{folder}: holds a run, which would be lost: give another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    if over:
+        found["sweep"] = swept(asked, over, step, folder / "sweep.svg", what=(arguments.what_if, changed))
+    _put(folder / "simulation.json", json.dumps(found, indent=1) + "\n")
+    paged = _page(asked, step, folder, arguments.recipe.stem)
+    print(f"{folder}: simulation.json{paged}{', sweep.svg' if over else ''}")
+    return 0
+
+
+def _show(asked: Case, step: Step, found: dict[str, Any], *, title: str) -> None:
+    from kasoku.report import print_table
+
+    largest = max(step.course.sizes(), default=0.0)
+    choice = getattr(step.course.link, "choice", lambda _: "")(largest)
+    device = asked.simulator.cluster.device
+    cost = f"{found['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "no price is known"
+    rows = {
+        "GPUs": f"{step.gpus:,} {device.name}, {step.images / step.gpus:g} images each",
+        "step": f"{_MS * step.step_s:.2f} ms",
+        "computing": f"{_MS * step.compute_s:.2f} ms on the middle GPU",
+        "the slowest rank": f"{_MS * step.jitter_s:.2f} ms more",
+        "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of all-reduces",
+        "waiting for input": f"{_MS * step.input_s:.2f} ms",
+        "groups": f"{len(step.course.plan.groups)} ({step.course.plan.policy}); the largest by {choice}",
+        "throughput": f"{step.images_per_s:,.0f} images/s, {found['efficiency']:.1%} of as many GPUs alone",
+        "training": f"{found['training_s']:,.1f} s for {asked.recipe.epochs:g} epochs; {cost}",
+    }
+    print_table(title, rows)
+
+
+def _range(given: str) -> tuple[int, int]:
+    name, _, span = given.partition("=")
+    low, _, high = span.partition(":")
+    if name != "gpus" or not low.isdecimal() or not high.isdecimal():
+        raise InputError(f"--sweep {given}: gpus=A:B is wanted, as gpus=1:4096")
+    return int(low), int(high)
+
+
+def _page(asked: Case, step: Step, folder: Path, name: str) -> str:
+    """Writes the page of a step, where there is plotly; says so in the list of files."""
+    from kasoku.core.toml import tables
+    from kasoku.parallel.buckets import table
+    from kasoku.report.charts import Run
+    from kasoku.report.page import page
+    from kasoku.simulate import timeline
+
+    kinds = ("input", "forward", "backward", "exposed")
+    rows = asked.rows(step)
+    whole = sum(rows[kind] for kind in kinds)
+    one = {kind: rows[kind] / whole * step.step_s for kind in kinds}
+    device = asked.simulator.cluster.device.name
+    run = Run(
+        f"{name} on {step.gpus:,} {device}, simulated",
+        tables(asked.recipe),
+        result={"images_per_s": step.images_per_s, "seconds": sum(rows.values()), "epochs": asked.recipe.epochs},
+        parts={"ledger": {"rows": rows, "step_s": one}, "timeline": timeline(step)},
+        plan=table(step.course.plan, step.course.tensors),
+        machine={"chosen": f"{asked.simulator.cluster.name}, simulated"},
+    )
+    try:
+        text = page([run])
+    except InputError as error:
+        print(f"kasoku: no report.html: {error}", file=sys.stderr)
+        return ""
+    _put(folder / "report.html", text)
+    return ", report.html"
+
+
+def _put(file: Path, text: str) -> None:
+    write_atomically(file, lambda part: part.write_text(text, encoding="utf-8"))

@@ -1,0 +1,192 @@
+"""A recipe on a simulated cluster: how its ranks share gradients, its steps, its training, its curves over sizes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kasoku import simulate
+from kasoku.core import InputError
+from kasoku.core.cost import Piece, Plan, Sized
+from kasoku.course import ahead, updates
+from kasoku.data import Facts
+from kasoku.optim import Clip
+from kasoku.parallel import AllReduce, Hierarchical, LowRank, OneGroup, Overlap, Policy, Reducer, Wire
+from kasoku.parallel.buckets import Graded
+from kasoku.ranks import check_share
+from kasoku.recipe import Recipe, load
+from kasoku.report import Panel, draw
+from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step
+from kasoku.simulate.compute import Profile
+from kasoku.simulate.sweep import efficiency, scaled
+
+
+@dataclass(frozen=True)
+class EachAlone(Policy):
+    """What AllReduce does: a collective a parameter, in their order, so none before the end of backward."""
+
+    def plan(self, tensors: Sequence[Sized]) -> Plan:
+        """The input's parameters first."""
+        order = tuple(Piece(i, 0, t.elements) for i, t in enumerate(tensors))
+        return Plan(tuple((i,) for i in range(len(tensors))), order, "a parameter")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe on a cluster: what its command, its sweep and its plan ask."""
+
+    recipe: Recipe
+    facts: Facts
+    simulator: Simulator
+    remarks: list[str] = field(default_factory=list)
+
+    def step(self, gpus: int, *, search_s: float = 5.0) -> Step:
+        """A step of the recipe's batch on so many GPUs."""
+        self.simulator.cluster.nodes_for(gpus)
+        check_share(self.recipe, gpus)
+        return self.simulator.step(gpus, self.recipe.batch, parts=self.recipe.parts(gpus), search_s=search_s)
+
+    def rows(self, step: Step) -> dict[str, float]:
+        """Seconds of the whole training by item, as a measured run's ledger has them."""
+        total = updates(self.recipe, self.facts.images)
+        costs, parts = self.simulator.cluster.costs, step.compute_s + step.jitter_s
+        forward = sum(u.forward_s for u in step.course.units)
+        backward = sum(u.backward_s for u in step.course.units)
+        share = forward / (forward + backward)
+        tested = self.simulator.evaluation_s(step.gpus, max(1, self.facts.images // 25))
+        return {
+            "start": costs.setup_s,
+            "first epoch": costs.first_epoch_s,
+            "input": total * step.input_s,
+            "forward": total * share * parts,
+            "backward": total * (1 - share) * parts,
+            "exposed": total * step.exposed_s,
+            "evaluate": evaluations(self.recipe) * tested,
+        }
+
+
+def case(arguments: argparse.Namespace, cluster: str) -> Case:
+    """The recipe on the cluster. Raises InputError for whatever cannot be simulated."""
+    sys.path.extend(str(folder) for folder in (Path.cwd(), arguments.recipe.resolve().parent))
+    batch = [f"batch={arguments.batch}"] if getattr(arguments, "batch", None) is not None else []
+    recipe = load(arguments.recipe, [*arguments.set, *batch])
+    on = simulate.load(cluster)
+    facts, remark = ahead(recipe)
+    with torch.device("meta"):
+        model = recipe.model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
+    name = recipe.model.use.rpartition(".")[2]
+    known = name if facts.side == 224 or name != "resnet50" else f"{name} at {facts.side}"
+    net = simulate.network(known, model, (facts.channels, facts.side, facts.side))
+    profile = _profile(arguments, net) if getattr(arguments, "profile", None) else None
+    shared = sharing(recipe, getattr(arguments, "allreduce", ""))
+    return Case(recipe, facts, simulate.Simulator(on, net, shared, profile=profile), [remark] if remark else [])
+
+
+def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
+    """How a recipe's ranks share gradients. Raises InputError for what no simulation knows."""
+    if any(isinstance(t, AllReduce) for t in recipe.techniques) or recipe.device.graphs:
+        return Sharing(EachAlone(), next_forward=False, wire_bytes=4, algorithm=algorithm or "auto")
+    overlap = next((t for t in recipe.techniques if isinstance(t, Overlap)), Overlap())
+    late = overlap.next_forward and not any(isinstance(t, Clip) for t in recipe.techniques)
+    reducer: Reducer = overlap.reducer
+    if isinstance(reducer, Hierarchical):
+        algorithm, reducer = algorithm or "hierarchical", reducer.across
+    if isinstance(reducer, LowRank):
+        raise InputError("reducer LowRank: its products are not simulated: Mean, Wire or Hierarchical of these can be")
+    wire = 2 if isinstance(reducer, Wire) else 4
+    return Sharing(overlap.buckets, late, wire, algorithm or "auto")
+
+
+def _profile(arguments: argparse.Namespace, net: Network) -> Profile:
+    folders: list[Path] = []
+    batches: list[int] = []
+    for given in arguments.profile:
+        folder, _, images = given.rpartition(":")
+        if not folder or not images.isdecimal() or int(images) < 1:
+            raise InputError(f"--profile {given}: DIR:IMAGES is wanted, the folder and the images of its steps")
+        folders.append(Path(folder))
+        batches.append(int(images))
+    return simulate.profiled(folders, net, batches)
+
+
+def document(asked: Case, step: Step) -> dict[str, Any]:
+    """All figures of a step and of the training."""
+    rows = asked.rows(step)
+    alone = asked.simulator.step(1, max(1, asked.recipe.batch // step.gpus), search_s=0.0)
+    whole = sum(rows.values())
+    return {
+        "gpus": step.gpus,
+        "batch": step.images,
+        "step_s": step.step_s,
+        "compute_s": step.compute_s,
+        "jitter_s": step.jitter_s,
+        "exposed_s": step.exposed_s,
+        "input_s": step.input_s,
+        "all_reduce_s": step.link_s,
+        "images_per_s": step.images_per_s,
+        "efficiency": step.images_per_s / step.gpus / alone.images_per_s,
+        "rows": rows,
+        "training_s": whole,
+        "usd": whole / 3600 * step.gpus * asked.simulator.cluster.device.usd_hour,
+    }
+
+
+def swept(
+    asked: Case, gpus: Sequence[int], step: Step, file: Path, *, what: tuple[str, Cluster | None]
+) -> dict[str, Any]:
+    """Draws throughput and efficiency over the number of GPUs, each with the images of `step`; gives the points."""
+    simulator, images = asked.simulator, max(1, step.images // step.gpus)
+    lines = {
+        name: scaled(replace(simulator, sharing=way), gpus, images=images)
+        for name, way in _ways(simulator.sharing, step).items()
+    }
+    change, cluster = what
+    if cluster is not None:
+        lines[f"{list(lines)[-1]}; {change}"] = scaled(
+            replace(simulator, cluster=cluster, sharing=list(_ways(simulator.sharing, step).values())[-1]),
+            gpus,
+            images=images,
+        )
+    rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
+    shares = {name: list(zip(gpus, efficiency(steps), strict=True)) for name, steps in lines.items()}
+    panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
+    draw(file, f"{simulator.cluster.name}, {images} images a GPU", panels, x_label="GPUs", x_log=True)
+    points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
+    return {"images_a_gpu": images, "points": points}
+
+
+@dataclass(frozen=True)
+class Found(Policy):
+    """A plan that was made already: a search at each size of a sweep would take minutes."""
+
+    made: Plan
+
+    def plan(self, tensors: Sequence[Sized]) -> Plan:
+        """That plan."""
+        return self.made
+
+
+def _ways(shared: Sharing, step: Step) -> dict[str, Sharing]:
+    """Ways to share gradients that a sweep compares: nothing hidden, behind backward, and as the recipe has it."""
+    ways = {
+        "one group after backward": replace(shared, policy=OneGroup(), next_forward=False),
+        "graded groups behind backward": replace(shared, policy=Graded(), next_forward=False),
+    }
+    plan, late = step.course.plan, step.course.late
+    if step.gpus > 1:
+        name = f"{plan.policy}{', also behind the next forward' if late else ''}"
+        ways[name] = replace(shared, policy=Found(plan), next_forward=late)
+    return ways
+
+
+def evaluations(recipe: Recipe) -> int:
+    """How many there are: every so many epochs from the start on, and at the end."""
+    every, start = recipe.evaluate.every, recipe.evaluate.start
+    inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
+    return len(inside) + 1

@@ -1,0 +1,136 @@
+"""On networks without contention the simulator takes the closed forms; with it no link carries more than its rate."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kasoku.core import InputError
+from kasoku.simulate import allreduce
+from kasoku.simulate.cluster import Cluster, Gpu, Node, Protocol, Racks
+from kasoku.simulate.network import Flows, rates, seconds
+
+A, B = 5e-6, 10e9  # latency of a message, bandwidth of a NIC in one direction
+A_IN, B_IN = 1e-6, 100e9  # the same within a node
+N_BYTES = 51e6
+GPU = Gpu("any", 5.0, 0.3, 1, 512, 300, 2000)
+
+
+def ideal(nodes: int, gpus: int = 1, nics: int = 1, **more: object) -> Cluster:
+    plain = Protocol("plain", 0.0, (1e6 * A_IN, 1e6 * A), (1e6 * A_IN, 1e6 * A))
+    node = Node(gpus, B_IN / 1e9, nics, B / 1e9)
+    made = Cluster("ideal", nodes, node, own_gpu=GPU, own_protocol=plain)
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("p", [2, 3, 7, 16, 48])
+def test_a_ring_takes_its_closed_form(p: int) -> None:
+    seen = allreduce.link(ideal(p), p, "ring")
+    assert seen.seconds(N_BYTES) == pytest.approx(2 * (p - 1) * A + 2 * (p - 1) / p * N_BYTES / B, rel=1e-12)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8, 64])
+def test_halving_and_doubling_takes_its_closed_form(p: int) -> None:
+    seen = allreduce.link(ideal(p), p, "halving-doubling")
+    expected = 2 * math.log2(p) * A + 2 * (p - 1) / p * N_BYTES / B
+    assert seen.seconds(N_BYTES) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("p", [4, 8, 16, 64, 512])
+def test_two_trees_take_their_closed_form(p: int) -> None:
+    seen = allreduce.link(ideal(p), p, "tree")
+    assert seen.seconds(N_BYTES) == pytest.approx(2 * math.log2(p) * A + 2 * N_BYTES / B, rel=1e-12)
+
+
+@pytest.mark.parametrize("p", [6, 10, 100])
+def test_who_passes_on_in_one_tree_is_a_leaf_of_the_other(p: int) -> None:
+    passes = [set(), set()]  # type: list[set[int]]
+    for shift in (0, 1):
+        passes[shift] = {(parent + shift) % p for _, parent in allreduce._edges(0, p)}
+    assert not passes[0] & passes[1]
+    assert len(dict(allreduce._edges(0, p))) == p - 1  # all but the root have a parent
+
+
+@pytest.mark.parametrize(("nodes", "g"), [(2, 4), (8, 4), (5, 8)])
+def test_hierarchical_takes_its_closed_form(nodes: int, g: int) -> None:
+    seen = allreduce.link(ideal(nodes, g, nics=g), nodes * g, "hierarchical")
+    inside = (g - 1) * A_IN + (g - 1) / g * N_BYTES / B_IN
+    # each GPU has a NIC of its own, and n / g bytes to move between nodes
+    ring = 2 * (nodes - 1) * A + 2 * (nodes - 1) / nodes * N_BYTES / g / B
+    assert len(seen.choices) == 2  # by a ring, by trees
+    assert seen.choices[0][1].seconds(N_BYTES) == pytest.approx(2 * inside + ring, rel=1e-12)
+
+
+@pytest.mark.parametrize(("high", "width"), [(4, 4), (3, 5)])
+def test_a_torus_takes_its_closed_form(high: int, width: int) -> None:
+    cluster = ideal(high * width)
+    shape = allreduce.torus(cluster, high * width, width)[0]
+    row = (width - 1) * A + (width - 1) / width * N_BYTES / B
+    column = 2 * (high - 1) * A + 2 * (high - 1) / high * N_BYTES / width / B
+    assert shape.link(cluster.table[0]).seconds(N_BYTES) == pytest.approx(2 * row + column, rel=1e-12)
+
+
+def test_two_nics_carry_a_ring_twice_as_fast() -> None:
+    one, two = (allreduce.ring(ideal(8, 4, nics=nics), 32)[0].byte_s for nics in (1, 2))
+    assert one == pytest.approx(2 * two, rel=1e-12)
+    assert one == pytest.approx(2 * 31 / 32 / B, rel=1e-12)
+
+
+def test_racks_slow_what_crosses_them_and_nothing_else() -> None:
+    racked = ideal(64, racks=Racks(8, B / 1e9))  # 8 nodes of 10 GB/s behind 10 GB/s
+    assert allreduce.ring(racked, 64)[0].byte_s == allreduce.ring(ideal(64), 64)[0].byte_s  # one flow leaves each rack
+    seen = [allreduce.halving_doubling(cluster, 64)[0].byte_s for cluster in (racked, ideal(64))]
+    # rounds 4, 5 and 6 leave the rack, 8 flows at once: 1/16 + 1/32 + 1/64 of the bytes at an eighth of the rate, twice
+    assert seen[0] - seen[1] == pytest.approx(2 * 7 * (1 / 16 + 1 / 32 + 1 / 64) / B, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_link_carries_more_than_its_rate_and_no_flow_could_have_more(seed: int) -> None:
+    rng = random.Random(seed)
+    capacity = np.array([rng.uniform(1, 10) for _ in range(12)])
+    flows = Flows([rng.sample(range(12), rng.randrange(1, 5)) for _ in range(40)], [1.0] * 40)
+    rate = rates(flows.links, capacity)
+    carried = np.zeros(12)
+    for links, mine in zip(flows.links, rate, strict=True):
+        for link in links[links >= 0]:
+            carried[link] += mine
+    assert (carried <= capacity * (1 + 1e-9)).all()
+    for links, mine in zip(flows.links, rate, strict=True):
+        full = [k for k in links[links >= 0] if carried[k] >= capacity[k] * (1 - 1e-9)]
+        on = {int(k): max(r for row, r in zip(flows.links, rate, strict=True) if k in row) for k in full}
+        assert any(mine >= most * (1 - 1e-9) for most in on.values()), "a flow could have more, and took it from none"
+
+
+def test_bytes_are_conserved_over_a_whole_transfer() -> None:
+    # two flows share a link of 1 GB/s; when the short one has ended, the other has it alone
+    capacity = np.array([1e9, 1e9])
+    assert seconds(Flows([[0], [0, 1]], [1e9, 3e9]), capacity) == pytest.approx(4.0, rel=1e-12)
+    assert seconds(Flows([[0], [1]], [1e9, 3e9]), capacity) == pytest.approx(3.0, rel=1e-12)
+
+
+def test_protocols_are_chosen_by_what_a_message_takes() -> None:
+    fast = Cluster("c", 64, Node(8, 240.0, 8, 24.0), own_gpu=GPU)
+    seen = allreduce.link(fast, 512)
+    small, large = seen.choice(1e3), seen.choice(1e9)
+    assert small == "tree, LL"
+    assert large in ("ring, Simple", "tree, Simple")
+    assert seen.seconds(1e3) == min(link.seconds(1e3) for _, link in seen.choices)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "algorithm", "said"),
+    [
+        (40, "auto", "1 to 32 can be had"),
+        (10, "auto", "a multiple of 4"),
+        (12, "halving-doubling", "a power of two"),
+        (8, "butterfly", "one of auto, ring"),
+    ],
+)
+def test_what_there_is_not_is_one_clear_line(gpus: int, algorithm: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        allreduce.link(ideal(8, 4), gpus, algorithm)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,146 @@
+"""The simulated step is the real engine's: its groups, their order, its time."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from kasoku.core import InputError, Job
+from kasoku.core.simulated import Emulate, SimComm
+from kasoku.models import cifar_resnet18, resnet50
+from kasoku.optim import sgd
+from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Planned, Policy
+from kasoku.simulate import Jitter, Network, Sharing, Simulator, load, network
+from kasoku.simulate.cluster import Node
+from kasoku.simulate.step import Step, spans
+
+
+@cache
+def resnet() -> Network:
+    with torch.device("meta"):
+        return network("resnet50", resnet50(), (3, 224, 224))
+
+
+@cache
+def small() -> Network:
+    with torch.device("meta"):
+        return network("cifar_resnet18", cifar_resnet18(), (3, 32, 32))
+
+
+def slow_network() -> Any:
+    cluster = load("dgx-a100")
+    return replace(cluster, node=Node(8, 5.0, 1, 0.5))  # communicating takes about as long as computing
+
+
+@pytest.mark.parametrize("policy", [OneGroup(), Graded(), Fixed(2**20, 2**18), Layer()])
+@pytest.mark.parametrize("next_forward", [False, True])
+def test_the_real_engine_sends_the_same_groups_in_the_same_order_and_takes_the_same_time(
+    policy: Policy, next_forward: bool
+) -> None:
+    sharing = Sharing(policy, next_forward, wire_bytes=4)
+    step = Simulator(slow_network(), small(), sharing).step(64, 64 * 200)
+    with torch.device("meta"):
+        model = cifar_resnet18()
+    comm = SimComm(64, step.course.link)
+    job = Job(model, lambda m: sgd(m, lr=0.1), comm=comm, loss=lambda out, y: out.sum())
+    job.apply(Emulate(tuple(step.course.units)), Overlap(policy, next_forward=next_forward))
+    engine: Any = job.kept("overlap")
+    begins, sent_before = [], 0
+    for _ in range(6):
+        begins.append(job.clock.now())
+        sent_before = len(engine.comm.sent)
+        out = job.model(torch.zeros((1, 3, 32, 32), device="meta", requires_grad=True))
+        job.loss(out, torch.zeros(1)).backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    ours = [span for span in spans(step) if span.kind == "transfer"]
+    theirs = engine.comm.sent[sent_before:]
+    assert [size for _, size, _, _ in theirs] == [span.bytes for span in ours]
+    first, zero = theirs[0][2], ours[0].start
+    if (
+        policy != OneGroup()
+    ):  # one group is planned in forward order where the shortcuts run late: nothing to tell apart
+        assert [start - first for _, _, start, _ in theirs] == pytest.approx([s.start - zero for s in ours], abs=1e-9)
+    periods = [b - a for a, b in itertools.pairwise(begins)][1:]
+    assert sum(periods) / len(periods) == pytest.approx(step.step_s, rel=1e-9)
+    assert step.exposed_s > 0
+
+
+@pytest.mark.parametrize("policy", [OneGroup(), Graded(), Fixed(), Layer()])
+@pytest.mark.parametrize("next_forward", [False, True])
+def test_the_timeline_ends_when_the_recursion_does(policy: Policy, next_forward: bool) -> None:
+    for cluster in (load("dgx-a100"), slow_network()):
+        step = Simulator(cluster, resnet(), Sharing(policy, next_forward)).step(512, 512 * 50)
+        drawn = spans(step)
+        assert max(span.stop for span in drawn) == pytest.approx(step.step_s, rel=1e-9)
+        exposed = sum(span.stop - span.start for span in drawn if span.kind == "exposed")
+        assert exposed == pytest.approx(step.exposed_s, rel=1e-9, abs=1e-12)
+        assert sum(s.stop - s.start for s in drawn if s.kind == "transfer") == pytest.approx(step.link_s, rel=1e-9)
+
+
+def test_items_of_a_step_are_all_of_it_and_follow_what_changes() -> None:
+    simulator = Simulator(load("abci"), resnet(), Sharing(algorithm="hierarchical"))
+    step = simulator.step(2048, 86016)
+    alone = simulator.step(1, 42)
+    assert (alone.exposed_s, alone.jitter_s) == pytest.approx((0.0, 0.0), abs=2e-5)  # of one, the mean of the law
+    gpu = load("abci").device
+    assert alone.compute_s == pytest.approx(1e-3 * (gpu.alpha_ms + 42 * gpu.beta_ms), rel=1e-9)
+    assert step.compute_s == pytest.approx(alone.compute_s, rel=1e-9)
+    assert step.step_s > step.compute_s + step.jitter_s > alone.step_s
+    faster = Simulator(load("abci").altered("network*2,latency/2"), resnet(), simulator.sharing).step(2048, 86016)
+    assert faster.exposed_s < step.exposed_s
+    assert faster.compute_s == step.compute_s
+    assert step.link_s > faster.link_s
+
+
+def test_without_differences_between_ranks_nothing_is_waited_for() -> None:
+    plain = Simulator(load("dgx-a100"), resnet(), jitter=Jitter()).step(64, 64 * 100)
+    assert plain.jitter_s == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_node_whose_cpus_decode_too_slowly_waits_for_input() -> None:
+    cluster = load("dgx-h100")
+    starved = replace(cluster, node=replace(cluster.node, input_images_s=10_000.0))
+    step = Simulator(starved, resnet()).step(8, 3200)
+    assert step.images_per_s == pytest.approx(10_000, rel=1e-9)
+    assert step.input_s > 0 == Simulator(cluster, resnet()).step(8, 3200).input_s
+
+
+def test_the_network_is_known_by_its_layers_work() -> None:
+    net = resnet()
+    assert sum(layer.products for layer in net.layers) == pytest.approx(4.089e9, rel=1e-3)
+    assert sum(t.elements for t in net.tensors) == 25_557_032
+    assert len(net.tensors) == 161
+    late = sum(layer.products for layer in net.layers if layer.name.startswith(("layer4", "fc")))
+    assert late / sum(layer.products for layer in net.layers) == pytest.approx(0.198, abs=0.002)
+
+
+@pytest.mark.parametrize(("gpus", "batch", "said"), [(64, 63, "at least 1 image each"), (5000, 9000, "can be had")])
+def test_what_cannot_be_shared_is_one_clear_line(gpus: int, batch: int, said: str) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        Simulator(load("dgx-a100"), resnet()).step(gpus, batch)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_step_knows_its_speed() -> None:
+    step: Step = Simulator(load("dgx-a100"), resnet()).step(8, 3264)
+    assert step.images_per_s * step.step_s == pytest.approx(3264)
+
+
+def test_a_share_in_parts_computes_them_one_after_the_other_and_hides_behind_the_last() -> None:
+    simulator = Simulator(slow_network(), resnet(), jitter=Jitter())
+    whole, part = simulator.step(64, 64 * 40, parts=4), simulator.step(64, 64 * 10)
+    assert whole.compute_s == pytest.approx(4 * part.compute_s)
+    assert whole.exposed_s == pytest.approx(part.exposed_s)
+
+
+def test_a_searched_plan_is_never_slower_than_the_one_it_replaces() -> None:
+    planned = Simulator(slow_network(), small(), Sharing(Planned(), next_forward=True)).step(64, 96_000, search_s=0.5)
+    graded = Simulator(slow_network(), small(), Sharing(Graded())).step(64, 96_000)
+    assert planned.step_s < graded.step_s
+    assert max(span.stop for span in spans(planned)) == pytest.approx(planned.step_s, rel=1e-9)
