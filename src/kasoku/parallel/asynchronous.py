@@ -6,25 +6,34 @@ the next step computes (see post.py: who makes progress); they are read at its e
 
 Note: between two drains. `drain()` is a meeting of all ranks: what is under way is finished, all have the same weights
 then, and no thread is left. The next forward in training begins anew.
+
+Note: when a rank dies. The others name it (a warning) and go on: each moves its own copy of what the dead one owned;
+where they meet next those copies become their mean, and all weights are shared out anew. `job.comm` still has the dead
+rank: what else a training does with it (sums of an evaluation, steps together) would wait for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.hardware import is_dense
 from kasoku.parallel.barrier import start_equal
 from kasoku.parallel.buckets import Graded, Policy
+from kasoku.parallel.life import LostError
 from kasoku.parallel.overlap import Overlap
 from kasoku.parallel.phases import Momentum, Together
 from kasoku.parallel.pieces import WIRES, Group
 from kasoku.parallel.post import post
 from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Owned, Remedies, Shard
+from kasoku.parallel.survivors import Everybody, Table
 from kasoku.parallel.units import Units
 
 
@@ -52,7 +61,7 @@ class Asynchronous(Technique):
 
     Saves: the time that ranks wait for each other and for the network.
     Costs: memory, 4 bytes a parameter times three on each rank, and one more for what it owns (bf16 or compensate: and
-        another one); a thread for each other rank; no two runs are alike, and updates are stale. A resumed training
+        another one); three threads for each other rank; no two runs are alike, and updates are stale. A resumed training
         goes on with rank 0's optimizer state on all ranks: the same only statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
@@ -113,33 +122,25 @@ class Exchange:
     """Asynchronous at work on one job.
 
     Attributes: `staleness`: over all ranks, how many updates were how stale, up to the last meeting; `clock`: steps
-        since then.
+        since then; `dead`: why ranks were given up, by rank.
     """
 
     def __init__(self, job: Job, settings: Asynchronous) -> None:
         self.job, self.settings, self.remedies = job, settings, settings.remedies
         self.comm = job.comm.channel()
         size, servers = job.comm.size, settings.servers
-        self.owners, self.workers = range(servers or size), range(servers, size)
-        self.trains = job.comm.rank in self.workers
-        units, wire = Units(job.model), WIRES[settings.wire]
-        if not units.named:
+        self.trains = job.comm.rank >= servers
+        self.units = Units(job.model)
+        if not self.units.named:
             raise InputError(f"Asynchronous: {type(job.model).__name__} has no parameter that requires a gradient")
-        for name, p in units.named:
+        for name, p in self.units.named:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
-        plan = settings.buckets.plan(units.tensors)
-        still = not settings.hidden and not self.remedies.predict
-        self.groups = [
-            Group([units.named[i][1] for i in group], self.owners, wire, still=still) for group in plan.groups
-        ]
-        mine = [group.pieces.get(self.comm.rank) for group in self.groups]
-        shards = [Shard(x.stop - x.start, self.workers, self.remedies, wire) if x else None for x in mine]
-        self.owned = Owned(shards, self.workers, settings.max_staleness)
-        self.begin()
-        self.post = post(self.comm, self.owned, (self.workers, self.owners))
         self.staleness: Counter[int] = Counter()
-        self.share = 1 / len(self.workers)
+        self.before: Counter[int] = Counter()  # staleness, when ranks shared out anew
+        self.share_out(range(servers or size), range(servers, size))
+        self.post = post(self.comm, self.owned, (self.workers, self.owners))
+        self.dead: dict[int, str] = self.post.dead
         self.together = Together(job, settings.buckets, warmup=settings.warmup, finish=settings.finish)
         self.momentum = Momentum(job, self.remedies.momentum) if self.remedies.momentum >= 0 else None
         self.reached = 0  # shares of the data given away when the ranks met last; by the first owner
@@ -162,6 +163,19 @@ class Exchange:
         if not self.trains:
             job.around_loader(lambda _: ())
 
+    def share_out(self, owners: Sequence[int], workers: Sequence[int]) -> None:
+        """Cuts the weights, equal on all ranks, into parts for their owners."""
+        self.owners, self.workers, self.share = owners, workers, 1 / max(1, len(workers))
+        settings, remedies, wire = self.settings, self.remedies, WIRES[self.settings.wire]
+        still = not settings.hidden and not remedies.predict
+        plan = settings.buckets.plan(self.units.tensors)
+        named = self.units.named
+        self.groups = [Group([named[i][1] for i in group], owners, wire, still=still) for group in plan.groups]
+        mine = [group.pieces.get(self.comm.rank) for group in self.groups]
+        shards = [Shard(x.stop - x.start, workers, remedies, wire) if x else None for x in mine]
+        self.owned = Owned(shards, workers, settings.max_staleness)
+        self.begin()
+
     @torch.no_grad()
     def begin(self) -> None:
         """From here on the parameters as they are, equal on all ranks, are the weights."""
@@ -181,6 +195,8 @@ class Exchange:
             raise InputError(f"rank {self.comm.rank} is a server (servers={self.settings.servers}): it makes no step")
         self.entered = True
         if self.together.due != self.together.active:
+            if self.post.dead:
+                raise InputError(f"ranks {sorted(self.post.dead)} are dead: the others cannot step together (finish=0)")
             self.change()
         if self.together.active:
             return
@@ -225,14 +241,17 @@ class Exchange:
         if not self.answers:
             self.start()
         none = torch.zeros(0)
-        share = self.post.ask(self.owners[0], (SHARE, wish), none, none).wait()[0]
+        try:
+            share = self.post.ask(self.owners[0], (SHARE, wish), none, none).wait()[0]
+        except LostError:
+            return None
         return share if share >= 0 else None
 
     def say(self, clock: int) -> None:
         """Tells this worker's clock, and waits while it is too far ahead of the slowest one."""
         if self.settings.max_staleness is not None and self.trains:
             none = torch.zeros(0)
-            with self.job.trace.span("wait", "the slowest rank"):
+            with self.job.trace.span("wait", "the slowest rank"), suppress(LostError):
                 self.post.ask(self.owners[0], (CLOCK, clock), none, none).wait()
 
     @torch.no_grad()
@@ -272,7 +291,11 @@ class Exchange:
         """Reads the answers to what was sent of a group: what others moved comes into the parameters."""
         if group.under_way:
             with self.job.trace.span("wait", "fresh weights", bytes=group.come.nbytes):
-                group.read = {owner: question.wait()[0] for owner, question in group.under_way.items()}
+                for owner, question in group.under_way.items():
+                    try:
+                        group.read[owner] = question.wait()[0]
+                    except LostError:
+                        group.lose(owner)
             group.under_way.clear()
             group.take_answer(self.remedies.predict)
 
@@ -282,7 +305,8 @@ class Exchange:
     def drain(self) -> None:
         """Meets all ranks: what is under way is added, and all have the same weights."""
         if self.together.active:
-            self.share_buffers()
+            for x, value in zip(self.job.model.buffers(), self.mean_buffers(Everybody(self.comm)), strict=True):
+                x.copy_(value)
             return self.begin()
         if not self.answers:
             self.post.start()
@@ -292,33 +316,66 @@ class Exchange:
                 self.send(g)
                 self.collect(group)
         self.say(RESTS)
+        self.post.quiet()
+        (told, reached, buffers), living = self.post.meet(self.sums)
+        self.staleness = sum((Counter({int(s): n for s, n in one.items()}) for one in told), self.before)
+        self.reached = reached
+        for group in self.groups:
+            group.scatter(group.now)
+        for x, value in zip(self.job.model.buffers(), buffers, strict=True):
+            x.copy_(value)
         self.post.stop()
-        told = self.comm.gather_objects(self.owned.staleness())
-        self.staleness = sum(told, Counter[int]())
-        self.reached = self.owned.dealt[0] if self.owned.dealt else 0
-        self.meet()
+        if len(living) < len({*self.owners, *self.workers}):
+            self.go_on_with(living)
         self.begin()
         self.clock, self.answers, self.entered, self.owned.dealt = 0, False, False, None
-        self.comm.gather_objects(None)
         return None
 
-    def meet(self) -> None:
-        """Gives all ranks the owners' weights, to which is added what rounding kept back, and the mean buffers."""
-        for group, shard in zip(self.groups, self.owned.shards, strict=True):
-            whole = group.now.flat.copy_(group.left) if len(group.left) and self.trains else group.now.flat.zero_()
-            if shard:
-                whole[group.pieces[self.comm.rank]] += shard.weights
-            self.comm.all_reduce(whole).wait()
-            group.scatter(group.now)
-        self.share_buffers()
+    def go_on_with(self, living: Sequence[int]) -> None:
+        """The survivors share out what the dead had."""
+        self.before = self.staleness
+        workers = [rank for rank in self.workers if rank in living]
+        owners = [rank for rank in self.owners if rank in living] or workers
+        self.share_out(owners, workers)
+        self.post.hand_over(self.owned, (workers, owners))
 
-    def share_buffers(self) -> None:
+    def sums(self, table: Table) -> tuple[list[dict[str, int]], int, list[Tensor]]:
+        """What all that live have together: the weights, in `now` of each group; staleness; shares dealt; buffers."""
+        for group, shard in zip(self.groups, self.owned.shards, strict=True):
+            table.all_reduce(self.whole(group, shard, table.ranks))
+        told = {str(steps): n for steps, n in self.owned.staleness().items()}
+        reached = self.owned.dealt[0] if self.owned.dealt and self.comm.rank == self.owners[0] else 0
+        both = table.gather((told, reached))
+        return [found for found, _ in both], max(reached for _, reached in both), self.mean_buffers(table)
+
+    def whole(self, group: Group, shard: Shard | None, living: Sequence[int]) -> Tensor:
+        """This rank's part of a group's weights: what it owns, what rounding kept back, its part of what the dead had.
+
+        What a dead rank owned becomes the mean of the workers' copies, each of which it has moved on by itself.
+        """
+        for owner in [rank for rank in group.pieces if rank not in living]:
+            group.lose(owner)
+        whole = group.now.flat.zero_()
+        if self.trains:
+            if len(group.left):
+                whole += group.left
+            workers = sum(rank in living for rank in self.workers)
+            for piece in group.lost:
+                whole[piece] = (whole[piece] + group.base.flat[piece]) / workers
+        if shard:
+            whole[group.pieces[self.comm.rank]] += shard.weights
+        return whole
+
+    def mean_buffers(self, table: Table) -> list[Tensor]:
         """Floating-point buffers become their means over the workers, others the largest."""
+        workers = max(1, sum(rank in table.ranks for rank in self.workers))
+        found = []
         for x in self.job.model.buffers():
             exact = x.is_floating_point()
-            mine = x.detach().to("cpu", torch.float32 if exact else torch.int64, copy=True)
-            self.comm.all_reduce(mine if self.trains else mine.zero_(), op="sum" if exact else "max").wait()
-            x.copy_(mine * self.share if exact else mine)
+            mine = x.detach().to("cpu", torch.float32 if exact else torch.int64, copy=True).reshape(-1)
+            table.all_reduce(mine if self.trains else mine.zero_(), op="sum" if exact else "max")
+            found.append((mine / workers if exact else mine).view_as(x))
+        return found
 
     # ---- checkpoints
 

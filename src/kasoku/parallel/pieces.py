@@ -31,6 +31,7 @@ class Group:
         sent, come: what is under way to the owners, and from them.
         aside: what of the parameters is no update: the prediction.
         left: what rounding took from the last update.
+        lost: pieces whose owner is dead: this worker moves its own copy of them, until ranks meet.
         basis, read: of each piece: when what the next update is computed on was read, and what was read last.
     """
 
@@ -50,6 +51,7 @@ class Group:
         self.basis = dict.fromkeys(self.pieces, 0)
         self.read = dict(self.basis)
         self.under_way: dict[int, Question] = {}
+        self.lost: list[slice] = []
 
     def begin(self) -> None:
         """The parameters as they are become the weights that it knows."""
@@ -78,17 +80,34 @@ class Group:
         own = self.gather().sub_(self.base.flat)
         return own if self.still else own.sub_(self.aside)
 
+    def lose(self, owner: int) -> None:
+        """Goes on without a piece's owner, which may yet write into what it was asked to fill."""
+        piece = self.pieces.pop(owner)
+        base = Views(self.params)
+        base.flat.copy_(self.base.flat)
+        if self.come is self.base.flat:  # half an answer may be in it
+            base.flat[piece] = self.gather()[piece]
+            self.come = base.flat
+        else:
+            self.come = self.come.clone()
+        self.base = base
+        self.lost.append(piece)
+
     def take_update(self, share: float, factors: Sequence[float] | None) -> None:
         """Fills `sent` with a share of what this worker moved, which counts as added from here on."""
         update = self.own().mul_(share)
         if factors:
             torch._foreach_mul_(self.now.places, list(factors))
+        for piece in self.lost:
+            update[piece] /= share
         if len(self.left):
             self.sent.copy_(update.add_(self.left))
             self.left.copy_(update)
             self.left.sub_(update.copy_(self.sent))
         elif self.still:  # what comes is `base`
             self.sent.copy_(update)
+            for piece in self.lost:
+                self.base.flat[piece] += update[piece]
             return
         else:
             self.sent.copy_(update)
@@ -99,6 +118,8 @@ class Group:
 
     def take_answer(self, ahead: float) -> None:
         """Adds what came, and goes so many times as far ahead."""
+        for piece in self.lost:
+            self.come[piece] = 0.0 if len(self.left) else self.base.flat[piece]
         if self.still:
             if len(self.left):
                 self.base.flat.add_(self.now.flat.copy_(self.come))

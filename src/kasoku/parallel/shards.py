@@ -137,6 +137,11 @@ class Owned:
         """All workers are at the same step."""
         self.clocks = dict.fromkeys(self._workers, 0)
 
+    def gone(self, rank: int) -> None:
+        """Nobody waits for the clock of a dead worker."""
+        if rank in self.clocks:
+            self.clocks[rank] = RESTS
+
     def deal(self, first: int, end: int) -> None:
         """Begins to give away shares of the data, by number."""
         self.dealt, self.wish = (first, end), 0
