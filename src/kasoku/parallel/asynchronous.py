@@ -61,7 +61,7 @@ class Asynchronous(Technique):
 
     Saves: the time that ranks wait for each other and for the network.
     Costs: memory, 4 bytes a parameter times three on each rank, and one more for what it owns (bf16 or compensate: and
-        another one); three threads for each other rank; no two runs are alike, and updates are stale. A resumed training
+        another one); three threads for each other rank; no two runs are alike, updates are stale. A resumed training
         goes on with rank 0's optimizer state on all ranks: the same only statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
