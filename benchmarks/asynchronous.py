@@ -1,11 +1,15 @@
 """Is nobody slowed by others, at 48 workers, beside a slow one, over a slow link?
 
-    python benchmarks/asynchronous.py --case emulated48
+    python benchmarks/asynchronous.py --case emulated48 | straggler | slow_link
 
 emulated48: 48 processes with cnn11 (9.9 M parameters). A step computes by sleeping 1.0 s, with 10 % log-normal jitter;
 all else is real: every worker pushes its whole update to the servers and pulls all parameters each step, and waits for
 that. speedup_48: exchanges a second of 48 workers over those of one, in the same run; the first steps do not count.
 sum_error: how far the weights moved in all, against the sum of what was pushed, relative.
+sync_speedup_48: the same of an all-reduce by Overlap; sleep_at_40: seconds of computing below which the speed-up of 48
+falls under 40, from what one exchange costs the servers at most (48 workers without any sleep).
+straggler (root): four hosts, three with 40 % of a core and one with 8 %, cifarnet on CIFAR-10; async_over_ideal: over
+what the four do alone. slow_link (root): two hosts at 200 Mbit/s, bf16 on the wire on both sides, equal samples.
 Last answer: see RECORDS.md. Why it matters: [001], 48 GPUs asynchronously.
 """
 
@@ -138,28 +142,63 @@ def emulated48(arguments: argparse.Namespace) -> None:
               found[0]["staleness"] if workers < 5 else "", flush=True)  # fmt: skip
     most = max(rates)
     width = 2 if arguments.wire == "bf16" else 4
+    figures |= {f"efficiency_{n}": round(x / rates[1] / n, 3) for n, x in rates.items() if 1 < n < most}
     figures |= {
         f"speedup_{most}": round(rates[most] / rates[1], 2),
         "exchanges_per_s": round(rates[most], 2),
         "gigabytes_per_s": round(rates[most] * 2 * width * size / 1e9, 3),
+        "exchange_ms": exchange_ms,
         "sum_error": max(errors),
     }
-    finish("asynchronous_emulated48", vars(arguments), figures)
+    figures |= limits(arguments, model, technique, rates[1])
+    finish("asynchronous_emulated48", {**vars(arguments), "parameters": size}, figures)
 
 
-def main() -> None:
+def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any, alone: float) -> dict[str, Any]:
+    """What the synchronous engine gains with as many workers, and what the servers bear at most."""
+    most, extra = max(arguments.workers), {"sleep_s": 0.0, "steps": arguments.steps}
+    found = forked(most + arguments.servers, lambda comm: paced(comm, model, technique, **extra), limit_s=300)
+    bears = rate(found)  # exchanges a second when nobody computes
+    sync = Overlap(technique.buckets, next_forward=False)
+    extra = {"sleep_s": arguments.sleep, "steps": WARM + 4}
+    found = forked(most, lambda comm: paced(comm, model, sync, **extra), limit_s=300)
+    return {
+        f"sync_speedup_{most}": round(rate(found) / alone, 2),
+        "exchanges_per_s_at_most": round(bears, 2),
+        "sleep_at_40": round(40 / bears, 3),
+    }
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--case", choices=("emulated48",), default="emulated48")
-    parser.add_argument("--servers", type=int, default=1)
-    parser.add_argument("--wire", default="bf16")
-    parser.add_argument("--mib", type=int, default=4, help="of a group")
-    parser.add_argument("--sleep", type=float, default=1.0)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16, 48])
+    parser.add_argument("--case", choices=("emulated48", "straggler", "slow_link"), default="emulated48")
+    parser.add_argument("--servers", type=int, default=1, help="emulated48")
+    parser.add_argument("--wire", default="bf16", help="emulated48")
+    parser.add_argument("--mib", type=int, default=4, help="emulated48: of a group")
+    parser.add_argument("--sleep", type=float, default=1.0, help="emulated48")
+    parser.add_argument("--steps", type=int, default=0, help="a worker's; 0: 12 (emulated48), 1,500 (slow_link)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16, 48], help="emulated48")
+    parser.add_argument("--batch", type=int, default=64, help="hosts: images a step")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 256], help="hosts: of cifarnet")
+    parser.add_argument("--lr", type=float, default=0.1, help="hosts")
+    parser.add_argument("--every", type=int, default=1, help="hosts: steps between exchanges")
+    parser.add_argument("--seconds", type=float, default=120.0, help="straggler: of each side")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    emulated48(arguments)
+    if arguments.case == "emulated48":
+        arguments.steps = arguments.steps or STEPS
+        emulated48(arguments)
+        return 0
+    arguments.steps = arguments.steps or 1500
+    if "RANK" not in os.environ:
+        from cluster import on_hosts
+
+        return on_hosts(__file__, sys.argv[1:], 4 if arguments.case == "straggler" else 2)
+    from asynchronous_hosts import rank_main
+
+    rank_main(arguments)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
