@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,9 @@ def sides(asked: argparse.Namespace) -> dict[str, Technique]:
 
 def limited(share: float, rank: int) -> Path:
     """Puts this process under a quota of so much of a core (cgroup v1); the group's folder."""
-    folder = Path("/sys/fs/cgroup/cpu") / f"kasoku-{os.getppid()}-{rank}"
+    top = Path(tempfile.mkdtemp())  # a host sees a /sys of its own
+    subprocess.run(["mount", "-t", "cgroup", "-o", "cpu", "none", str(top)], check=True)
+    folder = top / f"kasoku-{os.getppid()}-{rank}"
     folder.mkdir()
     (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
     (folder / "cpu.cfs_quota_us").write_text(str(round(share * PERIOD_US)))
@@ -47,8 +51,10 @@ def limited(share: float, rank: int) -> Path:
 
 def freed(folder: Path) -> None:
     """Takes this process out of it again, and removes it."""
-    Path("/sys/fs/cgroup/cpu/cgroup.procs").write_text(str(os.getpid()))
+    (folder.parent / "cgroup.procs").write_text(str(os.getpid()))
     folder.rmdir()
+    subprocess.run(["umount", str(folder.parent)], check=False)
+    folder.parent.rmdir()
 
 
 def job_of(comm: Comm, dataset: Dataset, asked: argparse.Namespace, technique: Technique | None) -> Job:

@@ -41,7 +41,8 @@ class Group:
         self.now, self.base = Views(params), Views(params)
         self.aside = torch.zeros(0 if still else len(self.base.flat))
         n, exact = len(self.base.flat), wire == torch.float32
-        self.sent = torch.zeros(n, dtype=wire)
+        self.leaving = Views(params, wire)
+        self.sent = self.leaving.flat
         self.come = self.base.flat if still and exact else torch.zeros(n, dtype=wire)
         self.left = torch.zeros(0 if exact else n)
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
@@ -95,6 +96,11 @@ class Group:
 
     def take_update(self, share: float, factors: Sequence[float] | None) -> None:
         """Fills `sent` with a share of what this worker moved, which counts as added from here on."""
+        if self.still and not (len(self.left) or factors or self.lost):  # what comes is `base`: two passes are enough
+            for place, p, base in zip(self.leaving.places, self.params, self.base.places, strict=True):
+                torch.sub(p, base, out=place)
+            self.leaving.flat.mul_(share)
+            return
         update = self.own().mul_(share)
         if factors:
             torch._foreach_mul_(self.now.places, list(factors))

@@ -19,6 +19,7 @@ from kasoku.parallel.post import Head
 
 UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of questions
 RESTS = 2**62  # the clock of a worker that nobody waits for
+_STRETCH = 1 << 16  # elements: 256 KiB
 _KEPT = 0.95  # of the mean square of updates, at each one
 
 
@@ -89,24 +90,32 @@ class Shard:
             others = self._version - self._own[rank]
             self.staleness[others - basis] += 1
             told = self._told.get(rank)
+            if told is None:  # each stretch is read again while it is in the cache
+                damped = self._damped(others - basis)
+                parts = (torch.split(x, _STRETCH) for x in (self.weights, update, out))
+                for weights, moved, copy in zip(*parts, strict=True):
+                    copy.copy_(weights.add_(moved, alpha=damped))
+                self._version += 1
+                self._own[rank] += 1
+                return others
             if len(self._exact):
                 update = self._exact.copy_(update)  # types are converted by copies: all else is slow with two of them
             self._add(update, others - basis, told)
             self._version += 1
             self._own[rank] += 1
             if out.dtype == self.weights.dtype:
-                out.copy_(self.weights)
-                if told is not None:
-                    told.copy_(out)
-            elif told is not None:
+                told.copy_(out.copy_(self.weights))
+            else:
                 out.copy_(torch.sub(self.weights, told.add_(update), out=self._exact))
                 told.add_(self._exact.copy_(out))  # what rounding takes is told the next time
             return others
 
-    def _add(self, update: Tensor, staleness: int, told: Tensor | None) -> None:
-        remedies = self._remedies
-        damped = min(1.0, len(self._workers) / (1 + staleness)) if remedies.damp else 1.0
-        if remedies.compensate and told is not None:
+    def _damped(self, staleness: int) -> float:
+        return min(1.0, len(self._workers) / (1 + staleness)) if self._remedies.damp else 1.0
+
+    def _add(self, update: Tensor, staleness: int, told: Tensor) -> None:
+        remedies, damped = self._remedies, self._damped(staleness)
+        if remedies.compensate:
             if self._squares is None:
                 self._squares = update * update
             else:
