@@ -16,7 +16,7 @@ from kasoku.data import Mix
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
-from kasoku.parallel import AllReduce, Graded, Overlap, Recalibrate, VirtualRanks
+from kasoku.parallel import AllReduce, Asynchronous, Graded, Overlap, Recalibrate, VirtualRanks
 from kasoku.report import Timed
 
 
@@ -47,6 +47,7 @@ class Row:
 
 ROWS = [
     Row(AllReduce(), neutral=AllReduce()),
+    Row(Asynchronous(max_staleness=0), neutral=Asynchronous()),  # what does not wait: parallel/test_asynchronous.py
     Row(Autocast("bf16"), tolerance=2e-2),
     Row(ChannelsLast()),
     Row(Clip(norm=0.5), neutral=Clip(norm=float("inf"))),

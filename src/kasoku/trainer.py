@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kasoku import meetings
 from kasoku.core import Batch, Comm, InputError, Job, Solo, Technique
 from kasoku.core.run import RunFolder
 from kasoku.course import updates
@@ -25,7 +26,7 @@ from kasoku.data.index import OneScan
 from kasoku.device import Chosen, Seeded, choose
 from kasoku.models import check_fits
 from kasoku.optim import Rate
-from kasoku.parallel import AllReduce, Overlap, Recalibrate, VirtualRanks
+from kasoku.parallel import AllReduce, Asynchronous, Overlap, Recalibrate, VirtualRanks
 from kasoku.parallel.agree import agree, facts_of_model
 from kasoku.parallel.together import SHARED, raised, together
 from kasoku.ranks import Gate, Place, check_share, place
@@ -123,7 +124,10 @@ def _connected(recipe: Recipe, comm: Comm, chosen: Chosen) -> None:
     warm: Any = getattr(comm, "warm", None)
     if warm is not None:
         own = _ranks_own(recipe, comm.size)
-        warm(chosen.device, channels=sum(isinstance(technique, Overlap) for technique in (*own, *recipe.techniques)))
+        warm(
+            chosen.device,
+            channels=sum(isinstance(technique, Overlap | Asynchronous) for technique in (*own, *recipe.techniques)),
+        )
 
 
 def _network(recipe: Recipe, dataset: Dataset) -> nn.Module:
@@ -161,11 +165,14 @@ def _loaders(
 
 def _apply(recipe: Recipe, job: Job, chosen: Chosen, classes: int, *, shares: Sequence[int]) -> None:
     """Applies the techniques that were chosen and those asked for; all ranks together."""
+    asked = meetings.asked(recipe, job.comm.size)
+    if meetings.own_pace(recipe, job.comm.size):
+        shares = ()  # each rank takes the next one when it comes to it
     ranks_own = _ranks_own(recipe, job.comm.size, uneven=bool(shares))
     own = [Seeded(recipe.seed), Rate(recipe.course, recipe.rate_scale), *ranks_own]
     if shares:
         own.append(Shares(tuple(shares)))
-    job.apply(*chosen.techniques, *own, *recipe.techniques, Timed())
+    job.apply(*chosen.techniques, *own, *asked, Timed())
     if recipe.evaluate.stale and not any(isinstance(t, Recalibrate) for t in recipe.techniques):
         raise InputError("evaluate.stale = true: compares with the technique kasoku.parallel.Recalibrate; add it")
     _check_loss(job, classes)
@@ -173,6 +180,8 @@ def _apply(recipe: Recipe, job: Job, chosen: Chosen, classes: int, *, shares: Se
 
 def _ranks_own(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Technique]:
     """What a batch shared by so many ranks, or by virtual ones, asks for."""
+    if meetings.own_pace(recipe, ranks):
+        return []
     norm_batch = recipe.norm_batch
     # else the running statistics are each rank's own
     if ranks > 1 and not norm_batch and not recipe.device.graphs and not uneven:
@@ -180,7 +189,7 @@ def _ranks_own(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Tech
     own: list[Technique] = []
     if norm_batch or recipe.norm_average or uneven:
         own.append(VirtualRanks(norm_batch, recipe.norm_average))
-    if not {"AllReduce", "Overlap"} & {type(technique).__name__ for technique in recipe.techniques}:
+    if not {"AllReduce", "Overlap", "Asynchronous"} & {type(technique).__name__ for technique in recipe.techniques}:
         own.append(AllReduce() if recipe.device.graphs else Overlap())  # on one rank too: others may go on from there
     return own
 
@@ -202,9 +211,11 @@ def fit(
         InputError: when the folder cannot be written any more; when a source is gone, after a checkpoint (without
             virtual ranks BatchNorm's running statistics may hold parts of a step that was begun; all else is exact).
     """
-    with Watch(training, run, started=started, resume=resume, quiet=quiet) as watch, signals() as caught:
+    apart = meetings.own_pace(training.recipe, training.job.comm.size)
+    watching = meetings.Meetings if apart else Watch
+    with watching(training, run, started=started, resume=resume, quiet=quiet) as watch, signals() as caught:
         try:
-            for _ in steps(watch, caught):
+            for _ in meetings.steps(watch, caught) if isinstance(watch, meetings.Meetings) else steps(watch, caught):
                 pass
         except InputError as error:
             if error.gone and (training.job.comm.size == 1 or isinstance(error, SHARED)):  # all ranks are here

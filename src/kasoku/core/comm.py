@@ -54,12 +54,12 @@ class Comm(Protocol):
         """Out becomes the parts x of all ranks, in rank order."""
         ...
 
-    def send(self, x: Tensor, *, to: int) -> Work:
-        """Sends x to one rank, which receives it."""
+    def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
+        """Sends x to one rank, which receives it by the same tag."""
         ...
 
-    def receive(self, x: Tensor, *, source: int) -> Work:
-        """Receives what `source` sent, in the order it was sent."""
+    def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
+        """Receives what `source` sent by this tag, in the order it was sent."""
         ...
 
     def broadcast_object(self, thing: T, *, root: int = 0) -> T:
@@ -121,11 +121,11 @@ class Solo:
         out.copy_(x.view_as(out))
         return _Done()
 
-    def send(self, x: Tensor, *, to: int) -> Work:
+    def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
         """There is nobody: raises InputError."""
         raise InputError(f"send to rank {to}: this job has one rank")
 
-    def receive(self, x: Tensor, *, source: int) -> Work:
+    def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
         """There is nobody: raises InputError."""
         raise InputError(f"receive from rank {source}: this job has one rank")
 
@@ -276,8 +276,8 @@ class _ThreadComm:
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         return self._collective("all_gather", x, out, op="gather", pick=lambda total: total)
 
-    def _letter(self, sender: int, receiver: int) -> tuple[str, _Meeting, Callable[[], object]]:
-        road = f"{sender}->{receiver}"
+    def _letter(self, sender: int, receiver: int, tag: int) -> tuple[str, _Meeting, Callable[[], object]]:
+        road = f"{sender}->{receiver}" + (f" by tag {tag}" if tag else "")
         mine = f"{'sent' if self.rank == sender else 'received'} {road}"
         number = self._counts[mine] = self._counts.get(mine, -1) + 1
         name = f"message {number} from rank {sender} to rank {receiver}"
@@ -285,13 +285,13 @@ class _ThreadComm:
         letter = meetings.setdefault((road, number), _Meeting(name))
         return name, letter, lambda: meetings.pop((road, number))
 
-    def send(self, x: Tensor, *, to: int) -> Work:
-        name, letter, _ = self._letter(self.rank, to)
+    def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
+        name, letter, _ = self._letter(self.rank, to, tag)
         letter.result, letter.finished = x.detach().clone(), True
         return _ThreadWork(self, name, lambda: True, lambda: None)
 
-    def receive(self, x: Tensor, *, source: int) -> Work:
-        name, letter, forget = self._letter(source, self.rank)
+    def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
+        name, letter, forget = self._letter(source, self.rank, tag)
 
         def read() -> None:
             with torch.no_grad():

@@ -250,6 +250,10 @@ class Job:
         yield
         self._since = since
 
+    def at(self, epochs: float) -> None:
+        """Says how far the training is, where other ranks go on at their own pace."""
+        self._since = (self.steps, epochs)
+
     def drain(self) -> None:
         """Finishes every pending update; call it before anyone reads parameters."""
         for f in self._on_drain:

@@ -92,11 +92,11 @@ class SimComm:
         """Half an all-reduce."""
         return self._send("all_to_all", x.nbytes // 2)
 
-    def send(self, x: Tensor, *, to: int) -> _Arrival:
+    def send(self, x: Tensor, *, to: int, tag: int = 0) -> _Arrival:
         """Half an all-reduce of as many bytes."""
         return self._send("send", x.nbytes // 2)
 
-    def receive(self, x: Tensor, *, source: int) -> _Arrival:
+    def receive(self, x: Tensor, *, source: int, tag: int = 0) -> _Arrival:
         """Half an all-reduce of as many bytes."""
         return self._send("receive", x.nbytes // 2)
 

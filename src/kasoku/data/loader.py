@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import Any, Literal, Protocol
@@ -68,6 +69,9 @@ class Loader:
         trace: where waiting for input is noted; a Job gives its own.
         index_N: which images of the split the last batch handed out holds.
         shares: images of a batch that each rank takes, in rank order; empty: as many each.
+        deal: gives the number of the next share this rank makes, of those of all ranks in this epoch (batch * size +
+            rank), or None when there is none for now; None: its own of each batch. `position` does not move then.
+        dealt: the number of the share that was handed out last.
         fill: complete the last training batch of an epoch with the images the epoch began with; else it is dropped.
     """
 
@@ -99,6 +103,9 @@ class Loader:
         self.vary: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None
         self.epoch = self.position = 0
         self.index_N = torch.zeros(0, dtype=torch.int64)
+        self.deal: Callable[[], int | None] | None = None
+        self.dealt = 0
+        self._ahead: deque[int] = deque()  # numbers of shares that are being made
 
     def check(self, augment: Augment) -> None:
         """Raise InputError where an augmentation does not fit these images."""
@@ -163,7 +170,10 @@ class Loader:
                 x_NCHW = transform(images_NHWC, index_N, epoch)
                 del images_NHWC  # its memory goes to a batch that is decoded meanwhile
                 done = number == len(self)
-                self.epoch, self.position = (epoch + 1, 0) if done else (epoch, number)
+                if self.deal is None:
+                    self.epoch, self.position = (epoch + 1, 0) if done else (epoch, number)
+                else:
+                    self.dealt = self._ahead.popleft()
                 self.index_N = index_N
                 yield x_NCHW, y_N
 
@@ -175,7 +185,7 @@ class Loader:
         other = copy.copy(self)
         other.train, other.fill = False, False
         other.batch, other.parts, other.through = self.batch // self.parts, 1, None
-        other.shares = ()
+        other.shares, other.deal = (), None
         other.images = min(images or self.images, self.images)
         other.least = 2 * self.size  # no rank is left with one image, which has no variance
         other.epoch = other.position = 0
@@ -195,13 +205,23 @@ class Loader:
         cuts = [0, *itertools.accumulate(self.shares or (1,) * self.size)]  # of a batch of as many as the last one says
         if self.train:
             order_N = torch.cat([order_N, order_N[: -self.images % self.batch]])[: batches * self.batch]
-        for number in range(first, len(self)):
+        for number, rank in self._numbers(first):
             start = number // self.parts * self.batch
             last = number // self.parts == batches - 1
             count = len(order_N) - start if last else self.batch
-            low, high = (count * cut // cuts[-1] for cut in cuts[self.rank : self.rank + 2])
+            low, high = (count * cut // cuts[-1] for cut in cuts[rank : rank + 2])
             begin, end = (low + (high - low) * at // parts for at in (number % parts, number % parts + 1))
             yield order_N[start + begin : start + end]
+
+    def _numbers(self, first: int) -> Iterator[tuple[int, int]]:
+        """Of the parts that this rank makes: the number, and whose share it is."""
+        if self.deal is None:
+            yield from ((number, self.rank) for number in range(first, len(self)))
+            return
+        self._ahead.clear()
+        while (share := self.deal()) is not None:
+            self._ahead.append(share)
+            yield divmod(share, self.size)
 
 
 class MemoryLoader(Loader):

@@ -82,13 +82,13 @@ class TorchComm:
         """Out becomes the parts x of all ranks, in rank order."""
         return _Handle(dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self._group, async_op=True))
 
-    def send(self, x: Tensor, *, to: int) -> Work:
-        """Sends x to one rank."""
-        return _Handle(dist.isend(x, group=self._group, group_dst=to))
+    def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
+        """Sends x to one rank; gloo knows only in `wait()` whether it has ended."""
+        return _Handle(dist.isend(x, group=self._group, group_dst=to, tag=tag))
 
-    def receive(self, x: Tensor, *, source: int) -> Work:
-        """Receives what `source` sent."""
-        return _Handle(dist.irecv(x, group=self._group, group_src=source))
+    def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
+        """Receives what `source` sent by this tag; several threads may each wait for one."""
+        return _Handle(dist.irecv(x, group=self._group, group_src=source, tag=tag))
 
     def broadcast_object(self, thing: T, *, root: int = 0) -> T:
         """The root's object, on every rank; waits. Pickled: the ranks of one group trust each other."""

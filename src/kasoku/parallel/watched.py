@@ -216,14 +216,14 @@ class Watched:
         """The inner one's, counted."""
         return self._begin(lambda: self.inner.all_to_all(out, x), self._count.start("all_to_all", x))
 
-    def send(self, x: Tensor, *, to: int) -> Work:
+    def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
         """The inner one's; not counted, as only two ranks have part in it."""
-        return self._begin(lambda: self.inner.send(x, to=to), 0, (f"send to rank {to}", x.numel(), x.dtype))
+        return self._begin(lambda: self.inner.send(x, to=to, tag=tag), 0, (f"send to rank {to}", x.numel(), x.dtype))
 
-    def receive(self, x: Tensor, *, source: int) -> Work:
+    def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
         """The inner one's; not counted, as only two ranks have part in it."""
         label = (f"receive from rank {source}", x.numel(), x.dtype)
-        return self._begin(lambda: self.inner.receive(x, source=source), 0, label)
+        return self._begin(lambda: self.inner.receive(x, source=source, tag=tag), 0, label)
 
     def broadcast_object(self, thing: T, *, root: int = 0) -> T:
         """The inner one's, counted."""

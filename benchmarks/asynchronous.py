@@ -1,0 +1,204 @@
+"""Is nobody slowed by others, at 48 workers, beside a slow one, over a slow link?
+
+    python benchmarks/asynchronous.py --case emulated48 | straggler | slow_link
+
+emulated48: 48 processes with cnn11 (9.9 M parameters). A step computes by sleeping 1.0 s, with 10 % log-normal jitter;
+all else is real: every worker pushes its whole update to the servers and pulls all parameters each step, and waits for
+that. speedup_48: exchanges a second of 48 workers over those of one, in the same run; the first steps do not count.
+sum_error: how far the weights moved in all, against the sum of what was pushed, relative.
+sync_speedup_48: the same of an all-reduce by Overlap; sleep_at_40: seconds of computing below which the speed-up of 48
+falls under 40, from what one exchange costs the servers at most (48 workers without any sleep).
+straggler (root): four hosts, three with 40 % of a core and one with 8 %, cifarnet on CIFAR-10; async_over_ideal: over
+what the four do alone. slow_link (root): two hosts at 200 Mbit/s, bf16 on the wire on both sides, equal samples.
+Last answer: see RECORDS.md. Why it matters: [001], 48 GPUs asynchronously.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common import finish
+from kasoku.core import Comm, Job
+from kasoku.models import cnn11
+from kasoku.parallel import Asynchronous, Fixed, Overlap, TorchComm
+
+WARM, STEPS = 2, 12
+JITTER = 0.1
+MIB = 2**20
+
+
+def forked(size: int, f: Callable[[Comm], Any], *, limit_s: float) -> list[Any]:
+    """f(comm) on so many processes forked from this one, which has started no thread; their results in rank order."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                _child(rank, size, Path(folder), f)
+            children.append(pid)
+        left, until = set(children), time.monotonic() + limit_s
+        while left and time.monotonic() < until:
+            for pid in list(left):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    left.discard(pid)
+                    if status:
+                        until = min(until, time.monotonic() + 5)
+            time.sleep(0.01)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        found = [Path(folder) / f"result-{rank}" for rank in range(size)]
+        if not all(file.exists() for file in found):
+            raise RuntimeError(f"{sum(not file.exists() for file in found)} of {size} processes gave no result")
+        return [torch.load(file, weights_only=True) for file in found]
+
+
+def _child(rank: int, size: int, folder: Path, f: Callable[[Comm], Any]) -> None:
+    code = 1
+    try:
+        store = dist.FileStore(str(folder / "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+        torch.save(f(TorchComm()), folder / f"part-{rank}")
+        (folder / f"part-{rank}").rename(folder / f"result-{rank}")
+        code = 0
+    except BaseException as error:
+        print(f"rank {rank}: {error!r}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(code)
+
+
+def paced(comm: Comm, model: torch.nn.Module, technique: Any, *, sleep_s: float, steps: int) -> dict[str, Any]:
+    """The moments at which this rank's steps ended, and what was pushed and moved in all."""
+    servers = getattr(technique, "servers", 0)
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=comm).apply(technique)
+    params = [p for p in model.parameters() if p.requires_grad]
+    first = sum(p.detach().double().sum() for p in params)
+    draw = random.Random(comm.rank)
+    ends, seconds = [], []
+    gradient = [torch.full_like(p, 2.0**-12 * (1 + comm.rank % 7)) for p in params]
+    for _ in range(steps if comm.rank >= servers else 0):
+        time.sleep(sleep_s * draw.lognormvariate(-(JITTER**2) / 2, JITTER))
+        begin = time.monotonic()
+        for p, g in zip(params, gradient, strict=True):
+            p.grad = g.clone() if isinstance(technique, Overlap) else g
+            if isinstance(technique, Overlap):
+                for hook in job._on_gradient:
+                    hook(p)
+        job.optimizer.step()
+        ends.append(time.monotonic())
+        seconds.append(ends[-1] - begin)
+    job.drain()
+    moved = float(sum(p.detach().double().sum() for p in params) - first)
+    pushed = -float(sum(g.double().sum() for g in gradient)) * len(ends) / max(1, comm.size - servers)
+    stale = getattr(job._kept["asynchronous"], "staleness", {}) if "asynchronous" in job._kept else {}
+    job.close()
+    return {"ends": ends, "exchange_s": seconds, "moved": moved, "pushed": pushed, "staleness": dict(stale)}
+
+
+def rate(found: list[dict[str, Any]]) -> float:
+    """Steps a second of all workers, while all of them are at work and after the first ones."""
+    ends = [one["ends"] for one in found if one["ends"]]
+    start, stop = max(e[WARM - 1] for e in ends), min(e[-1] for e in ends)
+    return sum(start < moment <= stop for e in ends for moment in e) / (stop - start)
+
+
+def emulated48(arguments: argparse.Namespace) -> None:
+    """The case of [001]."""
+    torch.manual_seed(0)
+    model = cnn11()
+    size = sum(p.numel() for p in model.parameters())
+    technique = Asynchronous(
+        servers=arguments.servers, hidden=False, wire=arguments.wire, buckets=Fixed(arguments.mib * MIB, MIB)
+    )
+    figures: dict[str, Any] = {}
+    rates, errors, exchange_ms = {}, [], {}
+    for workers in arguments.workers:
+        found = forked(
+            workers + arguments.servers,
+            lambda comm: paced(comm, model, technique, sleep_s=arguments.sleep, steps=arguments.steps),
+            limit_s=300,
+        )
+        rates[workers] = rate(found)
+        pushed = sum(one["pushed"] for one in found)
+        errors.append(abs(found[0]["moved"] - pushed) / abs(pushed))
+        every = [s for one in found for s in one["exchange_s"][WARM:]]
+        exchange_ms[workers] = round(1e3 * statistics.median(every), 1)
+        print(f"{workers}: {rates[workers]:.2f} exchanges/s, {exchange_ms[workers]} ms each, error {errors[-1]:.1e}",
+              found[0]["staleness"] if workers < 5 else "", flush=True)  # fmt: skip
+    most = max(rates)
+    width = 2 if arguments.wire == "bf16" else 4
+    figures |= {f"efficiency_{n}": round(x / rates[1] / n, 3) for n, x in rates.items() if 1 < n < most}
+    figures |= {
+        f"speedup_{most}": round(rates[most] / rates[1], 2),
+        "exchanges_per_s": round(rates[most], 2),
+        "gigabytes_per_s": round(rates[most] * 2 * width * size / 1e9, 3),
+        "exchange_ms": exchange_ms,
+        "sum_error": max(errors),
+    }
+    figures |= limits(arguments, model, technique, rates[1])
+    finish("asynchronous_emulated48", {**vars(arguments), "parameters": size}, figures)
+
+
+def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any, alone: float) -> dict[str, Any]:
+    """What the synchronous engine gains with as many workers, and what the servers bear at most."""
+    most, extra = max(arguments.workers), {"sleep_s": 0.0, "steps": arguments.steps}
+    found = forked(most + arguments.servers, lambda comm: paced(comm, model, technique, **extra), limit_s=300)
+    bears = rate(found)  # exchanges a second when nobody computes
+    sync = Overlap(technique.buckets, next_forward=False)
+    extra = {"sleep_s": arguments.sleep, "steps": WARM + 4}
+    found = forked(most, lambda comm: paced(comm, model, sync, **extra), limit_s=300)
+    return {
+        f"sync_speedup_{most}": round(rate(found) / alone, 2),
+        "exchanges_per_s_at_most": round(bears, 2),
+        "sleep_at_40": round(40 / bears, 3),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--case", choices=("emulated48", "straggler", "slow_link"), default="emulated48")
+    parser.add_argument("--servers", type=int, default=1, help="emulated48")
+    parser.add_argument("--wire", default="bf16", help="emulated48")
+    parser.add_argument("--mib", type=int, default=4, help="emulated48: of a group")
+    parser.add_argument("--sleep", type=float, default=1.0, help="emulated48")
+    parser.add_argument("--steps", type=int, default=0, help="a worker's; 0: 12 (emulated48), 1,500 (slow_link)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16, 48], help="emulated48")
+    parser.add_argument("--batch", type=int, default=64, help="hosts: images a step")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 256], help="hosts: of cifarnet")
+    parser.add_argument("--lr", type=float, default=0.1, help="hosts")
+    parser.add_argument("--every", type=int, default=1, help="hosts: steps between exchanges")
+    parser.add_argument("--seconds", type=float, default=120.0, help="straggler: of each side")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.case == "emulated48":
+        arguments.steps = arguments.steps or STEPS
+        emulated48(arguments)
+        return 0
+    arguments.steps = arguments.steps or 1500
+    if "RANK" not in os.environ:
+        from cluster import on_hosts
+
+        return on_hosts(__file__, sys.argv[1:], 4 if arguments.case == "straggler" else 2)
+    from asynchronous_hosts import rank_main
+
+    rank_main(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

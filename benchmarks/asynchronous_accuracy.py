@@ -1,0 +1,159 @@
+"""What do ranks that do not wait cost in accuracy, at equal samples?
+
+    KASOKU_DATA=/data python benchmarks/asynchronous_accuracy.py [--full]
+
+CIFAR-10 (all 50,000 training images, top-1 of all test images), a small cifarnet, 8 workers of one process that take
+turns in an uneven order (each lets others go first at random), so that updates are as stale as those of 8 machines.
+sync: Overlap. async_plain: Asynchronous as it is. async_default: with warm-up, finish and remedies as chosen here.
+async_gap: sync - async_default, in points. async_fraction: of its steps, those that were asynchronous.
+Each side and seed is a process of its own with one thread, as many at once as there are cores.
+Last answer: see RECORDS.md. Why it matters: nobody is told a speed without the accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from common import finish
+from kasoku.core import Comm, Job, Technique, Threads
+from kasoku.core.schedule import Linear
+from kasoku.data import Augment, Dataset, LowResolution, cifar10, loader, sample
+from kasoku.data.sources import Memory, in_memory
+from kasoku.device import Device, choose
+from kasoku.evaluate import evaluate
+from kasoku.models import cifarnet
+from kasoku.optim import Rate, cross_entropy, sgd
+from kasoku.parallel import Asynchronous, Overlap, Remedies
+
+WORKERS, TEST_BATCH = 8, 1000
+UNEVEN = 0.3  # how often a worker lets the others go first, again and again
+
+
+def techniques(asked: argparse.Namespace) -> dict[str, Technique]:
+    """The sides, by name."""
+    remedies = Remedies(damp=asked.damp, compensate=asked.compensate, predict=asked.predict, momentum=asked.momentum)
+    chosen = Asynchronous(
+        remedies=remedies, warmup=asked.warmup, finish=asked.finish, hidden=asked.hidden, wire=asked.wire
+    )
+    return {"sync": Overlap(), "async_plain": Asynchronous(), "async_default": chosen}
+
+
+def train(comm: Comm, dataset: Any, asked: argparse.Namespace, side: str, seed: int) -> dict[str, Any]:
+    """One worker's training; on the first one the accuracy at its end."""
+    torch.manual_seed(seed)
+    batches = loader(dataset, "train", asked.batch, seed=seed, comm=comm)
+    model = cifarnet(widths=tuple(asked.widths), norm_momentum=0.2)
+    model.whiten(sample(dataset, 2000))
+    optimizer = sgd(model, lr=asked.lr, momentum=0.9, weight_decay=5e-4)
+    loss = functools.partial(cross_entropy, smoothing=0.2)
+    job = Job(model, optimizer, loader=batches, loss=loss, comm=comm)
+    course = Rate(Linear(epochs=asked.epochs))
+    varied = Augment(flip="random", translate=2), LowResolution(side=24, until=0.75 * asked.epochs)
+    job.apply(*choose(Device(threads=1)).techniques, course, *varied, techniques(asked)[side])
+    draw, alone, steps = random.Random(1000 * seed + comm.rank), 0, 0
+    for _ in range(asked.epochs):
+        for x_NCHW, y_N in job.loader:
+            while side != "sync" and draw.random() < UNEVEN:
+                comm.block("its turn", lambda: True)  # type: ignore[attr-defined]
+            job.loss(job.model(x_NCHW), y_N).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            steps += 1
+            alone += side != "sync" and not job.kept("asynchronous").together.active
+            if asked.steps and steps >= asked.steps:
+                break
+    found: dict[str, Any] = {"fraction": alone / steps, "samples": steps * asked.batch}
+    with job.evaluation() as judged:
+        if comm.rank == 0:
+            found["top1"] = 100 * evaluate(judged, loader(dataset, "test", TEST_BATCH)).top1
+    found["staleness"] = dict(job.kept("asynchronous").staleness) if side != "sync" else {}
+    job.close()
+    return found
+
+
+def images() -> Dataset:
+    """CIFAR-10 from the mosaics of $KASOKU_DATA/cifar10: 50 x 20 tiles each, and a byte a label."""
+    folder = Path(os.environ.get("KASOKU_DATA", "")) / "cifar10"
+    if not (folder / "train_00.webp").exists():
+        return cifar10()
+
+    def part(split: str) -> Memory:
+        tiles, labels = [], []
+        for file in sorted(folder.glob(f"{split}_*.webp")):
+            mosaic = np.asarray(Image.open(file).convert("RGB"))
+            tiles.append(mosaic.reshape(-1, 32, 50, 32, 3).transpose(0, 2, 1, 3, 4).reshape(-1, 32, 32, 3))
+            labels.append(np.fromfile(file.with_suffix(".labels"), np.uint8))
+        both = np.concatenate(tiles), np.concatenate(labels).astype(np.int64)
+        return Memory(torch.from_numpy(both[0]), torch.from_numpy(both[1]))
+
+    return in_memory("cifar10", [str(i) for i in range(10)], part("train"), part("test"))
+
+
+def one(asked: argparse.Namespace, side: str, seed: int) -> dict[str, Any]:
+    """One side with one seed, in a process of its own."""
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    dataset = images()
+    found = Threads(WORKERS).run(lambda comm: train(comm, dataset, asked, side, seed))[0]
+    updates = sum(found["staleness"].values())
+    found["mean_staleness"] = sum(s * n for s, n in found.pop("staleness").items()) / max(1, updates)
+    found["seconds"] = time.perf_counter() - start
+    print(json.dumps({"side": side, "seed": seed, **found}), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="three seeds")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=512, help="images a step of all workers")
+    parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128])
+    parser.add_argument("--lr", type=float, default=0.4)
+    parser.add_argument("--warmup", type=float, default=1.0)
+    parser.add_argument("--finish", type=float, default=7.0)
+    parser.add_argument("--damp", action="store_true")
+    parser.add_argument("--compensate", type=float, default=0.0)
+    parser.add_argument("--predict", type=float, default=0.0)
+    parser.add_argument("--momentum", type=float, default=-1.0)
+    parser.add_argument("--hidden", type=int, default=1)
+    parser.add_argument("--wire", default="fp32")
+    parser.add_argument("--steps", type=int, default=0, help="end early, to try it; 0: all")
+    parser.add_argument("--sides", nargs="+", default=["sync", "async_plain", "async_default"])
+    asked = parser.parse_args()
+    asked.hidden = bool(asked.hidden)
+    jobs = [(asked, side, seed) for seed in range(3 if asked.full else 1) for side in asked.sides]
+    cores = min(len(os.sched_getaffinity(0)), len(jobs))
+    with multiprocessing.get_context("spawn").Pool(cores, maxtasksperchild=1) as pool:
+        results = pool.starmap(one, jobs, chunksize=1)
+    by: dict[str, list[dict[str, Any]]] = {}
+    for (_, side, _), found in zip(jobs, results, strict=True):
+        by.setdefault(side, []).append(found)
+    figures: dict[str, object] = {
+        side: round(statistics.mean(found["top1"] for found in some), 2) for side, some in by.items()
+    }
+    if "sync" in by and "async_default" in by:
+        means = {side: statistics.mean(found["top1"] for found in some) for side, some in by.items()}
+        figures["async_gap"] = round(means["sync"] - means["async_default"], 2)
+    if "async_default" in by:
+        figures["async_fraction"] = round(by["async_default"][0]["fraction"], 3)
+    figures["mean_staleness"] = {side: round(some[0]["mean_staleness"], 2) for side, some in by.items()}
+    figures["seconds"] = {side: round(sum(found["seconds"] for found in some), 1) for side, some in by.items()}
+    figures["top1"] = {side: [round(found["top1"], 2) for found in some] for side, some in by.items()}
+    finish("asynchronous_accuracy", {**vars(asked), "workers": WORKERS, "samples": results[0]["samples"]}, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,389 @@
+"""Ranks that train on one set of weights without waiting for each other.
+
+Note: how an update travels. Each rank steps its own copy with its own optimizer. What that moved is sent to the owners
+of the shards, which add it to the true weights and answer with them. The bytes, the adding and the answer go on while
+the next step computes (see post.py: who makes progress); they are read at its end, `hidden`, or waited for at once.
+
+Note: between two drains. `drain()` is a meeting of all ranks: what is under way is finished, all have the same weights
+then, and no thread is left. The next forward in training begins anew.
+
+Note: when a rank dies. The others name it (a warning) and go on: each moves its own copy of what the dead one owned;
+where they meet next those copies become their mean, and all weights are shared out anew. `job.comm` still has the dead
+rank: what else a training does with it (sums of an evaluation, steps together) would wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core.hardware import is_dense
+from kasoku.parallel.barrier import start_equal
+from kasoku.parallel.buckets import Graded, Policy
+from kasoku.parallel.life import LostError
+from kasoku.parallel.overlap import Overlap
+from kasoku.parallel.phases import Momentum, Together
+from kasoku.parallel.pieces import WIRES, Group
+from kasoku.parallel.post import post
+from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Owned, Remedies, Shard
+from kasoku.parallel.survivors import Everybody, Table
+from kasoku.parallel.units import Units
+
+
+@dataclass(frozen=True)
+class Asynchronous(Technique):
+    """Adds each rank's updates into shared weights and reads fresh ones while it goes on: no rank waits for a slow one.
+
+    All ranks call `job.drain()`, `evaluation()`, `state_dict()` and `close()` alike: there they meet, and have equal
+    weights. In between each has its own copy. Rank 0's parameters and buffers are given to all at `apply`; at a
+    meeting floating-point buffers become their means, and others the largest of them.
+
+    Args:
+        max_staleness: how many steps a rank may be ahead of the slowest one; 0: synchronous, which is Overlap with
+            these groups; None: any number.
+        buckets: the groups that are exchanged one by one.
+        servers: so many ranks, the first ones, own the weights and do not train (their loader gives no batch); 0: all
+            ranks own an equal part and train.
+        every: steps that a rank makes alone before it sends what they moved.
+        hidden: exchange while the next step computes, and read at its end; False: wait for it at once.
+        wire: "fp32", or "bf16" both ways; what rounding takes is sent with the next update, either way.
+        stream: one group each time, in turn, instead of all.
+        remedies: what is done about stale updates.
+        warmup: epochs at first in which ranks step together.
+        finish: the epoch from which they do so again; 0: never.
+
+    Saves: the time that ranks wait for each other and for the network.
+    Costs: memory, 4 bytes a parameter times three on each rank, and one more for what it owns (bf16 or compensate: and
+        another one); three threads for each other rank; no two runs are alike, updates are stale. A resumed training
+        goes on with rank 0's optimizer state on all ranks: the same only statistically.
+    Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
+    Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
+    """
+
+    stage: ClassVar[Stage] = Stage.COMM
+    refuses: ClassVar[tuple[str, ...]] = ("AllReduce", "Overlap", "Graphs", "VirtualRanks", "EMA", "Lookahead")
+
+    max_staleness: int | None = None
+    buckets: Policy = field(default_factory=Graded)
+    servers: int = 0
+    every: int = 1
+    hidden: bool = True
+    wire: Literal["fp32", "bf16"] = "fp32"
+    stream: bool = False
+    remedies: Remedies = field(default_factory=Remedies)
+    warmup: float = 0.0
+    finish: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
+        if self.servers < 0 or self.every < 1:
+            raise InputError(f"servers={self.servers}, every={self.every}: 0 ranks or more, and at least 1 step")
+        if self.wire not in WIRES:
+            raise InputError(f'wire="{self.wire}": "fp32" or "bf16"')
+        if self.warmup < 0 or self.finish < 0:
+            raise InputError(f"warmup={self.warmup}, finish={self.finish}: epochs, 0 or more")
+        if self.servers and (self.warmup or self.finish):
+            raise InputError(
+                f"servers={self.servers}: ranks that do not train cannot step together: no warmup, no finish"
+            )
+
+    def apply(self, job: Job) -> None:
+        """Starts all ranks equal, then takes over what the optimizer moves."""
+        if self.max_staleness == 0:
+            Overlap(self.buckets).apply(job)
+        elif job.comm.size == 1:
+            job.keep("asynchronous", _Alone())
+        elif self.servers >= job.comm.size:
+            raise InputError(f"servers={self.servers} of {job.comm.size} ranks: at least one rank must train")
+        else:
+            start_equal(job)
+            Exchange(job, self).install()
+
+
+class _Alone:
+    """One rank shares nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"staleness": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Exchange:
+    """Asynchronous at work on one job.
+
+    Attributes: `staleness`: over all ranks, how many updates were how stale, up to the last meeting; `clock`: steps
+        since then; `dead`: why ranks were given up, by rank.
+    """
+
+    def __init__(self, job: Job, settings: Asynchronous) -> None:
+        self.job, self.settings, self.remedies = job, settings, settings.remedies
+        self.comm = job.comm.channel()
+        size, servers = job.comm.size, settings.servers
+        self.trains = job.comm.rank >= servers
+        self.units = Units(job.model)
+        if not self.units.named:
+            raise InputError(f"Asynchronous: {type(job.model).__name__} has no parameter that requires a gradient")
+        for name, p in self.units.named:
+            if p.dtype != torch.float32 or not is_dense(p):
+                raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
+        self.staleness: Counter[int] = Counter()
+        self.before: Counter[int] = Counter()  # staleness, when ranks shared out anew
+        self.share_out(range(servers or size), range(servers, size))
+        self.post = post(self.comm, self.owned, (self.workers, self.owners))
+        self.dead: dict[int, str] = self.post.dead
+        self.together = Together(job, settings.buckets, warmup=settings.warmup, finish=settings.finish)
+        self.momentum = Momentum(job, self.remedies.momentum) if self.remedies.momentum >= 0 else None
+        self.reached = 0  # shares of the data given away when the ranks met last; by the first owner
+        self.clock, self.turn, self.answers, self.entered = 0, 0, False, False
+
+    def install(self) -> None:
+        """Puts itself into the job's moments."""
+        job = self.job
+        self.together.install()
+        job.before_step(self.lower_momentum)
+        job.after_step(self.stepped)
+        job.on_drain(self.drain)
+        job.keep("asynchronous", self)
+        model = job.model  # a deep copy has its hooks too
+        job.undo(model.register_forward_pre_hook(lambda m, _: self.enter() if m is model else None).remove)
+        plain = job.plain_loader
+        if self.settings.servers and hasattr(plain, "rank") and hasattr(plain, "size"):
+            job.patch(plain, "rank", max(0, self.comm.rank - self.settings.servers))
+            job.patch(plain, "size", len(self.workers))
+        if not self.trains:
+            job.around_loader(lambda _: ())
+
+    def share_out(self, owners: Sequence[int], workers: Sequence[int]) -> None:
+        """Cuts the weights, equal on all ranks, into parts for their owners."""
+        self.owners, self.workers, self.share = owners, workers, 1 / max(1, len(workers))
+        settings, remedies, wire = self.settings, self.remedies, WIRES[self.settings.wire]
+        still = not settings.hidden and not remedies.predict
+        plan = settings.buckets.plan(self.units.tensors)
+        named = self.units.named
+        self.groups = [Group([named[i][1] for i in group], owners, wire, still=still) for group in plan.groups]
+        mine = [group.pieces.get(self.comm.rank) for group in self.groups]
+        shards = [Shard(x.stop - x.start, workers, remedies, wire) if x else None for x in mine]
+        self.owned = Owned(shards, workers, settings.max_staleness)
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """From here on the parameters as they are, equal on all ranks, are the weights."""
+        for group, shard in zip(self.groups, self.owned.shards, strict=True):
+            group.begin()
+            if shard:
+                shard.begin(group.base.flat[group.pieces[self.comm.rank]])
+        self.owned.reset()
+
+    # ---- a step
+
+    def enter(self) -> None:
+        """Before the first forward of a step."""
+        if self.entered or not self.job.model.training:
+            return
+        if not self.trains:
+            raise InputError(f"rank {self.comm.rank} is a server (servers={self.settings.servers}): it makes no step")
+        self.entered = True
+        if self.together.due != self.together.active:
+            if self.post.dead:
+                raise InputError(f"ranks {sorted(self.post.dead)} are dead: the others cannot step together (finish=0)")
+            self.change()
+        if self.together.active:
+            return
+        if not self.answers:
+            self.start()
+        self.say(self.clock)
+
+    def change(self) -> None:
+        """From asynchronous steps to those of all ranks together, or back; all ranks do so at the same epoch."""
+        self.drain()
+        if self.together.active:
+            self.together.end()
+        else:
+            self.together.begin()
+
+    def lower_momentum(self) -> None:
+        """Before the optimizer's own step."""
+        if self.momentum is not None and not self.together.active:
+            self.momentum.lower()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """The first step after a meeting."""
+        if not self.clock and not all(torch.equal(group.gather(), group.base.flat) for group in self.groups):
+            raise InputError(
+                "Asynchronous: the weights were changed since the ranks met last: load them before apply, or by "
+                "job.load_state_dict"
+            )
+        self.post.start()
+        self.answers = True
+
+    def deal(self, first: int, end: int) -> None:
+        """Has the ranks share these shares of the data until they meet; called by all of them after a meeting."""
+        self.owned.deal(first, end)
+
+    def share_of_data(self, wish: int = 0) -> int | None:
+        """The number of the next share that this rank trains on; None: it is time to meet.
+
+        `wish`: above 0, all ranks are to meet as soon as a whole batch is dealt; the largest is in `owned.wish` of the
+        first owner.
+        """
+        if not self.answers:
+            self.start()
+        none = torch.zeros(0)
+        try:
+            share = self.post.ask(self.owners[0], (SHARE, wish), none, none).wait()[0]
+        except LostError:
+            return None
+        return share if share >= 0 else None
+
+    def say(self, clock: int) -> None:
+        """Tells this worker's clock, and waits while it is too far ahead of the slowest one."""
+        if self.settings.max_staleness is not None and self.trains:
+            none = torch.zeros(0)
+            with self.job.trace.span("wait", "the slowest rank"), suppress(LostError):
+                self.post.ask(self.owners[0], (CLOCK, clock), none, none).wait()
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """After the optimizer's own step: sends what it moved, and reads what others did."""
+        self.clock += 1
+        self.entered = False
+        if self.together.active:
+            return
+        if self.momentum is not None:
+            self.momentum.restore()
+        if self.clock % self.settings.every:
+            return
+        if not self.answers:
+            self.start()
+        some = range(len(self.groups))
+        if self.settings.stream:
+            some = range(self.turn, self.turn + 1)
+            self.turn = (self.turn + 1) % len(self.groups)
+        for g in some:
+            self.collect(self.groups[g])
+            self.send(g)
+        for g in some if not self.settings.hidden else ():
+            self.collect(self.groups[g])
+            self.groups[g].basis.update(self.groups[g].read)
+
+    def send(self, g: int) -> None:
+        """Sends what this worker moved of a group since it sent last."""
+        group = self.groups[g]
+        group.take_update(self.share, self.momentum.factors(group.params) if self.momentum else None)
+        for owner, piece in group.pieces.items():
+            head = (UPDATE, g, group.basis[owner])
+            group.under_way[owner] = self.post.ask(owner, head, group.sent[piece], group.come[piece])
+        group.basis.update(group.read)
+
+    def collect(self, group: Group) -> None:
+        """Reads the answers to what was sent of a group: what others moved comes into the parameters."""
+        if group.under_way:
+            with self.job.trace.span("wait", "fresh weights", bytes=group.come.nbytes):
+                for owner, question in group.under_way.items():
+                    try:
+                        group.read[owner] = question.wait()[0]
+                    except LostError:
+                        group.lose(owner)
+            group.under_way.clear()
+            group.take_answer(self.remedies.predict)
+
+    # ---- meetings
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Meets all ranks: what is under way is added, and all have the same weights."""
+        if self.together.active:
+            for x, value in zip(self.job.model.buffers(), self.mean_buffers(Everybody(self.comm)), strict=True):
+                x.copy_(value)
+            return self.begin()
+        if not self.answers:
+            self.post.start()
+        for g, group in enumerate(self.groups if self.trains else ()):
+            self.collect(group)
+            if group.moved:
+                self.send(g)
+                self.collect(group)
+        self.say(RESTS)
+        self.post.quiet()
+        (told, reached, buffers), living = self.post.meet(self.sums)
+        self.staleness = sum((Counter({int(s): n for s, n in one.items()}) for one in told), self.before)
+        self.reached = reached
+        for group in self.groups:
+            group.scatter(group.now)
+        for x, value in zip(self.job.model.buffers(), buffers, strict=True):
+            x.copy_(value)
+        self.post.stop()
+        if len(living) < len({*self.owners, *self.workers}):
+            self.go_on_with(living)
+        self.begin()
+        self.clock, self.answers, self.entered, self.owned.dealt = 0, False, False, None
+        return None
+
+    def go_on_with(self, living: Sequence[int]) -> None:
+        """The survivors share out what the dead had."""
+        self.before = self.staleness
+        workers = [rank for rank in self.workers if rank in living]
+        owners = [rank for rank in self.owners if rank in living] or workers
+        self.share_out(owners, workers)
+        self.post.hand_over(self.owned, (workers, owners))
+
+    def sums(self, table: Table) -> tuple[list[dict[str, int]], int, list[Tensor]]:
+        """What all that live have together: the weights, in `now` of each group; staleness; shares dealt; buffers."""
+        for group, shard in zip(self.groups, self.owned.shards, strict=True):
+            table.all_reduce(self.whole(group, shard, table.ranks))
+        told = {str(steps): n for steps, n in self.owned.staleness().items()}
+        reached = self.owned.dealt[0] if self.owned.dealt and self.comm.rank == self.owners[0] else 0
+        both = table.gather((told, reached))
+        return [found for found, _ in both], max(reached for _, reached in both), self.mean_buffers(table)
+
+    def whole(self, group: Group, shard: Shard | None, living: Sequence[int]) -> Tensor:
+        """This rank's part of a group's weights: what it owns, what rounding kept back, its part of what the dead had.
+
+        What a dead rank owned becomes the mean of the workers' copies, each of which it has moved on by itself.
+        """
+        for owner in [rank for rank in group.pieces if rank not in living]:
+            group.lose(owner)
+        whole = group.now.flat.zero_()
+        if self.trains:
+            if len(group.left):
+                whole += group.left
+            workers = sum(rank in living for rank in self.workers)
+            for piece in group.lost:
+                whole[piece] = (whole[piece] + group.base.flat[piece]) / workers
+        if shard:
+            whole[group.pieces[self.comm.rank]] += shard.weights
+        return whole
+
+    def mean_buffers(self, table: Table) -> list[Tensor]:
+        """Floating-point buffers become their means over the workers, others the largest."""
+        workers = max(1, sum(rank in table.ranks for rank in self.workers))
+        found = []
+        for x in self.job.model.buffers():
+            exact = x.is_floating_point()
+            mine = x.detach().to("cpu", torch.float32 if exact else torch.int64, copy=True).reshape(-1)
+            table.all_reduce(mine if self.trains else mine.zero_(), op="sum" if exact else "max")
+            found.append((mine / workers if exact else mine).view_as(x))
+        return found
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """How stale updates were; the weights are the model's."""
+        return {"staleness": {str(steps): n for steps, n in sorted(self.staleness.items())}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from the model's weights as they are now."""
+        self.comm.gather_objects(None)
+        self.begin()

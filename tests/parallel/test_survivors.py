@@ -1,0 +1,150 @@
+"""A rank that is killed or stands still is named; the others go on without it, and stop with equal weights."""
+
+import os
+import signal
+import socket
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import context
+from torch import Tensor, nn
+
+from kasoku.core import InputError, Job
+from kasoku.parallel import Asynchronous, TorchComm, life
+
+SIZE, N = 4, 4099
+PROMISE_S, LIMIT_S = 10.0, 60.0
+
+
+class Counting(nn.Module):
+    """Its gradient is what it is given: so updates are known exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.zeros(N)), nn.Parameter(torch.zeros(5))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean += 1.0
+        return (self.w * x).sum() + (self.v * x[:5]).sum()
+
+
+def _wait(file: Path) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not file.exists():
+        assert time.monotonic() < until, file.name
+        time.sleep(0.01)
+
+
+def _main(rank: int, port: int, folder: Path, technique: Asynchronous) -> None:
+    torch.set_num_threads(1)
+    life.BEAT_S, life.DEAD_S = 0.15, 1.5
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=SIZE, timeout=timedelta(minutes=10))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = _trained(rank, folder, technique)
+    found["said"] = [str(warning.message) for warning in said]
+    torch.save(found, folder / f"part-{rank}")
+    (folder / f"part-{rank}").rename(folder / f"result-{rank}")
+    _wait(folder / "end")
+    os._exit(0)
+
+
+def _trained(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]:
+    model = Counting()
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=TorchComm()).apply(technique)
+    x = torch.full((N,), 12.0 * (rank + 1))
+
+    def step() -> None:
+        if rank >= technique.servers:
+            model(x).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+
+    try:
+        for _ in range(3):
+            step()
+        job.drain()
+        (folder / f"ready-{rank}").touch()
+        until = time.monotonic() + LIMIT_S
+        while not (folder / "go").exists() and time.monotonic() < until:
+            step()
+            time.sleep(0.002)
+        job.drain()
+        first = model.w.detach().clone()
+        for _ in range(3):
+            step()
+        job.drain()
+        exchange = job.kept("asynchronous")
+        moved, dead, stale = model.w.detach() - first, dict(exchange.dead), sum(exchange.staleness.values())
+        weights = {"w": model.w.detach().clone(), "v": model.v.detach().clone(), "mean": model.mean.clone()}
+        job.close()
+        return {"weights": weights, "moved": moved, "dead": dead, "updates": stale}
+    except InputError as error:
+        return {"error": str(error)}
+
+
+CASES = [
+    (2, signal.SIGKILL, Asynchronous()),
+    (0, signal.SIGKILL, Asynchronous(hidden=False, max_staleness=2)),
+    (1, signal.SIGSTOP, Asynchronous(hidden=False)),
+    (3, signal.SIGSTOP, Asynchronous(wire="bf16", max_staleness=1)),
+    (1, signal.SIGKILL, Asynchronous(servers=2, hidden=False, wire="bf16")),
+    (0, signal.SIGKILL, Asynchronous(servers=1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "technique"),
+    CASES,
+    ids=["killed", "first killed", "stopped", "stopped, bounded", "server killed", "only server killed"],
+)
+def test_the_others_go_on_and_end_with_equal_weights(victim: int, number: int, technique: Asynchronous, tmp_path: Path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = [context.Process(target=_main, args=(r, port, tmp_path, technique)) for r in range(SIZE)]
+    for rank in ranks:
+        rank.start()
+    others = [rank for rank in range(SIZE) if rank != victim]
+    try:
+        for rank in range(SIZE):
+            _wait(tmp_path / f"ready-{rank}")
+        time.sleep(0.05)
+        os.kill(ranks[victim].pid or 0, number)
+        (tmp_path / "go").touch()
+        asked = time.monotonic()
+        for rank in others:
+            _wait(tmp_path / f"result-{rank}")
+        assert time.monotonic() - asked < PROMISE_S
+        found = [torch.load(tmp_path / f"result-{rank}", weights_only=True) for rank in others]
+        if number == signal.SIGSTOP:
+            os.kill(ranks[victim].pid or 0, signal.SIGCONT)
+            _wait(tmp_path / f"result-{victim}")
+            late = torch.load(tmp_path / f"result-{victim}", weights_only=True)
+            assert late.get("error") == f"rank {victim} was given up by the others, which go on without it"
+    finally:
+        (tmp_path / "end").touch()
+        for rank in ranks:
+            rank.join(1)
+            rank.kill()
+    workers = [rank for rank in others if rank >= technique.servers]
+    moved = -3 * 12.0 * sum(rank + 1 for rank in workers) / len(workers)
+    for one in found:
+        assert "error" not in one, one
+        assert list(one["dead"]) == [victim]
+        assert any(line.startswith(f"rank {victim} died: ") for line in one["said"]), one["said"]
+        for name, x in found[0]["weights"].items():
+            assert torch.equal(x, one["weights"][name])
+        torch.testing.assert_close(one["moved"], torch.full((N,), moved), rtol=1e-3, atol=0.0)
+        assert one["updates"] >= 6 * len(workers)
+    w = found[0]["weights"]["w"]
+    assert w.isfinite().all()
+    assert float(w.max()) < moved  # all of it was moved, also what the dead one owned
