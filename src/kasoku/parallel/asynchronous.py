@@ -51,15 +51,23 @@ class Asynchronous(Technique):
         finish: the epoch from which they do so again; 0: never.
 
     Saves: the time that ranks wait for each other and for the network.
-    Costs: memory, 4 bytes a parameter times three on each rank, and one more for what it owns (bf16 or compensate: and
-        another one); a thread for each other rank; no two runs are alike, and updates are stale. A resumed training
-        goes on with rank 0's optimizer state on all ranks: the same only statistically.
+    Costs: memory, 4 bytes a parameter times five on each rank (three with hidden=False), and one more for what it owns
+        (bf16 or compensate: and another one); a thread for each other rank; no two runs are alike, and updates are
+        stale. A resumed training goes on with rank 0's optimizer state on all ranks: the same only statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[tuple[str, ...]] = ("AllReduce", "Overlap", "Graphs", "VirtualRanks", "EMA", "Lookahead")
+    refuses: ClassVar[tuple[str, ...]] = (
+        "AllReduce",
+        "Overlap",
+        "Graphs",
+        "VirtualRanks",
+        "EMA",
+        "Lookahead",
+        "LossScale",
+    )
 
     max_staleness: int | None = None
     buckets: Policy = field(default_factory=Graded)
@@ -139,6 +147,7 @@ class Exchange:
         self.begin()
         self.post = post(self.comm, self.owned, (self.workers, self.owners))
         self.staleness: Counter[int] = Counter()
+        self.before: Counter[int] = Counter()  # in the earlier parts of a resumed training
         self.share = 1 / len(self.workers)
         self.together = Together(job, settings.buckets, warmup=settings.warmup, finish=settings.finish)
         self.momentum = Momentum(job, self.remedies.momentum) if self.remedies.momentum >= 0 else None
@@ -170,6 +179,7 @@ class Exchange:
             if shard:
                 shard.begin(group.base.flat[group.pieces[self.comm.rank]])
         self.owned.reset()
+        self.clock = 0
 
     # ---- a step
 
@@ -204,7 +214,10 @@ class Exchange:
     @torch.no_grad()
     def start(self) -> None:
         """The first step after a meeting."""
-        if not self.clock and not all(torch.equal(group.gather(), group.base.flat) for group in self.groups):
+        bits = torch.int32  # NaN is not equal to itself
+        if not self.clock and not all(
+            torch.equal(group.gather().view(bits), group.base.flat.view(bits)) for group in self.groups
+        ):
             raise InputError(
                 "Asynchronous: the weights were changed since the ranks met last: load them before apply, or by "
                 "job.load_state_dict"
@@ -294,7 +307,7 @@ class Exchange:
         self.say(RESTS)
         self.post.stop()
         told = self.comm.gather_objects(self.owned.staleness())
-        self.staleness = sum(told, Counter[int]())
+        self.staleness = sum(told, self.before)
         self.reached = self.owned.dealt[0] if self.owned.dealt else 0
         self.meet()
         self.begin()
@@ -328,5 +341,11 @@ class Exchange:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from the model's weights as they are now."""
-        self.comm.gather_objects(None)
+        if not self.comm.own_threads:  # else a rank that is asked answers when it has begun
+            self.comm.gather_objects(None)
+        for shard in self.owned.shards:
+            if shard:
+                shard.staleness.clear()
+        self.before = Counter({int(steps): n for steps, n in state["staleness"].items()})
+        self.staleness = Counter(self.before)
         self.begin()
