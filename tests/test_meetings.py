@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import SGD
 
 from kasoku.core import Comm, InputError, Job, Threads, process_start
 from kasoku.core.run import RunFolder
+from kasoku.data import FilesLoader
 from kasoku.data.order import order as order_of_epoch
 from kasoku.device import LossScale
 from kasoku.meetings import Meetings
@@ -144,6 +146,12 @@ def test_resumed_in_mid_epoch_it_goes_on_with_the_images_that_are_left(tmp_path)
 
 def test_steps_together_at_first_and_then_apart(tmp_path):
     results, seen = fitted(recipe("epochs=2", warmup=0.5, finish=1.5), tmp_path / "run")
+    for rank in seen:  # an equal part of what is trained on together
+        assert len(rank[: 11 * 32]) == len(rank[-11 * 32 :]) == 11 * 32
+    for one, epoch, place in ((0, 0, slice(0, 11 * 32)), (1, 1, slice(-11 * 32, None))):
+        batches = order_of_epoch(1437, 0, epoch)[(0 if not epoch else 11 * 64) : (11 * 64 if not epoch else 22 * 64)]
+        own = batches.view(11, 2, 32)[:, one].reshape(-1)
+        assert seen[one][place] == own.tolist()
     assert results[0].epochs == 2.0
     assert sum(map(len, seen)) == 44 * 64
     stale = json.loads((tmp_path / "run" / "staleness.json").read_text())
@@ -285,13 +293,24 @@ def test_its_losses_are_written_at_every_meeting(tmp_path):
     assert [line["step"] for line in lines if "loss" in line] == [11, 22, 33, 44]
 
 
-def test_a_file_that_one_rank_cannot_read_ends_all_while_they_step_together(tmp_path):
-    folder = images(tmp_path / "images", 36)
-    for file in sorted((folder / "train" / "dark").iterdir()):
-        file.write_bytes(b"no image")
-    data = f"data={{use='kasoku.data.folder', root='{folder}', size=16}}"
-    with pytest.raises(InputError, match="images"):
-        fitted(recipe(data, "batch=12", "epochs=2", warmup=1.0), tmp_path / "run", size=3)
+@pytest.mark.parametrize("warmup", [0.0, 1.0])
+def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup: float):
+    data = f"data={{use='kasoku.data.folder', root='{images(tmp_path / 'images', 36)}', size=16}}"
+    monkeypatch.setattr(FilesLoader, "sure", property(lambda _: 0, lambda *_: None), raising=False)
+
+    def failing(batches):
+        yield from islice(batches, 2)
+        raise InputError("the source is gone")
+
+    def rank(comm: Comm) -> None:
+        training = prepare(recipe(data, "batch=12", warmup=warmup), comm)
+        if comm.rank == 1:
+            training.job.around_loader(failing)
+        run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
+        fit(training, run, started=process_start(), quiet=True)
+
+    with pytest.raises(InputError, match="rank 1: the source is gone"):
+        Threads(3).run(rank)
 
 
 def test_what_scales_the_loss_over_all_ranks_is_refused():
