@@ -58,7 +58,11 @@ def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tu
         Asynchronous(buckets=GROUPS, hidden=False, wire="bf16"),
         Asynchronous(buckets=GROUPS, servers=1, stream=True),
         Asynchronous(
-            buckets=GROUPS, every=3, max_staleness=1, remedies=Remedies(damp=True, compensate=1.0, predict=1.0)
+            buckets=GROUPS,
+            every=3,
+            max_staleness=1,
+            hidden=False,
+            remedies=Remedies(damp=True, compensate=1.0, predict=1.0),
         ),
     ],
     ids=["default", "bf16", "servers", "all remedies"],
@@ -409,6 +413,7 @@ def test_weights_that_are_not_finite_meet_and_go_on():
         (lambda: Asynchronous(wire="fp8"), 'wire="fp8": "fp32" or "bf16"'),
         (lambda: Remedies(momentum=1.0), "from 0 to below 1"),
         (lambda: Remedies(compensate=-1.0), "0 or more"),
+        (lambda: Asynchronous(remedies=Remedies(compensate=2.0)), "compensate=2 beside hidden=True"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: Callable[[], object], words: str):

@@ -85,6 +85,11 @@ class Asynchronous(Technique):
             raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
         if self.servers < 0 or self.every < 1:
             raise InputError(f"servers={self.servers}, every={self.every}: 0 ranks or more, and at least 1 step")
+        if self.hidden and self.remedies.compensate:
+            raise InputError(
+                f"compensate={self.remedies.compensate:g} beside hidden=True: what an update was computed on is no "
+                "longer known by then; give hidden=False"
+            )
         if self.wire not in WIRES:
             raise InputError(f'wire="{self.wire}": "fp32" or "bf16"')
         if self.warmup < 0 or self.finish < 0:
