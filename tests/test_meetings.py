@@ -3,6 +3,8 @@
 import json
 import signal
 import time
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,16 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch.nn import Linear
+from torch.optim import SGD
 
-from kasoku.core import Comm, InputError, Threads, process_start
+from kasoku.core import Comm, InputError, Job, Threads, process_start
 from kasoku.core.run import RunFolder
+from kasoku.data import FilesLoader
+from kasoku.data.order import order as order_of_epoch
+from kasoku.device import LossScale
 from kasoku.meetings import Meetings
+from kasoku.parallel import Asynchronous
 from kasoku.recipe import Recipe, dumps, load
 from kasoku.result import Result
 from kasoku.trainer import fit, prepare
@@ -116,24 +124,34 @@ def test_a_fast_rank_takes_more_of_the_data(tmp_path):
     assert counts[0] > 1.5 * counts[1] < counts[2]
 
 
-def test_resumed_in_mid_epoch_it_goes_on_with_the_images_that_are_left(tmp_path, monkeypatch):
-    asked = recipe("save.every_steps=1", "save.keep=9", "evaluate.every=0.5", "epochs=1")
+def test_resumed_in_mid_epoch_it_goes_on_with_the_images_that_are_left(tmp_path):
+    asked = recipe("save.every_steps=8", "save.keep=9", "evaluate.every=1", "epochs=1")
     run = tmp_path / "run"
-    fitted(asked, run)
+    _, first = fitted(asked, run)
     steps = sorted(int(c.name.removeprefix("step-")) for c in (run / "checkpoints").glob("step-*"))
-    assert steps == [11, 22]
-    for late in (run / "checkpoints").glob("step-*22"):
+    assert steps == [8, 16, 22]
+    for late in [c for n in (16, 22) for c in (run / "checkpoints").glob(f"step-*{n}")]:
         for file in late.iterdir():
             file.unlink()
         late.rmdir()
     (run / "recipe.toml").write_text(dumps(asked))
     results, seen = fitted(asked, run, resume=True)
-    assert sum(map(len, seen)) == 11 * 64
+    assert sum(map(len, seen)) == 14 * 64
+    left = {index for rank in seen for index in rank}
+    assert len(left) == 14 * 64
+    assert left < {index for rank in first for index in rank}
+    assert not left & set(order_of_epoch(1437, asked.seed, 0)[: 8 * 64].tolist())
     assert results[0].epochs == 1.0
 
 
 def test_steps_together_at_first_and_then_apart(tmp_path):
     results, seen = fitted(recipe("epochs=2", warmup=0.5, finish=1.5), tmp_path / "run")
+    for rank in seen:  # an equal part of what is trained on together
+        assert len(rank[: 11 * 32]) == len(rank[-11 * 32 :]) == 11 * 32
+    for one, epoch, place in ((0, 0, slice(0, 11 * 32)), (1, 1, slice(-11 * 32, None))):
+        batches = order_of_epoch(1437, 0, epoch)[(0 if not epoch else 11 * 64) : (11 * 64 if not epoch else 22 * 64)]
+        own = batches.view(11, 2, 32)[:, one].reshape(-1)
+        assert seen[one][place] == own.tolist()
     assert results[0].epochs == 2.0
     assert sum(map(len, seen)) == 44 * 64
     stale = json.loads((tmp_path / "run" / "staleness.json").read_text())
@@ -188,10 +206,16 @@ def test_no_rank_waits_for_another_between_meetings(tmp_path, monkeypatch):
         yield from whole(self, caught)
         inside[self.job.comm.rank] = False
 
+    def noted(rank, meet, what, *rest):
+        if inside[rank]:
+            called.append(what)
+        return meet(what, *rest)
+
     def rank(comm: Comm) -> None:
         training = prepare(recipe("epochs=1"), comm)
-        meet = comm._meet
-        comm._meet = lambda what, *rest: (called.append(what) if inside[comm.rank] else None, meet(what, *rest))[1]
+        for one in (comm, training.job.kept("asynchronous").comm):
+            meet = one._meet
+            one._meet = partial(noted, comm.rank, meet)
         run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
         fit(training, run, started=process_start(), quiet=True)
 
@@ -230,3 +254,66 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(tmp_path):
             rank.kill()
     assert [rank.returncode for rank in again] == [0, 0], said
     assert json.loads((run / "result.json").read_text())["steps"] == step + 22
+
+
+def test_steps_together_may_begin_off_the_grid_of_batches(tmp_path):
+    results, seen = fitted(recipe("epochs=2", finish=1.2), tmp_path / "run")
+    assert results[0].epochs == 2.0
+    assert sum(map(len, seen)) == 44 * 64
+
+
+def test_a_rank_that_gets_no_share_ends_nothing(tmp_path):
+    """Rank 1 asks only when a round of two shares is given away."""
+
+    def rank(comm: Comm) -> tuple[Result, int]:
+        training = prepare(recipe("epochs=0.1363636", "evaluate.every=1", "save.every_steps=1"), comm)
+        exchange, plain, steps = training.job.kept("asynchronous"), training.job.plain_loader, []
+        ask = exchange.share_of_data
+
+        def late(wish: int = 0) -> int | None:
+            if comm.rank == 1:
+                desk = exchange.post._desks[0]
+                comm.block("all shares are dealt", lambda: desk.dealt is not None and desk.dealt[0] == desk.dealt[1])
+            return ask(wish)
+
+        exchange.share_of_data = late
+        training.job.before_step(lambda: steps.append(plain.dealt))
+        run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
+        return fit(training, run, started=process_start(), quiet=True), len(steps)
+
+    (result, all_of_them), (_, none) = Threads(2).run(rank)
+    assert (all_of_them, none) == (6, 0)
+    assert result.epochs == pytest.approx(3 / 22, abs=1e-3)
+    assert sorted(c.name for c in (tmp_path / "run" / "checkpoints").glob("step-*"))[-1].endswith("3")
+
+
+def test_its_losses_are_written_at_every_meeting(tmp_path):
+    fitted(recipe("epochs=2", "evaluate.every=0.5"), tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [11, 22, 33, 44]
+
+
+@pytest.mark.parametrize("warmup", [0.0, 1.0])
+def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup: float):
+    data = f"data={{use='kasoku.data.folder', root='{images(tmp_path / 'images', 36)}', size=16}}"
+    monkeypatch.setattr(FilesLoader, "sure", property(lambda _: 0, lambda *_: None), raising=False)
+
+    def failing(batches):
+        yield from islice(batches, 2)
+        raise InputError("the source is gone")
+
+    def rank(comm: Comm) -> None:
+        training = prepare(recipe(data, "batch=12", warmup=warmup), comm)
+        if comm.rank == 1:
+            training.job.around_loader(failing)
+        run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
+        fit(training, run, started=process_start(), quiet=True)
+
+    with pytest.raises(InputError, match="rank 1: the source is gone"):
+        Threads(3).run(rank)
+
+
+def test_what_scales_the_loss_over_all_ranks_is_refused():
+    net, both = Linear(2, 2), (LossScale(), Asynchronous())
+    with pytest.raises(InputError, match="LossScale and Asynchronous cannot be combined"):
+        Threads(2).run(lambda comm: Job(net, SGD(net.parameters()), comm=comm).apply(*both))

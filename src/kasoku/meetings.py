@@ -22,15 +22,18 @@ from torch import Tensor
 from kasoku.core import Batch, InputError, Technique
 from kasoku.core.run import RunFolder
 from kasoku.data import GrowBatch
+from kasoku.intake import batches, own_batches
 from kasoku.parallel import Asynchronous, Overlap
 from kasoku.parallel.asynchronous import Exchange
 from kasoku.parallel.together import raised, together
+from kasoku.ranks import Gate
 from kasoku.recipe import Recipe
 from kasoku.result import Result
 from kasoku.watch import Training, Watch
 
 _SAVE, _SIGNAL, _FAILED = 1, 10, 1000  # wishes to meet: to save, a signal (and its number), something that ends it all
 _READ_S, _SHOWN_S = 0.5, 0.2
+_PATIENCE = 10  # so many times as long as a rank may be without a step, the others wait for it where they meet
 
 
 def asked(recipe: Recipe, ranks: int) -> list[Technique]:
@@ -77,6 +80,7 @@ class Meetings(Watch):
         self._own: list[Tensor] = []  # losses since they were read last
         self._failure: InputError | None = None
         self._wish, self._together, self._steps = 0, False, self.job.steps
+        self._sum_own, self._count_own = 0.0, 0  # of the losses since the last meeting
 
     def batches(self, caught: Sequence[str]) -> Iterator[Batch]:
         """This rank's batches up to the next meeting.
@@ -87,23 +91,28 @@ class Meetings(Watch):
         job, loader, size = self.job, self.job.plain_loader, self.job.comm.size
         epoch, first, end = loader.epoch, loader.position, self._end()
         self._wish, self._together = 0, self._exchange.together.due
+        if self._together != self._exchange.together.active:  # on all ranks, those too that get no share
+            self._exchange.change()
+        gate = Gate(job.comm)
         try:
             if self._together:
-                loader.deal = None
-                for batch in islice(job.loader, end - first):
+                for batch in islice(batches(job, self.pulse, gate), end - first):
                     yield batch
                     if self._agreed(caught):
                         return
             else:
                 self._exchange.deal(first * size, end * size)
                 loader.deal = lambda: self._exchange.share_of_data(self._wished(caught))
-                for batch in job.loader:
-                    job.at(epoch + loader.dealt / (len(loader) * size))
+                for batch in own_batches(job.loader, self.pulse):
+                    job.at(epoch + loader.dealt // size / len(loader))  # a batch's shares are all of one phase
                     yield batch
         except InputError as error:
             self._failure, self._wish = error, _FAILED
             if not self._together:
                 self._exchange.share_of_data(_FAILED)
+        finally:
+            loader.deal = None
+            gate.close()
 
     def took(self, loss: Tensor) -> None:
         """After a step of this rank."""
@@ -120,11 +129,14 @@ class Meetings(Watch):
     def meet(self) -> None:
         """What ranks do together after a round of batches."""
         job, loader, save = self.job, self.job.plain_loader, self.recipe.save
-        with job.trace.span("wait", "the other ranks"):
+        self._rounds.close()
+        slow_s = _PATIENCE * self.pulse.limit_s
+        with job.trace.span("wait", "the other ranks"), self.pulse.busy("the other ranks", slow_s):
             job.drain()
         self._read_own(self._now())
-        told = job.comm.gather_objects((self._wish, self._loss))
-        wish, before = max(wish for wish, _ in told), self._steps
+        told = job.comm.gather_objects((self._wish, self._sum_own, self._count_own))
+        self._sum_own, self._count_own = 0.0, 0
+        wish, before = max(wish for wish, *_ in told), self._steps
         if not self._together:
             reached = job.comm.broadcast_object(self._exchange.reached) // job.comm.size
             loader.epoch, loader.position = loader.epoch + reached // len(loader), reached % len(loader)
@@ -133,7 +145,10 @@ class Meetings(Watch):
         job.at(job.steps / len(loader))
         self.progress.images += (job.steps - before) * self.recipe.batch
         together(job.comm, partial(raised, self._failure))
-        self._losses = [torch.tensor(sum(loss for _, loss in told) / len(told))]
+        taken = sum(count for *_, count in told)
+        if taken:
+            self._losses = [torch.tensor(sum(losses for _, losses, _ in told) / taken)]
+            self._read = -math.inf  # the mean is written, whenever this rank showed its own
         self._read_losses()
         crossed = self._crossed(self.recipe.evaluate.every)
         if self.over or (crossed and job.progress >= self.recipe.evaluate.start):
@@ -165,7 +180,9 @@ class Meetings(Watch):
         left: int = self.training.total_steps - job.steps
         soon = min(evaluation, change, loader.epoch + 1.0) - loader.epoch
         position: int = loader.position
-        end: int = min(whole, position + left, math.ceil(soon * whole - 1e-6))
+        every_steps = self.recipe.save.every_steps
+        save = every_steps - job.steps % every_steps if every_steps else left
+        end: int = min(whole, position + min(left, save), math.ceil(soon * whole - 1e-6))
         return max(position + 1, end)
 
     def _wished(self, caught: Sequence[str]) -> int:
@@ -185,7 +202,9 @@ class Meetings(Watch):
         """Reads this rank's losses; rank 0 shows its own."""
         if not self._own:
             return
-        self._loss = float(self._own[-1]) if len(self._own) == 1 else float(torch.stack(self._own).mean())
+        losses = torch.stack(self._own).float()
+        self._sum_own, self._count_own = self._sum_own + float(losses.sum()), self._count_own + len(losses)
+        self._loss = float(losses.mean())
         self._own.clear()
         if now - self._read > _SHOWN_S:
             self._read = now

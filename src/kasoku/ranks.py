@@ -285,6 +285,11 @@ class Gate:
             self._ask(False, sure)
         return True
 
+    def close(self) -> None:
+        """Ends the round under way."""
+        if self._work:
+            self._hear()
+
     def _ask(self, failed: bool, sure: int) -> None:
         self._told = torch.tensor([float(failed), -float(sure)])
         self._work, self._asked = self._comm.all_reduce(self._told, op="max"), self._batch

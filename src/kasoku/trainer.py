@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -18,17 +17,18 @@ import torch
 from torch import nn
 
 from kasoku import meetings
-from kasoku.core import Batch, Comm, InputError, Job, Solo, Technique
+from kasoku.core import Comm, InputError, Job, Solo, Technique
 from kasoku.core.run import RunFolder
 from kasoku.course import updates
 from kasoku.data import Dataset, FilesLoader, Loader, Shares, loader, sample
 from kasoku.data.index import OneScan
 from kasoku.device import Chosen, Seeded, choose
+from kasoku.intake import batches
 from kasoku.models import check_fits
 from kasoku.optim import Rate
 from kasoku.parallel import AllReduce, Asynchronous, Overlap, Recalibrate, VirtualRanks
 from kasoku.parallel.agree import agree, facts_of_model
-from kasoku.parallel.together import SHARED, raised, together
+from kasoku.parallel.together import SHARED, together
 from kasoku.ranks import Gate, Place, check_share, place
 from kasoku.recipe import Recipe, made, optimizer
 from kasoku.report import Timed
@@ -36,7 +36,6 @@ from kasoku.result import Result
 from kasoku.start import Start
 from kasoku.watch import Training, Watch
 
-_INPUT_S = 120.0  # that a rank may wait for a batch before it hangs: who reads it asks a source again for a minute
 _SAME_S = 0.3  # a parent that is killed tells its children once for each of its threads: that is one signal
 
 
@@ -228,7 +227,7 @@ def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
     """The loop: gives the turn away after each batch, and ends when the training is over or a signal was caught."""
     job, gate = watch.job, Gate(watch.job.comm)
     while not watch.over and not watch.stopped:
-        for x_NCHW, y_N in _batches(watch, gate):
+        for x_NCHW, y_N in batches(job, watch.pulse, gate):
             loss = job.loss(job.model(x_NCHW), y_N)
             (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
             if not watch.whole(loss, len(y_N)):
@@ -239,30 +238,6 @@ def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
             if watch.after_step(caught):
                 break
             yield
-
-
-def _batches(watch: Watch, gate: Gate) -> Iterator[Batch]:
-    """What is left of an epoch: each batch on all ranks, or on none of them, where all raise what one of them met."""
-    job, plain = watch.job, watch.job.plain_loader
-    batches = iter(job.loader)
-    if job.comm.size == 1 or not isinstance(plain, FilesLoader):  # what is in memory does not fail
-        yield from batches
-        return
-    while True:
-        found: list[Batch] = []
-        failure: InputError | None = None
-        try:
-            with watch.pulse.busy("input", _INPUT_S):
-                found.extend(islice(batches, 1))
-        except InputError as error:
-            failure = error
-        if not found and not failure:
-            return  # all ranks have as many
-        with job.trace.span("wait", "the other ranks' input"):
-            passes = gate.passes(failure, plain.sure)
-        if not passes:
-            together(job.comm, partial(raised, failure))
-        yield found.pop()
 
 
 def _check_loss(job: Job, classes: int) -> None:

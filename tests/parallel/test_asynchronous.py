@@ -58,7 +58,11 @@ def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tu
         Asynchronous(buckets=GROUPS, hidden=False, wire="bf16"),
         Asynchronous(buckets=GROUPS, servers=1, stream=True),
         Asynchronous(
-            buckets=GROUPS, every=3, max_staleness=1, remedies=Remedies(damp=True, compensate=1.0, predict=1.0)
+            buckets=GROUPS,
+            every=3,
+            max_staleness=1,
+            hidden=False,
+            remedies=Remedies(damp=True, compensate=1.0, predict=1.0),
         ),
     ],
     ids=["default", "bf16", "servers", "all remedies"],
@@ -368,6 +372,39 @@ def test_resumed_ranks_go_on_from_the_same_weights():
     assert not torch.equal(ranks[0][0]["head.weight"], ranks[0][1]["head.weight"])
 
 
+def test_staleness_before_a_resumption_is_counted_too():
+    def rank(comm: Comm) -> tuple[int, int, int]:
+        job = make(Asynchronous(), comm=comm)
+        train(job, 3)
+        state = job.state_dict()
+        other = make(Asynchronous(), comm=comm)
+        other.model.load_state_dict(weights(job))
+        other.load_state_dict(state)
+        loaded = sum(other.kept("asynchronous").staleness.values())
+        train(other, 3)
+        other.drain()
+        first, both = job.kept("asynchronous").staleness, other.kept("asynchronous").staleness
+        return sum(first.values()), loaded, sum(both.values())
+
+    (first, loaded, both), _ = Threads(2).run(rank)
+    assert first == loaded > 0
+    assert both == 2 * first
+
+
+def test_weights_that_are_not_finite_meet_and_go_on():
+    def rank(comm: Comm) -> bool:
+        model = Counting(3)
+        job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=comm).apply(Asynchronous())
+        for x in (float("nan"), 1.0):
+            model(torch.full((3,), x)).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            job.drain()
+        return bool(model.w.isnan().all())
+
+    assert Threads(2).run(rank) == [True, True]
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -376,6 +413,7 @@ def test_resumed_ranks_go_on_from_the_same_weights():
         (lambda: Asynchronous(wire="fp8"), 'wire="fp8": "fp32" or "bf16"'),
         (lambda: Remedies(momentum=1.0), "from 0 to below 1"),
         (lambda: Remedies(compensate=-1.0), "0 or more"),
+        (lambda: Asynchronous(remedies=Remedies(compensate=2.0)), "compensate=2 beside hidden=True"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: Callable[[], object], words: str):

@@ -33,7 +33,7 @@ from kasoku.parallel.phases import Momentum, Together
 from kasoku.parallel.pieces import WIRES, Group
 from kasoku.parallel.post import post
 from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Owned, Remedies, Shard
-from kasoku.parallel.survivors import Everybody, Table
+from kasoku.parallel.survivors import Everybody, Table, mean_buffers
 from kasoku.parallel.units import Units
 
 
@@ -60,15 +60,18 @@ class Asynchronous(Technique):
         finish: the epoch from which they do so again; 0: never.
 
     Saves: the time that ranks wait for each other and for the network.
-    Costs: memory, 4 bytes a parameter times three on each rank, and one more for what it owns (bf16 or compensate: and
-        another one); three threads for each other rank; no two runs are alike, updates are stale. A resumed training
-        goes on with rank 0's optimizer state on all ranks: the same only statistically.
+    Costs: memory, 4 bytes a parameter times five on each rank (three with hidden=False), and one more for what it owns
+        (bf16 or compensate: and another one); three threads for each other rank; no two runs are alike, and updates are
+        stale. A resumed training goes on with rank 0's optimizer state on all ranks: the same only statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[tuple[str, ...]] = ("AllReduce", "Overlap", "Graphs", "VirtualRanks", "EMA", "Lookahead")
+    refuses: ClassVar[tuple[str, ...]] = (
+        *("AllReduce", "Overlap", "Graphs", "VirtualRanks", "EMA", "Lookahead"),
+        "LossScale",  # asks all ranks at each step
+    )
 
     max_staleness: int | None = None
     buckets: Policy = field(default_factory=Graded)
@@ -86,6 +89,11 @@ class Asynchronous(Technique):
             raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
         if self.servers < 0 or self.every < 1:
             raise InputError(f"servers={self.servers}, every={self.every}: 0 ranks or more, and at least 1 step")
+        if self.hidden and self.remedies.compensate:
+            raise InputError(
+                f"compensate={self.remedies.compensate:g} beside hidden=True: what an update was computed on is no "
+                "longer known by then; give hidden=False"
+            )
         if self.wire not in WIRES:
             raise InputError(f'wire="{self.wire}": "fp32" or "bf16"')
         if self.warmup < 0 or self.finish < 0:
@@ -184,6 +192,7 @@ class Exchange:
             if shard:
                 shard.begin(group.base.flat[group.pieces[self.comm.rank]])
         self.owned.reset()
+        self.clock = 0
 
     # ---- a step
 
@@ -195,8 +204,6 @@ class Exchange:
             raise InputError(f"rank {self.comm.rank} is a server (servers={self.settings.servers}): it makes no step")
         self.entered = True
         if self.together.due != self.together.active:
-            if self.post.dead:
-                raise InputError(f"ranks {sorted(self.post.dead)} are dead: the others cannot step together (finish=0)")
             self.change()
         if self.together.active:
             return
@@ -206,6 +213,8 @@ class Exchange:
 
     def change(self) -> None:
         """From asynchronous steps to those of all ranks together, or back; all ranks do so at the same epoch."""
+        if self.post.dead:
+            raise InputError(f"ranks {sorted(self.post.dead)} are dead: the others cannot step together (finish=0)")
         self.drain()
         if self.together.active:
             self.together.end()
@@ -220,7 +229,9 @@ class Exchange:
     @torch.no_grad()
     def start(self) -> None:
         """The first step after a meeting."""
-        if not self.clock and not all(torch.equal(group.gather(), group.base.flat) for group in self.groups):
+        bits = torch.int32  # NaN is not equal to itself
+        same = (torch.equal(group.gather().view(bits), group.base.flat.view(bits)) for group in self.groups)
+        if not self.clock and not all(same):
             raise InputError(
                 "Asynchronous: the weights were changed since the ranks met last: load them before apply, or by "
                 "job.load_state_dict"
@@ -235,8 +246,7 @@ class Exchange:
     def share_of_data(self, wish: int = 0) -> int | None:
         """The number of the next share that this rank trains on; None: it is time to meet.
 
-        `wish`: above 0, all ranks are to meet as soon as a whole batch is dealt; the largest is in `owned.wish` of the
-        first owner.
+        `wish`: above 0, all ranks are to meet as soon as a whole batch is dealt.
         """
         if not self.answers:
             self.start()
@@ -305,7 +315,7 @@ class Exchange:
     def drain(self) -> None:
         """Meets all ranks: what is under way is added, and all have the same weights."""
         if self.together.active:
-            for x, value in zip(self.job.model.buffers(), self.mean_buffers(Everybody(self.comm)), strict=True):
+            for x, value in zip(self.job.model.buffers(), self.buffers(Everybody(self.comm)), strict=True):
                 x.copy_(value)
             return self.begin()
         if not self.answers:
@@ -328,7 +338,7 @@ class Exchange:
         if len(living) < len({*self.owners, *self.workers}):
             self.go_on_with(living)
         self.begin()
-        self.clock, self.answers, self.entered, self.owned.dealt = 0, False, False, None
+        self.answers, self.entered, self.owned.dealt = False, False, None
         return None
 
     def go_on_with(self, living: Sequence[int]) -> None:
@@ -346,7 +356,12 @@ class Exchange:
         told = {str(steps): n for steps, n in self.owned.staleness().items()}
         reached = self.owned.dealt[0] if self.owned.dealt and self.comm.rank == self.owners[0] else 0
         both = table.gather((told, reached))
-        return [found for found, _ in both], max(reached for _, reached in both), self.mean_buffers(table)
+        return [found for found, _ in both], max(reached for _, reached in both), self.buffers(table)
+
+    def buffers(self, table: Table) -> list[Tensor]:
+        """What the workers have together of the model's buffers."""
+        workers = sum(rank in table.ranks for rank in self.workers)
+        return mean_buffers(self.job.model, table, trains=self.trains, workers=workers)
 
     def whole(self, group: Group, shard: Shard | None, living: Sequence[int]) -> Tensor:
         """This rank's part of a group's weights: what it owns, what rounding kept back, its part of what the dead had.
@@ -366,17 +381,6 @@ class Exchange:
             whole[group.pieces[self.comm.rank]] += shard.weights
         return whole
 
-    def mean_buffers(self, table: Table) -> list[Tensor]:
-        """Floating-point buffers become their means over the workers, others the largest."""
-        workers = max(1, sum(rank in table.ranks for rank in self.workers))
-        found = []
-        for x in self.job.model.buffers():
-            exact = x.is_floating_point()
-            mine = x.detach().to("cpu", torch.float32 if exact else torch.int64, copy=True).reshape(-1)
-            table.all_reduce(mine if self.trains else mine.zero_(), op="sum" if exact else "max")
-            found.append((mine / workers if exact else mine).view_as(x))
-        return found
-
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -385,5 +389,11 @@ class Exchange:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from the model's weights as they are now."""
-        self.comm.gather_objects(None)
+        if not self.comm.own_threads:  # else a rank that is asked answers when it has begun
+            self.comm.gather_objects(None)
+        for shard in self.owned.shards:
+            if shard:
+                shard.staleness.clear()
+        self.before = Counter({int(steps): n for steps, n in state["staleness"].items()})
+        self.staleness = Counter(self.before)
         self.begin()

@@ -180,7 +180,9 @@ class Wired:
         if not self._desk.ready(rank, head):
             with self.changed:
                 self.changed.notify_all()  # what was asked may be what others wait for
-                self.changed.wait_for(lambda: self._desk.ready(rank, head))
+                self.changed.wait_for(lambda: self._errors or self._desk.ready(rank, head))
+            if not self._desk.ready(rank, head):
+                raise self._errors[0]
         found = self._desk.answer(rank, head, body, out)
         with self.changed:
             self.changed.notify_all()
@@ -193,7 +195,9 @@ class Wired:
         except LostError:
             self.life.lose(rank, "its connection broke")
         except BaseException as error:
-            self._errors.append(error)
+            with self.changed:  # who waits here for what this thread would have brought hears of it
+                self._errors.append(error)
+                self.changed.notify_all()
 
     def _serve_all(self, rank: int, head: Tensor, room: _Room) -> None:
         reply = torch.zeros(HEAD, dtype=torch.int64)

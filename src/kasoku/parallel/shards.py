@@ -139,7 +139,6 @@ class Owned:
         self._lock = threading.Lock()
         self._workers = workers
         self.dealt: tuple[int, int] | None = None  # the next share of the data, and where to end; None: not yet known
-        self.wish = 0
         self.reset()
 
     def reset(self) -> None:
@@ -153,7 +152,7 @@ class Owned:
 
     def deal(self, first: int, end: int) -> None:
         """Begins to give away shares of the data, by number."""
-        self.dealt, self.wish = (first, end), 0
+        self.dealt = (first, end)
 
     def staleness(self) -> Counter[int]:
         """Of all updates so far."""
@@ -186,7 +185,6 @@ class Owned:
         with self._lock:
             share, end = self.dealt or (0, 0)
             if wish:
-                self.wish = max(wish, self.wish)
                 end = min(end, -(-share // len(self._workers)) * len(self._workers))
             self.dealt = (min(end, share + 1), end)
             return share if share < end else -1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kasoku.core import Comm
 from kasoku.parallel.life import Life, LostError
@@ -88,6 +88,17 @@ class Survivors:
         come[self._comm.rank] = text
         self.swap(dict.fromkeys(self.ranks, text), come)
         return [json.loads(bytes(come[rank].tolist())) for rank in self.ranks]
+
+
+def mean_buffers(model: nn.Module, table: Table, *, trains: bool, workers: int) -> list[Tensor]:
+    """Floating-point buffers become their means over the workers, others the largest."""
+    found = []
+    for x in model.buffers():
+        exact = x.is_floating_point()
+        mine = x.detach().to("cpu", torch.float32 if exact else torch.int64, copy=True).reshape(-1)
+        table.all_reduce(mine if trains else mine.zero_(), op="sum" if exact else "max")
+        found.append((mine / max(1, workers) if exact else mine).view_as(x))
+    return found
 
 
 def met(comm: Comm, life: Life, f: Callable[[Table], T]) -> tuple[T, list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -161,13 +162,16 @@ class _Watched:
 
     def wait(self) -> None:
         count = self.count
-        count.waiting = self
+        noted = self.number > 0 or threading.current_thread() is threading.main_thread()  # what serves always waits
+        if noted:
+            count.waiting = self
         try:
             self.inner.wait()
         except RuntimeError:
             count.pulse.hear_out()
             raise
-        count.waiting = None
+        if noted:
+            count.waiting = None
         if self.number > count.finished:
             count.finished = self.number
 
