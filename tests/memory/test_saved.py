@@ -54,6 +54,7 @@ NETWORKS = {
     "mean statistics": (lambda: unusual(mean_statistics), 16),
     "dropout": (lambda: unusual(drop), 16),
     "shared weights": (lambda: unusual(share), 16),
+    "maps of one pixel": (lambda: ResNet(BasicBlock, (2, 1, 1, 1), 4, 3, "cifar", False), 8),
 }
 
 

@@ -7,10 +7,13 @@ import torch
 from torch import nn
 
 from contracts import one_thread as one_thread
-from kasoku.core import InputError, Job
+from kasoku.core import InputError, Job, Threads
+from kasoku.data import digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile
+from kasoku.evaluate import evaluate
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, sgd
+from kasoku.parallel import Overlap
 from memory.nets import assert_equal, images, one_step, plain_chain
 
 
@@ -125,3 +128,50 @@ def test_a_network_that_reads_between_two_layers_is_refused(model):
     job = Job(Between(), lambda m: sgd(m, 0.05)).apply(SavedMemory(factor=1, show=False))
     with pytest.raises(InputError, match="reads what lies between two of its layers"):
         job.model(images()[0])
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_digits_are_learned_as_well(factor):
+    found = [digits_right(), digits_right(SavedMemory(factor=factor, show=False))]
+    assert min(found) > 0.9
+    assert abs(found[0] - found[1]) <= 0.01
+
+
+def digits_right(*techniques) -> float:
+    """The part of the test images told after two epochs."""
+    torch.manual_seed(0)
+    dataset = digits()
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10)),
+    )
+    batches = loader(dataset, "train", 64, seed=0)
+    job = Job(model, lambda m: sgd(m, 0.05), loader=batches).apply(*techniques)
+    for _ in range(2):
+        for x, y in job.loader:
+            job.loss(job.model(x), y).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+    with job.evaluation() as judge:
+        return evaluate(judge, loader(dataset, "test", 360)).top1
+
+
+def test_two_ranks_with_overlap_move_the_same_bits_as_without_it():
+    def run(*techniques):
+        def rank(comm):
+            torch.manual_seed(0)
+            job = Job(plain_chain(), lambda m: sgd(m, 0.05), comm=comm).apply(Overlap(), *techniques)
+            for i in range(3):
+                x, y = images(seed=2 * i + comm.rank)
+                job.loss(job.model(x), y).backward()
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            job.drain()
+            return {name: value.clone() for name, value in job.model.state_dict().items()}
+
+        return Threads(2).run(rank)
+
+    plain, saved = run(), run(SavedMemory(factor=1, lossless=True, show=False))
+    for one, other in zip(plain, saved, strict=True):
+        for name, value in one.items():
+            assert torch.equal(value, other[name]), name

@@ -123,8 +123,8 @@ def norm_gradients(node: Node, dy: Tensor, x: Tensor, side: Statistics) -> tuple
 
 
 def relu_gradient(dy: Tensor, out: Tensor, *, inplace: bool) -> Tensor:
-    """Dy where the ReLU's output is above 0."""
-    if inplace:
+    """Dy where the ReLU's output is above 0; not over dy where torch might lay it out otherwise (maps of one pixel)."""
+    if inplace and dy.stride() == out.stride():
         grown: Tensor = _aten.threshold_backward.grad_input(dy, out, 0, grad_input=dy)
         return grown
     return _aten.threshold_backward(dy, out, 0)  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from kasoku.memory.dense import Straight
 from kasoku.memory.instep import InStep
 from kasoku.memory.look import Item, another_way, half_of, install
 from kasoku.memory.network import Network, look
+from kasoku.memory.plan import Plan
 
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -30,7 +32,8 @@ class SavedMemory(Technique):
     where that does not suffice the widest layers run in parts of the batch, or whole blocks run twice.
 
     Args:
-        factor: times the batch that fits where plain PyTorch's fitted; 0: 2, unless a budget is given.
+        factor: times the batch that fits where plain PyTorch's fitted; 0: 2, unless a budget is given; 1: nothing is
+            computed again, whatever that saves.
         budget: bytes that training may take on the device, such as "8GiB"; the interpreter itself is not in it, nor are
             the copies of other techniques (EMA's averages).
         lossless: only remedies that leave every bit of every gradient as it is.
@@ -90,6 +93,7 @@ class Planner(Bound):
 
     Attributes:
         network: what was seen at the last look, None before it.
+        chosen: the plan made of it.
     """
 
     def __init__(self, job: Job, settings: SavedMemory, items: list[Item]) -> None:
@@ -99,6 +103,7 @@ class Planner(Bound):
         if self.in_step is not None and not settings.lossless:
             self.straight = dense.install(job, self.in_step)
         self.network: Network | None = None
+        self.chosen: Plan | None = None
         self.key: Any = None
         self.busy = False
 
@@ -144,12 +149,11 @@ class Planner(Bound):
         return len(x), images, modes, learns, hooked, steps
 
     def budget_of(self, network: Network) -> float:
-        """Bytes; a factor of 1 is never less than what nothing computed twice takes."""
-        settings = self.settings
-        if settings.budget:
-            return bytes_of(settings.budget)
-        plain = network.plain_bytes(network.batch / (settings.factor or 2.0))
-        return max(plain, network.fastest().peak) if settings.factor == 1 else plain
+        """Bytes; a factor of 1 leaves all that there are."""
+        if self.settings.budget:
+            return bytes_of(self.settings.budget)
+        factor = self.settings.factor or 2.0
+        return network.plain_bytes(network.batch / factor) if factor > 1 else math.inf
 
     def plan(self, x: Tensor) -> None:
         """Looks at the network, chooses, and puts the choices in place."""
@@ -161,6 +165,25 @@ class Planner(Bound):
         for one in self.straight:
             if one.active:
                 one.ready()
-        self.network = network
+        self.network, self.chosen = network, plan
         if self.settings.show and self.job.comm.rank == 0:
             print(f"kasoku: {network.table(plan)}", flush=True)
+
+
+def larger(job: Job, x: Tensor, factor: float = 2.0) -> str:
+    """What a larger batch would cost: "batch 2x fits: +3 % time", in the memory that plain PyTorch takes for x.
+
+    Args:
+        job: untouched but for the forwards it looks at, which stand until it is closed: of a copy of the model.
+        x: images of the batch as it is.
+        factor: times that batch.
+    """
+    last = x.is_contiguous(memory_format=torch.channels_last)
+    many = x.new_zeros((round(len(x) * factor), *x.shape[1:]))
+    many = many.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    network = look(job, install(job), many, lossless=False, freed=not job.needs_all and job.comm.size == 1)
+    try:
+        plan = network.choose(network.plain_bytes(len(x)))
+    except InputError as error:
+        return f"batch {factor:g}x does not fit: {error}"
+    return f"batch {factor:g}x fits: +{100 * network.longer(plan):.0f} % time"

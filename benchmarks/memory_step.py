@@ -1,0 +1,186 @@
+"""One question of benchmarks/memory.py, in a process of its own: the last line is its answer in JSON.
+
+    LD_PRELOAD=malloc_live.so python benchmarks/memory_step.py '{"ask": "peak", "network": "vgg16", "batch": 16}'
+
+ask: "peak" (bytes at most over a step, beside the interpreter and its libraries), "plan" (the largest batch that is
+foreseen within `limit` bytes at `time` more), "time" (seconds of interleaved steps, plain and not).
+way: "plain", "saved" (with `settings`), "checkpoint", "budget" (torch's activation_memory_budget).
+"""
+
+import ctypes
+import gc
+import json
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kasoku import models
+from kasoku.core import InputError, Job
+from kasoku.device import Autocast, ChannelsLast
+from kasoku.memory import SavedMemory
+from kasoku.memory.saved import Planner
+from kasoku.optim import sgd
+
+CLASSES = 1000
+VGG_STAGES = (5, 10, 17, 24, 31)  # where a stage of VGG-16 ends, with its pool
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Bytes:
+    """Live bytes at the allocator: of malloc (malloc_live.c), or of CUDA."""
+
+    def __init__(self) -> None:
+        self.libc = ctypes.CDLL(None)
+        if DEVICE.type == "cpu":
+            self.libc.kasoku_live_bytes.restype = self.libc.kasoku_peak_bytes.restype = ctypes.c_long
+
+    def live(self) -> int:
+        """Given out now."""
+        gc.collect()
+        return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else self.libc.kasoku_live_bytes()
+
+    def peak(self) -> int:
+        """Given out at most since `reset`."""
+        return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else self.libc.kasoku_peak_bytes()
+
+    def reset(self) -> None:
+        """Counts the peak from here on."""
+        if DEVICE.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.libc.kasoku_reset_peak()
+
+
+def made(asked: dict, way: str) -> Job:
+    """A training of the network, in a way."""
+    torch.manual_seed(0)
+    model = getattr(models, asked["network"])(CLASSES).to(DEVICE)
+    job = Job(model, lambda m: sgd(m, 0.001))
+    techniques = [ChannelsLast(), *([Autocast("bf16")] if asked.get("half") else [])]
+    if way == "saved":
+        techniques.append(SavedMemory(**asked["settings"], show=False))
+    job.apply(*techniques)
+    if way == "checkpoint":
+        rerun(model)
+    if way == "budget":
+        torch._functorch.config.activation_memory_budget = asked["budget"]
+        job.model.forward = torch.compile(model.forward, backend="aot_eager_decomp_partition")
+    return job
+
+
+def rerun(model: nn.Module) -> None:
+    """torch.utils.checkpoint around every block of a ResNet, every stage of a VGG."""
+    if hasattr(model, "features"):
+        ends = [0, *VGG_STAGES]
+        layers = [*model.features]
+        model.features = nn.Sequential(*(nn.Sequential(*layers[a:b]) for a, b in pairwise(ends)))
+        blocks = [*model.features]
+    else:
+        blocks = [block for name, stage in model.named_children() if name.startswith("layer") for block in stage]
+    for block in blocks:
+        plain = block.forward
+        block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
+
+
+def images(batch: int, side: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(batch, 3, side, side, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    return x, torch.randint(CLASSES, (batch,), device=DEVICE)
+
+
+def step(job: Job, x: Tensor, y: Tensor) -> float:
+    """Seconds of one step."""
+    begin = time.perf_counter()
+    job.loss(job.model(x), y).backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def load_libraries() -> None:
+    """What torch imports at a first step is not the network's."""
+    job = Job(nn.Linear(2, 2).to(DEVICE), lambda m: sgd(m, 0.1))
+    step(job, torch.ones(1, 2, device=DEVICE), torch.zeros(1, dtype=torch.long, device=DEVICE))
+
+
+def planner_of(job: Job) -> Planner:
+    hooks = job.model._forward_pre_hooks.values()
+    return next(h.__self__ for h in hooks if isinstance(getattr(h, "__self__", None), Planner))
+
+
+def peak(asked: dict) -> dict[str, object]:
+    """Of a step after a small one, so that the optimizer's state is there."""
+    load_libraries()
+    counted = Bytes()
+    base = counted.live()
+    job = made(asked, asked.get("way", "plain"))
+    if asked.get("way") != "budget":
+        step(job, *images(2, asked["side"]))
+    x, y = images(asked["batch"], asked["side"])
+    if asked.get("way") == "budget":
+        step(job, x, y)  # to compile
+    gc.collect()
+    counted.reset()
+    told: dict[str, object] = {"step_s": step(job, x, y), "peak": counted.peak() - base, "libraries": base}
+    if asked.get("way") == "saved":
+        planner = planner_of(job)
+        told |= {"foreseen": planner.chosen.peak, "time_foreseen": planner.network.longer(planner.chosen)}
+        told |= per_image(planner)
+    return told
+
+
+def per_image(planner: Planner) -> dict[str, object]:
+    network, plan = planner.network, planner.chosen
+    before = sum(unit.plain for unit in network.units) / network.batch
+    after = (plan.kept - network.around.after) / network.batch
+    return {"activation_bytes_per_image": {"before": round(before), "after": round(after)}}
+
+
+def plan(asked: dict) -> dict[str, object]:
+    """The largest batch that is foreseen to fit."""
+    job = made(asked, "saved")
+    job.model.train()
+    planner = planner_of(job)
+    planner.settings = replace(planner.settings, factor=0.0, budget=str(int(asked["limit"])))
+
+    def fits(batch: int) -> bool:
+        try:
+            planner.plan(torch.zeros(batch, 3, asked["side"], asked["side"], device=DEVICE))
+        except InputError:
+            return False
+        return planner.network.longer(planner.chosen) <= asked["time"]
+
+    low, high = asked["batch"], 8 * asked["batch"]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return {"batch": low, "fits": fits(low)}
+
+
+def timed(asked: dict) -> dict[str, object]:
+    """Interleaved steps of a small batch; `saved` runs as planned for the large one."""
+    jobs = {"plain": made(asked, "plain"), "other": made(asked, asked["way"])}
+    if asked["way"] == "saved":
+        planner = planner_of(jobs["other"])
+        planner.plan(torch.zeros(asked["planned"], 3, asked["side"], asked["side"], device=DEVICE))
+        x = images(asked["batch"], asked["side"])[0]
+        planner.key = (asked["planned"], *planner.key_of(x)[1:])
+    x, y = images(asked["batch"], asked["side"])
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for number in range(1 + asked["pairs"]):
+        for name in [*jobs][:: 1 if number % 2 else -1]:
+            took = step(jobs[name], x, y)
+            if number:
+                seconds[name].append(took)
+    return {"seconds": seconds}
+
+
+if __name__ == "__main__":
+    QUESTION = json.loads(sys.argv[1])
+    print(json.dumps({"peak": peak, "plan": plan, "time": timed}[QUESTION["ask"]](QUESTION)))
