@@ -2,15 +2,45 @@
 
 import pytest
 import torch
+from torch import nn
 
 from contracts import one_thread as one_thread
 from kasoku import models
 from kasoku.core import InputError
-from kasoku.device import ChannelsLast
+from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory
 from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.models.vgg import VGG
 from memory.nets import assert_equal, assert_near, images, one_step, plain_chain
+
+
+def unusual(change) -> nn.Sequential:
+    """The plain chain, changed."""
+    model = plain_chain()
+    change(model)
+    return model
+
+
+def freeze(model):
+    for p in model[:3].parameters():
+        p.requires_grad_(False)
+    model[6].bias.requires_grad_(False)
+
+
+def mean_statistics(model):
+    model[6].momentum = None
+
+
+def drop(model):
+    model.insert(9, nn.Dropout(0.5))
+    model.insert(4, nn.Dropout2d(0.2))
+
+
+def share(model):
+    model.insert(4, nn.ReLU())
+    model.insert(4, nn.Conv2d(8, 8, 3, padding=1))
+    model[4].weight = model[2].weight
+
 
 NETWORKS = {
     "chain": (plain_chain, 16),
@@ -20,6 +50,10 @@ NETWORKS = {
     "bottlenecks": (lambda: ResNet(Bottleneck, (2, 1, 1, 1), 4, 3, "imagenet", False), 48),
     "gelu": (lambda: models.cifarnet(4), 32),
     "odd sizes": (plain_chain, 19),
+    "frozen": (lambda: unusual(freeze), 16),
+    "mean statistics": (lambda: unusual(mean_statistics), 16),
+    "dropout": (lambda: unusual(drop), 16),
+    "shared weights": (lambda: unusual(share), 16),
     "maps of one pixel": (lambda: ResNet(BasicBlock, (2, 1, 1, 1), 4, 3, "cifar", False), 8),
 }
 
@@ -32,8 +66,23 @@ def test_lossless_gradients_and_statistics_are_those_of_plain_pytorch_bit_for_bi
     model = make()
     x, y = images(4, side)
     layout = [ChannelsLast()] if last else []
-    technique = SavedMemory(factor=1, lossless=True, in_backward=False, show=False)
-    assert_equal(one_step(model, x, y, *layout), one_step(model, x, y, *layout, technique))
+    plain = one_step(model, x, y, *layout)
+    least = smallest_budget(model, x, y, *layout, lossless=True)
+    for much in ({"factor": 1}, {"budget": least}):
+        technique = SavedMemory(**much, lossless=True, in_backward=False, show=False)
+        assert_equal(plain, one_step(model, x, y, *layout, technique))
+
+
+@pytest.mark.parametrize("name", ["chain", "bottlenecks", "gelu"])
+def test_lossless_under_autocast_and_the_smallest_budget(name):
+    make, side = NETWORKS[name]
+    torch.manual_seed(0)
+    model = make()
+    x, y = images(4, side)
+    beside = [ChannelsLast(), Autocast("bf16")]
+    least = smallest_budget(model, x, y, *beside, lossless=True)
+    technique = SavedMemory(budget=least, lossless=True, in_backward=False, show=False)
+    assert_equal(one_step(model, x, y, *beside), one_step(model, x, y, *beside, technique))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -47,9 +96,9 @@ def test_gradients_under_the_smallest_budget_are_near_those_of_plain_pytorch(nam
     assert_near(plain, one_step(model, x.double(), y, SavedMemory(budget=least, in_backward=False, show=False)), 1e-9)
 
 
-def smallest_budget(model, x, y) -> str:
-    """What the error names, plus the rounding of its text."""
+def smallest_budget(model, x, y, *beside, lossless=False) -> str:
+    """What the error names, plus a little."""
     with pytest.raises(InputError, match=r"at least [0-9.,]+ MiB are needed") as raised:
-        one_step(model, x, y, SavedMemory(budget="1KiB", in_backward=False, show=False))
+        one_step(model, x, y, *beside, SavedMemory(budget="1KiB", lossless=lossless, in_backward=False, show=False))
     mib = float(str(raised.value).partition("at least ")[2].split()[0].replace(",", ""))
-    return f"{mib + 0.1:.1f}MiB"
+    return f"{mib + 0.001:.3f}MiB"

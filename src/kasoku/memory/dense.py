@@ -13,27 +13,37 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kasoku.core import Job
+from kasoku.core import InputError, Job
+from kasoku.memory.bound import Bound
 from kasoku.memory.instep import InStep
 
 _LARGE = 2**20  # bytes of weights from which on it is worth it
 
 
-class Straight:
+class Straight(Bound):
     """What hangs on a linear layer whose weight moves in its own backward.
 
-    A deep copy of the layer finds that this belongs to another one, and runs as torch's own.
+    Attributes:
+        once: the look saw it called once in a forward.
+        calls: since the last look began.
     """
 
     def __init__(self, layer: nn.Linear, in_step: InStep) -> None:
         self.layer, self.in_step = layer, in_step
+        self.once, self.calls = False, 0
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Straight:
-        return self
+    def look(self) -> None:
+        """A look begins: it runs as torch's own, and is counted."""
+        self.once, self.calls = False, 0
 
     @property
     def active(self) -> bool:
-        """Whether this backward is the step: of plain SGD with momentum, and alone."""
+        """Whether this backward is the step."""
+        return self.once and self.fits
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may be: of plain SGD with momentum, and alone."""
         job = self.in_step.job
         return (
             self.in_step.active
@@ -58,6 +68,11 @@ class Straight:
         group = _group(job, weight)
         if group is None:
             return
+        if weight in self.in_step.taken:
+            raise InputError(
+                "SavedMemory: a second backward through a Linear whose weight has moved in the first one: say "
+                "in_backward = false"
+            )
         self.ready()
         momentum = job.optimizer.state[weight]["momentum_buffer"].mul_(group["momentum"])
         if group["weight_decay"]:
@@ -105,11 +120,13 @@ def _group(job: Job, weight: Tensor) -> dict[str, Any] | None:
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
     straight: Straight = layer.saved_memory
+    if straight.layer is layer:
+        straight.calls += 1
     if straight.layer is not layer or not x.requires_grad or not straight.active:
         plain: Tensor = type(layer).forward(layer, x)
         return plain
     half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-    out: Tensor = _Linear.apply(x, layer.weight.detach(), layer.bias, straight, half)  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear.apply(x, layer.weight, layer.bias, straight, half)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -118,7 +135,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, straight: Straight, half: torch.dtype | None
     ) -> Tensor:
-        ctx.straight, ctx.half = straight, half
+        ctx.straight, ctx.half, ctx.version = straight, half, weight._version
         ctx.save_for_backward(x if half is None else x.to(half))
         return nn.functional.linear(x, weight, bias)
 
@@ -127,6 +144,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         layer = ctx.straight.layer
+        if layer.weight._version != ctx.version:
+            raise InputError("SavedMemory: the weight of a Linear was written over between forward and backward")
         weight = layer.weight if ctx.half is None else layer.weight.to(ctx.half)
         flat = dy.reshape(-1, dy.shape[-1])
         dx = dy @ weight if ctx.needs_input_grad[0] else None
@@ -134,5 +153,23 @@ class _Linear(torch.autograd.Function):
         db = None
         if layer.bias is not None and layer.bias.requires_grad:
             db = flat.sum(0).to(layer.bias.dtype)
-        ctx.straight.update(flat, x.reshape(-1, x.shape[-1]))
-        return dx, None, db, None, None
+        x_NC, dw = x.reshape(-1, x.shape[-1]), None
+        if _asked(ctx.next_functions[1][0]):
+            dw = (flat.t() @ x_NC).to(layer.weight.dtype)
+        elif _reached(ctx.next_functions[1][0]):
+            ctx.straight.update(flat, x_NC)
+        return dx, dw, db, None, None
+
+
+def _reached(node: Any) -> bool:
+    """This backward adds to the gradient that the node stands for; torch.autograd.grad of others does not."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def _asked(node: Any) -> bool:
+    """This backward was asked for that gradient itself, by torch.autograd.grad: it goes to the caller."""
+    try:
+        _reached(node)
+    except RuntimeError:
+        return True
+    return False

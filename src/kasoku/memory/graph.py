@@ -6,6 +6,7 @@ A `Graph` has one input (value 0) and one output, the last value; node i makes v
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -104,6 +105,8 @@ class Graph:
         for node in self.nodes:
             like = found[node.inputs[0]]
             dtype = half if half is not None and node.op == "conv" else like.dtype
+            if node.op == "add":
+                dtype = torch.promote_types(like.dtype, found[node.inputs[1]].dtype)
             found.append(Shape(_shape(node, like), dtype))
         return found
 
@@ -116,7 +119,7 @@ def _shape(node: Node, x: Shape) -> tuple[int, ...]:
         made = nn.functional.conv2d(meta, weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
         return tuple(made.shape)
     if node.op in ("pool", "other"):
-        return tuple(layer(torch.empty(x.shape, device="meta")).shape)
+        return tuple(type(layer).forward(layer, torch.empty(x.shape, device="meta")).shape)
     return x.shape
 
 
@@ -148,11 +151,51 @@ def graph_of(module: nn.Module) -> Graph | None:
         return Graph(()) if op == "identity" else Graph((Node(op, (0,), module),))
     if not list(module.children()) or isinstance(module, nn.Sequential | nn.ModuleList):
         return None
+    found = [_traced(module, training=training) for training in (True, False)]
+    return found[0] if found[0] == found[1] else None
+
+
+def _traced(module: nn.Module, *, training: bool) -> Graph | None:
+    """The graph in a mode; None too where the forward throws dice or writes down what it did: one trace tells not all.
+
+    What it wrote is put back.
+    """
+    before = [(m, dict(vars(m)), _insides(m)) for m in module.modules()]
+    versions = [(t, t._version, t.detach().clone()) for t in module.buffers()]
+    dice = (torch.get_rng_state(), random.getstate())
     try:
-        traced = _Tracer().trace(module)
+        for m, _, _ in before:
+            m.training = training
+        steps = list(_Tracer().trace(module).nodes)
+        still = [(m, {**vars(m), "training": old["training"]}, _insides(m)) for m, old, _ in before]
+        same = all(_same(a, b) for (_, a, _), (_, b, _) in zip(before, still, strict=True))
+        same &= [inner for _, _, inner in before] == [inner for _, _, inner in still]
+        same &= all(t._version == version for t, version, _ in versions)
+        same &= torch.equal(dice[0], torch.get_rng_state()) and dice[1] == random.getstate()
+        return _from_fx(module, steps) if same else None
     except Exception:  # whatever a user's forward does with what is not a tensor
         return None
-    return _from_fx(module, list(traced.nodes))
+    finally:
+        for m, old, _ in before:
+            vars(m).clear()
+            vars(m).update(old)
+        for t, version, values in versions:
+            if t._version != version:
+                t.copy_(values)
+        torch.set_rng_state(dice[0])
+        random.setstate(dice[1])
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+
+
+def _insides(module: nn.Module) -> list[list[int]]:
+    """What lies in the module's lists and dictionaries."""
+    found = [
+        list(v.values() if isinstance(v, dict) else v) for v in vars(module).values() if isinstance(v, dict | list)
+    ]
+    return [[id(one) for one in inner] for inner in found]
 
 
 def _from_fx(module: nn.Module, steps: Sequence[fx.Node]) -> Graph | None:
@@ -183,12 +226,15 @@ def _from_fx(module: nn.Module, steps: Sequence[fx.Node]) -> Graph | None:
             seen.add(layer)
         nodes.append(Node(op, inputs, layer))
         place[step] = len(nodes)
+        if _writes_over(step, layer):
+            place.update({other: len(nodes) for other, value in place.items() if value == inputs[0]})
     return None
 
 
-def is_block(graph: Graph) -> bool:
-    """It has a sum in it: what lies inside cannot be cut."""
-    return any(node.op == "add" for node in graph.nodes)
+def _writes_over(step: fx.Node, layer: Any) -> bool:
+    """Its result takes the place of its first input."""
+    names = ("relu_", "add_", operator.iadd)
+    return bool(step.target in names or step.kwargs.get("inplace") or getattr(layer, "inplace", False))
 
 
 def tensors(nodes: Sequence[Node]) -> list[Tensor]:

@@ -16,7 +16,7 @@ class InStep:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.taken: list[Tensor] = []
+        self.taken: set[Tensor] = set()
         self.apart: bool | None = None  # the rule can update a part of the model
         job.gradient_ready(self.arrive)
         job.before_step(self.step)
@@ -36,15 +36,15 @@ class InStep:
         return self.apart
 
     def arrive(self, p: Tensor) -> None:
-        """A gradient is whole: the parameter moves."""
-        if self.active and p.grad is not None:
+        """A gradient is whole: the parameter moves, unless it has moved in its layer's backward."""
+        if self.active and p.grad is not None and p not in self.taken:
             self.job.update([p])
             self.take(p)
 
     def take(self, p: Tensor) -> None:
         """The parameter has moved; its gradient is gone."""
         p.grad = p.new_full((), float("nan")).expand(p.shape)
-        self.taken.append(p)
+        self.taken.add(p)
 
     def enter(self) -> None:
         """A forward begins. Raises InputError where the step for the backward before it has not come."""

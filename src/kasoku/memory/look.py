@@ -1,9 +1,9 @@
 """A look at a network: which of its layers follow one another, and what plain PyTorch keeps of them.
 
 Note: why by running it. What a model's forward does with its layers is Python; what it does is seen by what goes into
-each layer and what comes out, on two images of the batch, in eval mode, so that nothing in the model moves. What lies
-between two layers that follow one another may still be read by somebody else: so the network is run once more with
-the segments in place, and must give the same.
+each layer and what comes out, on two images of the batch, with layers that have buffers in eval mode, so that nothing
+in the model moves. What lies between two layers that follow one another may still be read by somebody else: so the
+network is run once more with the segments in place and NaN between their layers, and must give the same.
 """
 
 from __future__ import annotations
@@ -14,39 +14,89 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kasoku.core import Job
-from kasoku.memory.graph import Graph, graph_of
+from kasoku.core import InputError, Job
+from kasoku.memory.bound import Bound
+from kasoku.memory.graph import Graph, Shape, graph_of
 from kasoku.memory.segment import Segment
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_parametrizations")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OURS = "kasoku.parallel."  # hooks that read neither inputs nor outputs, and may be called twice
 
 
-class Item:
+class Item(Bound):
     """What hangs on a layer or block whose forward we stand in for.
 
     Attributes:
         segment: it begins this one, in training.
         before: it lies within the segment that this item begins.
+        place: its place there, from 0.
+        length: items of the segment that it begins.
+        passed: how many of them this forward has come to; 0: the segment has not run in it.
         log: calls are noted here while the network is looked at.
-        forced: the segment runs in eval mode too.
+        forced: the segment runs in eval mode too, and gives NaN until its last item.
     """
 
-    def __init__(self, name: str, graph: Graph) -> None:
-        self.name, self.graph = name, graph
+    def __init__(self, name: str, model: nn.Module, module: nn.Module, graph: Graph) -> None:
+        self.name, self.model, self.module, self.graph = name, model, module, graph
+        self.inside = tuple(module.modules())
         self.segment: Segment | None = None
         self.before: Item | None = None
         self.log: Log | None = None
         self.forced = False
+        self.place, self.length, self.passed = 0, 1, 0
         self.made: weakref.ref[Tensor] | None = None
+        self.whole: Tensor | None = None  # what the last item gives while NaN goes round
 
     def plain(self) -> None:
         """Nothing is planned for it."""
-        self.segment, self.before, self.made = None, None, None
+        self.segment, self.before, self.made, self.whole = None, None, None, None
+        self.place, self.length, self.passed = 0, 1, 0
+
+    @property
+    def hooked(self) -> bool:
+        """Somebody waits for what goes in or out of its layers."""
+        found = (hook for m in self.inside for name in _HOOKS for hook in getattr(m, name).values())
+        return any(not str(getattr(hook, "__module__", "")).startswith(_OURS) for hook in found)
+
+    def begin(self, segment: Segment, x: Tensor) -> Tensor:
+        """Runs the segment: what its first item gives."""
+        out = segment(x)
+        if self.forced and self.length > 1:
+            self.whole, out = out, torch.full_like(out, float("nan"))
+        self.passed, self.made = 1, weakref.ref(out)
+        return out
+
+    def follow(self, first: Item, x: Tensor | None) -> Tensor:
+        """What an item inside a segment gives that has run: x. Raises InputError where it is called on another."""
+        if x is None or first.made is None or first.made() is not x or first.passed != self.place:
+            raise another_way(first)
+        first.passed += 1
+        if first.passed == first.length and first.whole is not None:
+            x, first.whole = first.whole, None
+        return x
+
+
+def another_way(first: Item) -> InputError:
+    """The layers of a segment that has run were not called one after another."""
+    name = first.segment.name if first.segment is not None else first.name
+    return InputError(
+        f"SavedMemory: {name} follow one another in one forward and not in the next: a network whose forward decides "
+        "(stochastic depth) cannot be planned: leave it out"
+    )
+
+
+class Call(NamedTuple):
+    """A call of an item; `half`: what autocast computed convolutions in, None where it was off."""
+
+    item: Item
+    x: Tensor
+    out: Tensor
+    half: torch.dtype | None
 
 
 @dataclass
@@ -54,16 +104,14 @@ class Log:
     """The calls of one forward, and the bytes that autograd keeps for backward.
 
     Attributes:
-        calls: (item, input, output) in order.
+        calls: in order.
         inside: bytes kept by calls of each item.
         outside: bytes kept elsewhere.
-        half: what autocast computed convolutions in, None where it was off.
     """
 
-    calls: list[tuple[Item, Tensor, Tensor]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     inside: dict[Item, int] = field(default_factory=dict)
     outside: int = 0
-    half: torch.dtype | None = None
     now: Item | None = None
     seen: set[int] = field(default_factory=set)
     held: list[Tensor] = field(default_factory=list)
@@ -90,7 +138,7 @@ def install(job: Job) -> list[Item]:
     """Stands in for the forward of every layer and block that we know, until the job is closed."""
     items = []
     for name, module, graph in _known("", job.model):
-        item = Item(name, graph)
+        item = Item(name, job.model, module, graph)
         job.patch(module, "saved_memory", item)
         job.patch(module, "forward", MethodType(_forward, module))
         items.append(item)
@@ -98,8 +146,8 @@ def install(job: Job) -> list[Item]:
 
 
 def _known(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Graph]]:
-    graph = None if _is_touched(module) else graph_of(module)
-    if graph is not None and graph.nodes and not any(_is_touched(node.layer) for node in graph.nodes if node.layer):
+    graph = None if any(_is_touched(m) for m in module.modules()) else graph_of(module)
+    if graph is not None and graph.nodes:
         yield name, module, graph
         return
     for child_name, child in module.named_children():
@@ -115,18 +163,18 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a layer with an item."""
     item: Item = module.saved_memory
     plain = functools.partial(type(module).forward, module, *args, **kwargs)
+    if item.module is not module:
+        return plain()  # of a deep copy
     if item.log is not None:
         return _noted(item, item.log, args, plain)
     x = args[0] if len(args) == 1 and not kwargs else None
-    if item.before is not None and item.before.made is not None and item.before.made() is x:
-        return x  # what the segment made is this layer's output already
-    active = (module.training or item.forced) and torch.is_grad_enabled()
+    if item.before is not None and item.before.passed:
+        return item.follow(item.before, x)  # what the segment made is this layer's output already
+    active = (item.model.training or item.forced) and torch.is_grad_enabled()
     if item.segment is None or not active or not isinstance(x, Tensor):
-        item.made = None
+        item.passed = 0
         return plain()
-    out = item.segment(x)
-    item.made = weakref.ref(out)
-    return out
+    return item.begin(item.segment, x)
 
 
 def _noted(item: Item, log: Log, args: tuple[Any, ...], plain: Any) -> Any:
@@ -135,19 +183,25 @@ def _noted(item: Item, log: Log, args: tuple[Any, ...], plain: Any) -> Any:
     log.now = None
     x = args[0] if len(args) == 1 and isinstance(args[0], Tensor) else None
     if x is not None and isinstance(out, Tensor):
-        kind = x.device.type
-        log.half = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        log.calls.append((item, x, out))
+        log.calls.append(Call(item, x, out, half_of(x)))
     return out
 
 
+def half_of(x: Tensor) -> torch.dtype | None:
+    """What autocast computes convolutions of x in now, None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, with gradients on; modes and random state are put back."""
+def undisturbed(model: nn.Module, x: Tensor) -> Iterator[None]:
+    """Modules with buffers in eval mode, with gradients on; modes and random state are put back."""
     modes = [(m, m.training) for m in model.modules()]
     try:
-        with torch.random.fork_rng(), torch.enable_grad():
-            model.eval()
+        with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
+            for module, _ in modes:
+                if module._buffers:
+                    module.training = False
             yield
     finally:
         for module, training in modes:
@@ -161,7 +215,7 @@ def watch(model: nn.Module, items: Sequence[Item], x: Tensor) -> tuple[Log, Any]
     for item in items:
         item.log = log
     try:
-        with undisturbed(model), torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept):
+        with undisturbed(model, x), torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept):
             outputs = model.forward(x)
     finally:
         for item in items:
@@ -169,22 +223,31 @@ def watch(model: nn.Module, items: Sequence[Item], x: Tensor) -> tuple[Log, Any]
     return log, outputs
 
 
-def chains(log: Log) -> list[tuple[list[Item], Tensor]]:
-    """Stretches of items each of which is called once, on what the one before it gave; with the first one's input."""
+def chains(log: Log) -> list[tuple[list[Item], Call]]:
+    """Stretches of items each of which is called once, on what the one before it gave, with the first call."""
     count: dict[Item, int] = {}
-    for item, _, _ in log.calls:
-        count[item] = count.get(item, 0) + 1
-    found: list[tuple[list[Item], Tensor]] = []
-    last: Tensor | None = None
-    for item, x, out in log.calls:
-        if count[item] > 1:
+    for call in log.calls:
+        count[call.item] = count.get(call.item, 0) + 1
+    found: list[tuple[list[Item], Call]] = []
+    last: Call | None = None
+    for call in log.calls:
+        if count[call.item] > 1 or call.item.hooked or not _as_foreseen(call):
             last = None
             continue
-        if last is not x:
-            found.append(([], x))
-        found[-1][0].append(item)
-        last = out
+        if last is None or last.out is not call.x or last.half is not call.half:
+            found.append(([], call))
+        found[-1][0].append(call.item)
+        last = call
     return [(chain, x) for chain, x in found if any(node.op == "conv" for item in chain for node in item.graph.nodes)]
+
+
+def _as_foreseen(call: Call) -> bool:
+    """It gave what its graph says; not where a sum broadcasts."""
+    graph = call.item.graph
+    shapes = graph.shapes(Shape(tuple(call.x.shape), call.x.dtype), call.half)
+    adds = (node.inputs for node in graph.nodes if node.op == "add")
+    same = all(shapes[a].shape == shapes[b].shape for a, b in adds)
+    return same and shapes[-1] == Shape(tuple(call.out.shape), call.out.dtype)
 
 
 def units(chain: Sequence[Item]) -> list[list[Item]]:

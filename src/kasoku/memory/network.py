@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
+from kasoku.memory.dense import Straight
 from kasoku.memory.graph import Graph, Shape
-from kasoku.memory.look import Item, Log, chains, undisturbed, units, watch
+from kasoku.memory.look import Call, Item, Log, chains, undisturbed, units, watch
 from kasoku.memory.ops import How
 from kasoku.memory.plan import Around, Choice, Plan, Setting, best, choices, lowest
 from kasoku.memory.predict import Layout, work_of
@@ -22,11 +24,12 @@ _LOOK = 2  # images
 
 @dataclass(frozen=True)
 class Unit:
-    """Items that are not cut, the bytes plain PyTorch keeps of them for the batch, and their multiply-adds."""
+    """Items that are not cut, the bytes plain PyTorch keeps of them for the batch, multiply-adds and precision."""
 
     items: tuple[Item, ...]
     plain: int
     work: float
+    how: How
 
     @property
     def name(self) -> str:
@@ -43,26 +46,30 @@ class Network:
         ways: the choices for stretches of them.
         starts: what enters each unit.
         around: the bytes beside them, with our gradients; `plain_around`: with those of plain PyTorch.
-        how: precision.
+        outputs: tensors that the network gave.
+        lossless: every bit stays.
     """
 
-    def __init__(self, job: Job, items: Sequence[Item], log: Log, images: Tensor, *, batch: int, how: How) -> None:
-        self.job, self.items, self.how, self.batch = job, items, how, batch
+    def __init__(
+        self, job: Job, items: Sequence[Item], log: Log, images: Tensor, *, batch: int, lossless: bool
+    ) -> None:
+        self.job, self.items, self.lossless, self.batch = job, items, lossless, batch
         self.units: list[Unit] = []
         self.ways: list[Choice] = []
         self.starts: list[Shape] = []
-        self.outputs: Any = None
+        self.outputs: list[Tensor] = []
         self.around = self.plain_around = Around(0, 0, 0, False, 0)
         for chain, start in chains(log):
-            if start.ndim == 4 and len(start) == len(images):
-                self._add(chain, start, log, given=start is images)
+            if start.x.ndim == 4 and len(start.x) == len(images):
+                self._add(chain, start, log, given=start.x is images)
 
-    def _add(self, chain: list[Item], start: Tensor, log: Log, *, given: bool) -> None:
+    def _add(self, chain: list[Item], call: Call, log: Log, *, given: bool) -> None:
+        start, how = call.x, How(call.half, self.lossless)
         scale = self.batch / len(start)
         shape = Shape((self.batch, *start.shape[1:]), start.dtype)
         last = any(_is_last(node.layer.weight) for i in chain for node in i.graph.nodes if node.op == "conv")
         layout = Layout(last or _is_last(start), start.device.type)
-        setting = Setting(shape, start.requires_grad, self.how, layout)
+        setting = Setting(shape, start.requires_grad, how, layout)
         parts = units(chain)
         graphs = [_joined(part) for part in parts]
         offset = len(self.units)
@@ -73,10 +80,10 @@ class Network:
         for i, part in enumerate(parts):
             self.starts.append(shape)
             program = single[offset + i].program
-            shapes = program.graph.shapes(shape, self.how.half)
+            shapes = program.graph.shapes(shape, how.half)
             work = sum(work_of(program, shapes, at) for at in range(len(program.graph.nodes)))
             plain = round(sum(log.inside.get(item, 0) for item in part) * scale)
-            self.units.append(Unit(tuple(part), plain, work))
+            self.units.append(Unit(tuple(part), plain, work, how))
             shape = shapes[-1]
 
     def plain_bytes(self, batch: float) -> float:
@@ -101,7 +108,7 @@ class Network:
         if plan is None:
             least = lowest(len(self.units), self.ways, self.around).peak
             raise InputError(
-                f"SavedMemory: {_mib(budget)} for a batch of {self.batch}: at least {_mib(least)} are needed: "
+                f"SavedMemory: {_mib(budget)} for a batch of {self.batch}: at least {_mib(least, up=True)} are needed: "
                 "raise the budget, or lower factor or batch"
             )
         return plan
@@ -113,28 +120,38 @@ class Network:
         for choice in plan.choices:
             inside = [item for unit in self.units[choice.first : choice.last + 1] for item in unit.items]
             name = f"{inside[0].name} to {inside[-1].name}"
-            inside[0].segment = Segment(choice.program, self.how, choice.chunk, name)
-            for item in inside[1:]:
-                item.before = inside[0]
+            inside[0].segment = Segment(
+                choice.program, self.units[choice.first].how, choice.chunk, name, inside[0].module
+            )
+            inside[0].length = len(inside)
+            for place, item in enumerate(inside[1:], 1):
+                item.before, item.place = inside[0], place
 
     def check(self, x: Tensor) -> None:
-        """Runs the network as planned, and compares. Raises InputError where the outputs differ."""
-        if self.outputs is None:
-            return
+        """Runs the network as planned, with NaN within segments, and compares. Raises InputError if outputs differ."""
+        refused = InputError(
+            f"SavedMemory: the forward of {type(self.job.model).__name__} reads what lies between two of its "
+            "layers: put these layers into a block of their own"
+        )
         for item in self.items:
             item.forced = True
         try:
-            with undisturbed(self.job.model):
-                outputs = self.job.model.forward(x[:_LOOK])
+            with undisturbed(self.job.model, x):
+                outputs = _tensors(self.job.model.forward(x[:_LOOK].detach().requires_grad_(x.requires_grad)))
+            nan = [item for item in self.items if item.passed and item.length > 1]
+            left = any(item.made is not None and item.made() is not None for item in nan)  # somebody holds it
+        except (RuntimeError, ValueError) as e:  # it has the shape of the segment's output
+            raise refused from e
         finally:
             for item in self.items:
-                item.forced = False
-        tolerance = 2e-2 if self.how.half is not None else 1e-3
-        if not torch.allclose(outputs.float(), self.outputs.float(), rtol=tolerance, atol=tolerance):
-            raise InputError(
-                f"SavedMemory: the forward of {type(self.job.model).__name__} reads what lies between two of its "
-                "layers: put these layers into a block of their own"
-            )
+                item.forced, item.passed, item.whole = False, 0, None
+        tolerance = 2e-2 if any(unit.how.half is not None for unit in self.units) else 1e-3
+        near = len(outputs) == len(self.outputs) and all(
+            torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+            for a, b in zip(outputs, self.outputs, strict=True)
+        )
+        if left or not near:
+            raise refused
 
     def longer(self, plan: Plan) -> float:
         """The part of a step's time that a plan adds, as foreseen."""
@@ -161,7 +178,7 @@ class Network:
 
 
 def look(
-    job: Job, items: Sequence[Item], x: Tensor, *, lossless: bool, freed: bool, straight: Sequence[Tensor] = ()
+    job: Job, items: Sequence[Item], x: Tensor, *, lossless: bool, freed: bool, straight: Sequence[Straight] = ()
 ) -> Network:
     """Looks at the job's network on the first images of a batch.
 
@@ -171,23 +188,34 @@ def look(
         x: the batch.
         lossless: every bit stays.
         freed: gradients are let go as they arrive.
-        straight: weights without a gradient of their own.
+        straight: layers whose weights may have no gradient of their own.
 
     Raises:
-        InputError: where no two layers follow one another.
+        InputError: where no two layers follow one another, or the network gives no tensor.
     """
     for item in items:
         item.plain()
+    for one in straight:
+        one.look()
     images = x[:_LOOK].detach().requires_grad_(x.requires_grad)
     log, outputs = watch(job.model, items, images)
     try:
-        network = Network(job, items, log, images, batch=len(x), how=How(log.half, lossless))
+        network = Network(job, items, log, images, batch=len(x), lossless=lossless)
     finally:
         log.clear()
     if not network.units:
         raise InputError(f"SavedMemory: no convolution of {type(job.model).__name__} can be planned: leave it out")
-    network.outputs = outputs.detach() if isinstance(outputs, Tensor) else None
-    network.around = _around(network, log, x, freed=freed, straight=straight)
+    network.outputs = _tensors(outputs)
+    if not network.outputs:
+        raise InputError(
+            f"SavedMemory: {type(job.model).__name__} gives {type(outputs).__name__}, in which no tensor is seen: "
+            "let it give tensors, or a tuple, list or dict of them"
+        )
+    for one in straight:
+        one.once = one.calls == 1
+    network.around = _around(
+        network, log, x, freed=freed, straight=[one.layer.weight for one in straight if one.active]
+    )
     network.plain_around = _around(network, log, x, freed=False)
     return network
 
@@ -221,6 +249,10 @@ def state_bytes(job: Job, learning: Sequence[Tensor]) -> int:
     return found
 
 
+def _tensors(outputs: object) -> list[Tensor]:
+    return [t.detach() for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+
+
 def _joined(items: Sequence[Item]) -> Graph:
     graph = Graph(())
     for item in items:
@@ -232,5 +264,7 @@ def _is_last(x: Tensor) -> bool:
     return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
-def _mib(n: float) -> str:
-    return f"{n / 2**20:,.1f} MiB"
+def _mib(n: float, *, up: bool = False) -> str:
+    digits = 1 if n >= 2**27 else 3
+    unit = 2**20 / 10**digits
+    return f"{(math.ceil(n / unit) if up else n / unit) / 10**digits:,.{digits}f} MiB"

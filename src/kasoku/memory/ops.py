@@ -39,6 +39,7 @@ class Statistics(NamedTuple):
     scale: Tensor  # 1 / sqrt(variance + eps); both empty where running statistics were used
     reserve: Tensor
     kernel: int
+    steers: bool  # they are of the batch
 
 
 def make(node: Node, inputs: list[Tensor], *, how: How, inplace: bool = False) -> tuple[Tensor, Any]:
@@ -65,10 +66,11 @@ def again(node: Node, inputs: list[Tensor], side: Any, *, how: How, inplace: boo
     if node.op == "relu":
         return x.relu_() if inplace else x.relu()
     if node.op == "add":
+        inplace = inplace and torch.promote_types(x.dtype, inputs[1].dtype) is x.dtype
         return x.add_(inputs[1]) if inplace else x + inputs[1]
     if node.op == "pool":
         return functional.max_pool2d(x, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode)
-    made: Tensor = layer(x)
+    made: Tensor = type(layer).forward(layer, x)  # not what stands in for it
     return made
 
 
@@ -111,7 +113,7 @@ def norm_gradients(node: Node, dy: Tensor, x: Tensor, side: Statistics) -> tuple
         layer.running_var,
         side.mean,
         side.scale,
-        node.steers,
+        side.steers,
         layer.eps,
         mask,
         side.reserve,
@@ -137,7 +139,7 @@ def other_gradient(node: Node, dy: Tensor, x: Tensor) -> Tensor:
     """By torch's autograd, of the layer alone."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        out = node.layer(leaf)
+        out = type(node.layer).forward(node.layer, leaf)
     return torch.autograd.grad(out, leaf, dy)[0]
 
 
@@ -156,12 +158,12 @@ def _norm(layer: Any, x: Tensor) -> tuple[Tensor, Statistics]:
     out, mean, scale, reserve, kernel = _aten._batch_norm_impl_index(
         x, layer.weight, layer.bias, layer.running_mean, layer.running_var, *settings
     )
-    return out, Statistics(mean, scale, reserve, kernel)
+    return out, Statistics(mean, scale, reserve, kernel, steers)
 
 
 def _norm_again(node: Node, x: Tensor, side: Statistics, exact: bool) -> Tensor:
     layer = node.layer
-    if not node.steers:
+    if not side.steers:
         mean, variance = layer.running_mean, layer.running_var
     elif exact:
         out: Tensor = _aten._batch_norm_impl_index(

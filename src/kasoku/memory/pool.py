@@ -18,11 +18,6 @@ class Code(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are kept."""
-        return self.packed.nbytes
-
 
 def pair(n: Any) -> tuple[int, int]:
     """A size as layers of torch give it, for rows and columns."""

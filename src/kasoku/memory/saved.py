@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.memory import dense
+from kasoku.memory.bound import Bound
 from kasoku.memory.dense import Straight
 from kasoku.memory.instep import InStep
-from kasoku.memory.look import Item, install
+from kasoku.memory.look import Item, another_way, half_of, install
 from kasoku.memory.network import Network, look
 from kasoku.memory.plan import Plan
 
@@ -33,7 +34,8 @@ class SavedMemory(Technique):
     Args:
         factor: times the batch that fits where plain PyTorch's fitted; 0: 2, unless a budget is given; 1: nothing is
             computed again, whatever that saves.
-        budget: bytes that training may take on the device, such as "8GiB"; the interpreter itself is not in it.
+        budget: bytes that training may take on the device, such as "8GiB"; the interpreter itself is not in it, nor are
+            the copies of other techniques (EMA's averages).
         lossless: only remedies that leave every bit of every gradient as it is.
         in_backward: update each parameter as its gradient arrives, so that no gradients lie about. Where a technique
             needs all of them (Clip, LossScale), or ranks share them, they are kept as ever.
@@ -59,8 +61,8 @@ class SavedMemory(Technique):
             raise InputError(f'factor={self.factor:g} with budget="{self.budget}": one of them')
         if self.factor and self.factor < 1:
             raise InputError(f"factor={self.factor:g}: at least 1, times the batch of plain PyTorch")
-        if self.budget:
-            bytes_of(self.budget)
+        if self.budget and bytes_of(self.budget) < 1:
+            raise InputError(f'budget="{self.budget}": at least 1 byte; leave it out for factor = 2')
 
     def apply(self, job: Job) -> None:
         """Stands in for the layers it knows; the plan is made at the first training forward."""
@@ -72,6 +74,7 @@ class SavedMemory(Technique):
             )
         planner = Planner(job, self, items)
         job.undo(job.model.register_forward_pre_hook(planner.enter).remove)
+        job.undo(job.model.register_forward_hook(planner.leave).remove)
 
 
 def bytes_of(text: str) -> int:
@@ -85,7 +88,7 @@ def bytes_of(text: str) -> int:
         raise InputError(f'budget="{text}": bytes such as "8GiB" or "900MB"') from None
 
 
-class Planner:
+class Planner(Bound):
     """Plans for the batches that come, again when what they are changes.
 
     Attributes:
@@ -106,6 +109,10 @@ class Planner:
 
     def enter(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         """Before a forward of the model."""
+        if model is not self.job.model:
+            return  # a deep copy
+        for item in self.items:
+            item.passed = 0
         if self.busy or not model.training or not torch.is_grad_enabled():
             return
         if self.in_step is not None:
@@ -122,24 +129,37 @@ class Planner:
             self.busy = False
         self.key = key
 
+    def leave(self, model: nn.Module, args: tuple[Any, ...], out: object) -> None:
+        """After a forward. Raises InputError where a segment has run and one of its layers was not called."""
+        for item in self.items if model is self.job.model else ():
+            if item.passed not in (0, item.length):
+                raise another_way(item)
+            item.passed = 0
+
     def key_of(self, x: Tensor) -> tuple[Any, ...]:
         """What a plan depends on, the batch first."""
         layers = [node.layer for item in self.items for node in item.graph.nodes if node.layer is not None]
         modes = tuple(layer.training for layer in layers if isinstance(layer, nn.BatchNorm2d))
         learns = tuple(p.requires_grad for p in self.job.model.parameters())
         last = x.is_contiguous(memory_format=torch.channels_last)
-        return len(x), x.shape[1:], x.dtype, x.device, x.requires_grad, last, modes, learns, self.job.needs_all
+        images = (x.shape[1:], x.dtype, x.device, x.requires_grad, last, half_of(x))
+        hooked = tuple(item.hooked for item in self.items)
+        at_once = self.in_step is not None and self.in_step.active
+        steps = (self.job.needs_all, self.job.accumulate, at_once, tuple(one.fits for one in self.straight))
+        return len(x), images, modes, learns, hooked, steps
+
+    def budget_of(self, network: Network) -> float:
+        """Bytes; a factor of 1 leaves all that there are."""
+        if self.settings.budget:
+            return bytes_of(self.settings.budget)
+        factor = self.settings.factor or 2.0
+        return network.plain_bytes(network.batch / factor) if factor > 1 else math.inf
 
     def plan(self, x: Tensor) -> None:
         """Looks at the network, chooses, and puts the choices in place."""
         freed = self.in_step is not None and self.in_step.active
-        straight = [one.layer.weight for one in self.straight if one.active]
-        network = look(self.job, self.items, x, lossless=self.settings.lossless, freed=freed, straight=straight)
-        budget: float = bytes_of(self.settings.budget) if self.settings.budget else 0
-        if not budget:
-            factor = self.settings.factor or 2.0
-            budget = network.plain_bytes(len(x) / factor) if factor > 1 else math.inf
-        plan = network.choose(budget)
+        network = look(self.job, self.items, x, lossless=self.settings.lossless, freed=freed, straight=self.straight)
+        plan = network.choose(self.budget_of(network))
         network.put(plan)
         network.check(x)
         for one in self.straight:

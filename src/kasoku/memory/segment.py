@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from kasoku.core import InputError
 from kasoku.memory import ops
-from kasoku.memory.graph import tensors
+from kasoku.memory.graph import Graph, tensors
 from kasoku.memory.program import Do, Program
 
 Gradients = dict[Tensor, Tensor]
@@ -19,9 +19,10 @@ Gradients = dict[Tensor, Tensor]
 
 @dataclass
 class Held:
-    """What lies between forward and backward: values, and what the nodes leave beside them (statistics, codes)."""
+    """What lies between forward and backward: values, types of all, what nodes leave beside (statistics, codes)."""
 
     values: dict[int, Tensor]
+    dtypes: list[torch.dtype]
     sides: dict[int, Any] = field(default_factory=dict)
 
 
@@ -34,17 +35,20 @@ class Segment:
         how: precision, and whether recomputation must be exact.
         chunk: images at a time, 0: all at once. Only without BatchNorm over the batch.
         name: of its first and last layer, for errors and the printed plan.
+        own: the module whose forward runs it: who waits for that has been told.
     """
 
     program: Program
     how: ops.How
     chunk: int = 0
     name: str = ""
+    own: nn.Module | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The output for x, with a backward of our own."""
         for node in self.program.graph.nodes:
-            _enter(node.layer, x)
+            if node.layer is not self.own:
+                _enter(node.layer, x)
         params = [p for p in tensors(self.program.graph.nodes) if p.requires_grad]
         out: Tensor = _Run.apply(self, x, *params)  # type: ignore[no-untyped-call]
         return out
@@ -79,7 +83,7 @@ class _Run(torch.autograd.Function):
                 held.values[graph.out] = out.detach()
             ctx.held.append(held)
         ends = [t for v, t in ctx.held[0].values.items() if v in (0, graph.out)]  # others may write to these
-        ctx.watched = [(t, t._version) for t in ends]
+        ctx.watched = [(t, t._version) for t in [*ends, *_settings(graph)]]
         return out if whole is None else whole
 
     @staticmethod
@@ -89,7 +93,9 @@ class _Run(torch.autograd.Function):
         if ctx.held is None:
             raise InputError(f"SavedMemory: a second backward through {segment.name}: it is let go in the first one")
         if any(t._version != version for t, version in ctx.watched):
-            raise InputError(f"SavedMemory: what enters or leaves {segment.name} was written over before backward")
+            raise InputError(
+                f"SavedMemory: what enters or leaves {segment.name}, or a weight of it, was written before backward"
+            )
         held, ctx.held = ctx.held, None
         ctx.watched, n = None, ctx.images
         gradients: Gradients = {}
@@ -108,7 +114,7 @@ class _Run(torch.autograd.Function):
 
 def forward(program: Program, x: Tensor, how: ops.How) -> tuple[Tensor, Held]:
     """Runs the forward steps: the output, and what is held."""
-    values, sides = {0: x}, {}
+    values, sides, dtypes = {0: x}, {}, [x.dtype]
     for do in program.forward:
         if do.what == "free":
             del values[do.at]
@@ -116,11 +122,12 @@ def forward(program: Program, x: Tensor, how: ops.How) -> tuple[Tensor, Held]:
         node = program.graph.nodes[do.at]
         made, side = ops.make(node, [values[v] for v in node.inputs], how=how, inplace=do.inplace)
         values[do.at + 1] = made
+        dtypes.append(made.dtype)
         if side is not None:
             sides[do.at] = side
         del made
     out = values[program.graph.out]
-    return out, Held({v: values[v].detach() for v in program.kept}, sides)
+    return out, Held({v: values[v].detach() for v in program.kept}, dtypes, sides)
 
 
 def backward(program: Program, held: Held, dy: Tensor, how: ops.How, gradients: Gradients) -> Tensor | None:
@@ -140,7 +147,7 @@ def backward(program: Program, held: Held, dy: Tensor, how: ops.How, gradients: 
         found = _gradients(do, program, held, dy=arrived.pop(do.at + 1), how=how, gradients=gradients)
         for v, join, new in zip(node.inputs, do.joins, found, strict=True):
             if join and new is not None:
-                arrived[v] = _join(arrived.get(v), new, join)
+                arrived[v] = _join(arrived.get(v), new.to(held.dtypes[v]), join)
         del found, new
     return arrived.get(0)
 
@@ -175,6 +182,12 @@ def _join(old: Tensor | None, new: Tensor, how: str) -> Tensor:
     if how == "fresh":
         return old + new
     return new.add_(old) if how == "into new" else old.add_(new)
+
+
+def _settings(graph: Graph) -> list[Tensor]:
+    """What backward reads of the layers: weights, and running statistics where the batch's are not taken."""
+    norms = [node.layer for node in graph.nodes if node.op == "norm" and not node.steers]
+    return [*tensors(graph.nodes), *(t for norm in norms for t in (norm.running_mean, norm.running_var))]
 
 
 def _of_more(x: Tensor, n: int) -> Tensor:

@@ -132,12 +132,16 @@ class Trial:
     def _noise(self, job: Job, batches: Iterator[Batch]) -> Noise | None:
         """Compares the gradients of some batches, and of all of them together, at the same weights."""
         parts = Parts([p for p in job.model.parameters() if p.requires_grad])
-        images = 0
-        for _ in range(_NOISE_PASSES):
-            x_NCHW, y_N = next(batches)
-            images = len(y_N)
-            job.loss(job.model(x_NCHW), y_N).backward()  # type: ignore[no-untyped-call]
-            parts.add()
+        images, needs_all = 0, job.needs_all
+        job.needs_all = True  # whole gradients, none used as it arrives
+        try:
+            for _ in range(_NOISE_PASSES):
+                x_NCHW, y_N = next(batches)
+                images = len(y_N)
+                job.loss(job.model(x_NCHW), y_N).backward()  # type: ignore[no-untyped-call]
+                parts.add()
+        finally:
+            job.needs_all = needs_all
         return parts.noise(images)
 
     # ---- time
