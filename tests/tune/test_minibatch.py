@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +28,10 @@ from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToT
 from kasoku.tune.copies import Copies, copied
 from kasoku.tune.known import from_json
 from kasoku.tune.memory import Memory
+from kasoku.tune.noise import Noise
 from kasoku.tune.sample import Found, Sample
 from kasoku.tune.strategies import Strategy
+from kasoku.tune.trial import Trial
 
 SETS: dict[str, tuple[Technique, ...]] = {
     "nothing": (),
@@ -169,6 +172,19 @@ def test_every_strategy_runs_on_a_real_job(strategy: Strategy):
     assert found.budget_s == 5.0
     assert found.spent_s > 0
     assert all(0 <= s.utilisation <= 1 for s in found.samples)
+
+
+def test_the_noise_scale_is_that_of_the_later_half_of_the_looks(monkeypatch):
+    seen = []
+
+    def planted(*_, **__):
+        seen.append(1e12 if len(seen) < 2 else 100.0 + len(seen))  # the first steps are wild
+        return Noise(1.0, seen[-1])
+
+    monkeypatch.setattr(Trial, "_noise", planted)
+    found = tuned(small_job(), most=256)
+    assert len(seen) >= 3
+    assert found.samples[-1].noise == statistics.median(seen[len(seen) // 2 :])
 
 
 def test_the_noise_scale_is_measured_where_it_is_asked_for():

@@ -23,7 +23,7 @@ from kasoku.parallel import Overlap, VirtualRanks
 from kasoku.parallel.together import ToldElsewhereError
 from kasoku.tune.copies import undisturbed
 from kasoku.tune.memory import out_of_memory
-from kasoku.tune.noise import Noise, mean
+from kasoku.tune.noise import Noise
 from kasoku.tune.sample import BRIEF, LATE, STEPS, Found, Limits, Sample, interval
 from kasoku.tune.strategies import Strategy, TimeToTarget
 from kasoku.tune.trial import Ran, Trial
@@ -162,7 +162,7 @@ class _Measuring:
         self.looked: dict[tuple[int, int], Ran] = {}  # what the looks at a size, in so many parts, have shown
         self.step_s: dict[int, float] = {}  # of the slowest rank
         self.own_s: dict[int, float] = {}  # of this rank alone, a step at each size
-        self.noises: list[tuple[Noise, float]] = []  # and of how many images
+        self.scales: list[float] = []  # of gradient noise, look by look
         self.overlaps = any(isinstance(t, Overlap) for t in job.applied)
         self.exchange_s = self._exchange() if job.comm.size > 1 else 0.0
 
@@ -238,13 +238,15 @@ class _Measuring:
         seen = [1.0, own.signal, own.trace] if own else [0.0, 0.0, 0.0]
         usage, known, signal, trace = self.agreed([ran.utilisation, *seen], op="mean")
         if known:
-            self.noises.append((Noise(signal / known, trace / known), known * batch))
-        pooled = mean([n for n, _ in self.noises], [w for _, w in self.noises])
+            scale = Noise(signal / known, trace / known).scale
+            self.scales.append(math.inf if scale is None else scale)
+        late = self.scales[len(self.scales) // 2 :]  # the first steps of a training are like no others
+        scale = statistics.median(late) if late else math.inf
         hidden_s = _BACKWARD * max(0.0, step_s - input_s) if self.overlaps else 0.0
         more_s = max(0.0, self.exchange_s - hidden_s) if ranks > 1 else 0.0
         times = (step_s + more_s, low_s + more_s, high_s + more_s, input_s)
-        scale = pooled.scale if pooled else None
-        sample = Sample(batch, *times, utilisation=usage, noise=scale, steps=-round(fewest))
+        noise = scale if math.isfinite(scale) else None
+        sample = Sample(batch, *times, utilisation=usage, noise=noise, steps=-round(fewest))
         return replace(sample, parts=self.trial.copies.parts(batch))
 
     def speeds(self, batch: int) -> tuple[float, ...]:

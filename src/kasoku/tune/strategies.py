@@ -197,8 +197,8 @@ class TimeToTarget:
         least_gain: a size that promises less than this share is not tried.
 
     Maths: an image at batch B is worth (phi + B0) / (phi + B) of one at B0, with the noise scale phi; so epochs grow
-        like phi + B. The scale is that of the first steps, and grows as a training goes on: with it the size found is
-        rather too small than too large. Where it is too large to be seen, images are all worth the same.
+        like phi + B. The scale is the median of the later half of the looks, and grows as a training goes on: with it
+        the size found is rather too small than too large. Where it cannot be seen, images are all worth the same.
     Ref: McCandlish et al. 2018 (arXiv 1812.06162); the product: Pollux, Qiao et al. 2021 (arXiv 2008.12260).
     """
 

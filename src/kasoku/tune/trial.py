@@ -15,13 +15,15 @@ from torch import Tensor
 from kasoku.core import Batch, Job
 from kasoku.tune.copies import Copies, endless
 from kasoku.tune.memory import Memory
-from kasoku.tune.noise import Noise, Parts
+from kasoku.tune.noise import Noise, Parts, mean
 from kasoku.tune.sample import Needs
 from kasoku.tune.usage import Usage
 
 _WARM = 2  # steps that are thrown away, at most: memory is taken, kernels are chosen and compiled
 _LEAST_STEPS = 3  # where time is short
 _NOISE_PASSES = 4  # gradients whose lengths are compared
+_TIMED_S = 0.02  # short steps are timed several at once: what else runs here halts one and not the next
+_NOISE_S = 0.2  # that they are compared for, at least once
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Ran:
     """What was seen of a size.
 
     Args:
-        steps_s: seconds of each step, with its wait for input.
+        steps_s: seconds of each step, with its wait for input; short ones are means of some in a row.
         waits_s: of that, waiting for input.
         utilisation: of the device, 0 to 1; nan: not known.
         noise: what its gradients tell; None: not asked, or not finite.
@@ -94,23 +96,24 @@ class Trial:
             took_s = max(1e-6, self._now() - began)
             if not self.needs.watch_s and steps * took_s < allowed_s:
                 break  # a second one is only made to know how many there is time for
-        wanted = max(steps, math.ceil(self.needs.watch_s / took_s))
-        count = max(_LEAST_STEPS, int(min(wanted, allowed_s / took_s)))
+        together = max(1, min(math.ceil(_TIMED_S / took_s), int(allowed_s / took_s / steps)))
+        wanted = max(steps, math.ceil(self.needs.watch_s / took_s / together))
+        count = max(_LEAST_STEPS, int(min(wanted, allowed_s / took_s / together)))
         waits_s = []
         with Usage(self.device, needed=self.needs.watch_s > 0) as usage:
             marks = [self._mark()]
             for _ in range(count):
-                wait_s, loss = self._step(job, batches)
-                waits_s.append(wait_s)
+                waited_s = 0.0
+                for _ in range(together):
+                    wait_s, loss = self._step(job, batches)
+                    waited_s += wait_s
+                    usage.step()
+                waits_s.append(waited_s / together)
                 marks.append(self._mark())
-                usage.step()
             self._now()  # the device has ended, and was watched meanwhile
-        steps_s = tuple(self._between(a, b) for a, b in itertools.pairwise(marks))
-        noise = None
+        steps_s = tuple(self._between(a, b) / together for a, b in itertools.pairwise(marks))
         self.diverged = not bool(torch.isfinite(loss))
-        passes_s = _NOISE_PASSES * took_s / job.accumulate
-        if self.needs.noise and not self.diverged and self._now() + passes_s < until_s:
-            noise = self._noise(job, batches)
+        noise = self._noise(job, batches, took_s, until_s=until_s) if self.needs.noise and not self.diverged else None
         return Ran(steps_s, tuple(waits_s), usage.value, noise)
 
     def _step(self, job: Job, batches: Iterator[Batch], *, look: bool = False) -> tuple[float, Tensor]:
@@ -129,7 +132,23 @@ class Trial:
         self.copies.steps += 1
         return wait_s, loss.detach()
 
-    def _noise(self, job: Job, batches: Iterator[Batch]) -> Noise | None:
+    def _noise(self, job: Job, batches: Iterator[Batch], step_s: float, *, until_s: float) -> Noise | None:
+        """The mean of several looks at gradients where steps are short: one look alone is far from the truth.
+
+        Between two of them a step is made. So sizes that are timed in turns are also timed some while apart.
+        """
+        looks: list[Noise] = []
+        began_s = now_s = self._now()
+        while now_s + _NOISE_PASSES * step_s / job.accumulate < until_s:
+            found = self._noise_here(job, batches)
+            looks += [found] if found else []
+            now_s = self._now()
+            if now_s - began_s > _NOISE_S:
+                break
+            self._step(job, batches)
+        return mean(looks, [1.0] * len(looks))
+
+    def _noise_here(self, job: Job, batches: Iterator[Batch]) -> Noise | None:
         """Compares the gradients of some batches, and of all of them together, at the same weights."""
         parts = Parts([p for p in job.model.parameters() if p.requires_grad])
         images, needs_all = 0, job.needs_all
