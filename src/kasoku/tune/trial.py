@@ -96,7 +96,8 @@ class Trial:
             took_s = max(1e-6, self._now() - began)
             if not self.needs.watch_s and steps * took_s < allowed_s:
                 break  # a second one is only made to know how many there is time for
-        together = max(1, min(math.ceil(_TIMED_S / took_s), int(allowed_s / took_s / steps)))
+        several = self.needs.noise  # else the search would take too much of an exhaustive one's time
+        together = max(1, min(math.ceil(_TIMED_S / took_s), int(allowed_s / took_s / steps))) if several else 1
         wanted = max(steps, math.ceil(self.needs.watch_s / took_s / together))
         count = max(_LEAST_STEPS, int(min(wanted, allowed_s / took_s / together)))
         waits_s = []
