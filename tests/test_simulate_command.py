@@ -139,17 +139,23 @@ def test_an_impossible_topology_is_one_clear_line(
     assert said in error
 
 
+def profiled(folder: Path) -> tuple[list[dict[str, object]], list[str]]:
+    """Profiles of a ResNet-50 at 32 and 64 images: the blocks of the larger one, and the options that give both."""
+    names = ["conv1", "bn1", *(f"layer{i + 1}.{k}" for i, n in enumerate((3, 4, 6, 3)) for k in range(n)), "fc"]
+    blocks: list[dict[str, object]] = []
+    for n in (32, 64):
+        blocks = [{"name": name, "forward_s": 1e-4 + 1e-5 * n, "backward_s": 2e-4 + 2e-5 * n} for name in names]
+        (folder / f"b{n}").mkdir()
+        (folder / f"b{n}" / "profile.json").write_text(json.dumps({"blocks": blocks}))
+    return blocks, [option for n in (32, 64) for option in ("--profile", f"{folder / f'b{n}'}:{n}")]
+
+
 def test_a_profile_gives_the_times_and_that_of_another_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["conv1", "bn1", *(f"layer{i + 1}.{k}" for i, n in enumerate((3, 4, 6, 3)) for k in range(n)), "fc"]
-    for folder, scale in (("b32", 32), ("b64", 64)):
-        blocks = [{"name": n, "forward_s": 1e-4 + 1e-5 * scale, "backward_s": 2e-4 + 2e-5 * scale} for n in names]
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "profile.json").write_text(json.dumps({"blocks": blocks}))
-    given = [option for n in (32, 64) for option in ("--profile", f"{tmp_path / f'b{n}'}:{n}")]
+    blocks, given = profiled(tmp_path)
     found = simulated(tmp_path / "s", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", *given)
-    each = 3 * (1e-4 + 1e-5 * 40) * len(names)  # forward and backward of a block at 40 images
+    each = 3 * (1e-4 + 1e-5 * 40) * len(blocks)  # forward and backward of a block at 40 images
     assert found["compute_s"] == pytest.approx(each, rel=1e-9)
     for folder, update_s in (("b32", 0.002), ("b64", 0.004)):
         (tmp_path / folder / "ledger.json").write_text(json.dumps({"step_s": {"update": update_s}}))
@@ -167,12 +173,7 @@ def test_a_profile_gives_the_times_and_that_of_another_model_is_refused(
 def test_beyond_its_batches_a_profile_is_drawn_on_and_what_it_cannot_tell_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["conv1", "bn1", *(f"layer{i + 1}.{k}" for i, n in enumerate((3, 4, 6, 3)) for k in range(n)), "fc"]
-    for folder, scale in (("b32", 32), ("b64", 64)):
-        blocks = [{"name": n, "forward_s": 1e-4 + 1e-5 * scale, "backward_s": 2e-4 + 2e-5 * scale} for n in names]
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "profile.json").write_text(json.dumps({"blocks": blocks}))
-    given = [option for n in (32, 64) for option in ("--profile", f"{tmp_path / f'b{n}'}:{n}")]
+    blocks, given = profiled(tmp_path)
     simulated(tmp_path / "s", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", *given)
     assert "profile's times" not in capsys.readouterr().err
     options = ["--cluster", "dgx-a100", "--gpus", "8", "--batch", "1280", "--set", "norm_batch=160", *given]
