@@ -66,6 +66,9 @@ class Fastest(Link):
         return min(self.choices, key=lambda named: named[1].seconds(size))[0]
 
 
+ALONE = Fastest(0.0, float("inf"), choices=(("none", Link(0.0, float("inf"))),))  # one GPU shares nothing
+
+
 @lru_cache(maxsize=1024)
 def link(cluster: Cluster, gpus: int, algorithm: str = "auto") -> Fastest:
     """What an all-reduce over so many GPUs takes.
@@ -80,11 +83,15 @@ def link(cluster: Cluster, gpus: int, algorithm: str = "auto") -> Fastest:
     """
     nodes = cluster.nodes_for(gpus)
     if gpus == 1:
-        return Fastest(0.0, float("inf"), choices=(("none", Link(0.0, float("inf"))),))
+        return ALONE
     if algorithm not in ALGORITHMS and algorithm != "auto":
         raise InputError(f"all-reduce {algorithm}: one of auto, {', '.join(ALGORITHMS)}")
     names = [name for name in AUTO if name == "ring" or nodes > 1] if algorithm == "auto" else [algorithm]
-    shapes = [(name, shape) for name in names for shape in ALGORITHMS[name](cluster, gpus)]
+    return fastest(cluster, [(name, shape) for name in names for shape in ALGORITHMS[name](cluster, gpus)])
+
+
+def fastest(cluster: Cluster, shapes: Sequence[tuple[str, Shape]]) -> Fastest:
+    """The fastest of several ways, by name, each in every protocol of the cluster."""
     choices = tuple(
         (f"{name}, {protocol.name}", shape.link(protocol)) for name, shape in shapes for protocol in cluster.table
     )

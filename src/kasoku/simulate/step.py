@@ -2,7 +2,8 @@
 
 Note: whose order. Groups and their order are those of the policies in `parallel.buckets` that `Overlap` goes by, and
 the step is core's recursion (`cost.forecast`), which `Overlap` on a `SimComm` takes to 1e-12 (tests/parallel). `spans`
-replays the same recursion for the timeline; both agree to 1e-9 (tests/simulate/test_step.py).
+replays the same recursion for the timeline; both agree to 1e-9 (tests/simulate/test_step.py). Ranks at their own pace
+wait for no all-reduce: their steps are those of `apart`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kasoku.core import InputError, Span
-from kasoku.core.cost import Link, Plan, Sized, Unit, forecast
+from kasoku.core.cost import Forecast, Link, Plan, Sized, Unit, forecast
+from kasoku.parallel import Asynchronous
 from kasoku.parallel.buckets import Graded, OneGroup, Planned, Policy, search
-from kasoku.simulate import allreduce, compute
+from kasoku.simulate import allreduce, apart, compute
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.compute import Network, Profile
 from kasoku.simulate.jitter import Jitter
@@ -32,34 +34,53 @@ class Sharing:
         next_forward: groups are waited for by the next forward; False: by the step.
         wire_bytes: of an element under way.
         algorithm: of the all-reduce.
+        apart: ranks at their own pace exchange updates so, by its groups and in its type; None: they all-reduce.
     """
 
     policy: Policy = field(default_factory=Graded)
     next_forward: bool = False
     wire_bytes: int = 2
     algorithm: str = "auto"
+    apart: Asynchronous | None = None
 
 
 @dataclass(frozen=True)
 class Course:
-    """What a step goes through. `late`: groups are waited for by the next forward; else by the step."""
+    """What a step goes through. `late`: groups are waited for by the next forward; else by the step.
+
+    `apart`: the pieces are updates that ranks exchange at their own pace; None: gradients that they all-reduce.
+    """
 
     units: Sequence[Unit]
     tensors: Sequence[Sized]
     plan: Plan
     link: Link
     late: bool
+    apart: Asynchronous | None = None
 
     def sizes(self) -> list[float]:
         """Bytes of each piece, in the order they are sent."""
         width = [self.tensors[group[0]].width for group in self.plan.groups]
         return [(p.stop - p.start) * width[p.group] for p in self.plan.order]
 
+    @property
+    def link_s(self) -> float:
+        """Seconds that the link is busy, a step."""
+        steps = apart.turn(self.apart, len(self.plan.groups)) if self.apart else 1
+        return sum(self.link.seconds(size) for size in self.sizes()) / steps
+
+    def forecast(self) -> Forecast:
+        """Its time, in the steady state."""
+        if self.apart:
+            return apart.forecast(self.apart, self.units, self.link_s)
+        return forecast(self.units, self.tensors, self.plan, self.link, next_forward=self.late)
+
 
 @dataclass(frozen=True)
 class Step:
     """What was found. Seconds; `compute_s` of the middle GPU, `jitter_s` more until the slowest has computed.
 
+    Of ranks at their own pace: what each of them takes for its own step, on the mean.
     `course`: of a batch in parts that of the last one, which communication can hide behind.
     """
 
@@ -83,8 +104,8 @@ class Step:
 
     @property
     def link_s(self) -> float:
-        """All-reduces alone, hidden or not."""
-        return sum(self.course.link.seconds(size) for size in self.course.sizes())
+        """All-reduces or exchanges alone, hidden or not."""
+        return self.course.link_s
 
 
 @dataclass(frozen=True)
@@ -116,29 +137,35 @@ class Simulator:
             raise InputError(f"batch={batch} on {gpus} GPUs: at least 1 image each; raise batch, or take fewer GPUs")
         images = -(-batch // (gpus * parts))  # the GPU with the most sets the time
         jitter = self.jitter if self.jitter is not None else Jitter(self.cluster.device.spread)
-        slower = jitter.slowest(gpus)
+        pace = self.sharing.apart
+        if pace and gpus > 1:
+            apart.check(pace, parts)
+        # with a bound slow GPUs, which stay slow, hold up all others in the end
+        slower = 1.0 if pace and pace.max_staleness is None else jitter.slowest(gpus)
         middle = sum(u.forward_s + u.backward_s + u.update_s for u in self.units(images))
-        units = self.units(images, slower=slower)
-        link = allreduce.link(self.cluster, gpus, self.sharing.algorithm)
-        tensors, plan, late = self._plan(units, link, searched=gpus > 1)
-        seen = forecast(units, tensors, plan, link, next_forward=late)
+        course = self._course(self.units(images, slower=slower), gpus)
+        seen = course.forecast()
         node = self.cluster.node
         fed = batch / gpus * min(gpus, node.gpus) / node.input_images_s if node.input_images_s else 0.0
         waits = max(0.0, fed - seen.step_s - (parts - 1) * seen.compute_s)
         slowest = parts * (seen.compute_s - middle)
         exposed = max(0.0, seen.exposed_s)  # rounding may leave less than nothing
-        return Step(gpus, batch, parts * middle, slowest, exposed, waits, Course(units, tensors, plan, link, late))
+        return Step(gpus, batch, parts * middle, slowest, exposed, waits, course)
 
-    def _plan(self, units: Sequence[Unit], link: Link, *, searched: bool) -> tuple[list[Sized], Plan, bool]:
-        """The gradients, their groups, and whether the next forward waits for them."""
-        sharing = self.sharing
+    def _course(self, units: Sequence[Unit], gpus: int) -> Course:
+        """The gradients, their groups, what they go over, and whether the next forward waits for them."""
+        sharing, late = self.sharing, self.sharing.next_forward
+        if sharing.apart:
+            tensors, _ = self.net.carried(apart.wire_bytes(sharing.apart))
+            plan = apart.plan(sharing.apart, self.net.defined)  # groups do not depend on what is sent of an element
+            return Course(units, tensors, plan, apart.link(self.cluster, gpus), False, sharing.apart)
+        link = allreduce.link(self.cluster, gpus, sharing.algorithm)
         tensors, defined = self.net.carried(sharing.wire_bytes)
-        if isinstance(sharing.policy, Planned) and searched:
-            late = sharing.next_forward
+        if isinstance(sharing.policy, Planned) and gpus > 1:
             plan, _, late = search(units, tensors, link, next_forward=late, limit_s=math.inf, tries=_TRIES)
-            return tensors, plan, late
+            return Course(units, tensors, plan, link, late)
         # as Overlap does, when no forward was seen yet
-        return tensors, sharing.policy.plan(defined), sharing.next_forward
+        return Course(units, tensors, sharing.policy.plan(defined), link, late)
 
     def units(self, images: float, *, slower: float = 1.0) -> list[Unit]:
         """The layers' times on one GPU."""
@@ -158,8 +185,13 @@ class Simulator:
 
 
 def spans(step: Step) -> list[Span]:
-    """The steady state from the start of backward to the end of forward; the kinds are those of a measured run."""
+    """The steady state from the start of backward to the end of forward; the kinds are those of a measured run.
+
+    Of ranks at their own pace: from an exchange on, over the steps in which every group is exchanged once.
+    """
     course = step.course
+    if course.apart:
+        return apart.spans(course.apart, course.units, [(course.link.seconds(size), size) for size in course.sizes()])
     out: list[Span] = []
     now, ready = 0.0, {}
     for i in reversed(range(len(course.units))):
@@ -187,7 +219,7 @@ def spans(step: Step) -> list[Span]:
 
 
 def timeline(step: Step) -> dict[str, Any]:
-    """The spans as a page of a measured run draws them; the order of a step begins with its backward."""
+    """The spans as a page of a measured run draws them; see `spans` for where a step begins."""
     link = {"transfer"}
     return {
         "spans": [

@@ -1,0 +1,156 @@
+"""Ranks at their own pace (`Asynchronous`): what their exchanges take, what of it shows, what each stream does when.
+
+Note: the busiest link. Each of N ranks sends every owner an Nth of its update and gets as much back; all ranks are
+owners. So every rank sends every other the same bytes, which are pushes and answers, and the links follow by symmetry.
+Where flows are alike the busiest link sets the seconds: each of its flows gets an equal part, and no flow less.
+
+Note: what is left out. Only links are simulated: not what an owner takes to add, nor the way between a GPU and its
+host, nor the word a step that a rank has with the one who deals the data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from kasoku.core import InputError, Span
+from kasoku.core.cost import Forecast, Piece, Plan, Sized, Unit
+from kasoku.parallel import Asynchronous
+from kasoku.parallel.pieces import WIRES
+from kasoku.simulate.allreduce import ALONE, Fastest, Shape, fastest
+from kasoku.simulate.cluster import Cluster
+
+_DRAWN = 6000  # spans of computing, of a timeline
+
+
+def check(pace: Asynchronous, parts: int) -> None:
+    """Raises InputError for settings whose exchanges are others than these."""
+    if pace.servers or pace.max_staleness == 0 or parts > 1:
+        raise InputError(
+            f"servers={pace.servers}, max_staleness={pace.max_staleness}, {parts} parts: ranks at their own pace are "
+            "simulated where all own and train (servers=0), may be ahead, and take their share at once"
+        )
+
+
+@lru_cache(maxsize=1024)
+def link(cluster: Cluster, gpus: int) -> Fastest:
+    """What an exchange takes, of the bytes that a rank sends: a question, its answer, and all bytes both ways."""
+    nodes = cluster.nodes_for(gpus)
+    if gpus == 1:
+        return ALONE
+    hops = (0, 2) if nodes > 1 else (2, 0)
+    return fastest(cluster, [("exchange", Shape(ring_hops=hops, byte_s=byte_s(cluster, gpus), starts=2))])
+
+
+def byte_s(cluster: Cluster, gpus: int) -> float:
+    """Seconds for each byte of a rank's update: what the busiest link carries of it, over its rate."""
+    nodes, node, racks = cluster.nodes_for(gpus), cluster.node, cluster.racks
+    each = gpus // nodes
+
+    def leaves(part: int) -> float:
+        """Bytes that so many of the GPUs send to the others; as many come in."""
+        return 2 * part * (gpus - part) / gpus
+
+    seconds = [0.0]
+    if each > 1:
+        seconds.append(2 * (each - 1) / gpus / (1e9 * node.port_gb_s))
+    if nodes > 1:
+        seconds.append(leaves(each) / node.nics / (1e9 * node.nic_gb_s))
+    if racks and racks.uplink_gb_s:
+        sizes = (min(nodes, racks.nodes), nodes % racks.nodes)  # the last rack may not be full
+        seconds += [leaves(each * size) / (1e9 * racks.uplink_gb_s) for size in sizes]
+    return max(seconds)
+
+
+def wire_bytes(pace: Asynchronous) -> int:
+    """Of an element under way, either way."""
+    return WIRES[pace.wire].itemsize
+
+
+def plan(pace: Asynchronous, tensors: Sequence[Sized]) -> Plan:
+    """The groups of its policy, whole, in the order in which they are sent; `tensors` in order of definition."""
+    made = pace.buckets.plan(tensors)
+    sizes = [sum(tensors[i].elements for i in group) for group in made.groups]
+    return Plan(made.groups, tuple(Piece(g, 0, size) for g, size in enumerate(sizes)), made.policy)
+
+
+def turn(pace: Asynchronous, groups: int) -> int:
+    """Steps in which every group is exchanged once."""
+    return pace.every * (groups if pace.stream else 1)
+
+
+def forecast(pace: Asynchronous, units: Sequence[Unit], link_s: float) -> Forecast:
+    """A step of a rank, in the steady state; `link_s`: seconds of exchanges a step, on the mean."""
+    compute_s = _whole(units)
+    exposed_s = max(0.0, link_s - compute_s) if pace.hidden else link_s
+    return Forecast(compute_s + exposed_s, compute_s, link_s)
+
+
+def spans(pace: Asynchronous, units: Sequence[Unit], groups: Sequence[tuple[float, float]]) -> list[Span]:
+    """The steady state over a turn, from an exchange on; `groups`: seconds and bytes of each.
+
+    The first step is drawn layer by layer, the others as wholes.
+    """
+    every = list(enumerate(groups))
+    rounds = [[one] for one in every] if pace.stream else [every]
+    seconds = [sum(s for _, (s, _) in some) for some in rounds]
+    behind = pace.hidden and sum(seconds) > len(rounds) * pace.every * _whole(units)
+    # until when each round of the turn before is under way: the link is either never free, or waited for by nobody
+    until = [x - sum(seconds) if behind else -math.inf for x in itertools.accumulate(seconds)]
+    out: list[Span] = []
+    now, free, zero = until[0] if behind else 0.0, 0.0, 0.0
+    for i, some in enumerate([*rounds, *rounds]):  # the second turn is like all that follow
+        if i == len(rounds):
+            out, zero = [], now
+        for g, (s, size) in some:
+            start = max(now, free)
+            free = start + s
+            if s:
+                out.append(Span("transfer", f"group {g}", start, free, bytes=round(size)))
+        until.append(free)
+        if not pace.hidden:
+            now = _wait(out, now, free)
+        for k in range(pace.every):
+            now = _step(out, units if i == len(rounds) and k == 0 else [_one(units)], now)
+        if pace.hidden:
+            now = _wait(out, now, until[i + 1])
+    return [Span(s.kind, s.name, s.start - zero, s.stop - zero, bytes=s.bytes) for s in out]
+
+
+def told(pace: Asynchronous) -> str:
+    """What it does, in a line."""
+    most = pace.max_staleness
+    ahead = "any number of steps" if most is None else f"at most {most} step{'s' if most > 1 else ''}"
+    when = f"after every {pace.every} steps" if pace.every > 1 else "after each step"
+    some = ", one group at a time" if pace.stream else ""
+    shown = "beside computing" if pace.hidden else "waited for at once"
+    return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}{some}, {shown}"
+
+
+def _wait(out: list[Span], now: float, until: float) -> float:
+    if until > now:
+        out.append(Span("exposed", "fresh weights", now, until))
+    return max(now, until)
+
+
+def _step(out: list[Span], units: Sequence[Unit], now: float) -> float:
+    """Draws a step, unless there are too many; returns its end."""
+    parts = [("forward", u.name, u.forward_s) for u in units]
+    parts += [("backward", u.name, u.backward_s) for u in reversed(units)]
+    parts += [("update", u.name, u.update_s) for u in units if u.update_s]
+    for kind, name, s in parts:
+        if len(out) < _DRAWN:
+            out.append(Span(kind, name, now, now + s))
+        now += s
+    return now
+
+
+def _one(units: Sequence[Unit]) -> Unit:
+    forward_s, backward_s = sum(u.forward_s for u in units), sum(u.backward_s for u in units)
+    return Unit("all layers", forward_s, backward_s, sum(u.update_s for u in units))
+
+
+def _whole(units: Sequence[Unit]) -> float:
+    return sum(u.forward_s + u.backward_s + u.update_s for u in units)

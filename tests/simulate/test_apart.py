@@ -1,0 +1,187 @@
+"""Exchanges of ranks at their own pace: closed forms, full links, the engine's groups, a timeline that adds up."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kasoku.core import Comm, InputError, Job, Threads
+from kasoku.models import cifar_resnet18, cifarnet
+from kasoku.optim import sgd
+from kasoku.parallel import Asynchronous, Fixed, Graded, Layer, Planned, Policy
+from kasoku.simulate import Jitter, Network, Sharing, Simulator, apart, network
+from kasoku.simulate.cluster import Cluster, Gpu, Node, Protocol, Racks
+from kasoku.simulate.network import Flows, seconds
+from kasoku.simulate.step import Step, spans
+
+START, A, A_IN = 2e-6, 5e-6, 1e-6  # what a message waits, and takes between nodes and within one
+B, B_IN = 5e9, 100e9  # of a NIC and of a GPU's port, in one direction
+GPU = Gpu("any", 5.0, 0.3, 1, 512, 300, 2000)
+
+
+def ideal(nodes: int, gpus: int = 1, nics: int = 1, racks: Racks | None = None) -> Cluster:
+    plain = Protocol("plain", 1e6 * START, (1e6 * A_IN, 1e6 * A), (0.0, 0.0))
+    return Cluster("ideal", nodes, Node(gpus, B_IN / 1e9, nics, B / 1e9), own_gpu=GPU, own_protocol=plain, racks=racks)
+
+
+@cache
+def small() -> Network:
+    with torch.device("meta"):
+        return network("cifar_resnet18", cifar_resnet18(), (3, 32, 32))
+
+
+def stepped(pace: Asynchronous, cluster: Cluster | None = None, spread: float = 0.0) -> Step:
+    return Simulator(cluster or ideal(8), small(), Sharing(apart=pace), Jitter(spread)).step(8, 800)
+
+
+@pytest.mark.parametrize("p", [2, 3, 48])
+def test_an_exchange_between_nodes_takes_its_closed_form(p: int) -> None:
+    n = 51e6
+    assert apart.link(ideal(p), p).seconds(n) == pytest.approx(2 * (START + A) + 2 * (p - 1) / p * n / B, rel=1e-12)
+
+
+@pytest.mark.parametrize("g", [2, 8])
+def test_an_exchange_within_a_node_takes_its_closed_form(g: int) -> None:
+    n = 51e6
+    expected = 2 * (START + A_IN) + 2 * (g - 1) / g * n / B_IN
+    assert apart.link(ideal(2, g), g).seconds(n) == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_gpu_exchanges_nothing() -> None:
+    assert apart.link(ideal(2), 1).seconds(1e9) == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nics", "racks"),
+    [
+        (1, 1, None),
+        (2, 1, None),
+        (2, 4, None),
+        (4, 1, None),
+        (4, 2, None),
+        (4, 1, Racks(2, 8.0)),
+        (4, 1, Racks(2, 80.0)),  # the NICs are slower
+        (4, 2, Racks(3, 8.0)),  # the second one not full
+        (8, 1, Racks(3, 4.0)),
+    ],
+)
+def test_the_busiest_link_is_full_until_the_last_of_all_flows_has_arrived(
+    nodes: int, nics: int, racks: Racks | None
+) -> None:
+    cluster = ideal(nodes, 8 // nodes, nics, racks)
+    pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
+    routes = [cluster.route(8, a, b, cluster.nic_of(a)) for a, b in pairs]
+    n, capacity = 51e6, cluster.capacity(8)
+    took = apart.byte_s(cluster, 8) * n
+    assert took == pytest.approx(seconds(Flows(routes, [2 * n / 8] * len(pairs)), capacity), rel=1e-9)
+    carried = np.zeros(len(capacity))
+    for route in routes:
+        carried[route] += 2 * n / 8
+    assert (carried / capacity).max() == pytest.approx(took, rel=1e-9)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_what_of_an_exchange_shows_is_its_closed_form(hidden: bool, every: int, stream: bool, wire: Any) -> None:
+    step = stepped(Asynchronous(hidden=hidden, every=every, stream=stream, wire=wire))
+    groups = len(step.course.plan.groups)
+    elements = sum(t.elements for t in small().tensors)
+    assert elements == sum(p.stop - p.start for p in step.course.plan.order)
+    whole = groups * 2 * (START + A) + 2 * 7 / 8 * elements * (4 if wire == "fp32" else 2) / B
+    exchange = whole / groups if stream else whole
+    shown = max(0.0, exchange - every * step.compute_s) / every if hidden else exchange / every
+    assert step.exposed_s == pytest.approx(shown, rel=1e-12, abs=1e-12)
+    assert step.link_s == pytest.approx(exchange / every, rel=1e-12)
+    assert step.step_s == pytest.approx(step.compute_s + shown, rel=1e-12)
+    assert step.images_per_s == pytest.approx(800 / step.step_s, rel=1e-12)
+
+
+def test_some_exchanges_show_and_some_are_hidden_altogether() -> None:
+    once, seldom = stepped(Asynchronous()), stepped(Asynchronous(every=3))
+    assert once.exposed_s > 0 == seldom.exposed_s
+    assert stepped(Asynchronous(hidden=False)).exposed_s > once.exposed_s
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("slower", [1, 2, 4, 20])
+def test_the_timeline_adds_up_to_the_steps_of_a_turn(hidden: bool, every: int, stream: bool, slower: int) -> None:
+    cluster = ideal(8).altered(f"network/{slower}")
+    step = stepped(Asynchronous(buckets=Fixed(2**23), hidden=hidden, every=every, stream=stream), cluster)
+    steps = every * (len(step.course.plan.groups) if stream else 1)
+    drawn = spans(step)
+    computing = [s for s in drawn if s.kind != "transfer"]
+    assert all(a.stop == pytest.approx(b.start, abs=1e-12) for a, b in itertools.pairwise(computing))
+    assert computing[0].start == pytest.approx(0.0, abs=1e-12)
+    assert computing[-1].stop == pytest.approx(steps * step.step_s, rel=1e-9)
+    exposed = sum(s.stop - s.start for s in drawn if s.kind == "exposed")
+    assert exposed == pytest.approx(steps * step.exposed_s, rel=1e-9, abs=1e-12)
+    sent = [s for s in drawn if s.kind == "transfer"]
+    assert sum(s.stop - s.start for s in sent) == pytest.approx(steps * step.link_s, rel=1e-9)
+    assert all(a.stop <= b.start + 1e-12 for a, b in itertools.pairwise(sent))
+    assert [s.bytes for s in sent] == [round(size) for size in step.course.sizes()]
+    first = next(s for s in computing if s.kind == ("forward" if hidden else "exposed"))
+    assert sent[0].start >= first.start  # after the update that is sent
+    if hidden and not stream:
+        assert sent[0].start == first.start  # beside the next forward
+
+
+def test_a_timeline_of_very_many_steps_stays_small() -> None:
+    assert len(spans(stepped(Asynchronous(every=100_000)))) < 10_000
+
+
+def test_nobody_waits_for_the_slowest_unless_there_is_a_bound() -> None:
+    free, bound = (stepped(Asynchronous(max_staleness=ahead), spread=0.05) for ahead in (None, 4))
+    together = Simulator(ideal(8), small(), jitter=Jitter(0.05)).step(8, 800)
+    assert free.jitter_s == 0
+    assert bound.jitter_s == pytest.approx(together.jitter_s, rel=1e-12)
+    assert bound.jitter_s > 0
+    assert free.compute_s == bound.compute_s
+    assert bound.exposed_s < free.exposed_s  # slower steps hide more
+
+
+@pytest.mark.parametrize("policy", [Graded(least_bytes=2**14), Layer(), Planned()])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_the_groups_are_those_of_the_engine(policy: Policy, wire: Any) -> None:
+    pace = Asynchronous(buckets=policy, wire=wire)
+
+    def built() -> torch.nn.Module:
+        return cifarnet(widths=(32, 64))
+
+    def rank(comm: Comm) -> list[int]:
+        job = Job(built(), lambda m: sgd(m, lr=0.1), comm=comm).apply(pace)
+        sizes = [group.sent.nbytes for group in job.kept("asynchronous").groups]
+        job.close()
+        return sizes
+
+    theirs, others = Threads(2).run(rank)
+    with torch.device("meta"):
+        net = network("cifarnet", built(), (3, 32, 32))
+    step = Simulator(ideal(2), net, Sharing(apart=pace)).step(2, 64)
+    assert step.course.sizes() == theirs == others
+
+
+def test_a_faster_network_shows_less_of_an_exchange() -> None:
+    slow, fast = (stepped(Asynchronous(), ideal(8).altered(f"network*{factor}")) for factor in (0.5, 1))
+    assert slow.exposed_s > fast.exposed_s > 0
+
+
+@pytest.mark.parametrize(
+    ("pace", "parts"),
+    [(Asynchronous(servers=2), 1), (Asynchronous(max_staleness=0), 1), (Asynchronous(), 2)],
+)
+def test_what_is_no_exchange_among_equals_is_one_clear_line(pace: Asynchronous, parts: int) -> None:
+    simulator = Simulator(ideal(8), small(), Sharing(apart=pace))
+    with pytest.raises(InputError, match="ranks at their own pace are simulated where") as caught:
+        simulator.step(8, 800, parts=parts)
+    assert "\n" not in str(caught.value)
+    assert replace(simulator, sharing=Sharing(apart=Asynchronous())).step(8, 800).step_s > 0
