@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kasoku.cli import main
-from kasoku.parallel import Graded, Overlap, Planned
+from kasoku.parallel import Asynchronous, Graded, Layer, Overlap, Planned
 from kasoku.recipe import dumps, load
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -130,6 +130,27 @@ def test_the_recipe_has_the_groups_that_were_searched_or_not(
     assert isinstance(own.buckets, Planned if searched else Graded)
     assert ("planned" in said) == searched
     assert own.next_forward == (late and searched)
+
+
+@pytest.mark.parametrize(("ahead", "apart"), [("", True), (", max_staleness=4", True), (", max_staleness=0", False)])
+def test_ranks_at_their_own_pace_keep_their_groups_and_are_not_searched(
+    ahead: str, apart: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "desk.toml").write_text(DESK.replace("beta_ms = 0.2", "beta_ms = 40.0"))
+    pace = f"{{use='kasoku.parallel.Asynchronous', buckets={{use='kasoku.parallel.Layer'}}{ahead}}}"
+    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=512"]
+    found = planned(tmp_path / "p", DIGITS, *options, "--set", f"techniques=[{pace}]")
+    (own,) = load(tmp_path / "p" / DIGITS.name).techniques
+    assert found["gpus"] > 1  # type: ignore[operator]
+    shown = found["shown"]
+    assert isinstance(shown, dict)
+    assert isinstance(own, Asynchronous if apart else Overlap)
+    if apart:
+        assert isinstance(own.buckets, Layer)
+        assert "(a layer)" in shown["groups"]
+        assert shown["exchange"].startswith("exchange, ")
+    else:
+        assert "exchange" not in shown
 
 
 def test_what_replays_graphs_is_planned_a_collective_a_parameter_and_left_so(tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ from kasoku.simulate.sweep import sizes
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 RECORD = RECIPES / "imagenet_resnet50_81920.toml"
+APART = ["--set", "norm_batch=0", "--set", "norm_average=0.0"]  # a batch as ranks at their own pace can have it
 GRADED = ["--set", "techniques=[{use='kasoku.parallel.Overlap', buckets={use='kasoku.parallel.Graded'}}]"]
+
+
+def asynchronous(settings: str = "", *more: str) -> list[str]:
+    """The options of a recipe whose ranks exchange at their own pace."""
+    techniques = ", ".join([f"{{use='kasoku.parallel.Asynchronous'{settings and ', '}{settings}}}", *more])
+    return [*APART, "--set", f"techniques=[{techniques}]"]
 
 
 def simulated(folder: Path, *options: str) -> dict[str, object]:
@@ -100,6 +107,16 @@ def test_a_sweep_to_4096_has_at_least_40_sizes_evenly_spaced_in_their_logarithms
         (["--cluster", "abci", "--what-if", "network*nan"], "network, latency, nvlink or gpu"),
         (["--cluster", "abci", "--sweep", "gpus=8:4"], "from at least 1 up to more"),
         (["--cluster", "abci", "--profile", "nowhere:40"], "nowhere: no profile there"),
+        (["--cluster", "abci", *asynchronous(), "--set", "accumulate=2"], "accumulate=2: each rank takes its share at"),
+        (["--cluster", "abci", *asynchronous(), "--set", "norm_batch=40"], "norm_batch=40: ranks that do not wait"),
+        (["--cluster", "abci", *asynchronous("servers=1")], "servers=1: kasoku train has all ranks train"),
+        (["--cluster", "abci", *asynchronous("", "{use='kasoku.parallel.Overlap'}")], "Overlap and Asynchronous"),
+        (["--cluster", "abci", *asynchronous(), "--set", "device.graphs=true"], "Graphs and Asynchronous"),
+        (["--cluster", "abci", *asynchronous(), "--allreduce", "ring"], "send no all-reduces: leave it out"),
+        (
+            ["--cluster", "abci", *asynchronous(), "--set", "accumulate=2", "--gpus", "1", "--sweep", "gpus=1:8"],
+            "accumulate=2: each rank takes its share at",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_one_clear_line(
@@ -206,3 +223,40 @@ def test_a_sweep_leaves_out_what_an_algorithm_cannot_share(tmp_path: Path) -> No
     assert isinstance(sweep, dict)
     for points in sweep["points"].values():
         assert [n for n, *_ in points] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_ranks_at_their_own_pace_are_simulated_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pace = asynchronous("max_staleness=4, every=2, wire='bf16', hidden=false, warmup=1")
+    found = simulated(tmp_path / "s", "--cluster", "abci", "--gpus", "64", *pace, "--sweep", "gpus=1:64")
+    said = capsys.readouterr()
+    shown = " ".join(said.out.replace("│", " ").split())
+    assert "at most 4 steps ahead of the slowest; updates in bf16 after every 2 steps, waited for at once" in shown
+    assert "ms of exchanges" in shown
+    assert "all-reduces" not in shown
+    assert "(warmup=1, finish=0) are not simulated apart" in said.err
+    assert found["exposed_s"] == pytest.approx(found["exchange_s"], rel=1e-9) != 0
+    assert "all_reduce_s" not in found
+    assert found["images_per_s"] == pytest.approx(81920 / found["step_s"], rel=1e-9)  # type: ignore[operator]
+    page = (tmp_path / "s" / "report.html").read_text()
+    assert "updates in 4 groups" in page
+    assert "fresh weights" in page
+    sweep = found["sweep"]
+    assert isinstance(sweep, dict)
+    *_, (name, points) = sweep["points"].items()
+    assert name == "asynchronous"
+    assert points[-1][1] == pytest.approx(found["step_s"], rel=1e-9)
+    free = simulated(tmp_path / "f", "--cluster", "abci", "--gpus", "64", *asynchronous("warmup=1"))
+    assert "any number of steps ahead" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert free["jitter_s"] == 0 < found["jitter_s"]  # type: ignore[operator]
+
+
+def test_ranks_of_which_none_may_be_ahead_are_simulated_as_overlap(tmp_path: Path) -> None:
+    together = simulated(tmp_path / "o", "--cluster", "abci", "--gpus", "64", *APART)
+    same = simulated(tmp_path / "a", "--cluster", "abci", "--gpus", "64", *asynchronous("max_staleness=0"))
+    assert same == together
+
+
+def test_a_rank_alone_exchanges_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(tmp_path / "s", "--cluster", "abci", "--gpus", "1", "--set", "batch=64", *asynchronous())
+    assert found["exposed_s"] == found["exchange_s"] == 0
+    assert "asynchronous" not in capsys.readouterr().out

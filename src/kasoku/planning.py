@@ -120,7 +120,7 @@ def _choices(arguments: argparse.Namespace) -> Iterator[Choice]:
         simulator, recipe = asked.simulator, asked.recipe
         if recipe.batch > asked.facts.images:
             continue
-        if not recipe.device.graphs:  # whose gradients have no groups
+        if not (recipe.device.graphs or simulator.sharing.apart):  # no groups of gradients, or groups of updates
             sharing = replace(simulator.sharing, policy=Graded(), next_forward=False)
             asked = replace(asked, simulator=replace(simulator, sharing=sharing))
         fits = [n for n in range(1, simulator.cluster.most + 1) if n <= recipe.batch and can_share(recipe, n)]
@@ -205,7 +205,7 @@ def _searched(chosen: Choice) -> Choice:
     from kasoku.simulation import sharing
 
     asked, before = chosen.case, chosen.case.simulator.sharing
-    if asked.recipe.device.graphs:
+    if asked.recipe.device.graphs or before.apart:
         return chosen
     planned = replace(before, policy=Planned(), next_forward=sharing(asked.recipe).next_forward)
     other = replace(asked, simulator=replace(asked.simulator, sharing=planned))
@@ -220,6 +220,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
     recipe, device = asked.recipe, asked.simulator.cluster.device
     nodes = asked.simulator.cluster.nodes_for(step.gpus)
     largest = max(step.course.sizes(), default=0.0)
+    sent = "exchange" if step.course.apart else "all-reduce"
     cost = (
         f"{chosen.usd:,.2f} USD ({chosen.usd * _LEAST:,.2f} to {chosen.usd * _MOST:,.2f})" if chosen.usd else "no price"
     )
@@ -230,7 +231,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "epochs": f"{recipe.epochs:g}, {course.updates(recipe, asked.facts.images):,} updates",
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.course.warmup:g} epochs",
         "groups": f"{len(step.course.plan.groups)} ({step.course.plan.policy})",
-        "all-reduce": str(getattr(step.course.link, "choice", lambda _: "")(largest)),
+        sent: str(getattr(step.course.link, "choice", lambda _: "")(largest)),
         "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",
         "throughput": f"{step.images_per_s:,.0f} images/s",
         "time to the end": f"{chosen.seconds:,.1f} s ({chosen.seconds * _LEAST:,.1f} to {chosen.late_s:,.1f})",
@@ -240,6 +241,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
 
 def _write(chosen: Choice, folder: Path, name: str) -> None:
     """The recipe, the script that trains it, and what is expected."""
+    from kasoku.meetings import asked as as_trained
     from kasoku.parallel import Overlap
     from kasoku.recipe import dumps
     from kasoku.runs import put
@@ -247,10 +249,11 @@ def _write(chosen: Choice, folder: Path, name: str) -> None:
 
     asked, step = chosen.case, chosen.step
     recipe, shared = asked.recipe, asked.simulator.sharing
-    if not recipe.device.graphs:
-        own = next((t for t in recipe.techniques if isinstance(t, Overlap)), Overlap())
+    if not (recipe.device.graphs or shared.apart):
+        techniques = as_trained(recipe, 1)  # Overlap in the place of an Asynchronous that lets no rank be ahead
+        own = next((t for t in techniques if isinstance(t, Overlap)), Overlap())
         own = replace(own, buckets=shared.policy, next_forward=shared.next_forward)
-        others = tuple(t for t in recipe.techniques if type(t).__name__ not in ("Overlap", "AllReduce"))
+        others = tuple(t for t in techniques if type(t).__name__ not in ("Overlap", "AllReduce"))
         recipe = replace(recipe, techniques=(*others, own))
     put(folder / f"{name}.toml", dumps(recipe))
     _launch(folder, name, chosen)

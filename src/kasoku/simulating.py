@@ -43,6 +43,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
+    from kasoku.meetings import asked as as_trained
     from kasoku.report import draw
     from kasoku.runs import own_folder, put
     from kasoku.simulate.allreduce import fills
@@ -57,6 +58,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         raise InputError(f"--what-if {arguments.what_if}: a profile gives the GPU's times: leave gpu or --profile out")
     fits = partial(fills, asked.simulator.sharing.algorithm)
     over = sizes(on, *_range(arguments.sweep), fits=fits) if arguments.sweep else []
+    as_trained(asked.recipe, max(over, default=1))  # raises for what so many at their own pace cannot have
     step = asked.step(gpus)
     for line in asked.said(step):
         print(f"kasoku: {line}", file=sys.stderr)
@@ -83,17 +85,21 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _show(asked: Case, step: Step, found: dict[str, Any], *, title: str) -> None:
     from kasoku.report import print_table
+    from kasoku.simulate.apart import told
 
     largest = max(step.course.sizes(), default=0.0)
     choice = getattr(step.course.link, "choice", lambda _: "")(largest)
     device = asked.simulator.cluster.device
     cost = f"{found['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "no price is known"
+    pace = step.course.apart if step.gpus > 1 else None
+    sent, free = "exchanges" if pace else "all-reduces", pace and pace.max_staleness is None
     rows = {
         "GPUs": f"{step.gpus:,} {device.name}, {step.images / step.gpus:g} images each",
+        **({"asynchronous": told(pace)} if pace else {}),
         "step": f"{_MS * step.step_s:.2f} ms",
         "computing": f"{_MS * step.compute_s:.2f} ms on the middle GPU",
-        "the slowest rank": f"{_MS * step.jitter_s:.2f} ms more",
-        "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of all-reduces",
+        "the slowest rank": "not waited for" if free else f"{_MS * step.jitter_s:.2f} ms more",
+        "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {sent}",
         "waiting for input": f"{_MS * step.input_s:.2f} ms",
         "groups": f"{len(step.course.plan.groups)} ({step.course.plan.policy}); the largest by {choice}",
         "throughput": f"{step.images_per_s:,.0f} images/s, {found['efficiency']:.1%} of as many GPUs alone",
@@ -129,7 +135,7 @@ def _page(asked: Case, step: Step, folder: Path, name: str) -> str:
         tables(asked.recipe),
         result={"images_per_s": step.images_per_s, "seconds": sum(rows.values()), "epochs": asked.recipe.epochs},
         parts={"ledger": {"rows": rows, "step_s": one}, "timeline": timeline(step)},
-        plan=table(step.course.plan, step.course.tensors),
+        plan=table(step.course.plan, step.course.tensors, what="updates" if step.course.apart else "gradients"),
         machine={"chosen": f"{asked.simulator.cluster.name}, simulated"},
     )
     try:

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from kasoku import simulate
+from kasoku import meetings, simulate
 from kasoku.core import InputError
 from kasoku.core.cost import Piece, Plan, Sized
 from kasoku.course import ahead, updates
 from kasoku.data import Facts, GrowBatch
 from kasoku.optim import Clip
-from kasoku.parallel import AllReduce, Hierarchical, LowRank, OneGroup, Overlap, Policy, Reducer, Wire
+from kasoku.parallel import AllReduce, Asynchronous, Hierarchical, LowRank, OneGroup, Overlap, Policy, Reducer, Wire
 from kasoku.parallel.buckets import Graded
 from kasoku.ranks import check_share
 from kasoku.recipe import Recipe, load
 from kasoku.report import Panel
-from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step
+from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step, apart
 from kasoku.simulate.compute import Profile
 from kasoku.simulate.sweep import efficiency, scaled
 
@@ -50,6 +50,7 @@ class Case:
         """A step of the recipe's batch on so many GPUs."""
         self.simulator.cluster.nodes_for(gpus)
         check_share(self.recipe, gpus)
+        meetings.asked(self.recipe, gpus)  # raises for what ranks at their own pace cannot have
         if updates(self.recipe, self.facts.images) < 1:
             raise InputError(
                 f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}: not one update of {self.facts.images:,} "
@@ -78,8 +79,17 @@ class Case:
     def said(self, step: Step) -> list[str]:
         """What to know about the times of a step."""
         images = step.images / (step.gpus * self.recipe.parts(step.gpus))
-        simulator = self.simulator
-        return self.remarks + simulate.remarks(simulator.net, simulator.cluster.device, images, simulator.profile)
+        simulator, pace = self.simulator, step.course.apart if step.gpus > 1 else None
+        more = []
+        if pace:
+            more.append("Asynchronous: links alone are simulated, not what an owner takes to add, nor copies to a host")
+        if pace and (pace.warmup or pace.finish):
+            more.append(
+                f"Asynchronous: epochs of steps together (warmup={pace.warmup:g}, finish={pace.finish:g}) are not "
+                "simulated apart: they are taken as the others"
+            )
+        known = simulate.remarks(simulator.net, simulator.cluster.device, images, simulator.profile)
+        return self.remarks + more + known
 
     def usd(self, step: Step, seconds: float) -> float:
         """What the GPUs of a step cost for so long; 0 where no price is known."""
@@ -114,10 +124,14 @@ def case(arguments: argparse.Namespace, cluster: str, *, like: Case | None = Non
 
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
     """How a recipe's ranks share gradients. Raises InputError for what no simulation knows."""
-    if any(isinstance(t, AllReduce) for t in recipe.techniques) or recipe.device.graphs:
+    techniques = meetings.asked(recipe, 1)
+    pace = next((t for t in techniques if isinstance(t, Asynchronous)), None)
+    if pace:
+        return _apart(recipe, pace, algorithm)
+    if any(isinstance(t, AllReduce) for t in techniques) or recipe.device.graphs:
         return Sharing(EachAlone(), next_forward=False, wire_bytes=4, algorithm=algorithm or "auto")
-    overlap = next((t for t in recipe.techniques if isinstance(t, Overlap)), Overlap())
-    late = overlap.next_forward and not any(isinstance(t, Clip) for t in recipe.techniques)
+    overlap = next((t for t in techniques if isinstance(t, Overlap)), Overlap())
+    late = overlap.next_forward and not any(isinstance(t, Clip) for t in techniques)
     reducer: Reducer = overlap.reducer
     if isinstance(reducer, Hierarchical):
         algorithm, reducer = algorithm or "hierarchical", reducer.across
@@ -125,6 +139,17 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
         raise InputError("reducer LowRank: its products are not simulated: Mean, Wire or Hierarchical of these can be")
     wire = 2 if isinstance(reducer, Wire) else 4
     return Sharing(overlap.buckets, late, wire, algorithm or "auto")
+
+
+def _apart(recipe: Recipe, pace: Asynchronous, algorithm: str) -> Sharing:
+    """Updates that ranks exchange at their own pace. Raises InputError for what a training refuses beside them."""
+    names = [type(t).__name__ for t in recipe.techniques] + ["Graphs"] * bool(recipe.device.graphs)
+    for name in names:
+        if name in pace.refuses:
+            raise InputError(f"techniques {name} and Asynchronous cannot be combined: leave one of them out")
+    if algorithm:
+        raise InputError(f"--allreduce {algorithm}: ranks at their own pace send no all-reduces: leave it out")
+    return Sharing(pace.buckets, next_forward=False, wire_bytes=apart.wire_bytes(pace), apart=pace)
 
 
 def _profile(arguments: argparse.Namespace, net: Network) -> Profile:
@@ -153,7 +178,7 @@ def document(asked: Case, step: Step) -> dict[str, Any]:
         "jitter_s": step.jitter_s,
         "exposed_s": step.exposed_s,
         "input_s": step.input_s,
-        "all_reduce_s": step.link_s,
+        "exchange_s" if step.course.apart else "all_reduce_s": step.link_s,
         "images_per_s": step.images_per_s,
         "efficiency": step.images_per_s / step.gpus / alone.images_per_s,
         "rows": rows,
@@ -201,9 +226,11 @@ class Found(Policy):
 def _ways(shared: Sharing, step: Step) -> dict[str, Sharing]:
     """Ways to share gradients that a sweep compares: nothing hidden, behind backward, and as the recipe has it."""
     ways = {
-        "one group after backward": replace(shared, policy=OneGroup(), next_forward=False),
-        "graded groups behind backward": replace(shared, policy=Graded(), next_forward=False),
+        "one group after backward": replace(shared, policy=OneGroup(), next_forward=False, apart=None),
+        "graded groups behind backward": replace(shared, policy=Graded(), next_forward=False, apart=None),
     }
+    if shared.apart:
+        return {**ways, "asynchronous": shared}
     plan, late = step.course.plan, step.course.late
     if step.gpus > 1:
         name = f"{plan.policy}{', also behind the next forward' if late else ''}"

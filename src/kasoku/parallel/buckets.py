@@ -356,9 +356,10 @@ def table(
     link: Link | None = None,
     *,
     next_forward: bool = False,
+    what: str = "gradients",
 ) -> str:
     """The plan as lines of text: its groups in the order they are sent, and what is expected of it."""
-    lines = [f"gradients in {len(plan.groups)} groups, {len(plan.order)} pieces ({plan.policy}), in this order:"]
+    lines = [f"{what} in {len(plan.groups)} groups, {len(plan.order)} pieces ({plan.policy}), in this order:"]
     for group, run in itertools.groupby(plan.order, key=lambda piece: piece.group):
         pieces = list(run)
         members = plan.groups[group]
