@@ -93,6 +93,7 @@ def test_the_batch_is_measured_and_the_settings_it_prints_train_with_rates_that_
     settings = re.findall(r"--set (\S+)", shown)
     assert settings == [f"batch={told['chosen']}", "reference_batch=64"]
     assert f"x {told['chosen'] / 64:.4g} (linear, from 64)" in shown
+    assert re.search(r"memory +│ batch 2x (fits: \+\d+ % time|does not fit) \(kasoku.memory.SavedMemory\)", shown)
     recipe = recipes.load(small, settings)
     assert (recipe.batch, recipe.rate_scale) == (told["chosen"], told["chosen"] / 64)
 

@@ -150,10 +150,11 @@ def _tune_batch(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
         return load(arguments.recipe, [*arguments.set, f"batch={batch}", *fixed])
 
     tuned = tune(recipe, at, comm=comm, how=how)
+    twice = _twice(tuned, comm)
 
     def tell() -> None:
         if comm.rank == 0:
-            show(tuned)
+            show(tuned, memory=twice)
             settings = [f"batch={tuned.recipe.batch}", *fixed]
             if tuned.recipe.accumulate != recipe.accumulate:
                 settings.append(f"accumulate={tuned.recipe.accumulate}")
@@ -180,8 +181,27 @@ def _fixed(arguments: argparse.Namespace, recipe: Recipe) -> list[str]:
     return [] if known else [f"reference_batch={recipe.batch}"]
 
 
-def show(tuned: Tuned) -> None:
-    """Prints the sizes tried with their intervals, the one chosen, and the rates that follow."""
+def _twice(tuned: Tuned, comm: Comm) -> str:
+    """What twice the batch would cost in the same memory, by SavedMemory; empty where that cannot be used."""
+    from kasoku.memory import SavedMemory, larger
+    from kasoku.trainer import prepare
+
+    training = prepare(tuned.recipe, comm, dataset=tuned.dataset)
+    used = {type(technique).__name__ for technique in training.job.applied}
+    if used & {"SavedMemory", *SavedMemory.refuses}:
+        return ""
+    x_NCHW, _ = next(iter(training.job.loader))
+    try:
+        told = larger(training.job, x_NCHW)
+    except InputError:  # a network that SavedMemory cannot look at
+        return ""
+    finally:
+        training.job.close()
+    return f"{told} (kasoku.memory.SavedMemory)" if told else ""
+
+
+def show(tuned: Tuned, *, memory: str = "") -> None:
+    """Prints the sizes tried with their intervals, the one chosen, the rates that follow, and a word on memory."""
     from rich.console import Console
     from rich.table import Table
 
@@ -206,6 +226,7 @@ def show(tuned: Tuned) -> None:
             "rates": f"x {recipe.rate_scale:.4g} ({recipe.scaling}, from {recipe.reference_batch:,}): {rates}"
             if recipe.reference_batch
             else f"{rates} ({recipe.origin})",
+            **({"memory": memory} if memory else {}),
             **({"shares": f'{shares} images, by the speed of each rank, where batch = "auto"'} if shares else {}),
             "tuning": f"{found.strategy}, {found.spent_s:.1f} s of {found.budget_s:g}{earlier}",
         },

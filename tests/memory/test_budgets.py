@@ -91,7 +91,7 @@ def test_nothing_that_the_look_saw_stays_in_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("factor", "said"), [(1.5, r"batch 1.5x fits: \+\d+ % time"), (100, "batch 100x does not fit: .*")]
+    ("factor", "said"), [(1.5, r"batch 1.5x fits: \+\d+ % time"), (100, "batch 100x does not fit")]
 )
 def test_a_larger_batch_is_told_with_its_cost(factor, said):
     job = Job(made("chain"), lambda m: sgd(m, 0.1))

@@ -38,7 +38,8 @@ class Hand:
 class Planted:
     """Measures sizes by a curve of seconds a step; `tried` tells which. `brief`: a look takes five steps.
 
-    `jitter`: of each step, normally distributed, as a share; drawn anew for each `seed`.
+    `jitter`: of each step, normally distributed, as a share; drawn anew for each `seed`. `halts`: the share of steps
+    that take half as long again.
     """
 
     step_s: Callable[[int], float]
@@ -46,6 +47,7 @@ class Planted:
     noise: float | None = None
     fits: float = math.inf
     jitter: float = 0.0
+    halts: float = 0.0
     seed: int = 0
     brief: bool = False
     tried: list[int] = field(default_factory=list)
@@ -59,6 +61,8 @@ class Planted:
         steps = BRIEF if self.brief else STEPS
         seen = steps * looks if self.brief else steps
         taken_s = [step_s * (1 + dice.gauss(0, self.jitter)) for _ in range(seen)]
+        if self.halts:
+            taken_s = [s * (1.5 if dice.random() < self.halts else 1.0) for s in taken_s]
         self.clock.now_s += WARM * step_s + sum(taken_s[-steps:])
         times = interval(taken_s)
         return Sample(batch, *times, utilisation=self.usage(batch), noise=self.noise, steps=seen)
@@ -74,4 +78,4 @@ class Planted:
         while round(8 * 1.25**k) <= min(most, self.fits):
             sizes.append(round(8 * 1.25**k))
             k += 1
-        return sizes, sum(SWEEP_STEPS * self.step_s(b) for b in sizes)
+        return sizes, sum(SWEEP_STEPS * self.step_s(b) * (1 + self.halts / 2) for b in sizes)

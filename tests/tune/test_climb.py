@@ -48,6 +48,16 @@ def test_19_of_20_searches_are_within_3_percent_in_a_quarter_of_a_sweeps_time(na
     assert sorted(shares)[int(0.95 * SEEDS)] <= 0.25, f"the longest {max(shares):.3f}"
 
 
+@pytest.mark.parametrize("name", ["a line", "the input alone", "tiles of 32"])
+def test_where_steps_halt_now_and_then_a_search_still_takes_no_more_than_half_a_sweep(name: str):
+    curve, shares = CURVES[name], []
+    for seed in range(100):
+        device = Planted(curve, jitter=4 * JITTER, halts=0.2, seed=seed, brief=True)
+        Throughput().search(device, device.limits(most=MOST))
+        shares.append(device.clock.now_s / device.sweep(MOST)[1])
+    assert sorted(shares)[95] <= 0.5, f"the longest {max(shares):.3f}"
+
+
 def test_a_smaller_size_is_taken_where_it_loses_half_a_percent_at_most():
     assert best_of([sample(8, 99.6, 0.0), sample(16, 100, 0.0)], rate).batch == 8
     assert best_of([sample(8, 99.2, 0.0), sample(16, 100, 0.0)], rate).batch == 16

@@ -177,13 +177,18 @@ def larger(job: Job, x: Tensor, factor: float = 2.0) -> str:
         job: untouched but for the forwards it looks at, which stand until it is closed: of a copy of the model.
         x: images of the batch as it is.
         factor: times that batch.
+
+    Empty where nothing of the network can be planned.
     """
+    items = install(job)
+    if not items:
+        return ""
     last = x.is_contiguous(memory_format=torch.channels_last)
     many = x.new_zeros((round(len(x) * factor), *x.shape[1:]))
     many = many.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-    network = look(job, install(job), many, lossless=False, freed=not job.needs_all and job.comm.size == 1)
+    network = look(job, items, many, lossless=False, freed=not job.needs_all and job.comm.size == 1)
     try:
         plan = network.choose(network.plain_bytes(len(x)))
-    except InputError as error:
-        return f"batch {factor:g}x does not fit: {error}"
+    except InputError:
+        return f"batch {factor:g}x does not fit"
     return f"batch {factor:g}x fits: +{100 * network.longer(plan):.0f} % time"

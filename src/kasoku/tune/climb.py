@@ -10,8 +10,9 @@ that promises most is tried next: by halves, and above by leaps, no further than
 
 Note: no more steps than a decision takes. A first look at a size is brief. When no gap promises enough, the size that
 seems best and the one that may still beat it by most are looked at again, in turns, so that what else happens on the
-machine meets both; until none may by much more than `least_gain`, or all that may have been measured in full. A
-spread that is small by chance is not believed: sizes share the typical one.
+machine meets both; until none may by much more than `least_gain`, or all that may have been measured in full, or so
+much time has gone into it that knowing better is not worth it (steps that halt now and then). A spread that is small by
+chance is not believed: sizes share the typical one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _POINTS = 32  # of a gap that are looked at
 _SAME = 0.005  # a smaller size may lose so much and be taken
 _SETTLED = 1.25  # times the least gain: where no other size may win more, it is settled
 _SURE = 2  # standard errors
+_AGAIN = 1.0  # times what first looks took: for so long sizes are looked at again
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -61,10 +63,17 @@ def climb(tries: Tries, worth: Callable[[], Worth], *, least_gain: float) -> tup
     `worth()` is asked anew after each look, as what is known may have changed.
     """
     batch: int | None = tries.limits.first
+    seen, first_s, again_s = set[int](), 0.0, 0.0
     while batch is not None and not tries.over:
+        began_s = tries.limits.clock.now()
         tries.again(batch)
+        took_s = tries.limits.clock.now() - began_s
+        first_s, again_s = (first_s, again_s + took_s) if batch in seen else (first_s + took_s, again_s)
+        seen.add(batch)
         good, now = tries.good, worth()
-        batch = next_size(tries, now, least_gain) or doubtful(good, now, _SETTLED * least_gain)
+        batch = next_size(tries, now, least_gain)
+        if batch is None and again_s < _AGAIN * first_s:
+            batch = doubtful(good, now, _SETTLED * least_gain)
     return best_of(tries.good, worth()), batch is None
 
 
