@@ -26,6 +26,7 @@ from torch import nn
 from common import spread
 from kasoku.core import InputError, Job
 from kasoku.core.cost import Plan
+from kasoku.device.malloc import tune_malloc
 from kasoku.models import alexnet, cifar_resnet18, cifar_vgg16_bn
 from kasoku.optim import sgd
 from kasoku.parallel import Overlap, Policy, TorchComm
@@ -243,7 +244,11 @@ class Transfer:
 
 
 def connected() -> TorchComm:
-    """This rank, in a group with the others."""
+    """This rank, in a group with the others; malloc keeps what is freed on all sides, as `kasoku train` has it do.
+
+    Else which side's gradients fault their pages anew at each step depends on what others left in the heap.
+    """
+    tune_malloc()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
     return TorchComm()
