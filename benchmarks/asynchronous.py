@@ -2,9 +2,10 @@
 
     python benchmarks/asynchronous.py --case emulated48 | straggler | slow_link
 
-emulated48: 48 processes with cnn11 (9.9 M parameters). A step computes by sleeping 1.0 s, with 10 % log-normal jitter;
-all else is real: every worker pushes its whole update to the servers and pulls all parameters each step, and waits for
-that. speedup_48: exchanges a second of 48 workers over those of one, in the same run; the first steps do not count.
+emulated48: 48 processes with cnn11, as wide as --cnn11 says (5.7 M parameters). A step computes by sleeping 1.0 s, with
+10 % log-normal jitter; all else is real: every worker pushes its whole update to the servers and pulls all parameters
+each step, and waits for that. speedup_48: exchanges a second of 48 workers over those of one, in the same run; the
+first steps do not count.
 sum_error: how far the weights moved in all, against the sum of what was pushed, relative.
 sync_speedup_48: the same of an all-reduce by Overlap; sleep_at_40: seconds of computing below which the speed-up of 48
 falls under 40, from what one exchange costs the servers at most (48 workers without any sleep).
@@ -88,8 +89,8 @@ def paced(comm: Comm, model: torch.nn.Module, technique: Any, *, sleep_s: float,
     job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=comm).apply(technique)
     params = [p for p in model.parameters() if p.requires_grad]
     first = sum(p.detach().double().sum() for p in params)
-    draw = random.Random(comm.rank)
-    ends, seconds = [], []
+    draw, before_s = random.Random(comm.rank), time.process_time()
+    ends, seconds, busy = [], [], []
     gradient = [torch.full_like(p, 2.0**-12 * (1 + comm.rank % 7)) for p in params]
     for _ in range(steps if comm.rank >= servers else 0):
         time.sleep(sleep_s * draw.lognormvariate(-(JITTER**2) / 2, JITTER))
@@ -101,13 +102,16 @@ def paced(comm: Comm, model: torch.nn.Module, technique: Any, *, sleep_s: float,
                     hook(p)
         job.optimizer.step()
         ends.append(time.monotonic())
+        busy.append(time.process_time())
         seconds.append(ends[-1] - begin)
     job.drain()
     moved = float(sum(p.detach().double().sum() for p in params) - first)
     pushed = -float(sum(g.double().sum() for g in gradient)) * len(ends) / max(1, comm.size - servers)
     stale = getattr(job._kept["asynchronous"], "staleness", {}) if "asynchronous" in job._kept else {}
     job.close()
-    return {"ends": ends, "exchange_s": seconds, "moved": moved, "pushed": pushed, "staleness": dict(stale)}
+    cpu_s = (busy[-1] - busy[WARM - 1]) / (len(busy) - WARM) if busy else time.process_time() - before_s
+    told = {"ends": ends, "exchange_s": seconds, "moved": moved, "pushed": pushed, "staleness": dict(stale)}
+    return told | {"cpu_s": cpu_s}  # of a worker's step; of a server in all
 
 
 def rate(found: list[dict[str, Any]]) -> float:
@@ -117,16 +121,22 @@ def rate(found: list[dict[str, Any]]) -> float:
     return sum(start < moment <= stop for e in ends for moment in e) / (stop - start)
 
 
+def cpu_of(found: list[dict[str, Any]], exchanges: int) -> tuple[float, float]:
+    """Seconds of CPU that an exchange takes a worker, and all servers."""
+    workers = [one["cpu_s"] for one in found if one["ends"]]
+    return statistics.mean(workers), sum(one["cpu_s"] for one in found if not one["ends"]) / exchanges
+
+
 def emulated48(arguments: argparse.Namespace) -> None:
     """The case of [001]."""
     torch.manual_seed(0)
-    model = cnn11()
+    model = cnn11(widths=tuple(arguments.cnn11))
     size = sum(p.numel() for p in model.parameters())
     technique = Asynchronous(
         servers=arguments.servers, hidden=False, wire=arguments.wire, buckets=Fixed(arguments.mib * MIB, MIB)
     )
     figures: dict[str, Any] = {}
-    rates, errors, exchange_ms = {}, [], {}
+    rates, errors, exchange_ms, cpu_ms = {}, [], {}, {}
     for workers in arguments.workers:
         found = forked(
             workers + arguments.servers,
@@ -138,8 +148,9 @@ def emulated48(arguments: argparse.Namespace) -> None:
         errors.append(abs(found[0]["moved"] - pushed) / abs(pushed))
         every = [s for one in found for s in one["exchange_s"][WARM:]]
         exchange_ms[workers] = round(1e3 * statistics.median(every), 1)
-        print(f"{workers}: {rates[workers]:.2f} exchanges/s, {exchange_ms[workers]} ms each, error {errors[-1]:.1e}",
-              found[0]["staleness"] if workers < 5 else "", flush=True)  # fmt: skip
+        cpu_ms[workers] = [round(1e3 * s, 1) for s in cpu_of(found, workers * arguments.steps)]
+        print(f"{workers}: {rates[workers]:.2f} exchanges/s, {exchange_ms[workers]} ms each, error {errors[-1]:.1e}, "
+              f"CPU of worker and server {cpu_ms[workers]} ms", flush=True)  # fmt: skip
     most = max(rates)
     width = 2 if arguments.wire == "bf16" else 4
     figures |= {f"efficiency_{n}": round(x / rates[1] / n, 3) for n, x in rates.items() if 1 < n < most}
@@ -148,6 +159,7 @@ def emulated48(arguments: argparse.Namespace) -> None:
         "exchanges_per_s": round(rates[most], 2),
         "gigabytes_per_s": round(rates[most] * 2 * width * size / 1e9, 3),
         "exchange_ms": exchange_ms,
+        "cpu_ms": cpu_ms,
         "sum_error": max(errors),
     }
     figures |= limits(arguments, model, technique, rates[1])
@@ -175,6 +187,9 @@ def main() -> int:
     parser.add_argument("--servers", type=int, default=1, help="emulated48")
     parser.add_argument("--wire", default="bf16", help="emulated48")
     parser.add_argument("--mib", type=int, default=4, help="emulated48: of a group")
+    parser.add_argument(
+        "--cnn11", type=int, nargs=5, default=[48, 96, 192, 288, 384], help="emulated48: channels of its stages"
+    )
     parser.add_argument("--sleep", type=float, default=1.0, help="emulated48")
     parser.add_argument("--steps", type=int, default=0, help="a worker's; 0: 12 (emulated48), 1,500 (slow_link)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16, 48], help="emulated48")

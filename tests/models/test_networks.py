@@ -173,6 +173,7 @@ def test_a_gradient_step_lowers_the_loss(name):
         ("vgg11", {"in_channels": -1}, "in_channels=-1"),
         ("resnet18", {"stem": "small"}, "stem='small': one of imagenet, cifar"),
         ("cnn11", {"stem": "x"}, "stem='x'"),
+        ("cnn11", {"widths": (64, 128)}, "widths=(64, 128): channels of 5 stages"),
         ("cifarnet", {"activation": "tanh"}, "activation='tanh': one of gelu, relu"),
         ("cifarnet", {"widths": ()}, "widths"),
     ],

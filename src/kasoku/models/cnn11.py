@@ -6,10 +6,10 @@ Widths, BatchNorm and the linear head over the mean of the image are ours.
 
 from torch import Tensor, nn
 
+from kasoku.core.errors import InputError
 from kasoku.models.check import check_counts, check_option
 
-# The widths of the convolutions of each stage; a max-pool ends each stage but the last.
-STAGES = ((64,), (128, 128), (256, 256, 256), (384, 384, 384), (512, 512))
+CONVS = (1, 2, 3, 3, 2)  # of each stage; a max-pool ends each but the last
 
 
 class CNN11(nn.Module):
@@ -19,16 +19,19 @@ class CNN11(nn.Module):
         num_classes: outputs of the head.
         in_channels: channels of the images.
         stem: the first convolution: "imagenet" (7x7 with stride 2) or "cifar" (3x3, full size).
+        widths: channels of each stage.
     """
 
-    def __init__(self, num_classes: int, in_channels: int, stem: str) -> None:
+    def __init__(self, num_classes: int, in_channels: int, stem: str, widths: tuple[int, ...]) -> None:
         super().__init__()
         check_counts(num_classes=num_classes, in_channels=in_channels)
+        if len(widths) != len(CONVS) or min(widths) < 1:
+            raise InputError(f"widths={widths}: channels of {len(CONVS)} stages, each 1 or more")
         check_option("stem", stem, ("imagenet", "cifar"))
         layers: list[nn.Module] = []
         size, stride, channels = (7, 2, in_channels) if stem == "imagenet" else (3, 1, in_channels)
-        for stage in STAGES:
-            for width in stage:
+        for width, convs in zip(widths, CONVS, strict=True):
+            for _ in range(convs):
                 conv = nn.Conv2d(channels, width, size, stride=stride, padding=size // 2, bias=False)
                 nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
                 layers += [conv, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
@@ -44,6 +47,12 @@ class CNN11(nn.Module):
         return logits_NK
 
 
-def cnn11(num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet") -> CNN11:
+def cnn11(
+    num_classes: int = 1000,
+    in_channels: int = 3,
+    *,
+    stem: str = "imagenet",
+    widths: tuple[int, ...] = (64, 128, 256, 384, 512),
+) -> CNN11:
     """The network of 11 convolutions of [001]: 9.9 M parameters, made for 224x224 (stem="cifar": 32x32)."""
-    return CNN11(num_classes, in_channels, stem)
+    return CNN11(num_classes, in_channels, stem, widths)

@@ -68,7 +68,7 @@ class Life:
         self._told: dict[int, list[int]] = {}  # by each rank: attempt, bye, and who is dead
         self._attempt, self._number, self._met = 0, 0, 0
         self._out = self._said_bye = False
-        self._beat_s = BEAT_S * (1 + comm.size / 32)  # many ranks beat more slowly, as each beats to all
+        self._beat_s = BEAT_S * max(1.0, comm.size / 8)  # many ranks beat more slowly, as each beats to all
         self._ending = threading.Event()
 
     @property
