@@ -5,9 +5,10 @@
 VGG-16 (no BatchNorm) and ResNet-50 at 224 pixels, 1000 classes, SGD with momentum, channels_last. Each figure comes
 from a fresh process (memory_step.py): the peak of plain PyTorch at --batch is the limit and the budget; the planner
 foresees the largest batch that fits in it at no more than the case's time; a step at that batch is measured. Should it
-take more than the limit, the batch is lowered by as much and measured again. Bytes are live at malloc (malloc_live.c,
-built with cc) at most over a step, less the interpreter and its libraries before the network is made; on CUDA they are
-max_memory_allocated. Time ratios are of seconds per image: our step at its large batch over the step of plain PyTorch
+take more than the limit, batch and budget are lowered by as much and measured again. Bytes are live at malloc
+(malloc_live.c, built with cc) at most over a step, less the interpreter and its libraries before the network is made;
+on CUDA they are max_memory_allocated. Time ratios are of seconds per image: our step at its large batch
+over that of plain PyTorch
 at --batch, in pairs that follow one another in one process (median, least and most of the pairs). bf16 is held against
 plain PyTorch in bf16. A case that cannot be measured is null, with the reason in `failed`; the others go on.
 
@@ -107,6 +108,9 @@ class Asker:
                 ratios = [a / b for a, b in zip(seconds["other"], seconds["plain"], strict=True)]
                 return told | {"ratios": {k: round(v, 4) for k, v in spread(ratios).items()}}
             batch = min(batch - 1, int(batch * limit / told["peak"]))
+            settings = question.get("settings")
+            if isinstance(settings, dict):  # or a smaller batch would fill the same budget
+                question["settings"] = settings | {"budget": str(int(int(settings["budget"]) * limit / told["peak"]))}
             if batch < start:
                 break
         raise UnansweredError(f"no batch was found within {limit:.0f} bytes: {told['batch']} took {told['peak']}")
