@@ -1,35 +1,39 @@
 """How much larger a batch fits in the memory that plain PyTorch takes, at which time for an image?
 
-    python benchmarks/memory.py [--batch N] [--side N] [--pairs N] [--time-batch N] [--cases NAME ...] [--no-peers]
+    python benchmarks/memory.py [--batch N] [--side N] [--pairs N] [--cases NAME ...] [--no-peers]
 
 VGG-16 (no BatchNorm) and ResNet-50 at 224 pixels, 1000 classes, SGD with momentum, channels_last. Each figure comes
-from a fresh process (memory_step.py): the peak of plain PyTorch at --batch is the limit; the planner foresees the
-largest batch that fits in it at no more than the case's time; a step at that batch is measured. Should it take more
-than the limit, the batch is lowered by a part in 32 and measured again. Bytes are live at malloc (malloc_live.c, built
-with cc) at most over a step, less the interpreter and its libraries before the network is made; on CUDA they are
-max_memory_allocated. Time ratios: medians of interleaved steps of --time-batch images, ours run as planned for the
-large batch. bf16 is held against plain PyTorch in bf16.
+from a fresh process (memory_step.py): the peak of plain PyTorch at --batch is the limit and the budget; the planner
+foresees the largest batch that fits in it at no more than the case's time; a step at that batch is measured. Should it
+take more than the limit, batch and budget are lowered by as much and measured again. Bytes are live at malloc
+(malloc_live.c, built with cc) at most over a step, less the interpreter and its libraries before the network is made;
+on CUDA they are max_memory_allocated. Time ratios are of seconds per image: our step at its large batch
+over that of plain PyTorch
+at --batch, in pairs that follow one another in one process (median, least and most of the pairs). bf16 is held against
+plain PyTorch in bf16. A case that cannot be measured is null, with the reason in `failed`; the others go on.
 
 Peers: torch.utils.checkpoint around every block (stages of VGG-16), and torch.compile's activation_memory_budget at
-BUDGET; their batch follows from the peaks at --batch and at half of it, as a straight line.
+BUDGET; their batch follows from the peaks at --batch and at half of it, as a straight line, and is measured like ours.
+The compiler's backend is an eager one, so that peer's time is that of eager kernels, and not of compiled ones.
 """
 
 import argparse
+import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from common import finish
+from common import finish, spread
 
 HERE = Path(__file__).parent
-MARGIN = 16 * 2**20  # bytes that libraries take at the first large step, in plain PyTorch too
+TRIES = 4  # batches measured for a case
 BUDGET = 0.5
 PEERS = ("checkpoint", "budget")
 
@@ -57,6 +61,10 @@ CASES = (
 )
 
 
+class UnansweredError(Exception):
+    """Why there is no figure."""
+
+
 class Asker:
     """Starts a process for each question."""
 
@@ -65,13 +73,20 @@ class Asker:
         self.limits: dict[tuple[str, bool], float] = {}
 
     def ask(self, **question: object) -> dict:
-        """The answer to one."""
+        """The answer to one. Raises UnansweredError."""
         question.setdefault("side", self.arguments.side)
         environment = os.environ | ({"LD_PRELOAD": str(self.counter)} if not torch.cuda.is_available() else {})
         command = [sys.executable, str(HERE / "memory_step.py"), json.dumps(question)]
-        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
-        print(question, done.stdout.splitlines()[-1], flush=True)
-        return json.loads(done.stdout.splitlines()[-1])
+        begin = time.perf_counter()
+        try:
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=600)
+        except subprocess.TimeoutExpired as error:
+            raise UnansweredError(f"{question['ask']}: no answer in {error.timeout:.0f} s") from error
+        if done.returncode or not done.stdout:
+            raise UnansweredError(f"{question['ask']}: its process ended with status {done.returncode}")
+        answer = done.stdout.splitlines()[-1]
+        print(f"{time.perf_counter() - begin:.0f} s", question, answer, flush=True)
+        return json.loads(answer)
 
     def limit(self, network: str, half: bool) -> float:
         """The peak of plain PyTorch."""
@@ -81,29 +96,39 @@ class Asker:
             self.limits[key] = told["peak"]
         return self.limits[key]
 
-    def seconds(self, **question: object) -> float:
-        """Times plain PyTorch's, median of pairs."""
-        told = self.ask(ask="time", batch=self.arguments.time_batch, pairs=self.arguments.pairs, **question)
-        pairs = zip(told["seconds"]["other"], told["seconds"]["plain"], strict=True)
-        return statistics.median(mine / its for mine, its in pairs)
+    def pairs(self, limit: float, **question: object) -> dict:
+        """A way at its batch, lowered until it is within the limit, beside plain PyTorch. Raises UnansweredError."""
+        start = self.arguments.batch
+        batch = int(question.pop("batch"))
+        for _ in range(TRIES):
+            about = {**question, "batch": batch, "plain": start, "limit": limit, "pairs": self.arguments.pairs}
+            told = self.ask(ask="pairs", **about) | {"batch": batch}
+            if "seconds_per_image" in told:
+                seconds = told["seconds_per_image"]
+                ratios = [a / b for a, b in zip(seconds["other"], seconds["plain"], strict=True)]
+                return told | {"ratios": {k: round(v, 4) for k, v in spread(ratios).items()}}
+            batch = min(batch - 1, int(batch * limit / told["peak"]))
+            settings = question.get("settings")
+            if isinstance(settings, dict):  # or a smaller batch would fill the same budget
+                question["settings"] = settings | {"budget": str(int(int(settings["budget"]) * limit / told["peak"]))}
+            if batch < start:
+                break
+        raise UnansweredError(f"no batch was found within {limit:.0f} bytes: {told['batch']} took {told['peak']}")
 
     def case(self, case: Case) -> dict[str, object]:
         """Ours."""
-        about = {"network": case.network, "half": case.half, "settings": case.settings}
-        limit = self.limit(case.network, case.half)
-        start = self.arguments.batch
-        planned = self.ask(ask="plan", batch=start, limit=limit - MARGIN, time=case.time, **about)
-        batch, over = planned["batch"], True
-        while over:
-            settings = case.settings | {"budget": str(int(limit - MARGIN))}
-            told = self.ask(ask="peak", way="saved", batch=batch, **(about | {"settings": settings}))
-            over = told["peak"] > limit and batch > start
-            batch -= (batch // 32 + 1) if over else 0
-        time_ratio = self.seconds(way="saved", planned=batch, **(about | {"settings": settings}))
+        about = {"network": case.network, "half": case.half, "way": "saved"}
+        limit, start = self.limit(case.network, case.half), self.arguments.batch
+        planned = self.ask(ask="plan", batch=start, limit=limit, time=case.time, settings=case.settings, **about)
+        if not planned["fits"]:
+            raise UnansweredError(f"no plan for a batch of {start} is foreseen within {limit:.0f} bytes at that time")
+        settings = case.settings | {"budget": str(int(limit))}
+        told = self.pairs(limit, batch=planned["batch"], settings=settings, **about)
         return {
-            f"{case.name}_batch_ratio": round(batch / start, 3),
+            f"{case.name}_batch_ratio": round(told["batch"] / start, 3),
             f"{case.name}_batch_bound": case.batch_bound,
-            f"{case.name}_time_ratio": round(time_ratio, 4),
+            f"{case.name}_time_ratio": told["ratios"]["median"],
+            f"{case.name}_time_ratios": told["ratios"],
             f"{case.name}_time_bound": case.time_bound,
             f"{case.name}_predicted_over_measured_peak": round(told["foreseen"] / told["peak"], 4),
             f"{case.name}_time_foreseen": round(1 + told["time_foreseen"], 4),
@@ -114,12 +139,16 @@ class Asker:
     def peer(self, network: str, way: str) -> dict[str, object]:
         """The same limit, of what torch has."""
         about, full = {"network": network, "way": way, "budget": BUDGET}, self.arguments.batch
+        limit = self.limit(network, False)
         peaks = [self.ask(ask="peak", batch=batch, **about)["peak"] for batch in (full // 2, full)]
         an_image = (peaks[1] - peaks[0]) / (full - full // 2)
-        batch = full + (self.limit(network, False) - peaks[1]) / an_image
+        batch = max(full, int(full + (limit - peaks[1]) / an_image))
+        told = self.pairs(limit, batch=batch, **about)
         return {
-            f"peer_{way}_{network}_batch_ratio": round(batch / full, 3),
-            f"peer_{way}_{network}_time_ratio": round(self.seconds(**about), 4),
+            f"peer_{way}_{network}_batch_ratio": round(told["batch"] / full, 3),
+            f"peer_{way}_{network}_time_ratio": told["ratios"]["median"],
+            f"peer_{way}_{network}_time_ratios": told["ratios"],
+            f"peer_{way}_{network}_peak_bytes": [limit, told["peak"]],
         }
 
 
@@ -135,23 +164,30 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=256 if torch.cuda.is_available() else 16, help="of plain PyTorch")
     parser.add_argument("--side", type=int, default=224, help="pixels")
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--time-batch", type=int, default=64 if torch.cuda.is_available() else 8)
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="(default: all)")
     parser.add_argument("--no-peers", action="store_true")
     arguments = parser.parse_args()
+    chosen = [case for case in CASES if case.name in (arguments.cases or [case.name])]
+    networks = () if arguments.no_peers else dict.fromkeys(case.network for case in chosen)
     figures: dict[str, object] = {}
-    chosen = [case for case in CASES if case.name in (arguments.cases or case.name)]
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         asker = Asker(arguments, counter(Path(folder)))
-        for case in chosen:
-            figures |= asker.case(case)
-        for network in () if arguments.no_peers else dict.fromkeys(case.network for case in chosen):
-            for way in PEERS:
-                figures |= asker.peer(network, way)
+        questions = {case.name: functools.partial(asker.case, case) for case in chosen}
+        for network in networks:
+            questions |= {f"peer_{way}_{network}": functools.partial(asker.peer, network, way) for way in PEERS}
+        for name, question in questions.items():
+            try:
+                found = question()
+            except UnansweredError as error:
+                failed[name] = str(error)
+                found = {f"{name}_batch_ratio": None, f"{name}_time_ratio": None}
+            figures |= found
+            print(json.dumps(found), flush=True)
     ratios = [value for key, value in figures.items() if key.endswith("predicted_over_measured_peak")]
-    figures["predicted_over_measured_peak"] = [min(ratios), max(ratios)]
-    finish("memory", {**vars(arguments), "margin": MARGIN, "budget": BUDGET}, figures)
-    return 0
+    figures |= {"predicted_over_measured_peak": [min(ratios), max(ratios)] if ratios else None, "failed": failed}
+    finish("memory", {**vars(arguments), "budget": BUDGET}, figures)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     LD_PRELOAD=malloc_live.so python benchmarks/memory_step.py '{"ask": "peak", "network": "vgg16", "batch": 16}'
 
 ask: "peak" (bytes at most over a step, beside the interpreter and its libraries), "plan" (the largest batch that is
-foreseen within `limit` bytes at `time` more), "time" (seconds of interleaved steps, plain and not).
+foreseen within `limit` bytes at `time` more), "pairs" (the peak and, if it is within `limit`, seconds of steps that
+take turns with those of plain PyTorch at its own batch `plain`).
 way: "plain", "saved" (with `settings`), "checkpoint", "budget" (torch's activation_memory_budget).
 """
 
@@ -12,7 +13,6 @@ import gc
 import json
 import sys
 import time
-from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kasoku import models
-from kasoku.core import InputError, Job
+from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory
-from kasoku.memory.saved import Planner
+from kasoku.memory.network import look
+from kasoku.memory.saved import SURE, Planner
 from kasoku.optim import sgd
 
 CLASSES = 1000
 VGG_STAGES = (5, 10, 17, 24, 31)  # where a stage of VGG-16 ends, with its pool
+BACKEND = "aot_eager_decomp_partition"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -69,7 +71,7 @@ def made(asked: dict, way: str) -> Job:
         rerun(model)
     if way == "budget":
         torch._functorch.config.activation_memory_budget = asked["budget"]
-        job.model.forward = torch.compile(model.forward, backend="aot_eager_decomp_partition")
+        job.model.forward = torch.compile(model.forward, backend=BACKEND)
     return job
 
 
@@ -103,9 +105,11 @@ def step(job: Job, x: Tensor, y: Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def load_libraries() -> None:
-    """What torch imports at a first step is not the network's."""
+def load_libraries(way: str) -> None:
+    """What torch imports at a first step, and the compiler where it is asked for, is not the network's."""
     job = Job(nn.Linear(2, 2).to(DEVICE), lambda m: sgd(m, 0.1))
+    if way == "budget":
+        job.model.forward = torch.compile(job.model.forward, backend=BACKEND)
     step(job, torch.ones(1, 2, device=DEVICE), torch.zeros(1, dtype=torch.long, device=DEVICE))
 
 
@@ -116,10 +120,16 @@ def planner_of(job: Job) -> Planner:
 
 def peak(asked: dict) -> dict[str, object]:
     """Of a step after a small one, so that the optimizer's state is there."""
-    load_libraries()
+    load_libraries(asked.get("way", "plain"))
     counted = Bytes()
     base = counted.live()
     job = made(asked, asked.get("way", "plain"))
+    told, *_ = peak_of(job, asked, counted, base)
+    return told
+
+
+def peak_of(job: Job, asked: dict, counted: Bytes, base: int) -> tuple[dict[str, object], Tensor, Tensor]:
+    """The answer, and the images."""
     if asked.get("way") != "budget":
         step(job, *images(2, asked["side"]))
     x, y = images(asked["batch"], asked["side"])
@@ -132,7 +142,7 @@ def peak(asked: dict) -> dict[str, object]:
         planner = planner_of(job)
         told |= {"foreseen": planner.chosen.peak, "time_foreseen": planner.network.longer(planner.chosen)}
         told |= per_image(planner)
-    return told
+    return told, x, y
 
 
 def per_image(planner: Planner) -> dict[str, object]:
@@ -143,44 +153,46 @@ def per_image(planner: Planner) -> dict[str, object]:
 
 
 def plan(asked: dict) -> dict[str, object]:
-    """The largest batch that is foreseen to fit."""
+    """The largest batch that is foreseen to fit; that of plain PyTorch is the least."""
     job = made(asked, "saved")
     job.model.train()
     planner = planner_of(job)
-    planner.settings = replace(planner.settings, factor=0.0, budget=str(int(asked["limit"])))
+    how = {"lossless": planner.settings.lossless, "freed": True, "straight": planner.straight}
 
     def fits(batch: int) -> bool:
-        try:
-            planner.plan(torch.zeros(batch, 3, asked["side"], asked["side"], device=DEVICE))
-        except InputError:
-            return False
-        return planner.network.longer(planner.chosen) <= asked["time"]
+        x = torch.zeros(batch, 3, asked["side"], asked["side"], device=DEVICE)
+        network = look(job, planner.items, x.contiguous(memory_format=torch.channels_last), **how)
+        found = network.within(asked["limit"] * SURE)
+        return found is not None and network.longer(found) <= asked["time"]
 
     low, high = asked["batch"], 8 * asked["batch"]
+    if not fits(low):
+        return {"batch": low, "fits": False}
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return {"batch": low, "fits": fits(low)}
+    return {"batch": low, "fits": True}
 
 
-def timed(asked: dict) -> dict[str, object]:
-    """Interleaved steps of a small batch; `saved` runs as planned for the large one."""
-    jobs = {"plain": made(asked, "plain"), "other": made(asked, asked["way"])}
-    if asked["way"] == "saved":
-        planner = planner_of(jobs["other"])
-        planner.plan(torch.zeros(asked["planned"], 3, asked["side"], asked["side"], device=DEVICE))
-        x = images(asked["batch"], asked["side"])[0]
-        planner.key = (asked["planned"], *planner.key_of(x)[1:])
-    x, y = images(asked["batch"], asked["side"])
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for number in range(1 + asked["pairs"]):
-        for name in [*jobs][:: 1 if number % 2 else -1]:
-            took = step(jobs[name], x, y)
-            if number:
-                seconds[name].append(took)
-    return {"seconds": seconds}
+def pairs(asked: dict) -> dict[str, object]:
+    """The peak of a way, then steps in turn with plain PyTorch, each at its batch."""
+    load_libraries(asked["way"])
+    counted = Bytes()
+    base = counted.live()
+    other = made(asked, asked["way"])
+    told, *theirs = peak_of(other, asked, counted, base)
+    if told["peak"] > asked["limit"]:
+        return told
+    plain = made(asked, "plain")
+    turns = {"plain": (plain, *images(asked["plain"], asked["side"])), "other": (other, *theirs)}
+    step(*turns["plain"])
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for number in range(asked["pairs"]):
+        for name in [*turns][:: 1 if number % 2 else -1]:
+            seconds[name].append(step(*turns[name]) / len(turns[name][1]))
+    return told | {"seconds_per_image": seconds}
 
 
 if __name__ == "__main__":
     QUESTION = json.loads(sys.argv[1])
-    print(json.dumps({"peak": peak, "plan": plan, "time": timed}[QUESTION["ask"]](QUESTION)))
+    print(json.dumps({"peak": peak, "plan": plan, "pairs": pairs}[QUESTION["ask"]](QUESTION)))

@@ -13,7 +13,10 @@ from memory.nets import assert_equal, assert_near, images, one_step
 from memory.test_saved import smallest_budget
 
 CHANNELS, SMALLEST = (4, 6, 8), 4
-KINDS = ("conv", "conv", "wide", "strided", "norm", "relu", "pool", "overlapping pool", "gelu", "block", "frozen")
+KINDS = (
+    *("conv", "conv", "wide", "strided", "norm", "relu", "pool", "overlapping pool", "gelu", "block", "frozen"),
+    *("silu", "silu in place", "elu in place", "leaky in place"),
+)
 
 
 def layers(kind: str, channels: int, out: int) -> tuple[list[nn.Module], int]:
@@ -23,12 +26,15 @@ def layers(kind: str, channels: int, out: int) -> tuple[list[nn.Module], int]:
         return [conv, nn.ReLU(inplace=out == 4)], out
     if kind == "wide":
         return [nn.Conv2d(channels, 4 * out, 1, bias=False), nn.BatchNorm2d(4 * out), nn.ReLU()], 4 * out
+    if kind.endswith("in place"):
+        kinds = {"silu": nn.SiLU(inplace=True), "elu": nn.ELU(inplace=True), "leaky": nn.LeakyReLU(0.1, inplace=True)}
+        return [conv, kinds[kind.split()[0]]], out
     if kind == "frozen":
         return [conv.requires_grad_(False)], out
     if kind == "block":
         return [conv, BasicBlock(out, out, 1, None)], out
     pools = {"pool": nn.MaxPool2d(2), "overlapping pool": nn.MaxPool2d(3, 2, 1)}
-    made = {"norm": nn.BatchNorm2d(channels), "relu": nn.ReLU(), "gelu": nn.GELU(), **pools}
+    made = {"norm": nn.BatchNorm2d(channels), "relu": nn.ReLU(), "gelu": nn.GELU(), "silu": nn.SiLU(), **pools}
     return [made[kind]], channels
 
 

@@ -42,6 +42,14 @@ def share(model):
     model[4].weight = model[2].weight
 
 
+def in_place(model):
+    model[1], model[3], model[7] = nn.SiLU(inplace=True), nn.Hardswish(inplace=True), nn.ELU(inplace=True)
+
+
+def large_windows(model):
+    model[4] = nn.MaxPool2d(17, 2, 8)
+
+
 NETWORKS = {
     "chain": (plain_chain, 16),
     "vgg": (lambda: VGG(11, 4, 3, head="cifar"), 32),
@@ -54,6 +62,8 @@ NETWORKS = {
     "mean statistics": (lambda: unusual(mean_statistics), 16),
     "dropout": (lambda: unusual(drop), 16),
     "shared weights": (lambda: unusual(share), 16),
+    "activations in place": (lambda: unusual(in_place), 16),
+    "windows of 289 places": (lambda: unusual(large_windows), 16),
     "maps of one pixel": (lambda: ResNet(BasicBlock, (2, 1, 1, 1), 4, 3, "cifar", False), 8),
 }
 

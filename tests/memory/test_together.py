@@ -72,6 +72,32 @@ def test_a_second_backward_without_accumulate_is_refused(model):
         job.model(x)
 
 
+def test_what_is_changed_between_backward_and_step_is_told(model):
+    job = Job(model, lambda m: sgd(m, 0.05)).apply(SavedMemory(factor=1, show=False))
+    x, y = images()
+    job.loss(job.model(x), y).backward()
+    model[0].weight.grad = model[0].weight.grad * 0.5
+    with pytest.raises(InputError, match=r"a gradient was replaced between backward and optimizer.step\(\)"):
+        job.optimizer.step()
+    model[0].weight.grad = None
+    job.optimizer.param_groups[0]["lr"] = 0.01
+    with pytest.raises(InputError, match="a rate, or another setting of the optimizer, was changed between"):
+        job.optimizer.step()
+    job.optimizer.param_groups[0]["lr"] = 0.05
+    job.optimizer.step()
+
+
+def test_a_rule_with_a_step_of_its_own_is_told_only_where_shown(model, capsys):
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    for show in (True, False):
+        job = Job(copy.deepcopy(model), lambda m: Own(m.parameters(), 0.05))
+        job.apply(SavedMemory(factor=1, show=show)).model(images()[0])
+        assert ("Own has a step of its own" in capsys.readouterr().out) == show
+
+
 def test_a_second_backward_through_the_same_forward_is_refused(model):
     job = Job(model, lambda m: sgd(m, 0.05)).apply(SavedMemory(factor=1, in_backward=False, show=False))
     x, y = images()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +21,28 @@ from kasoku.memory.instep import InStep
 _LARGE = 2**20  # bytes of weights from which on it is worth it
 
 
+class Pass:
+    """A forward whose backward may come; `shared`: there was another one then, so neither alone has the gradient."""
+
+    shared = False
+
+
 class Straight(Bound):
     """What hangs on a linear layer whose weight moves in its own backward.
 
     Attributes:
         once: the look saw it called once in a forward.
         calls: since the last look began.
+        waiting: forwards whose backward has not come; one that is dropped leaves by itself.
+        room: zeros that the first step takes as its momentum, and their version.
+        closed: the job is: what is still on its way goes as in plain PyTorch.
     """
 
     def __init__(self, layer: nn.Linear, in_step: InStep) -> None:
         self.layer, self.in_step = layer, in_step
-        self.once, self.calls = False, 0
+        self.once, self.calls, self.closed = False, 0, False
+        self.waiting: WeakSet[Pass] = WeakSet()
+        self.room: tuple[Tensor, int] | None = None
 
     def look(self) -> None:
         """A look begins: it runs as torch's own, and is counted."""
@@ -51,15 +63,45 @@ class Straight(Bound):
             and self.layer.weight.requires_grad
             and self.layer.training
             and torch.is_grad_enabled()
-            and _group(job, self.layer.weight) is not None
+            and not self.watched
         )
+
+    @property
+    def watched(self) -> bool:
+        """Somebody else waits for the weight's gradient, or the rule makes more of it."""
+        job, weight = self.in_step.job, self.layer.weight
+        whole: Any = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
+        hooks = (*(weight._backward_hooks or {}).values(), *whole.values())
+        return any(getattr(f, "__self__", None) is not job for f in hooks) or _group(job, weight) is None
 
     def ready(self) -> None:
         """Takes the room for the momentum: zeros, which the first step would leave as it is."""
         state = self.in_step.job.optimizer.state
         weight = self.layer.weight
         if "momentum_buffer" not in state[weight]:
-            state[weight]["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+            zeros = torch.zeros_like(weight, memory_format=torch.preserve_format)
+            state[weight]["momentum_buffer"], self.room = zeros, (zeros, zeros._version)
+
+    def begin(self) -> Pass:
+        """A forward begins."""
+        mine = Pass()
+        self.waiting.add(mine)
+        if len(self.waiting) > 1:
+            for one in self.waiting:
+                one.shared = True
+        return mine
+
+    def close(self) -> None:
+        """The room goes where no step has been: torch wants the momentum of all weights or of none."""
+        self.closed = True
+        job, weight = self.in_step.job, self.layer.weight
+        held = job.state_of(weight)
+        if self.room is not None and held.get("momentum_buffer") is self.room[0]:
+            zeros, version = self.room
+            if zeros._version == version:
+                del held["momentum_buffer"]
+            if not held:
+                del job.optimizer.state[weight]
 
     @torch.no_grad()
     def update(self, dy_NK: Tensor, x_NC: Tensor) -> None:
@@ -68,11 +110,6 @@ class Straight(Bound):
         group = _group(job, weight)
         if group is None:
             return
-        if weight in self.in_step.taken:
-            raise InputError(
-                "SavedMemory: a second backward through a Linear whose weight has moved in the first one: say "
-                "in_backward = false"
-            )
         self.ready()
         momentum = job.optimizer.state[weight]["momentum_buffer"].mul_(group["momentum"])
         if group["weight_decay"]:
@@ -90,6 +127,7 @@ def install(job: Job, in_step: InStep) -> list[Straight]:
         straight = Straight(layer, in_step)
         job.patch(layer, "saved_memory", straight)
         job.patch(layer, "forward", MethodType(_forward, layer))
+        job.undo(straight.close)
         found.append(straight)
     return found
 
@@ -103,7 +141,7 @@ def _linear(model: nn.Module) -> Iterator[nn.Linear]:
     for module in model.modules():
         if not isinstance(module, nn.Linear) or type(module) is not nn.Linear or "forward" in vars(module):
             continue
-        if module.weight.nbytes >= _LARGE and owners[module.weight] == 1:
+        if module.weight.nbytes >= _LARGE and owners.get(module.weight) == 1:  # pruned ones are no parameters
             yield module
 
 
@@ -135,7 +173,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, straight: Straight, half: torch.dtype | None
     ) -> Tensor:
-        ctx.straight, ctx.half, ctx.version = straight, half, weight._version
+        ctx.straight, ctx.half, ctx.version, ctx.own = straight, half, weight._version, straight.begin()
         ctx.save_for_backward(x if half is None else x.to(half))
         return nn.functional.linear(x, weight, bias)
 
@@ -143,7 +181,14 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        layer = ctx.straight.layer
+        straight: Straight = ctx.straight
+        layer = straight.layer
+        straight.waiting.discard(ctx.own)
+        if layer.weight in straight.in_step.taken:
+            raise InputError(
+                "SavedMemory: a second backward through a Linear whose weight has moved in the first one: say "
+                "in_backward = false"
+            )
         if layer.weight._version != ctx.version:
             raise InputError("SavedMemory: the weight of a Linear was written over between forward and backward")
         weight = layer.weight if ctx.half is None else layer.weight.to(ctx.half)
@@ -154,10 +199,10 @@ class _Linear(torch.autograd.Function):
         if layer.bias is not None and layer.bias.requires_grad:
             db = flat.sum(0).to(layer.bias.dtype)
         x_NC, dw = x.reshape(-1, x.shape[-1]), None
-        if _asked(ctx.next_functions[1][0]):
+        if _asked(ctx.next_functions[1][0]) or ctx.own.shared or straight.closed or straight.watched:
             dw = (flat.t() @ x_NC).to(layer.weight.dtype)
         elif _reached(ctx.next_functions[1][0]):
-            ctx.straight.update(flat, x_NC)
+            straight.update(flat, x_NC)
         return dx, dw, db, None, None
 
 

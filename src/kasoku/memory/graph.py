@@ -5,28 +5,17 @@ A `Graph` has one input (value 0) and one output, the last value; node i makes v
 
 from __future__ import annotations
 
-import operator
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+
+from kasoku.memory.pool import PLACES, pair
 
 # Layers without weights and without randomness, differentiated by torch from their input alone.
 OTHER = (nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Hardswish, nn.Tanh, nn.Sigmoid, nn.AvgPool2d)
-_FUNCTIONS: dict[Any, str] = {
-    operator.add: "add",
-    operator.iadd: "add",
-    torch.add: "add",
-    torch.relu: "relu",
-    nn.functional.relu: "relu",
-    "relu": "relu",
-    "relu_": "relu",
-    "add": "add",
-    "add_": "add",
-}
 
 
 @dataclass(frozen=True)
@@ -133,108 +122,12 @@ def op_of(layer: nn.Module) -> str:
     if kind is nn.ReLU:
         return "relu"
     if kind is nn.MaxPool2d:
-        return "pool" if layer.dilation in (1, (1, 1)) and not layer.return_indices else ""
+        rows, columns = pair(layer.kernel_size)
+        plain = layer.dilation in (1, (1, 1)) and not layer.return_indices
+        return "pool" if plain and rows * columns <= PLACES else ""
     if kind is nn.Identity:
         return "identity"
     return "other" if kind in OTHER else ""
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return bool(op_of(m)) or super().is_leaf_module(m, module_qualified_name)
-
-
-def graph_of(module: nn.Module) -> Graph | None:
-    """The graph of a layer, or of a block of layers and sums; None where something in it is unknown to us."""
-    op = op_of(module)
-    if op:
-        return Graph(()) if op == "identity" else Graph((Node(op, (0,), module),))
-    if not list(module.children()) or isinstance(module, nn.Sequential | nn.ModuleList):
-        return None
-    found = [_traced(module, training=training) for training in (True, False)]
-    return found[0] if found[0] == found[1] else None
-
-
-def _traced(module: nn.Module, *, training: bool) -> Graph | None:
-    """The graph in a mode; None too where the forward throws dice or writes down what it did: one trace tells not all.
-
-    What it wrote is put back.
-    """
-    before = [(m, dict(vars(m)), _insides(m)) for m in module.modules()]
-    versions = [(t, t._version, t.detach().clone()) for t in module.buffers()]
-    dice = (torch.get_rng_state(), random.getstate())
-    try:
-        for m, _, _ in before:
-            m.training = training
-        steps = list(_Tracer().trace(module).nodes)
-        still = [(m, {**vars(m), "training": old["training"]}, _insides(m)) for m, old, _ in before]
-        same = all(_same(a, b) for (_, a, _), (_, b, _) in zip(before, still, strict=True))
-        same &= [inner for _, _, inner in before] == [inner for _, _, inner in still]
-        same &= all(t._version == version for t, version, _ in versions)
-        same &= torch.equal(dice[0], torch.get_rng_state()) and dice[1] == random.getstate()
-        return _from_fx(module, steps) if same else None
-    except Exception:  # whatever a user's forward does with what is not a tensor
-        return None
-    finally:
-        for m, old, _ in before:
-            vars(m).clear()
-            vars(m).update(old)
-        for t, version, values in versions:
-            if t._version != version:
-                t.copy_(values)
-        torch.set_rng_state(dice[0])
-        random.setstate(dice[1])
-
-
-def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
-
-
-def _insides(module: nn.Module) -> list[list[int]]:
-    """What lies in the module's lists and dictionaries."""
-    found = [
-        list(v.values() if isinstance(v, dict) else v) for v in vars(module).values() if isinstance(v, dict | list)
-    ]
-    return [[id(one) for one in inner] for inner in found]
-
-
-def _from_fx(module: nn.Module, steps: Sequence[fx.Node]) -> Graph | None:
-    place: dict[fx.Node, int] = {}
-    nodes: list[Node] = []
-    seen: set[nn.Module] = set()
-    for step in steps:
-        if step.op == "placeholder":
-            if place:
-                return None
-            place[step] = 0
-            continue
-        if step.op == "output":
-            result = step.args[0]
-            whole = isinstance(result, fx.Node) and place[result] == len(nodes) and bool(nodes)
-            return Graph(tuple(nodes)) if whole else None
-        layer = module.get_submodule(str(step.target)) if step.op == "call_module" else None
-        op = op_of(layer) if layer is not None else _FUNCTIONS.get(step.target, "")
-        if not op or not all(isinstance(a, fx.Node) for a in step.args) or not set(step.kwargs) <= {"inplace"}:
-            return None
-        inputs = tuple(place[a] for a in step.args if isinstance(a, fx.Node))
-        if len(inputs) != (2 if op == "add" else 1) or (layer in seen and tuple(layer.parameters())):
-            return None
-        if op == "identity":
-            place[step] = inputs[0]
-            continue
-        if layer is not None:
-            seen.add(layer)
-        nodes.append(Node(op, inputs, layer))
-        place[step] = len(nodes)
-        if _writes_over(step, layer):
-            place.update({other: len(nodes) for other, value in place.items() if value == inputs[0]})
-    return None
-
-
-def _writes_over(step: fx.Node, layer: Any) -> bool:
-    """Its result takes the place of its first input."""
-    names = ("relu_", "add_", operator.iadd)
-    return bool(step.target in names or step.kwargs.get("inplace") or getattr(layer, "inplace", False))
 
 
 def tensors(nodes: Sequence[Node]) -> list[Tensor]:

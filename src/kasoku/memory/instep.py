@@ -6,21 +6,30 @@ in the parameter's shape: a norm of it is NaN, and writing to it (clipping by ha
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from kasoku.core import InputError, Job
 
 
 class InStep:
-    """At work on one job; only where nothing needs all gradients at once and no rank shares them."""
+    """At work on one job; only where nothing needs all gradients at once and no rank shares them.
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.taken: set[Tensor] = set()
-        self.apart: bool | None = None  # the rule can update a part of the model
+    Attributes:
+        taken: what has moved, and the stand-in of each gradient.
+        rates: the settings it moved by.
+        apart: the rule can update a part of the model; None: not asked yet.
+    """
+
+    def __init__(self, job: Job, *, show: bool = True) -> None:
+        self.job, self.show = job, show
+        self.taken: dict[Tensor, Tensor] = {}
+        self.rates: list[dict[str, Any]] = []
+        self.apart: bool | None = None
         job.gradient_ready(self.arrive)
         job.before_step(self.step)
-        job.undo(self.step)
+        job.undo(self.let_go)
 
     @property
     def active(self) -> bool:
@@ -31,7 +40,7 @@ class InStep:
             rule = type(self.job.optimizer)
             whose: str = rule.step.__module__
             self.apart = whose.startswith(("torch.optim.", "kasoku.optim."))
-            if not self.apart:
+            if not self.apart and self.show:
                 print(f"kasoku: SavedMemory: {rule.__name__} has a step of its own, so gradients stay until it is made")
         return self.apart
 
@@ -43,8 +52,9 @@ class InStep:
 
     def take(self, p: Tensor) -> None:
         """The parameter has moved; its gradient is gone."""
-        p.grad = p.new_full((), float("nan")).expand(p.shape)
-        self.taken.add(p)
+        if not self.taken:
+            self.rates = _rates(self.job)
+        p.grad = self.taken[p] = p.new_full((), float("nan")).expand(p.shape)
 
     def enter(self) -> None:
         """A forward begins. Raises InputError where the step for the backward before it has not come."""
@@ -55,7 +65,27 @@ class InStep:
             )
 
     def step(self) -> None:
-        """The optimizer's own step passes over what has moved."""
-        for p in self.taken:
-            p.grad = None
+        """The optimizer's own step passes over what has moved. Raises InputError where it would move it otherwise."""
+        changed = ""
+        if any(p.grad is not None and p.grad is not stand_in for p, stand_in in self.taken.items()):
+            changed = "a gradient was replaced"
+        elif self.taken and self.rates != _rates(self.job):
+            changed = "a rate, or another setting of the optimizer, was changed"
+        if changed:
+            raise InputError(
+                f"SavedMemory: {changed} between backward and optimizer.step(), after parameters had moved in "
+                "backward: do it before the forward, or set in_backward = false"
+            )
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Nothing stands for a gradient any more."""
+        for p, stand_in in self.taken.items():
+            if p.grad is stand_in:
+                p.grad = None
         self.taken.clear()
+
+
+def _rates(job: Job) -> list[dict[str, Any]]:
+    """The optimizer's settings, as plain values."""
+    return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in job.hyper()]

@@ -18,11 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
 from kasoku.memory.bound import Bound
-from kasoku.memory.graph import Graph, Shape, graph_of
+from kasoku.memory.graph import Graph, Shape
 from kasoku.memory.segment import Segment
+from kasoku.memory.trace import deciding, graph_of, settings_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OURS = "kasoku.parallel."  # hooks that read neither inputs nor outputs, and may be called twice
@@ -32,6 +35,8 @@ class Item(Bound):
     """What hangs on a layer or block whose forward we stand in for.
 
     Attributes:
+        known: its graph is what its forward does now; else it stays as plain PyTorch has it.
+        traces: times that what its forward does has changed.
         segment: it begins this one, in training.
         before: it lies within the segment that this item begins.
         place: its place there, from 0.
@@ -43,7 +48,8 @@ class Item(Bound):
 
     def __init__(self, name: str, model: nn.Module, module: nn.Module, graph: Graph) -> None:
         self.name, self.model, self.module, self.graph = name, model, module, graph
-        self.inside = tuple(module.modules())
+        self.inside, self.deciding = tuple(module.modules()), deciding(module)
+        self.settings, self.known, self.traces = settings_of(self.deciding), True, 0
         self.segment: Segment | None = None
         self.before: Item | None = None
         self.log: Log | None = None
@@ -56,6 +62,20 @@ class Item(Bound):
         """Nothing is planned for it."""
         self.segment, self.before, self.made, self.whole = None, None, None, None
         self.place, self.length, self.passed = 0, 1, 0
+
+    def trace_again(self) -> None:
+        """Finds out what its forward does now, where settings that it may decide by have changed."""
+        settings = settings_of(self.deciding)
+        if settings == self.settings:
+            return
+        self.inside, self.deciding = tuple(self.module.modules()), deciding(self.module)
+        self.settings = settings_of(self.deciding)
+        touched = any(_is_touched(m) for m in self.inside if m is not self.module)
+        graph = None if touched else graph_of(self.module)
+        known = graph is not None and bool(graph.nodes)
+        if known != self.known or (graph is not None and known and graph != self.graph):
+            self.traces += 1
+        self.known, self.graph = known, graph if graph is not None and known else self.graph
 
     @property
     def hooked(self) -> bool:
@@ -105,33 +125,57 @@ class Log:
 
     Attributes:
         calls: in order.
-        inside: bytes kept by calls of each item.
-        outside: bytes kept elsewhere.
+        inside: bytes kept by calls of each item, None: elsewhere.
+        copies: the same of what is computed of weights alone, such as autocast's copies: it grows with no batch.
+        seen: where what is counted lies, or need not be.
+        weights: where weights, buffers and what is computed of them alone lie.
     """
 
     calls: list[Call] = field(default_factory=list)
-    inside: dict[Item, int] = field(default_factory=dict)
-    outside: int = 0
+    inside: dict[Item | None, int] = field(default_factory=dict)
+    copies: dict[Item | None, int] = field(default_factory=dict)
     now: Item | None = None
     seen: set[int] = field(default_factory=set)
+    weights: set[int] = field(default_factory=set)
     held: list[Tensor] = field(default_factory=list)
 
     def keep(self, x: Tensor) -> Tensor:
         """Autograd keeps x."""
-        key = x.untyped_storage().data_ptr()
+        key = _place(x)
         if key not in self.seen:
             self.seen.add(key)
             self.held.append(x.detach())  # or its address would be used again
-            if self.now is not None:
-                self.inside[self.now] = self.inside.get(self.now, 0) + x.nbytes
-            else:
-                self.outside += x.nbytes
+            whose = self.copies if key in self.weights else self.inside
+            whose[self.now] = whose.get(self.now, 0) + x.nbytes
         return torch.empty(0)  # nothing runs backward here
 
     def clear(self) -> None:
         """Lets go of the tensors: autograd's graph holds `keep`, so a log that holds outputs would live for ever."""
         self.calls.clear()
         self.held.clear()
+
+
+class _OfWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is computed of weights and buffers alone, unless it is larger than they are (repeated images)."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if given and all(_place(t) in self.log.weights for t in given):
+            most = max(t.numel() for t in given)
+            for t in tree_leaves(made):
+                if isinstance(t, Tensor) and t.numel() <= most:
+                    self.log.weights.add(_place(t))
+                    self.log.held.append(t.detach())
+        return made
+
+
+def _place(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def install(job: Job) -> list[Item]:
@@ -211,11 +255,13 @@ def undisturbed(model: nn.Module, x: Tensor) -> Iterator[None]:
 def watch(model: nn.Module, items: Sequence[Item], x: Tensor) -> tuple[Log, Any]:
     """Runs the model on x: what was called and kept, and the outputs."""
     log = Log()
-    log.seen = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers(), x]}
+    log.weights = {_place(p) for p in [*model.parameters(), *model.buffers()]}
+    log.seen = {*log.weights, _place(x)}
     for item in items:
         item.log = log
     try:
-        with undisturbed(model, x), torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept):
+        hooks = torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept)
+        with undisturbed(model, x), hooks, _OfWeights(log):
             outputs = model.forward(x)
     finally:
         for item in items:
@@ -231,7 +277,7 @@ def chains(log: Log) -> list[tuple[list[Item], Call]]:
     found: list[tuple[list[Item], Call]] = []
     last: Call | None = None
     for call in log.calls:
-        if count[call.item] > 1 or call.item.hooked or not _as_foreseen(call):
+        if count[call.item] > 1 or call.item.hooked or not call.item.known or not _as_foreseen(call):
             last = None
             continue
         if last is None or last.out is not call.x or last.half is not call.half:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +25,16 @@ _LOOK = 2  # images
 
 @dataclass(frozen=True)
 class Unit:
-    """Items that are not cut, the bytes plain PyTorch keeps of them for the batch, multiply-adds and precision."""
+    """Items that are not cut, what plain PyTorch keeps of them, multiply-adds and precision.
+
+    Attributes:
+        plain: bytes kept for the batch.
+        copies: bytes of copies of weights, whatever the batch.
+    """
 
     items: tuple[Item, ...]
     plain: int
+    copies: int
     work: float
     how: How
 
@@ -47,6 +54,7 @@ class Network:
         starts: what enters each unit.
         around: the bytes beside them, with our gradients; `plain_around`: with those of plain PyTorch.
         outputs: tensors that the network gave.
+        state: bytes that the optimizer keeps, or will.
         lossless: every bit stays.
     """
 
@@ -58,7 +66,8 @@ class Network:
         self.ways: list[Choice] = []
         self.starts: list[Shape] = []
         self.outputs: list[Tensor] = []
-        self.around = self.plain_around = Around(0, 0, 0, False, 0)
+        self.state = state_bytes(job)
+        self.around = self.plain_around = Around(0, 0, 0, 0, False, 0)
         for chain, start in chains(log):
             if start.x.ndim == 4 and len(start.x) == len(images):
                 self._add(chain, start, log, given=start.x is images)
@@ -83,18 +92,20 @@ class Network:
             shapes = program.graph.shapes(shape, how.half)
             work = sum(work_of(program, shapes, at) for at in range(len(program.graph.nodes)))
             plain = round(sum(log.inside.get(item, 0) for item in part) * scale)
-            self.units.append(Unit(tuple(part), plain, work, how))
+            copies = sum(log.copies.get(item, 0) for item in part)
+            self.units.append(Unit(tuple(part), plain, copies, work, how))
             shape = shapes[-1]
 
     def plain_bytes(self, batch: float) -> float:
         """The peak of plain PyTorch for another batch, in its backward."""
         around, scale = self.plain_around, batch / self.batch
         kept = around.after * scale
-        most = around.fixed + kept + around.head + sum(unit.plain for unit in self.units) * scale
+        most = around.fixed + kept + around.copies + around.head
+        most += sum(unit.plain * scale + unit.copies for unit in self.units)
         single = {way.first: way.need for way in reversed(self.ways) if way.first == way.last and not way.chunk}
         behind = sum(need.gradients for need in single.values())
         for i, unit in enumerate(self.units):
-            kept += unit.plain * scale
+            kept += unit.plain * scale + unit.copies
             need = single[i]
             behind -= need.gradients if around.stays else behind
             held = need.kept + need.x + (0 if need.out_is_in else need.out)
@@ -102,11 +113,15 @@ class Network:
             most = max(most, around.fixed + around.gradients + kept + moves + behind)
         return most
 
-    def choose(self, budget: float) -> Plan:
-        """The plan of the least work within a budget. Raises InputError that names the smallest possible one."""
-        plan = best(len(self.units), self.ways, self.around, budget)
+    def within(self, budget: float) -> Plan | None:
+        """The plan of the least work within a budget, where there is one."""
+        return best(len(self.units), self.ways, self.around, budget)
+
+    def choose(self, budget: float, *, sure: float = 1.0) -> Plan:
+        """The plan of the least work for a part of a budget. Raises InputError that names the smallest one possible."""
+        plan = self.within(budget * sure)
         if plan is None:
-            least = lowest(len(self.units), self.ways, self.around).peak
+            least = lowest(len(self.units), self.ways, self.around).peak / sure
             raise InputError(
                 f"SavedMemory: {_mib(budget)} for a batch of {self.batch}: at least {_mib(least, up=True)} are needed: "
                 "raise the budget, or lower factor or batch"
@@ -227,26 +242,36 @@ def _around(network: Network, log: Log, x: Tensor, *, freed: bool, straight: Seq
     gone = set(straight)
     behind = [p.nbytes for p in learning if p not in inner and p not in gone]
     tensors: list[Tensor] = [*job.model.parameters(), *job.model.buffers()]
-    fixed = sum(t.nbytes for t in tensors) + x.nbytes + state_bytes(job, learning)
-    after = round(log.outside * network.batch / min(_LOOK, network.batch))
+    fixed = sum(t.nbytes for t in tensors) + x.nbytes + network.state
+    planned = {item for unit in network.units for item in unit.items}
+    seen, copies = (sum(n for item, n in of.items() if item not in planned) for of in (log.inside, log.copies))
+    after = round(seen * network.batch / min(_LOOK, network.batch))
     if job.accumulate > 1:
         fixed += sum(p.nbytes for p in learning)
-        return Around(fixed, after, 0, False, max(behind, default=0))
-    if freed:
-        return Around(fixed, after, 0, False, max(behind, default=0))
-    return Around(fixed, after, sum(behind), True, sum(behind))
+    if job.accumulate > 1 or freed:
+        return Around(fixed, after, copies, 0, False, max(behind, default=0))
+    return Around(fixed, after, copies, sum(behind), True, sum(behind))
 
 
-def state_bytes(job: Job, learning: Sequence[Tensor]) -> int:
-    """What the optimizer's rule keeps for these parameters: as it is, or as it will be after the first step."""
+def state_bytes(job: Job) -> int:
+    """What the optimizer's rule keeps for its parameters: as it is, or as it will be after the first step."""
     found = 0
     for group in job.optimizer.param_groups:
-        copies = 2 if "betas" in group else int(bool(group.get("momentum")))
-        copies += bool(group.get("amsgrad"))
+        copies = _copies(group)
         for p in group["params"]:
             state = [t.nbytes for t in job.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
             found += sum(state) if state else copies * p.nbytes
     return found
+
+
+def _copies(group: dict[str, Any]) -> int:
+    """Tensors in the shape of a parameter that torch's rules and ours keep, by the settings that tell them apart."""
+    if "betas" in group:  # Adam and its kin
+        return 2 + bool(group.get("amsgrad"))
+    if "etas" in group or "rho" in group:  # Rprop, Adadelta
+        return 2
+    average = "alpha" in group or "lr_decay" in group  # RMSprop and ASGD, Adagrad
+    return average + bool(group.get("centered")) + bool(group.get("momentum"))
 
 
 def _tensors(outputs: object) -> list[Tensor]:

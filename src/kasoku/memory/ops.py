@@ -70,8 +70,7 @@ def again(node: Node, inputs: list[Tensor], side: Any, *, how: How, inplace: boo
         return x.add_(inputs[1]) if inplace else x + inputs[1]
     if node.op == "pool":
         return functional.max_pool2d(x, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode)
-    made: Tensor = type(layer).forward(layer, x)  # not what stands in for it
-    return made
+    return _other(layer, x)
 
 
 def conv_gradients(
@@ -139,8 +138,14 @@ def other_gradient(node: Node, dy: Tensor, x: Tensor) -> Tensor:
     """By torch's autograd, of the layer alone."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        out = type(node.layer).forward(node.layer, leaf)
+        out = _other(node.layer, leaf)
     return torch.autograd.grad(out, leaf, dy)[0]
+
+
+def _other(layer: Any, x: Tensor) -> Tensor:
+    """The layer itself, not what stands in for it; one that writes over its input gets a copy, and gives its bits."""
+    made: Tensor = type(layer).forward(layer, x.clone() if getattr(layer, "inplace", False) else x)
+    return made
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -59,6 +59,7 @@ class Around:
     Args:
         fixed: there at all times: weights, state.
         after: kept for backward behind the units (the head).
+        copies: of weights there (autocast's), beside `after`, whatever the batch.
         gradients: of weights behind the units that are still there when the units' backward begins.
         stays: gradients of units stay until the step, too.
         head: the most that the head's own backward takes beside what is kept.
@@ -66,6 +67,7 @@ class Around:
 
     fixed: int
     after: int
+    copies: int
     gradients: int
     stays: bool
     head: int
@@ -190,7 +192,7 @@ def best(count: int, ways: Sequence[Choice], around: Around, budget: float) -> P
 
 def _finished(state: _State, around: Around) -> Plan:
     held = state.kept + around.after
-    return Plan(state.choices, held, max(state.peak, around.fixed + held + around.head), state.work)
+    return Plan(state.choices, held, max(state.peak, around.fixed + held + around.copies + around.head), state.work)
 
 
 def _undominated(states: list[_State]) -> list[_State]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+PLACES = 256  # of a window, that a byte tells apart
+
 
 class Code(NamedTuple):
     """Where in its window each maximum was; `inner` and `inner_stride` are of what was pooled."""

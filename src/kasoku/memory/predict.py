@@ -213,7 +213,9 @@ class _Walk:
         if node.op == "pool":
             return out.nbytes + 2 * count
         own_copy = node.op == "norm" and self.layout.kind == "cpu"  # torch's kernel takes room for another gradient
-        return out.nbytes if own_copy or node.op == "other" else 0
+        if node.op == "other":  # its output; in place: the copy, and what torch keeps of that
+            return out.nbytes * (2 if getattr(node.layer, "inplace", False) else 1)
+        return out.nbytes if own_copy else 0
 
 
 def _release(area: list[int]) -> int:
@@ -239,7 +241,7 @@ def _conv_bytes(node: Node, x: Shape, out: Shape, *, how: How, layout: Layout, b
     elif backward:
         weight *= 2
     if tuple(layer.kernel_size) == (1, 1) and how.half is None:
-        return cast + own // (8 if tuple(layer.stride) == (1, 1) else 1)
+        return cast + (own // 8 if tuple(layer.stride) == (1, 1) else own * (1 + backward))
     if layout.last:
         return cast + weight
     wide = x.nbytes + out.nbytes if backward else max(x.nbytes, out.nbytes)

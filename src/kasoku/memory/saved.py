@@ -16,9 +16,10 @@ from kasoku.memory.bound import Bound
 from kasoku.memory.dense import Straight
 from kasoku.memory.instep import InStep
 from kasoku.memory.look import Item, another_way, half_of, install
-from kasoku.memory.network import Network, look
+from kasoku.memory.network import Network, look, state_bytes
 from kasoku.memory.plan import Plan
 
+SURE = 0.98  # of a budget: the least of what was foreseen over what was measured was 0.983
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -28,14 +29,16 @@ class SavedMemory(Technique):
 
     In the first training forward it looks at the network on two images of the batch, adds up the bytes that backward
     takes, and chooses for every stretch of layers what is kept and what is computed again: the least time under the
-    budget. Max-pools keep 2 bits for each output, ReLU and BatchNorm together one tensor, cheap layers nothing;
-    where that does not suffice the widest layers run in parts of the batch, or whole blocks run twice.
+    budget. Max-pools keep 2 bits for each output (8 unless windows are 2x2), ReLU and BatchNorm together one tensor,
+    cheap layers nothing; where that does not suffice the widest layers run in parts of the batch, or whole blocks run
+    twice.
 
     Args:
         factor: times the batch that fits where plain PyTorch's fitted; 0: 2, unless a budget is given; 1: nothing is
             computed again, whatever that saves.
-        budget: bytes that training may take on the device, such as "8GiB"; the interpreter itself is not in it, nor are
-            the copies of other techniques (EMA's averages).
+        budget: bytes that training may take on the device, such as "8GiB": the plan is made for 98 % of them, since a
+            step may take a little more than is foreseen. The interpreter itself is not in it, nor are the copies of
+            other techniques (EMA's averages).
         lossless: only remedies that leave every bit of every gradient as it is.
         in_backward: update each parameter as its gradient arrives, so that no gradients lie about. Where a technique
             needs all of them (Clip, LossScale), or ranks share them, they are kept as ever.
@@ -43,7 +46,7 @@ class SavedMemory(Technique):
 
     Saves: memory: what backward keeps, to half or less, and the gradients.
     Costs: the time of what is computed again, which the plan tells.
-    Maths: the same gradients; bit for bit if lossless, else sums in another order (1e-6 of the largest, float32).
+    Maths: the same gradients; bit for bit if lossless, else sums in another order.
     Ref: [003]; Chen et al. 2016 (arXiv 1604.06174); Jain et al. 2018 (Gist); Bulo et al. 2018 (arXiv 1712.02616).
     """
 
@@ -98,14 +101,14 @@ class Planner(Bound):
 
     def __init__(self, job: Job, settings: SavedMemory, items: list[Item]) -> None:
         self.job, self.settings, self.items = job, settings, items
-        self.in_step = InStep(job) if settings.in_backward else None
+        self.in_step = InStep(job, show=settings.show) if settings.in_backward else None
         self.straight: list[Straight] = []
         if self.in_step is not None and not settings.lossless:
             self.straight = dense.install(job, self.in_step)
         self.network: Network | None = None
         self.chosen: Plan | None = None
         self.key: Any = None
-        self.busy = False
+        self.busy = self.settled = False
 
     def enter(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         """Before a forward of the model."""
@@ -117,10 +120,13 @@ class Planner(Bound):
             return
         if self.in_step is not None:
             self.in_step.enter()
+        for item in self.items:
+            item.trace_again()
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise InputError("SavedMemory: the model takes one tensor of images, no more")
         key = self.key_of(args[0])
-        if self.key is not None and key[1:] == self.key[1:] and key[0] <= self.key[0]:
+        same = self.key is not None and key[1:] == self.key[1:] and key[0] <= self.key[0]
+        if same and not self.grown():
             return
         self.busy = True
         try:
@@ -143,10 +149,17 @@ class Planner(Bound):
         learns = tuple(p.requires_grad for p in self.job.model.parameters())
         last = x.is_contiguous(memory_format=torch.channels_last)
         images = (x.shape[1:], x.dtype, x.device, x.requires_grad, last, half_of(x))
-        hooked = tuple(item.hooked for item in self.items)
+        hooked = tuple((item.hooked, item.traces) for item in self.items)
         at_once = self.in_step is not None and self.in_step.active
         steps = (self.job.needs_all, self.job.accumulate, at_once, tuple(one.fits for one in self.straight))
         return len(x), images, modes, learns, hooked, steps
+
+    def grown(self) -> bool:
+        """The first step is done, and the optimizer keeps more than was foreseen; asked once."""
+        if self.settled or not self.job.steps or self.network is None:
+            return False
+        self.settled = True
+        return state_bytes(self.job) > 1.01 * self.network.state
 
     def budget_of(self, network: Network) -> float:
         """Bytes; a factor of 1 leaves all that there are."""
@@ -159,7 +172,7 @@ class Planner(Bound):
         """Looks at the network, chooses, and puts the choices in place."""
         freed = self.in_step is not None and self.in_step.active
         network = look(self.job, self.items, x, lossless=self.settings.lossless, freed=freed, straight=self.straight)
-        plan = network.choose(self.budget_of(network))
+        plan = network.choose(self.budget_of(network), sure=SURE if self.settings.budget else 1.0)
         network.put(plan)
         network.check(x)
         for one in self.straight:
