@@ -202,6 +202,8 @@ def main() -> int:
     torch.set_num_threads(1)
     if arguments.case == "emulated48":
         arguments.steps = arguments.steps or STEPS
+        if arguments.steps <= WARM:
+            parser.error(f"--steps {arguments.steps}: more than {WARM}, which do not count")
         emulated48(arguments)
         return 0
     arguments.steps = arguments.steps or 1500

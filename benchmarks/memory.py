@@ -7,10 +7,10 @@ from a fresh process (memory_step.py): the peak of plain PyTorch at --batch is t
 foresees the largest batch that fits in it at no more than the case's time; a step at that batch is measured. Should it
 take more than the limit, batch and budget are lowered by as much and measured again. Bytes are live at malloc
 (malloc_live.c, built with cc) at most over a step, less the interpreter and its libraries before the network is made;
-on CUDA they are max_memory_allocated. Time ratios are of seconds per image: our step at its large batch
-over that of plain PyTorch
-at --batch, in pairs that follow one another in one process (median, least and most of the pairs). bf16 is held against
-plain PyTorch in bf16. A case that cannot be measured is null, with the reason in `failed`; the others go on.
+on CUDA they are max_memory_allocated. Time ratios are of seconds per image: our step at its large batch over that of
+plain PyTorch at --batch, in pairs that follow one another in one process (median, least and most of the pairs). bf16 is
+held against plain PyTorch in bf16. A case that cannot be measured is null, with the reason in `failed`; the others go
+on.
 
 Peers: torch.utils.checkpoint around every block (stages of VGG-16), and torch.compile's activation_memory_budget at
 BUDGET; their batch follows from the peaks at --batch and at half of it, as a straight line, and is measured like ours.

@@ -186,17 +186,18 @@ def _twice(tuned: Tuned, comm: Comm) -> str:
     from kasoku.memory import SavedMemory, larger
     from kasoku.trainer import prepare
 
-    training = prepare(tuned.recipe, comm, dataset=tuned.dataset)
-    used = {type(technique).__name__ for technique in training.job.applied}
-    if used & {"SavedMemory", *SavedMemory.refuses}:
+    if comm.size > 1:  # ranks share statistics
         return ""
-    x_NCHW, _ = next(iter(training.job.loader))
+    job = prepare(tuned.recipe, comm, dataset=tuned.dataset).job
     try:
-        told = larger(training.job, x_NCHW)
+        if {type(technique).__name__ for technique in job.applied} & {"SavedMemory", *SavedMemory.refuses}:
+            return ""
+        with plainly():
+            told = larger(job, next(iter(job.loader))[0])
     except InputError:  # a network that SavedMemory cannot look at
         return ""
     finally:
-        training.job.close()
+        job.close()
     return f"{told} (kasoku.memory.SavedMemory)" if told else ""
 
 

@@ -44,7 +44,7 @@ def _wait(file: Path) -> None:
 
 def _main(rank: int, port: int, folder: Path, technique: Asynchronous) -> None:
     torch.set_num_threads(1)
-    life.BEAT_S, life.DEAD_S = 0.15, 1.5
+    life.BEAT_S, life.DEAD_S = 0.15, 2.0
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=SIZE, timeout=timedelta(minutes=10))
     with warnings.catch_warnings(record=True) as said:

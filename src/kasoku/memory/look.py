@@ -70,7 +70,7 @@ class Item(Bound):
             return
         self.inside, self.deciding = tuple(self.module.modules()), deciding(self.module)
         self.settings = settings_of(self.deciding)
-        touched = any(_is_touched(m) for m in self.inside if m is not self.module)
+        touched = self.hooked or any("forward" in vars(m) for m in self.inside if m is not self.module)
         graph = None if touched else graph_of(self.module)
         known = graph is not None and bool(graph.nodes)
         if known != self.known or (graph is not None and known and graph != self.graph):
@@ -166,7 +166,7 @@ class _OfWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if given and all(_place(t) in self.log.weights for t in given):
-            most = max(t.numel() for t in given)
+            most = max(t.untyped_storage().nbytes() // t.itemsize for t in given)  # a view may repeat them
             for t in tree_leaves(made):
                 if isinstance(t, Tensor) and t.numel() <= most:
                     self.log.weights.add(_place(t))

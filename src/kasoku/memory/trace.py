@@ -11,6 +11,7 @@ import operator
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -66,7 +67,9 @@ def settings_of(modules: Iterable[nn.Module]) -> Settings:
 
 def _plain(value: object, depth: int = 3) -> object:
     """A value that cannot change by itself, of lists what they hold; ... for what is none."""
-    if value is None or isinstance(value, bool | int | float | str):
+    numpy = sys.modules.get("numpy")
+    numbers = () if numpy is None else (numpy.generic,)
+    if value is None or isinstance(value, (bool, int, float, str, Enum, torch.dtype, *numbers)):
         return value
     if depth and isinstance(value, list | tuple | set | frozenset | dict) and len(value) <= _MOST:
         inner = value.items() if isinstance(value, dict) else value

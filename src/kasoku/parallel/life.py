@@ -24,6 +24,7 @@ from torch import Tensor
 from kasoku.core import Comm, InputError, Work
 
 BEAT_S, DEAD_S = 1.0, 5.0
+_SLOWEST_S = 10.0  # the pause between beats of many ranks; three of them in silence are a death
 BEAT, MEET = 1, 8  # tags; of a meeting one for each number of dead
 _MOST = 1 << 12  # attempts of one meeting
 
@@ -68,7 +69,7 @@ class Life:
         self._told: dict[int, list[int]] = {}  # by each rank: attempt, bye, and who is dead
         self._attempt, self._number, self._met = 0, 0, 0
         self._out = self._said_bye = False
-        self._beat_s = BEAT_S * max(1.0, comm.size / 8)  # many ranks beat more slowly, as each beats to all
+        self._beat_s = min(_SLOWEST_S, BEAT_S * max(1.0, comm.size / 8))  # as each beats to all
         self._ending = threading.Event()
 
     @property
@@ -108,8 +109,8 @@ class Life:
         self._threads.clear()
 
     def join(self, rank: int, thread: threading.Thread) -> None:
-        """Waits for the end of a thread that waits for a rank, or for the death of that."""
-        while rank not in self.dead and thread.is_alive():
+        """Waits for the end of a thread that waits for a rank, or for the death of that, or of this one."""
+        while rank not in self.dead and not self._out and thread.is_alive():
             thread.join(0.05)
 
     # ---- waits

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kasoku.parallel.post import Question
-from kasoku.parallel.shards import STRETCH
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -98,14 +96,11 @@ class Group:
 
     def take_update(self, share: float, factors: Sequence[float] | None) -> None:
         """Fills `sent` with a share of what this worker moved, which counts as added from here on."""
-        if self.still and not (len(self.left) or factors or self.lost):  # what comes is `base`: one pass is enough
-            starts = itertools.accumulate((p.numel() for p in self.params), initial=0)
-            for p, start in zip(self.params, starts, strict=False):
-                place = slice(start, start + p.numel())
-                flat = torch.as_strided(p, (p.numel(),), (1,))
-                parts = (torch.split(x, STRETCH) for x in (flat, self.base.flat[place], self.sent[place]))
-                for now, before, sent in zip(*parts, strict=True):
-                    torch.sub(now, before, out=sent).mul_(share)
+        here = self.params[0].device == self.sent.device
+        if here and self.still and not (len(self.left) or factors or self.lost):  # what comes is `base`: two passes
+            for place, p, base in zip(self.leaving.places, self.params, self.base.places, strict=True):
+                torch.sub(p, base, out=place)
+            self.leaving.flat.mul_(share)
             return
         update = self.own().mul_(share)
         if factors:

@@ -19,7 +19,7 @@ from kasoku.parallel.post import Head
 
 UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of questions
 RESTS = 2**62  # the clock of a worker that nobody waits for
-STRETCH = 1 << 16  # elements: 256 KiB, which are read again while they are in the cache
+_STRETCH = 1 << 16  # elements: 256 KiB
 _KEPT = 0.95  # of the mean square of updates, at each one
 
 
@@ -92,7 +92,7 @@ class Shard:
             told = self._told.get(rank)
             if told is None:  # each stretch is read again while it is in the cache
                 damped = self._damped(others - basis)
-                parts = (torch.split(x, STRETCH) for x in (self.weights, update, out))
+                parts = (torch.split(x, _STRETCH) for x in (self.weights, update, out))
                 for weights, moved, copy in zip(*parts, strict=True):
                     copy.copy_(weights.add_(moved, alpha=damped))
                 self._version += 1

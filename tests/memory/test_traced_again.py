@@ -10,10 +10,14 @@ from torch import nn
 from torch.nn import functional
 
 from contracts import one_thread as one_thread
-from kasoku.core import Job
+from kasoku.core import Job, Threads
 from kasoku.memory import SavedMemory
+from kasoku.memory.look import install
+from kasoku.memory.network import look
+from kasoku.memory.saved import Planner
 from kasoku.memory.trace import graph_of
 from kasoku.optim import sgd
+from kasoku.parallel import Overlap
 from memory.nets import images
 
 SAVED = SavedMemory(factor=1, lossless=True, in_backward=False, show=False)
@@ -38,6 +42,10 @@ def skips(block):
     block.skip = True
 
 
+def skips_by_numpy(block):
+    block.skip = np.bool_(True)
+
+
 def throws(block):
     block.chance = 0.5
 
@@ -54,7 +62,7 @@ def counts(block):
     block.steps = getattr(block, "steps", 0) + 1
 
 
-@pytest.mark.parametrize("change", [skips, throws, acts_twice, has_another_layer, counts])
+@pytest.mark.parametrize("change", [skips, skips_by_numpy, throws, acts_twice, has_another_layer, counts])
 def test_a_change_of_what_it_decides_by_is_seen(change):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Block(), nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
@@ -116,3 +124,52 @@ def test_what_a_forward_writes_into_lists_while_it_is_traced_is_put_back():
     block = Writes()
     assert graph_of(block) is None
     assert (block.seen, block.by_name, block.names) == ([0], {"first": 1}, {"a"})
+
+
+def test_hooks_of_overlap_keep_no_block_from_being_traced_again():
+    def rank(comm):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Block(), nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
+        model[2].named = 0.0
+        job = Job(model, lambda m: sgd(m, 0.1), comm=comm).apply(SAVED, Overlap())
+        x, y = images()
+        planned = []
+        for chance in (0.0, 0.0, 0.5):  # a setting changes, and nothing that the forward does
+            model[2].named = chance
+            job.loss(job.model(x), y).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            planned.append(len(planner_of(model).network.units))
+        job.close()
+        return planned
+
+    before, again, changed = Threads(2).run(rank)[0]
+    assert before == again == changed
+
+
+def planner_of(model):
+    hooks = model._forward_pre_hooks.values()
+    return next(hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Planner))
+
+
+class Gated(nn.Module):
+    """A gate as large as the images, made of one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1, 8, 1, 1))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.gate.expand(len(x), 8, *x.shape[2:]))
+
+
+def test_what_is_computed_of_a_repeated_weight_grows_with_the_batch():
+    def an_image(block):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), block, nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
+        job = Job(model, lambda m: sgd(m, 0.1))
+        network = look(job, install(job), torch.zeros(64, 3, 16, 16), lossless=False, freed=True)
+        job.close()
+        return (network.plain_bytes(64) - network.plain_bytes(32)) / 32
+
+    gate = 4 * 8 * 14 * 14
+    assert an_image(Gated()) - an_image(nn.Identity()) == pytest.approx(2 * gate, rel=0.05)  # and what it gives
