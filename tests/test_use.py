@@ -148,6 +148,7 @@ def test_list_names_every_model_source_technique_and_recipe(capsys, monkeypatch)
         "kasoku.models.resnet50",
         "kasoku.optim.muon",
         "kasoku.data.cifar10",
+        "kasoku.memory.SavedMemory",
         "kasoku.optim.EMA",
         "kasoku.core.ArcCotangent",
     ):

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.optim import Optimizer
 
-from kasoku import core, data, device, models, optim, parallel
+from kasoku import core, data, device, memory, models, optim, parallel
 from kasoku.core import Schedule, Technique
 
 
@@ -21,7 +21,7 @@ def listing() -> None:
         "data sources": _functions(data, returns=data.Dataset),
         "optimizers": _functions(optim, returns=Optimizer),
         "schedules": _classes([core], Schedule),
-        "techniques": _classes([models, device, data, optim, parallel], Technique),
+        "techniques": _classes([models, device, memory, data, optim, parallel], Technique),
         "recipes": {str(path): _first_comment(path) for path in sorted(Path("recipes").glob("*.toml"))},
     }
     console = Console(highlight=False)

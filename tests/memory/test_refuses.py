@@ -367,6 +367,14 @@ def test_the_budget_that_an_error_names_is_enough():
     a_job(plain_chain(), SavedMemory(budget=f"{named}MiB", show=False)).model(images()[0])
 
 
+def test_the_factor_that_an_error_names_is_enough():
+    with pytest.raises(InputError, match=r"are needed, .*: give factor=") as raised:
+        a_job(plain_chain(), SavedMemory(factor=50, show=False)).model(images()[0])
+    named = float(str(raised.value).rpartition("=")[2])
+    assert 1 < named < 50
+    a_job(plain_chain(), SavedMemory(factor=named, show=False)).model(images()[0])
+
+
 def test_a_first_layer_in_eval_mode_leaves_its_segment_on():
     job = a_job(with_norms())
     job.model[0].eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -121,12 +122,31 @@ class Network:
         """The plan of the least work for a part of a budget. Raises InputError that names the smallest one possible."""
         plan = self.within(budget * sure)
         if plan is None:
-            least = lowest(len(self.units), self.ways, self.around).peak / sure
             raise InputError(
-                f"SavedMemory: {_mib(budget)} for a batch of {self.batch}: at least {_mib(least, up=True)} are needed: "
-                "raise the budget, or lower factor or batch"
+                f"SavedMemory: {_mib(budget)} for a batch of {self.batch}: at least "
+                f"{_mib(self.least / sure, up=True)} are needed: raise the budget, or lower the batch"
             )
         return plan
+
+    def choose_for(self, factor: float) -> Plan:
+        """The plan of the least work in what plain PyTorch takes for 1/factor of the batch; 1: in whatever it takes."""
+        plan = self.within(self.plain_bytes(self.batch / factor) if factor > 1 else math.inf)
+        if plan is None:
+            low, high = 1.0, factor
+            while high - low > 0.005:
+                middle = (low + high) / 2
+                low, high = (middle, high) if self.plain_bytes(self.batch / middle) >= self.least else (low, middle)
+            most = math.floor(100 * low) / 100
+            raise InputError(
+                f"SavedMemory: factor={factor:g} for a batch of {self.batch}: at least {_mib(self.least, up=True)} are "
+                f"needed, more than plain PyTorch takes for 1/{factor:g} of it: give factor={most:g}"
+            )
+        return plan
+
+    @cached_property
+    def least(self) -> int:
+        """Bytes of the lowest peak there is."""
+        return lowest(len(self.units), self.ways, self.around).peak
 
     def put(self, plan: Plan) -> None:
         """Puts a plan in place."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -161,18 +160,14 @@ class Planner(Bound):
         self.settled = True
         return state_bytes(self.job) > 1.01 * self.network.state
 
-    def budget_of(self, network: Network) -> float:
-        """Bytes; a factor of 1 leaves all that there are."""
-        if self.settings.budget:
-            return bytes_of(self.settings.budget)
-        factor = self.settings.factor or 2.0
-        return network.plain_bytes(network.batch / factor) if factor > 1 else math.inf
-
     def plan(self, x: Tensor) -> None:
         """Looks at the network, chooses, and puts the choices in place."""
         freed = self.in_step is not None and self.in_step.active
         network = look(self.job, self.items, x, lossless=self.settings.lossless, freed=freed, straight=self.straight)
-        plan = network.choose(self.budget_of(network), sure=SURE if self.settings.budget else 1.0)
+        if self.settings.budget:
+            plan = network.choose(bytes_of(self.settings.budget), sure=SURE)
+        else:
+            plan = network.choose_for(self.settings.factor or 2.0)
         network.put(plan)
         network.check(x)
         for one in self.straight:
