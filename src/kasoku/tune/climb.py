@@ -63,13 +63,13 @@ def climb(tries: Tries, worth: Callable[[], Worth], *, least_gain: float) -> tup
     `worth()` is asked anew after each look, as what is known may have changed.
     """
     batch: int | None = tries.limits.first
-    seen, first_s, again_s = set[int](), 0.0, 0.0
+    first_s = again_s = 0.0
     while batch is not None and not tries.over:
+        known = any(sample.batch == batch for sample in tries.samples)
         began_s = tries.limits.clock.now()
         tries.again(batch)
         took_s = tries.limits.clock.now() - began_s
-        first_s, again_s = (first_s, again_s + took_s) if batch in seen else (first_s + took_s, again_s)
-        seen.add(batch)
+        first_s, again_s = (first_s, again_s + took_s) if known else (first_s + took_s, again_s)
         good, now = tries.good, worth()
         batch = next_size(tries, now, least_gain)
         if batch is None and again_s < _AGAIN * first_s:
