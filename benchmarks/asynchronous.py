@@ -2,7 +2,7 @@
 
     python benchmarks/asynchronous.py --case emulated48 | straggler | slow_link
 
-emulated48: 48 processes with cnn11, as wide as --cnn11 says (5.7 M parameters). A step computes by sleeping 1.0 s, with
+emulated48: 48 processes with cnn11, as wide as --cnn11 says (5.0 M parameters). A step computes by sleeping 1.0 s, with
 10 % log-normal jitter; all else is real: every worker pushes its whole update to the servers and pulls all parameters
 each step, and waits for that. speedup_48: exchanges a second of 48 workers over those of one, in the same run; the
 first steps do not count.
@@ -40,6 +40,12 @@ from kasoku.parallel import Asynchronous, Fixed, Overlap, TorchComm
 WARM, STEPS = 2, 12
 JITTER = 0.1
 MIB = 2**20
+DEFAULTS = {"steps": 0, "batch": 64, "widths": [64, 256, 256]}
+OWN = {  # the link carries slow_link's parameters in about twice the time that computing takes
+    "emulated48": {"steps": STEPS},
+    "straggler": {},
+    "slow_link": {"steps": 4000, "batch": 32, "widths": [16, 32, 256]},
+}
 
 
 def forked(size: int, f: Callable[[Comm], Any], *, limit_s: float) -> list[Any]:
@@ -91,7 +97,8 @@ def paced(comm: Comm, model: torch.nn.Module, technique: Any, *, sleep_s: float,
     first = sum(p.detach().double().sum() for p in params)
     draw, before_s = random.Random(comm.rank), time.process_time()
     ends, seconds, busy = [], [], []
-    gradient = [torch.full_like(p, 2.0**-12 * (1 + comm.rank % 7)) for p in params]
+    value = torch.tensor(2.0**-12 * (1 + comm.rank % 7))
+    gradient = [value.expand(p.shape) for p in params]  # computing it is what the sleep stands for
     for _ in range(steps if comm.rank >= servers else 0):
         time.sleep(sleep_s * draw.lognormvariate(-(JITTER**2) / 2, JITTER))
         begin = time.monotonic()
@@ -185,28 +192,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--case", choices=("emulated48", "straggler", "slow_link"), default="emulated48")
     parser.add_argument("--servers", type=int, default=1, help="emulated48")
-    parser.add_argument("--wire", default="bf16", help="emulated48")
-    parser.add_argument("--mib", type=int, default=4, help="emulated48: of a group")
+    parser.add_argument("--wire", default="fp32", help="emulated48")
+    parser.add_argument("--mib", type=int, default=32, help="emulated48: of a group")
     parser.add_argument(
-        "--cnn11", type=int, nargs=5, default=[48, 96, 192, 288, 384], help="emulated48: channels of its stages"
+        "--cnn11", type=int, nargs=5, default=[48, 96, 192, 288, 320], help="emulated48: channels of its stages"
     )
     parser.add_argument("--sleep", type=float, default=1.0, help="emulated48")
-    parser.add_argument("--steps", type=int, default=0, help="a worker's; 0: 12 (emulated48), 1,500 (slow_link)")
+    parser.add_argument("--steps", type=int, help="a worker's (default: 12; of slow_link 4,000)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16, 48], help="emulated48")
-    parser.add_argument("--batch", type=int, default=64, help="hosts: images a step")
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 256], help="hosts: of cifarnet")
-    parser.add_argument("--lr", type=float, default=0.1, help="hosts")
-    parser.add_argument("--every", type=int, default=1, help="hosts: steps between exchanges")
+    parser.add_argument("--batch", type=int, help="hosts: images a step (default: 64; of slow_link 32)")
+    parser.add_argument("--widths", type=int, nargs="+", help="hosts: of cifarnet")
+    parser.add_argument("--lr", type=float, default=0.05, help="hosts")
+    parser.add_argument("--every", type=int, default=0, help="hosts: steps between exchanges; 0: as the link allows")
     parser.add_argument("--seconds", type=float, default=120.0, help="straggler: of each side")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    for name, value in {**DEFAULTS, **OWN[arguments.case]}.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
     if arguments.case == "emulated48":
-        arguments.steps = arguments.steps or STEPS
         if arguments.steps <= WARM:
             parser.error(f"--steps {arguments.steps}: more than {WARM}, which do not count")
         emulated48(arguments)
         return 0
-    arguments.steps = arguments.steps or 1500
     if "RANK" not in os.environ:
         from cluster import on_hosts
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,27 @@ from asynchronous_accuracy import images
 from cluster import connected, shape
 from common import finish
 from kasoku.core import Comm, Job, Technique
+from kasoku.core.schedule import Linear
 from kasoku.data import Augment, Dataset, loader, sample
 from kasoku.device import Device, choose
 from kasoku.evaluate import evaluate
 from kasoku.models import cifarnet
-from kasoku.optim import cross_entropy, sgd
+from kasoku.optim import Rate, cross_entropy, sgd
 from kasoku.parallel import Asynchronous, Graded, Overlap
 from kasoku.parallel.reduce import Wire
 
 HOSTS = {"straggler": 4, "slow_link": 2}
 SHARES = (0.4, 0.4, 0.4, 0.08)  # of a core, by rank
-PERIOD_US, MBIT = 100_000, 200.0
+PERIOD_US, MBIT, WARM = 100_000, 200.0, 2
 GROUPS = Graded()
 
 
 def sides(asked: argparse.Namespace) -> dict[str, Technique]:
-    """Both with bf16 on the wire."""
-    own_pace = Asynchronous(buckets=GROUPS, wire="bf16", every=asked.every)
-    return {"sync": Overlap(GROUPS, reducer=Wire("bf16")), "async": own_pace}
+    """The same groups on both sides, and over the slow link bf16."""
+    own_pace = Asynchronous(buckets=GROUPS, every=asked.every)
+    if asked.case == "straggler":
+        return {"sync": Overlap(GROUPS), "async": own_pace}
+    return {"sync": Overlap(GROUPS, reducer=Wire("bf16")), "async": replace(own_pace, wire="bf16")}
 
 
 def limited(share: float, rank: int) -> Path:
@@ -58,7 +62,7 @@ def freed(folder: Path) -> None:
 
 
 def job_of(comm: Comm, dataset: Dataset, asked: argparse.Namespace, technique: Technique | None) -> Job:
-    """The same network and data on all sides."""
+    """The same network and data on all sides; rates that fall to 0 over `--steps`."""
     torch.manual_seed(0)
     batches = loader(dataset, "train", asked.batch * comm.size, comm=comm)
     model = cifarnet(widths=tuple(asked.widths), norm_momentum=0.2)
@@ -66,8 +70,9 @@ def job_of(comm: Comm, dataset: Dataset, asked: argparse.Namespace, technique: T
     optimizer = sgd(model, lr=asked.lr, momentum=0.9, weight_decay=5e-4)
     loss = functools.partial(cross_entropy, smoothing=0.2)
     job = Job(model, optimizer, loader=batches, loss=loss, comm=comm)
+    course = [Rate(Linear(epochs=asked.steps / len(batches)))] if asked.steps else []
     varied = Augment(flip="random", translate=2)
-    return job.apply(*choose(Device(threads=1)).techniques, varied, *([technique] if technique else []))
+    return job.apply(*choose(Device(threads=1)).techniques, *course, varied, *([technique] if technique else []))
 
 
 def trained(job: Job, *, steps: int = 10**9, seconds: float = 1e9) -> tuple[int, float]:
@@ -128,10 +133,10 @@ def slow_link(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
     pace, top1 = {}, {}
     for name, technique in sides(asked).items():
         job = job_of(comm, dataset, asked, technique)
-        trained(job, steps=2)
+        trained(job, steps=WARM)
         job.drain()
         start = time.perf_counter()
-        done, _ = trained(job, steps=asked.steps)
+        done, _ = trained(job, steps=asked.steps - WARM)
         job.drain()
         pace[name] = rates(comm, done, time.perf_counter() - start)
         with job.evaluation() as judged:

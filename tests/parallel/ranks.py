@@ -2,7 +2,6 @@
 
 import multiprocessing
 import pickle
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from kasoku.core import Comm
 from kasoku.parallel import TorchComm
+from started import port
 
 LIMIT_S = 60
 
@@ -37,11 +37,9 @@ def _rank_main(rank: int, size: int, port: int, f: Callable[..., Any], args: tup
 
 def on_processes(size: int, f: Callable[..., Any], *args: Any) -> list[Any]:
     """Results of f(comm, *args) in rank order; f is a top-level function."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    where = port()
     results = context.Queue()
-    workers = [context.Process(target=_rank_main, args=(r, size, port, f, args, results)) for r in range(size)]
+    workers = [context.Process(target=_rank_main, args=(r, size, where, f, args, results)) for r in range(size)]
     for worker in workers:
         worker.start()
     try:

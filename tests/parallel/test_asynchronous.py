@@ -16,6 +16,7 @@ from contracts import Net, assert_same, make, train, weights
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.data import digits, loader
 from kasoku.parallel import Asynchronous, Graded, Layer, Overlap, Remedies
+from kasoku.parallel.post import Question
 from kasoku.parallel.shards import Shard
 
 SIZE = 3
@@ -77,7 +78,7 @@ def test_all_ranks_end_with_the_same_weights(on_ranks, technique: Asynchronous):
 @both
 def test_every_update_is_counted_with_its_staleness(on_ranks):
     pieces = 5 * SIZE  # five layers with parameters, a piece for each owner
-    for _, staleness in on_ranks(trained, Asynchronous(buckets=GROUPS)):
+    for _, staleness in on_ranks(trained, Asynchronous(buckets=GROUPS, every=1)):
         assert sum(staleness.values()) == 12 * SIZE * pieces
         assert max(staleness) > 0
 
@@ -133,10 +134,18 @@ def counted(comm: Comm, technique: Technique, *, steps: int = 8, pace: float = 0
 @both
 @pytest.mark.parametrize("hidden", [True, False])
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [0, 1, 3])
 def test_the_sum_of_the_updates_applied_is_that_of_those_sent(on_ranks, hidden: bool, wire: str, every: int):
     for moved, wanted, _ in on_ranks(counted, Asynchronous(hidden=hidden, wire=wire, every=every)):
         assert torch.equal(moved, wanted)
+
+
+@pytest.mark.parametrize(("over", "sent"), [(True, 40), (False, 4)])  # steps 1, 17, 33, and the rest in the end
+def test_a_rank_waits_for_no_exchange_until_it_was_alone_for_16_steps(monkeypatch, over: bool, sent: int):
+    monkeypatch.setattr(Question, "done", property(lambda _: over))
+    for moved, wanted, staleness in Threads(2).run(lambda comm: counted(comm, Asynchronous(), steps=40)):
+        assert torch.equal(moved, wanted)
+        assert sum(staleness.values()) == sent * 2 * 2  # of two workers to two owners
 
 
 def test_what_bf16_takes_away_is_sent_later():
@@ -409,7 +418,7 @@ def test_weights_that_are_not_finite_meet_and_go_on():
     ("wrong", "words"),
     [
         (lambda: Asynchronous(max_staleness=-1), "max_staleness=-1: 0 steps or more"),
-        (lambda: Asynchronous(every=0), "at least 1 step"),
+        (lambda: Asynchronous(every=-1), "every=-1: 0 ranks or more, and 0 steps or more"),
         (lambda: Asynchronous(wire="fp8"), 'wire="fp8": "fp32" or "bf16"'),
         (lambda: Remedies(momentum=1.0), "from 0 to below 1"),
         (lambda: Remedies(compensate=-1.0), "0 or more"),

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 import warnings
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from kasoku.core import InputError, Job
 from kasoku.parallel import Asynchronous, TorchComm, life
+from started import port
 
 SIZE, N = 4, 4099
 PROMISE_S, LIMIT_S = 10.0, 60.0
@@ -35,7 +35,7 @@ class Counting(nn.Module):
         return (self.w * x).sum() + (self.v * x[:5]).sum()
 
 
-def _wait(file: Path) -> None:
+def wait_for(file: Path) -> None:
     until = time.monotonic() + LIMIT_S
     while not file.exists():
         assert time.monotonic() < until, file.name
@@ -53,7 +53,7 @@ def _main(rank: int, port: int, folder: Path, technique: Asynchronous) -> None:
     found["said"] = [str(warning.message) for warning in said]
     torch.save(found, folder / f"part-{rank}")
     (folder / f"part-{rank}").rename(folder / f"result-{rank}")
-    _wait(folder / "end")
+    wait_for(folder / "end")
     os._exit(0)
 
 
@@ -107,27 +107,25 @@ CASES = [
     ids=["killed", "first killed", "stopped", "stopped, bounded", "server killed", "only server killed"],
 )
 def test_the_others_go_on_and_end_with_equal_weights(victim: int, number: int, technique: Asynchronous, tmp_path: Path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    ranks = [context.Process(target=_main, args=(r, port, tmp_path, technique)) for r in range(SIZE)]
+    where = port()
+    ranks = [context.Process(target=_main, args=(r, where, tmp_path, technique)) for r in range(SIZE)]
     for rank in ranks:
         rank.start()
     others = [rank for rank in range(SIZE) if rank != victim]
     try:
         for rank in range(SIZE):
-            _wait(tmp_path / f"ready-{rank}")
+            wait_for(tmp_path / f"ready-{rank}")
         time.sleep(0.05)
         os.kill(ranks[victim].pid or 0, number)
         (tmp_path / "go").touch()
         asked = time.monotonic()
         for rank in others:
-            _wait(tmp_path / f"result-{rank}")
+            wait_for(tmp_path / f"result-{rank}")
         assert time.monotonic() - asked < PROMISE_S
         found = [torch.load(tmp_path / f"result-{rank}", weights_only=True) for rank in others]
         if number == signal.SIGSTOP:
             os.kill(ranks[victim].pid or 0, signal.SIGCONT)
-            _wait(tmp_path / f"result-{victim}")
+            wait_for(tmp_path / f"result-{victim}")
             late = torch.load(tmp_path / f"result-{victim}", weights_only=True)
             assert late.get("error") == f"rank {victim} was given up by the others, which go on without it"
     finally:

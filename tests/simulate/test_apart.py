@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -105,9 +106,9 @@ def test_what_of_an_exchange_shows_is_its_closed_form(hidden: bool, every: int, 
 
 
 def test_some_exchanges_show_and_some_are_hidden_altogether() -> None:
-    once, seldom = stepped(Asynchronous()), stepped(Asynchronous(every=3))
+    once, seldom = stepped(Asynchronous(every=1)), stepped(Asynchronous(every=3))
     assert once.exposed_s > 0 == seldom.exposed_s
-    assert stepped(Asynchronous(hidden=False)).exposed_s > once.exposed_s
+    assert stepped(Asynchronous(every=1, hidden=False)).exposed_s > once.exposed_s
 
 
 @pytest.mark.parametrize("hidden", [True, False])
@@ -135,12 +136,26 @@ def test_the_timeline_adds_up_to_the_steps_of_a_turn(hidden: bool, every: int, s
         assert sent[0].start == first.start  # beside the next forward
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("slower", [1, 4, 20, 1000])
+def test_a_rank_makes_as_many_steps_as_an_exchange_lasts(stream: bool, slower: int) -> None:
+    cluster = ideal(8).altered(f"network/{slower}")
+    pace = Asynchronous(buckets=Fixed(2**23), stream=stream)
+    once = stepped(replace(pace, every=1), cluster)
+    exchange_s = once.link_s / once.compute_s
+    steps = min(16, max(1, math.ceil(exchange_s)))
+    found = stepped(pace, cluster)
+    assert found.step_s == pytest.approx(stepped(replace(pace, every=steps), cluster).step_s, rel=1e-12)
+    assert (found.exposed_s == 0) == (exchange_s <= 16)
+    assert stepped(replace(pace, hidden=False), cluster).link_s == pytest.approx(once.link_s, rel=1e-12)
+
+
 def test_a_timeline_of_very_many_steps_stays_small() -> None:
     assert len(spans(stepped(Asynchronous(every=100_000)))) < 10_000
 
 
 def test_nobody_waits_for_the_slowest_unless_there_is_a_bound() -> None:
-    free, bound = (stepped(Asynchronous(max_staleness=ahead), spread=0.05) for ahead in (None, 4))
+    free, bound = (stepped(Asynchronous(every=1, max_staleness=ahead), spread=0.05) for ahead in (None, 4))
     together = Simulator(ideal(8), small(), jitter=Jitter(0.05)).step(8, 800)
     assert free.jitter_s == 0
     assert bound.jitter_s == pytest.approx(together.jitter_s, rel=1e-12)
@@ -171,7 +186,7 @@ def test_the_groups_are_those_of_the_engine(policy: Policy, wire: Any) -> None:
 
 
 def test_a_faster_network_shows_less_of_an_exchange() -> None:
-    slow, fast = (stepped(Asynchronous(), ideal(8).altered(f"network*{factor}")) for factor in (0.5, 1))
+    slow, fast = (stepped(Asynchronous(every=1), ideal(8).altered(f"network*{factor}")) for factor in (0.5, 1))
     assert slow.exposed_s > fast.exposed_s > 0
 
 

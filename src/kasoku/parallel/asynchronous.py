@@ -10,6 +10,10 @@ then, and no thread is left. The next forward in training begins anew.
 Note: when a rank dies. The others name it (a warning) and go on: each moves its own copy of what the dead one owned;
 where they meet next those copies become their mean, and all weights are shared out anew. `job.comm` still has the dead
 rank: what else a training does with it (sums of an evaluation, steps together) would wait for it.
+
+Note: when a rank joins, in a dead one's place or beside all. The others meet and close their jobs, which leaves equal
+weights; with the new one they make a group anew, and all make jobs of its Comm: rank 0's weights are given to all, and
+rank 0's `state_dict` may be (tests/parallel/test_joining.py).
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ class Asynchronous(Technique):
         buckets: the groups that are exchanged one by one.
         servers: so many ranks, the first ones, own the weights and do not train (their loader gives no batch); 0: all
             ranks own an equal part and train.
-        every: steps that a rank makes alone before it sends what they moved.
+        every: steps that a rank makes alone before it sends what they moved; 0: as many as it makes until the last
+            exchange is over, at most 16, so that it does not wait for the network (one, with hidden=False).
         hidden: exchange while the next step computes, and read at its end; False: wait for it at once.
         wire: "fp32", or "bf16" both ways; what rounding takes is sent with the next update, either way.
         stream: one group each time, in turn, instead of all.
@@ -61,7 +66,7 @@ class Asynchronous(Technique):
 
     Saves: the time that ranks wait for each other and for the network.
     Costs: memory, 4 bytes a parameter times five on each rank (three with hidden=False), and one more for what it owns
-        (bf16 or compensate: and another one); three threads for each other rank; no two runs are alike, and updates are
+        (bf16 or compensate: and another one); some four threads for each other rank; no two runs are alike, updates are
         stale. A resumed training goes on with rank 0's optimizer state on all ranks: the same only statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
@@ -76,7 +81,7 @@ class Asynchronous(Technique):
     max_staleness: int | None = None
     buckets: Policy = field(default_factory=Graded)
     servers: int = 0
-    every: int = 1
+    every: int = 0
     hidden: bool = True
     wire: Literal["fp32", "bf16"] = "fp32"
     stream: bool = False
@@ -87,8 +92,8 @@ class Asynchronous(Technique):
     def __post_init__(self) -> None:
         if self.max_staleness is not None and self.max_staleness < 0:
             raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
-        if self.servers < 0 or self.every < 1:
-            raise InputError(f"servers={self.servers}, every={self.every}: 0 ranks or more, and at least 1 step")
+        if self.servers < 0 or self.every < 0:
+            raise InputError(f"servers={self.servers}, every={self.every}: 0 ranks or more, and 0 steps or more")
         if self.hidden and self.remedies.compensate:
             raise InputError(
                 f"compensate={self.remedies.compensate:g} beside hidden=True: what an update was computed on is no "
@@ -180,7 +185,8 @@ class Exchange:
         named = self.units.named
         self.groups = [Group([named[i][1] for i in group], owners, wire, still=still) for group in plan.groups]
         mine = [group.pieces.get(self.comm.rank) for group in self.groups]
-        shards = [Shard(x.stop - x.start, workers, remedies, wire) if x else None for x in mine]
+        share = self.share if wire == torch.float32 else 1.0  # else it is taken before what is sent is rounded
+        shards = [Shard(x.stop - x.start, workers, remedies, wire, share=share) if x else None for x in mine]
         self.owned = Owned(shards, workers, settings.max_staleness)
         self.begin()
 
@@ -189,6 +195,7 @@ class Exchange:
         """From here on the parameters as they are, equal on all ranks, are the weights."""
         for group, shard in zip(self.groups, self.owned.shards, strict=True):
             group.begin()
+            group.clock = 0
             if shard:
                 shard.begin(group.base.flat[group.pieces[self.comm.rank]])
         self.owned.reset()
@@ -250,11 +257,9 @@ class Exchange:
         """
         if not self.answers:
             self.start()
-        none = torch.zeros(0)
-        try:
+        none, share = torch.zeros(0), -1
+        with suppress(LostError):
             share = self.post.ask(self.owners[0], (SHARE, wish), none, none).wait()[0]
-        except LostError:
-            return None
         return share if share >= 0 else None
 
     def say(self, clock: int) -> None:
@@ -273,15 +278,14 @@ class Exchange:
             return
         if self.momentum is not None:
             self.momentum.restore()
-        if self.clock % self.settings.every:
+        if self.settings.every and self.clock % self.settings.every:
             return
         if not self.answers:
             self.start()
-        some = range(len(self.groups))
-        if self.settings.stream:
-            some = range(self.turn, self.turn + 1)
-            self.turn = (self.turn + 1) % len(self.groups)
+        among = [self.turn] if self.settings.stream else list(range(len(self.groups)))
+        some = [g for g in among if self.settings.every or self.groups[g].due(self.clock)]
         for g in some:
+            self.turn = (g + 1) % len(self.groups)
             self.collect(self.groups[g])
             self.send(g)
         for g in some if not self.settings.hidden else ():
@@ -291,6 +295,7 @@ class Exchange:
     def send(self, g: int) -> None:
         """Sends what this worker moved of a group since it sent last."""
         group = self.groups[g]
+        group.clock = self.clock
         group.take_update(self.share, self.momentum.factors(group.params) if self.momentum else None)
         for owner, piece in group.pieces.items():
             head = (UPDATE, g, group.basis[owner])
@@ -300,12 +305,15 @@ class Exchange:
     def collect(self, group: Group) -> None:
         """Reads the answers to what was sent of a group: what others moved comes into the parameters."""
         if group.under_way:
+            lost = []
             with self.job.trace.span("wait", "fresh weights", bytes=group.come.nbytes):
                 for owner, question in group.under_way.items():
                     try:
                         group.read[owner] = question.wait()[0]
                     except LostError:
-                        group.lose(owner)
+                        lost.append(owner)
+            for owner in lost:  # when all others have answered
+                group.lose(owner)
             group.under_way.clear()
             group.take_answer(self.remedies.predict)
 
@@ -351,8 +359,10 @@ class Exchange:
 
     def sums(self, table: Table) -> tuple[list[dict[str, int]], int, list[Tensor]]:
         """What all that live have together: the weights, in `now` of each group; staleness; shares dealt; buffers."""
+        workers = sum(rank in table.ranks for rank in self.workers) if self.trains else 0
         for group, shard in zip(self.groups, self.owned.shards, strict=True):
-            table.all_reduce(self.whole(group, shard, table.ranks))
+            owned = {self.comm.rank: shard.weights} if shard else {}
+            table.all_reduce(group.part(owned, table.ranks, workers))
         told = {str(steps): n for steps, n in self.owned.staleness().items()}
         reached = self.owned.dealt[0] if self.owned.dealt and self.comm.rank == self.owners[0] else 0
         both = table.gather((told, reached))
@@ -362,24 +372,6 @@ class Exchange:
         """What the workers have together of the model's buffers."""
         workers = sum(rank in table.ranks for rank in self.workers)
         return mean_buffers(self.job.model, table, trains=self.trains, workers=workers)
-
-    def whole(self, group: Group, shard: Shard | None, living: Sequence[int]) -> Tensor:
-        """This rank's part of a group's weights: what it owns, what rounding kept back, its part of what the dead had.
-
-        What a dead rank owned becomes the mean of the workers' copies, each of which it has moved on by itself.
-        """
-        for owner in [rank for rank in group.pieces if rank not in living]:
-            group.lose(owner)
-        whole = group.now.flat.zero_()
-        if self.trains:
-            if len(group.left):
-                whole += group.left
-            workers = sum(rank in living for rank in self.workers)
-            for piece in group.lost:
-                whole[piece] = (whole[piece] + group.base.flat[piece]) / workers
-        if shard:
-            whole[group.pieces[self.comm.rank]] += shard.weights
-        return whole
 
     # ---- checkpoints
 

@@ -54,17 +54,19 @@ class Pending:
 class Life:
     """One rank's view of who is alive, between `start()` and `stop()`.
 
-    Attributes: `dead`: why, by rank. `on_death`: called once for each.
+    Attributes: `dead`: why, by rank. `on_death`: called once for each. `small`: a channel for short messages, which
+        wait for no long one.
     """
 
     def __init__(self, comm: Comm, on_death: Callable[[int], object]) -> None:
         self.comm, self.on_death = comm, on_death
-        self._beats = comm.channel()
+        self.small = comm.channel()
         self.dead: dict[int, str] = {}
         self.changed = threading.Condition(threading.RLock())
-        self._lines: dict[int, queue.SimpleQueue[Pending | None]] = {}
+        self._lines: dict[tuple[int, bool], queue.SimpleQueue[Pending | None]] = {}
         self._pending: dict[int, list[Pending]] = {}
-        self._threads: dict[int, list[threading.Thread]] = {}
+        self._waiting: dict[tuple[int, bool], threading.Thread] = {}
+        self._hearing: dict[int, threading.Thread] = {}
         self._silent: dict[int, int] = {}  # beats of ours since we heard of a rank
         self._told: dict[int, list[int]] = {}  # by each rank: attempt, bye, and who is dead
         self._attempt, self._number, self._met = 0, 0, 0
@@ -82,31 +84,29 @@ class Life:
         self._ending.clear()
         self._said_bye = False
         self._number += _MOST  # of the meeting to come
-        mains: tuple[tuple[str, Callable[[int], None]], ...] = (("waits for", self._wait), ("hears", self._listen))
-        for rank in self.living:
-            if rank != self.comm.rank:
-                self._lines[rank], self._pending[rank] = queue.SimpleQueue(), []
-                self._silent[rank], self._told[rank] = 0, [0] * (2 + self.comm.size)
-                self._threads[rank] = [
-                    threading.Thread(target=f, args=(rank,), name=f"kasoku {name} {rank}", daemon=True)
-                    for name, f in mains
-                ]
-        for threads in self._threads.values():
-            for thread in threads:
-                thread.start()
+        self._lines.clear()
+        for rank in self._others():
+            self._pending[rank], self._silent[rank], self._told[rank] = [], 0, [0] * (2 + self.comm.size)
+            self._line(rank, False)
+        for rank in self._others():
+            thread = threading.Thread(target=self._listen, args=(rank,), name=f"kasoku hears {rank}", daemon=True)
+            self._hearing[rank] = thread
+            thread.start()
         self._heart = threading.Thread(target=self._beat_on, name="kasoku beats", daemon=True)
         self._heart.start()
 
     def stop(self) -> None:
         """Ends all threads, when all that live do; those that wait for the dead are left behind."""
         self._beat(bye=1)
-        for rank in self._threads:
-            self.join(rank, self._threads[rank][1])
-            self._lines[rank].put(None)
-            self.join(rank, self._threads[rank][0])
+        for rank, thread in self._hearing.items():
+            self.join(rank, thread)
+        for (rank, small), thread in self._waiting.items():
+            self._lines[rank, small].put(None)
+            self.join(rank, thread)
         self._ending.set()
         self._heart.join()
-        self._threads.clear()
+        self._hearing.clear()
+        self._waiting.clear()
 
     def join(self, rank: int, thread: threading.Thread) -> None:
         """Waits for the end of a thread that waits for a rank, or for the death of that, or of this one."""
@@ -115,8 +115,8 @@ class Life:
 
     # ---- waits
 
-    def pending(self, rank: int, works: Sequence[Work]) -> Pending:
-        """Has these waited for, in order."""
+    def pending(self, rank: int, works: Sequence[Work], *, small: bool = False) -> Pending:
+        """Has these waited for, in order; `small`: not behind what else is waited for."""
         found = Pending(rank, works)
         with self.changed:
             self._check()
@@ -124,12 +124,22 @@ class Life:
                 found.over.set()
             else:
                 self._pending[rank].append(found)
-                self._lines[rank].put(found)
+                self._line(rank, small).put(found)
         return found
 
-    def _wait(self, rank: int) -> None:
+    def _line(self, rank: int, small: bool) -> queue.SimpleQueue[Pending | None]:
+        """What is waited for of a rank, one after the other; its thread begins with it."""
+        if (rank, small) not in self._lines:
+            line = self._lines[rank, small] = queue.SimpleQueue()
+            name = f"kasoku waits for {rank}"
+            thread = threading.Thread(target=self._wait, args=(rank, line), name=name, daemon=True)
+            self._waiting[rank, small] = thread
+            thread.start()
+        return self._lines[rank, small]
+
+    def _wait(self, rank: int, line: queue.SimpleQueue[Pending | None]) -> None:
         """The main function of a thread."""
-        while (found := self._lines[rank].get()) is not None:
+        while (found := line.get()) is not None:
             try:
                 for work in found.works:
                     work.wait()
@@ -168,13 +178,13 @@ class Life:
             told = torch.tensor([self._attempt, bye, *flags], dtype=torch.int64)
             for rank in {*self.living, also} - {self.comm.rank, -1}:
                 try:
-                    work = self._beats.send(told, to=rank, tag=BEAT)
+                    work = self.small.send(told, to=rank, tag=BEAT)
                 except RuntimeError:
                     continue  # whoever hears it will say so
                 held = Pending(rank, [work, Held(told)])
                 self._pending[rank].append(held)  # kept for ever where nobody reads it yet
                 if rank not in self.dead:
-                    self._lines[rank].put(held)
+                    self._line(rank, False).put(held)
 
     def _beat_on(self) -> None:
         """The main function of a thread."""
@@ -196,7 +206,7 @@ class Life:
         told = torch.zeros(2 + self.comm.size, dtype=torch.int64)
         while True:
             try:
-                self._beats.receive(told, source=rank, tag=BEAT).wait()
+                self.small.receive(told, source=rank, tag=BEAT).wait()
             except RuntimeError:
                 return self.lose(rank, "its connection broke")
             with self.changed:

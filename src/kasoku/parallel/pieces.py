@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kasoku.parallel.post import Question
 
+MOST_ALONE = 16  # steps at most between two exchanges of a group, however long one takes
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -28,11 +29,13 @@ class Group:
 
     Attributes:
         base: the weights as far as it knows them, its own updates included.
-        sent, come: what is under way to the owners, and from them.
+        sent, come: what is under way to the owners, and from them; both are `base` where that suffices, as an owner
+            answers a piece when it has it whole.
         aside: what of the parameters is no update: the prediction.
         left: what rounding took from the last update.
         lost: pieces whose owner is dead: this worker moves its own copy of them, until ranks meet.
         basis, read: of each piece: when what the next update is computed on was read, and what was read last.
+        clock: the worker's, when an update was sent last.
     """
 
     def __init__(self, params: Sequence[Tensor], owners: Sequence[int], wire: torch.dtype, *, still: bool) -> None:
@@ -41,9 +44,8 @@ class Group:
         self.now, self.base = Views(params), Views(params)
         self.aside = torch.zeros(0 if still else len(self.base.flat))
         n, exact = len(self.base.flat), wire == torch.float32
-        self.leaving = Views(params, wire)
-        self.sent = self.leaving.flat
-        self.come = self.base.flat if still and exact else torch.zeros(n, dtype=wire)
+        alike = still and exact
+        self.sent, self.come = (self.base.flat if alike else torch.zeros(n, dtype=wire) for _ in range(2))
         self.left = torch.zeros(0 if exact else n)
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
         self.pieces = {
@@ -53,6 +55,7 @@ class Group:
         self.read = dict(self.basis)
         self.under_way: dict[int, Question] = {}
         self.lost: list[slice] = []
+        self.clock = 0
 
     def begin(self) -> None:
         """The parameters as they are become the weights that it knows."""
@@ -71,6 +74,10 @@ class Group:
         """Sets the parameters."""
         torch._foreach_copy_(list(self.params), views.places)
 
+    def due(self, clock: int) -> bool:
+        """Whether it is exchanged again at this step: the last exchange is over, or must be waited for."""
+        return clock - self.clock >= MOST_ALONE or all(question.done for question in self.under_way.values())
+
     @property
     def moved(self) -> bool:
         """Whether the parameters have moved since an update was taken of them."""
@@ -88,36 +95,57 @@ class Group:
         base.flat.copy_(self.base.flat)
         if self.come is self.base.flat:  # half an answer may be in it
             base.flat[piece] = self.gather()[piece]
-            self.come = base.flat
+            self.sent = self.come = base.flat
         else:
             self.come = self.come.clone()
         self.base = base
         self.lost.append(piece)
 
+    def part(self, owned: Mapping[int, Tensor], living: Sequence[int], workers: int) -> Tensor:
+        """This rank's part of the weights: what it owns, what rounding kept back, its part of what the dead had.
+
+        What a dead rank owned becomes the mean of the workers' copies, each of which it has moved on by itself.
+
+        Args:
+            owned: the piece of this rank, by its number; empty where it has none.
+            living: the ranks that meet.
+            workers: how many of them train; 0 where this one does not.
+        """
+        for owner in [rank for rank in self.pieces if rank not in living]:
+            self.lose(owner)
+        whole = self.now.flat.zero_()
+        if workers and len(self.left):
+            whole += self.left
+        for piece in self.lost if workers else ():
+            whole[piece] = (whole[piece] + self.base.flat[piece]) / workers
+        for rank, weights in owned.items():
+            whole[self.pieces[rank]] += weights
+        return whole
+
     def take_update(self, share: float, factors: Sequence[float] | None) -> None:
-        """Fills `sent` with a share of what this worker moved, which counts as added from here on."""
+        """Fills `sent` with what this worker moved (in fewer bits: a share of it), a share of which counts as added."""
         here = self.params[0].device == self.sent.device
-        if here and self.still and not (len(self.left) or factors or self.lost):  # what comes is `base`: two passes
-            for place, p, base in zip(self.leaving.places, self.params, self.base.places, strict=True):
-                torch.sub(p, base, out=place)
-            self.leaving.flat.mul_(share)
+        if here and self.sent is self.base.flat and not (factors or self.lost):  # one pass
+            for place, p in zip(self.base.places, self.params, strict=True):
+                torch.sub(p, place, out=place)
             return
-        update = self.own().mul_(share)
+        update = self.own()
         if factors:
             torch._foreach_mul_(self.now.places, list(factors))
+        if self.sent is self.base.flat:
+            for piece in self.lost:
+                update[piece] += self.base.flat[piece]
+            self.sent.copy_(update)
+            return
+        if not len(self.left):
+            self.sent.copy_(update)
+        update.mul_(share)
         for piece in self.lost:
             update[piece] /= share
         if len(self.left):
             self.sent.copy_(update.add_(self.left))
             self.left.copy_(update)
             self.left.sub_(update.copy_(self.sent))
-        elif self.still:  # what comes is `base`
-            self.sent.copy_(update)
-            for piece in self.lost:
-                self.base.flat[piece] += update[piece]
-            return
-        else:
-            self.sent.copy_(update)
         self.base.flat.add_(update)
         if not self.still:
             torch.add(self.base.flat, self.aside, out=self.now.flat)

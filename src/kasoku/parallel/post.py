@@ -2,7 +2,8 @@
 
 Note: who makes progress. Between processes one thread for each other rank waits for its requests and answers them, so
 an answer does not wait for the training of the rank that gives it; bytes move by gloo's own threads. What one rank asks
-another is answered in the order of asking; what several ask comes in any order. Where ranks take turns in one process
+another is answered in the order of asking; what several ask comes in any order. Questions without bytes go to the first
+that answers by a way of their own, so that they do not wait for bytes under way. Where ranks take turns in one process
 (`Threads`, a virtual clock) the other's answer is called in place, and the turn is given away after it.
 """
 
@@ -20,7 +21,7 @@ from kasoku.core import Comm, Work
 from kasoku.parallel.life import Held, Life, LostError, Pending
 from kasoku.parallel.survivors import Everybody, Table, met
 
-ASK, REPLY = 1, 2  # tags: a rank's questions and its answers go the same way
+ASK, REPLY = 2, 3  # tags: a rank's questions and its answers go the same way; 1 is a heartbeat's
 HEAD = 4  # numbers before each message: what it is, and up to three more
 BYE = 0  # no more questions
 T = TypeVar("T")
@@ -31,12 +32,12 @@ Hold = Callable[[str, Callable[[], bool]], None]  # (what for, until when)
 class Desk(Protocol):
     """What answers: the part that a rank has for all others."""
 
-    def sizes(self, head: Head) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype]]:
-        """Elements and type of what comes with a question, and of what goes with its answer; 0: nothing."""
+    def size(self, head: Head) -> tuple[int, torch.dtype]:
+        """Elements and type of what comes with a question and goes with its answer; 0: nothing."""
         ...
 
     def answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
-        """Answers a rank: takes `body`, fills `out`."""
+        """Answers a rank: takes `body`, fills `out`, which may be the memory of `body`."""
         ...
 
     def ready(self, rank: int, head: Head) -> bool:
@@ -53,6 +54,11 @@ class Question:
 
     def __init__(self, pending: Pending | None, reply: Tensor) -> None:
         self._pending, self._reply = pending, reply
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait()` would return, or raise, at once."""
+        return self._pending is None or self._pending.over.is_set()
 
     def wait(self) -> list[int]:
         """The answer's head; what came with it is in `out` then. Raises LostError where who was asked is dead."""
@@ -104,7 +110,7 @@ class Wired:
     def __init__(self, comm: Comm, desk: Desk, ranks: tuple[Sequence[int], Sequence[int]]) -> None:
         self._comm = comm
         self.hand_over(desk, ranks)
-        self._threads: dict[int, threading.Thread] = {}
+        self._threads: list[tuple[int, threading.Thread]] = []
         self._errors: list[BaseException] = []
         self.life = Life(comm, self._gone)
         self.dead = self.life.dead
@@ -116,16 +122,25 @@ class Wired:
         self._desk, me = desk, self._comm.rank
         self._from = [rank for rank in asking if rank != me and me in answering]
         self._to = [rank for rank in answering if rank != me and me in asking]
+        self._first = next(iter(answering), me)
+
+    def _ways(self, to: int) -> list[bool]:
+        """By which ways this rank is asked: that of bytes, and the small one."""
+        return [False, True] if to == self._first else [False]
+
+    def _way(self, small: bool) -> Comm:
+        return self.life.small if small else self._comm
 
     def start(self) -> None:
         """Begins to answer."""
         self.life.start()
-        self._threads = {
-            rank: threading.Thread(target=self._serve, args=(rank,), name=f"kasoku answers {rank}", daemon=True)
+        self._threads = [
+            (rank, threading.Thread(target=self._serve, args=both, name=f"kasoku answers {rank}", daemon=True))
             for rank in self._from
             if rank not in self.dead
-        }
-        for thread in self._threads.values():
+            for both in [(rank, small) for small in self._ways(self._comm.rank)]
+        ]
+        for _, thread in self._threads:
             thread.start()
 
     def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Question:
@@ -134,7 +149,8 @@ class Wired:
             return Question(None, torch.tensor([*self._answered(to, head, body, out)]))
         told, reply = torch.zeros(HEAD, dtype=torch.int64), torch.zeros(HEAD, dtype=torch.int64)
         told[: len(head)] = torch.tensor(head)
-        send, receive = self._comm.send, self._comm.receive
+        small = to == self._first and not (len(body) or len(out))
+        send, receive = self._way(small).send, self._way(small).receive
         works: list[Work] = []
         try:
             if to not in self.dead:
@@ -143,20 +159,21 @@ class Wired:
                 works += [receive(out, source=to, tag=REPLY)] if len(out) else []
         except RuntimeError:
             self.life.lose(to, "its connection broke")
-        return Question(self.life.pending(to, [*works, Held(told)]), reply)
+        return Question(self.life.pending(to, [*works, Held(told)], small=small), reply)
 
     def quiet(self) -> None:
         """Says that there are no more questions, and answers others' until they say so too. Raises what went wrong."""
         bye, none = torch.zeros(HEAD, dtype=torch.int64), []
-        for rank in self._to:
+        for rank, small in [(to, small) for to in self._to for small in self._ways(to)]:
             try:
-                none += [self.life.pending(rank, [self._comm.send(bye, to=rank, tag=ASK), Held(bye)])]
+                sent = self._way(small).send(bye, to=rank, tag=ASK)
+                none += [self.life.pending(rank, [sent, Held(bye)], small=small)]
             except RuntimeError:
                 self.life.lose(rank, "its connection broke")
         for pending in none:
             with suppress(LostError):
                 pending.wait()
-        for rank, thread in self._threads.items():
+        for rank, thread in self._threads:
             self.life.join(rank, thread)
         self._threads.clear()
         if self._errors:
@@ -188,10 +205,10 @@ class Wired:
             self.changed.notify_all()
         return found
 
-    def _serve(self, rank: int) -> None:
+    def _serve(self, rank: int, small: bool) -> None:
         """Answers one rank until it says that it has no more questions, or dies; the main function of a thread."""
         try:
-            self._serve_all(rank, torch.zeros(HEAD, dtype=torch.int64), _Room())
+            self._serve_all(rank, self._way(small), [_Room(), _Room()])
         except LostError:
             self.life.lose(rank, "its connection broke")
         except BaseException as error:
@@ -199,30 +216,28 @@ class Wired:
                 self._errors.append(error)
                 self.changed.notify_all()
 
-    def _serve_all(self, rank: int, head: Tensor, room: _Room) -> None:
-        reply = torch.zeros(HEAD, dtype=torch.int64)
-        sent: list[Work] = []
+    def _serve_all(self, rank: int, way: Comm, rooms: list[_Room]) -> None:
+        """A question comes into one room while the answer to the one before leaves the other."""
+        head = torch.zeros(HEAD, dtype=torch.int64)
         while True:
+            rooms.reverse()
+            room = rooms[0]
             with _lost(rank):
-                self._comm.receive(head, source=rank, tag=ASK).wait()
-            told = head.tolist()
-            (n_in, type_in), (n_out, type_out) = self._desk.sizes(told) if told[0] else ((0, head.dtype),) * 2
-            body = room.at("body", n_in, type_in)
-            with _lost(rank):
-                if n_in:
-                    self._comm.receive(body, source=rank, tag=ASK).wait()
-                while sent:
-                    sent.pop().wait()
-            if told[0] == BYE:
-                return
+                way.receive(head, source=rank, tag=ASK).wait()
+                told = head.tolist()
+                room.clear()
+                if told[0] == BYE:
+                    return rooms[1].clear()
+                n, dtype = self._desk.size(told)
+                body = room.of(n, dtype)
+                if n:
+                    way.receive(body, source=rank, tag=ASK).wait()
             if rank in self.dead:  # it was given up, and what it adds no longer counts
                 raise LostError(rank)
-            out = room.at("out", n_out, type_out)
-            found = self._answered(rank, told, body, out)
-            reply[: len(found)] = torch.tensor(found)
+            found = self._answered(rank, told, body, body)
+            room.reply[: len(found)] = torch.tensor(found)
             with _lost(rank):
-                sent = [self._comm.send(reply, to=rank, tag=REPLY)]
-                sent += [self._comm.send(out, to=rank, tag=REPLY)] if n_out else []
+                room.leaves = [way.send(x, to=rank, tag=REPLY) for x in (room.reply, body)[: 1 + bool(n)]]
 
 
 @contextmanager
@@ -234,17 +249,27 @@ def _lost(rank: int) -> Iterator[None]:
 
 
 class _Room:
-    """Memory that grows to the largest message, by name."""
+    """Memory for a question and then for its answer, which grows to the largest.
+
+    Attributes: `reply`: the head of the answer. `leaves`: what is sent of it.
+    """
 
     def __init__(self) -> None:
-        self._bytes: dict[str, Tensor] = {}
+        self.reply = torch.zeros(HEAD, dtype=torch.int64)
+        self.leaves: list[Work] = []
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def at(self, name: str, n: int, dtype: torch.dtype) -> Tensor:
+    def clear(self) -> None:
+        """Waits until the answer has left."""
+        while self.leaves:
+            self.leaves.pop().wait()
+
+    def of(self, n: int, dtype: torch.dtype) -> Tensor:
         """So many elements of it."""
         size = n * dtype.itemsize
-        if self._bytes.get(name) is None or len(self._bytes[name]) < size:
-            self._bytes[name] = torch.empty(size, dtype=torch.uint8)
-        return self._bytes[name][:size].view(dtype)
+        if len(self._bytes) < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size].view(dtype)
 
 
 def post(comm: Comm, desk: Desk, ranks: tuple[Sequence[int], Sequence[int]]) -> Any:

@@ -55,25 +55,34 @@ class Remedies:
 class Shard:
     """A stretch of one group of parameters, as its owner has it.
 
+    Args:
+        n: elements.
+        workers: the ranks that send updates.
+        remedies: against stale ones.
+        wire: the type of what comes and goes.
+        share: of an update, that is added.
+
     Attributes: `weights`: the true ones. `staleness`: how many updates had how much of it.
     """
 
-    def __init__(self, n: int, workers: Sequence[int], remedies: Remedies, wire: torch.dtype) -> None:
+    def __init__(
+        self, n: int, workers: Sequence[int], remedies: Remedies, wire: torch.dtype, *, share: float = 1.0
+    ) -> None:
         self.weights = torch.zeros(n)
         self.staleness: Counter[int] = Counter()
         self.wire = wire
-        self._workers, self._remedies = workers, remedies
+        self._workers, self._remedies, self._share = workers, remedies, share
+        self._keeps = remedies.compensate > 0 or wire != self.weights.dtype  # what each worker was told
         self._lock = threading.Lock()
         self._squares: Tensor | None = None
-        self._exact = torch.zeros(n if wire != torch.float32 else 0)  # what came and goes, in the weights' own type
+        self._exact = torch.zeros(n if self._keeps else 0)  # what came and goes, in the weights' own type
 
     def begin(self, weights: Tensor) -> None:
         """From here on these are the weights, which all workers have."""
         with self._lock:
             self.weights.copy_(weights)
             self._version, self._own = 0, Counter[int]()
-            keeps = self._remedies.compensate > 0 or self.wire != self.weights.dtype
-            self._told = {rank: weights.clone() for rank in self._workers} if keeps else {}
+            self._told = {rank: weights.clone() for rank in self._workers} if self._keeps else {}
 
     def take(self, rank: int, update: Tensor, basis: int, out: Tensor) -> int:
         """Adds a worker's update and fills `out` with what that worker reads; returns its new basis.
@@ -82,9 +91,9 @@ class Shard:
 
         Args:
             rank: the worker.
-            update: what is to be added; it has added the same to what it believes.
+            update: a share of it is added; it has added the same to what it believes. Not what it was afterwards.
             basis: what the worker got when it read the weights that the update was computed on.
-            out: the weights, or in another type the difference.
+            out: the weights, or in another type the difference; it may be the memory of `update`.
         """
         with self._lock:
             others = self._version - self._own[rank]
@@ -94,12 +103,13 @@ class Shard:
                 damped = self._damped(others - basis)
                 parts = (torch.split(x, _STRETCH) for x in (self.weights, update, out))
                 for weights, moved, copy in zip(*parts, strict=True):
-                    copy.copy_(weights.add_(moved, alpha=damped))
+                    copy.copy_(weights.add_(moved.mul_(self._share), alpha=damped))
                 self._version += 1
                 self._own[rank] += 1
                 return others
-            if len(self._exact):
-                update = self._exact.copy_(update)  # types are converted by copies: all else is slow with two of them
+            update = self._exact.copy_(update)  # types are converted by copies: all else is slow with two of them
+            if self._share != 1:
+                update.mul_(self._share)
             self._add(update, others - basis, told)
             self._version += 1
             self._own[rank] += 1
@@ -158,11 +168,10 @@ class Owned:
         """Of all updates so far."""
         return sum((shard.staleness for shard in self.shards if shard), Counter[int]())
 
-    def sizes(self, head: Head) -> tuple[tuple[int, torch.dtype], tuple[int, torch.dtype]]:
+    def size(self, head: Head) -> tuple[int, torch.dtype]:
         """An update, and as many elements back; nothing with a clock."""
         shard = self.shards[head[1]] if head[0] == UPDATE else None
-        size = (len(shard.weights), shard.wire) if shard else (0, torch.float32)
-        return size, size
+        return (len(shard.weights), shard.wire) if shard else (0, torch.float32)
 
     def ready(self, rank: int, head: Head) -> bool:
         """A worker that says its clock waits until the slowest one is near enough."""

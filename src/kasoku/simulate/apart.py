@@ -13,12 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from kasoku.core import InputError, Span
 from kasoku.core.cost import Forecast, Piece, Plan, Sized, Unit
 from kasoku.parallel import Asynchronous
-from kasoku.parallel.pieces import WIRES
+from kasoku.parallel.pieces import MOST_ALONE, WIRES
 from kasoku.simulate.allreduce import ALONE, Fastest, Shape, fastest
 from kasoku.simulate.cluster import Cluster
 
@@ -76,6 +77,18 @@ def plan(pace: Asynchronous, tensors: Sequence[Sized]) -> Plan:
     return Plan(made.groups, tuple(Piece(g, 0, size) for g, size in enumerate(sizes)), made.policy)
 
 
+def settled(pace: Asynchronous, units: Sequence[Unit], exchange_s: float, groups: int) -> Asynchronous:
+    """The pace with its number of steps between exchanges, where that is as many as one lasts (every=0).
+
+    `exchange_s`: of all groups.
+    """
+    if pace.every:
+        return pace
+    between_s = _whole(units) * (groups if pace.stream else 1)
+    steps = math.ceil(exchange_s / between_s - 1e-9) if pace.hidden and between_s else 1
+    return replace(pace, every=min(MOST_ALONE, max(1, steps)))
+
+
 def turn(pace: Asynchronous, groups: int) -> int:
     """Steps in which every group is exchanged once."""
     return pace.every * (groups if pace.stream else 1)
@@ -123,7 +136,8 @@ def told(pace: Asynchronous) -> str:
     """What it does, in a line."""
     most = pace.max_staleness
     ahead = "any number of steps" if most is None else f"at most {most} step{'s' if most > 1 else ''}"
-    when = f"after every {pace.every} steps" if pace.every > 1 else "after each step"
+    often = {0: "when the last are through", 1: "after each step"}
+    when = often.get(pace.every, f"after every {pace.every} steps")
     some = ", one group at a time" if pace.stream else ""
     shown = "beside computing" if pace.hidden else "waited for at once"
     return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}{some}, {shown}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kasoku.core import InputError, Span
@@ -158,7 +158,11 @@ class Simulator:
         if sharing.apart:
             tensors, _ = self.net.carried(apart.wire_bytes(sharing.apart))
             plan = apart.plan(sharing.apart, self.net.defined)  # groups do not depend on what is sent of an element
-            return Course(units, tensors, plan, apart.link(self.cluster, gpus), False, sharing.apart)
+            course = Course(
+                units, tensors, plan, apart.link(self.cluster, gpus), False, replace(sharing.apart, every=1)
+            )
+            exchange_s = sum(course.link.seconds(size) for size in course.sizes())
+            return replace(course, apart=apart.settled(sharing.apart, units, exchange_s, len(plan.groups)))
         link = allreduce.link(self.cluster, gpus, sharing.algorithm)
         tensors, defined = self.net.carried(sharing.wire_bytes)
         if isinstance(sharing.policy, Planned) and gpus > 1:
