@@ -180,10 +180,12 @@ class Exchange:
         """Cuts the weights, equal on all ranks, into parts for their owners."""
         self.owners, self.workers, self.share = owners, workers, 1 / max(1, len(workers))
         settings, remedies, wire = self.settings, self.remedies, WIRES[self.settings.wire]
-        still = not settings.hidden and not remedies.predict
+        predicts = remedies.predict > 0
+        still = not settings.hidden and not predicts
         plan = settings.buckets.plan(self.units.tensors)
         named = self.units.named
-        self.groups = [Group([named[i][1] for i in group], owners, wire, still=still) for group in plan.groups]
+        some = [[named[i][1] for i in group] for group in plan.groups]
+        self.groups = [Group(params, owners, wire, still=still, predicts=predicts) for params in some]
         mine = [group.pieces.get(self.comm.rank) for group in self.groups]
         share = self.share if wire == torch.float32 else 1.0  # else it is taken before what is sent is rounded
         shards = [Shard(x.stop - x.start, workers, remedies, wire, share=share) if x else None for x in mine]

@@ -38,14 +38,20 @@ class Group:
         clock: the worker's, when an update was sent last.
     """
 
-    def __init__(self, params: Sequence[Tensor], owners: Sequence[int], wire: torch.dtype, *, still: bool) -> None:
-        """`still`: the parameters do not move while an exchange is under way, and are what was read after it."""
+    def __init__(
+        self, params: Sequence[Tensor], owners: Sequence[int], wire: torch.dtype, *, still: bool, predicts: bool = False
+    ) -> None:
+        """Args beside the attributes.
+
+        still: the parameters do not move while an exchange is under way, and are what was read after it.
+        predicts: they are then taken ahead of that, so they are not still.
+        """
         self.params, self.still = params, still
         self.now, self.base = Views(params), Views(params)
-        self.aside = torch.zeros(0 if still else len(self.base.flat))
         n, exact = len(self.base.flat), wire == torch.float32
-        alike = still and exact
-        self.sent, self.come = (self.base.flat if alike else torch.zeros(n, dtype=wire) for _ in range(2))
+        self.aside = torch.zeros(n if predicts else 0)
+        self._goes, self._comes = (self.base if still and exact else Views(params, wire) for _ in range(2))
+        self.sent, self.come = self._goes.flat, self._comes.flat
         self.left = torch.zeros(0 if exact else n)
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
         self.pieces = {
@@ -81,12 +87,18 @@ class Group:
     @property
     def moved(self) -> bool:
         """Whether the parameters have moved since an update was taken of them."""
-        return not torch.equal(self.gather(), self.base.flat if self.still else self.base.flat + self.aside)
+        return not torch.equal(self.gather(), self.base.flat + self.aside if len(self.aside) else self.base.flat)
+
+    @property
+    def quick(self) -> bool:
+        """Each parameter can be taken by itself, in one go."""
+        here = self.params[0].device == self.base.flat.device
+        return here and not (len(self.left) or len(self.aside) or self.lost)
 
     def own(self) -> Tensor:
         """What this worker moved since an update was taken."""
         own = self.gather().sub_(self.base.flat)
-        return own if self.still else own.sub_(self.aside)
+        return own.sub_(self.aside) if len(self.aside) else own
 
     def lose(self, owner: int) -> None:
         """Goes on without a piece's owner, which may yet write into what it was asked to fill."""
@@ -124,11 +136,16 @@ class Group:
 
     def take_update(self, share: float, factors: Sequence[float] | None) -> None:
         """Fills `sent` with what this worker moved (in fewer bits: a share of it), a share of which counts as added."""
-        here = self.params[0].device == self.sent.device
-        if here and self.sent is self.base.flat and not (factors or self.lost):  # one pass
-            for place, p in zip(self.base.places, self.params, strict=True):
-                torch.sub(p, place, out=place)
-            return
+        if self.quick and not factors:
+            for p, base, sent in zip(self.params, self.base.places, self._goes.places, strict=True):
+                torch.sub(p, base, out=sent)
+                if not self.still:
+                    p.copy_(base.add_(sent, alpha=share))
+        else:
+            self._take_all(share, factors)
+
+    def _take_all(self, share: float, factors: Sequence[float] | None) -> None:
+        """The same with flat copies of all parameters."""
         update = self.own()
         if factors:
             torch._foreach_mul_(self.now.places, list(factors))
@@ -148,7 +165,9 @@ class Group:
             self.left.sub_(update.copy_(self.sent))
         self.base.flat.add_(update)
         if not self.still:
-            torch.add(self.base.flat, self.aside, out=self.now.flat)
+            self.now.flat.copy_(self.base.flat)
+            if len(self.aside):
+                self.now.flat.add_(self.aside)
             self.scatter(self.now)
 
     def take_answer(self, ahead: float) -> None:
@@ -160,6 +179,11 @@ class Group:
                 self.base.flat.add_(self.now.flat.copy_(self.come))
             self.scatter(self.base)
             return
+        if self.quick:
+            for p, base, come in zip(self.params, self.base.places, self._comes.places, strict=True):
+                p.sub_(base).add_(come)
+                base.copy_(come)
+            return
         own = self.own()
         way = self.come if len(self.left) else self.come - self.base.flat
         if len(self.left):
@@ -168,5 +192,7 @@ class Group:
             self.base.flat.copy_(self.come)
         if ahead:
             torch.mul(way, ahead, out=self.aside)
-        own.add_(self.base.flat).add_(self.aside)
+        own.add_(self.base.flat)
+        if len(self.aside):
+            own.add_(self.aside)
         self.scatter(self.now)
