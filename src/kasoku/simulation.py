@@ -17,13 +17,14 @@ from kasoku.core.cost import Piece, Plan, Sized
 from kasoku.course import ahead, updates
 from kasoku.data import Facts, GrowBatch
 from kasoku.optim import Clip
-from kasoku.parallel import AllReduce, Asynchronous, Hierarchical, LowRank, OneGroup, Overlap, Policy, Reducer, Wire
+from kasoku.parallel import AllReduce, Asynchronous, OneGroup, Overlap, Policy
 from kasoku.parallel.buckets import Graded
 from kasoku.ranks import check_share
 from kasoku.recipe import Recipe, load
 from kasoku.report import Panel
 from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step, apart
 from kasoku.simulate.compute import Profile
+from kasoku.simulate.reducing import flat
 from kasoku.simulate.sweep import efficiency, scaled
 
 
@@ -119,7 +120,8 @@ def case(arguments: argparse.Namespace, cluster: str, *, like: Case | None = Non
     known = name if facts.side == 224 or name != "resnet50" else f"{name} at {facts.side}"
     net = simulate.network(known, model, (facts.channels, facts.side, facts.side))
     profile = _profile(arguments, net) if getattr(arguments, "profile", None) else None
-    return Case(recipe, facts, simulate.Simulator(on, net, shared, profile=profile), [remark] if remark else [])
+    simulator = simulate.Simulator(on, net, shared, profile=profile)
+    return Case(recipe, facts, simulator, [remark] if remark else [])
 
 
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
@@ -132,13 +134,9 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
         return Sharing(EachAlone(), next_forward=False, wire_bytes=4, algorithm=algorithm or "auto")
     overlap = next((t for t in techniques if isinstance(t, Overlap)), Overlap())
     late = overlap.next_forward and not any(isinstance(t, Clip) for t in techniques)
-    reducer: Reducer = overlap.reducer
-    if isinstance(reducer, Hierarchical):
-        algorithm, reducer = algorithm or "hierarchical", reducer.across
-    if isinstance(reducer, LowRank):
-        raise InputError("reducer LowRank: its products are not simulated: Mean, Wire or Hierarchical of these can be")
-    wire = 2 if isinstance(reducer, Wire) else 4
-    return Sharing(overlap.buckets, late, wire, algorithm or "auto")
+    alike = flat(overlap.reducer)  # raises for what no simulation knows
+    reducer = alike if algorithm else overlap.reducer
+    return Sharing(overlap.buckets, late, algorithm=algorithm or "auto", reducer=reducer)
 
 
 def _apart(recipe: Recipe, pace: Asynchronous, algorithm: str) -> Sharing:

@@ -3,7 +3,8 @@
 Note: whose order. Groups and their order are those of the policies in `parallel.buckets` that `Overlap` goes by, and
 the step is core's recursion (`cost.forecast`), which `Overlap` on a `SimComm` takes to 1e-12 (tests/parallel). `spans`
 replays the same recursion for the timeline; both agree to 1e-9 (tests/simulate/test_step.py). Ranks at their own pace
-wait for no all-reduce: their steps are those of `apart`.
+wait for no all-reduce: their steps are those of `apart`. What is sent of a gradient may be less than it is in memory:
+see `reducing`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 
 from kasoku.core import InputError, Span
 from kasoku.core.cost import Forecast, Link, Plan, Sized, Unit, forecast
-from kasoku.parallel import Asynchronous
+from kasoku.parallel import Asynchronous, Reducer
 from kasoku.parallel.buckets import Graded, OneGroup, Planned, Policy, search
-from kasoku.simulate import allreduce, apart, compute
+from kasoku.simulate import allreduce, apart, compute, reducing
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.compute import Network, Profile
 from kasoku.simulate.jitter import Jitter
 
+_FP32 = 4  # bytes of an element
 _TRIES = 1000  # to improve each of the plans that a search found: the same on a fast machine and a slow one
 
 
@@ -32,9 +34,11 @@ class Sharing:
     Args:
         policy: the groups and their order.
         next_forward: groups are waited for by the next forward; False: by the step.
-        wire_bytes: of an element under way.
+        wire_bytes: of an element under way, by which groups are planned too.
         algorithm: of the all-reduce.
         apart: ranks at their own pace exchange updates so, by its groups and in its type; None: they all-reduce.
+        reducer: what Overlap averages by: it says what is under way, and groups are planned by fp32, as Overlap plans
+            them; `wire_bytes` counts for nothing then. None: another engine, which plans by what it sends.
     """
 
     policy: Policy = field(default_factory=Graded)
@@ -42,6 +46,7 @@ class Sharing:
     wire_bytes: int = 2
     algorithm: str = "auto"
     apart: Asynchronous | None = None
+    reducer: Reducer | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Course:
     apart: Asynchronous | None = None
 
     def sizes(self) -> list[float]:
-        """Bytes of each piece, in the order they are sent."""
+        """Bytes of each piece, in the order they are sent; of a reducer those of the gradients, as it is given them."""
         width = [self.tensors[group[0]].width for group in self.plan.groups]
         return [(p.stop - p.start) * width[p.group] for p in self.plan.order]
 
@@ -159,8 +164,12 @@ class Simulator:
             tensors, _ = self.net.carried(apart.wire_bytes(sharing.apart))
             plan = apart.plan(sharing.apart, self.net.defined)  # groups do not depend on what is sent of an element
             return Course(units, tensors, plan, apart.link(self.cluster, gpus), False, sharing.apart)
-        link = allreduce.link(self.cluster, gpus, sharing.algorithm)
-        tensors, defined = self.net.carried(sharing.wire_bytes)
+        if sharing.reducer:
+            link = reducing.link(self.cluster, gpus, sharing.reducer, sharing.algorithm)
+            tensors, defined = self.net.carried(_FP32)
+        else:
+            link = allreduce.link(self.cluster, gpus, sharing.algorithm)
+            tensors, defined = self.net.carried(sharing.wire_bytes)
         if isinstance(sharing.policy, Planned) and gpus > 1:
             plan, _, late = search(units, tensors, link, next_forward=late, limit_s=math.inf, tries=_TRIES)
             return Course(units, tensors, plan, link, late)
