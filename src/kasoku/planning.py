@@ -1,7 +1,7 @@
 """kasoku plan: how many GPUs and which batch for a deadline, a budget, or the least time, and a script for it.
 
-Written into the folder: the recipe at the batch chosen, with its groups; launch.sbatch, which trains it; plan.json:
-what is expected, item by item, which `kasoku plan --compare RUN` holds against a run of that recipe.
+Written into the folder: the recipe at the batch chosen, with its groups and its reducer; launch.sbatch, which trains
+it; plan.json: what is expected, item by item, which `kasoku plan --compare RUN` holds against a run of that recipe.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from kasoku.simulate import Step
     from kasoku.simulation import Case
 
-# What a step really took over what was simulated, at the best and at the worst: benchmarks/simulate_published.py
+# What a step really took over what was simulated, at the best and at the worst of the published ones that calibrate
+# nothing: benchmarks/simulate_published.py. They are the ranges of a plan; no simulated step depends on them
 _LEAST, _MOST = 0.97, 1.19
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = 24  # of a batch
-_WORTH = 0.99  # of the time with graded groups: what searched ones must promise
+_WORTH = 0.99  # of a step as it is planned first: what searched groups, or an all-reduce by nodes, must promise
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,9 @@ def _usd(given: str) -> float:
 
 def _choices(arguments: argparse.Namespace) -> Iterator[Choice]:
     """Every batch of the recipe on sizes of the cluster that can share it, with graded groups."""
-    from kasoku.parallel import Graded
+    from kasoku.parallel import Graded, Mean
     from kasoku.ranks import can_share
+    from kasoku.simulate.reducing import flat
     from kasoku.simulate.sweep import sizes
     from kasoku.simulation import case
 
@@ -121,7 +123,8 @@ def _choices(arguments: argparse.Namespace) -> Iterator[Choice]:
         if recipe.batch > asked.facts.images:
             continue
         if not (recipe.device.graphs or simulator.sharing.apart):  # no groups of gradients, or groups of updates
-            sharing = replace(simulator.sharing, policy=Graded(), next_forward=False)
+            alike = flat(simulator.sharing.reducer or Mean())
+            sharing = replace(simulator.sharing, policy=Graded(), next_forward=False, reducer=alike)
             asked = replace(asked, simulator=replace(simulator, sharing=sharing))
         fits = [n for n in range(1, simulator.cluster.most + 1) if n <= recipe.batch and can_share(recipe, n)]
         known = set(fits)
@@ -129,7 +132,30 @@ def _choices(arguments: argparse.Namespace) -> Iterator[Choice]:
         if not any(n <= each or n % each == 0 for n in fits):
             continue
         for gpus in sizes(simulator.cluster, 1, simulator.cluster.most, _SIZES, fits=known.__contains__):
-            yield _priced(asked, asked.step(gpus))
+            yield _by_nodes(_priced(asked, asked.step(gpus)))
+
+
+def _by_nodes(plain: Choice) -> Choice:
+    """The same, averaged node by node where that promises enough: within nodes first, or within rows of nodes.
+
+    The reducer is Hierarchical, whose nodes may be any ranks of consecutive numbers: so a row may be several machines,
+    and the whole a 2-D torus. What is sent across keeps the recipe's type.
+    """
+    from kasoku.parallel import Hierarchical
+    from kasoku.simulate.allreduce import square
+
+    asked, gpus = plain.case, plain.step.gpus
+    sharing, each = asked.simulator.sharing, asked.simulator.cluster.node.gpus
+    if sharing.reducer is None or gpus <= each:
+        return plain
+    best = plain
+    for row in sorted({each, square(gpus, each)} - {1, gpus}):
+        grouped = replace(sharing, reducer=Hierarchical(row, sharing.reducer))
+        other = replace(asked, simulator=replace(asked.simulator, sharing=grouped))
+        found = _priced(other, other.step(gpus))
+        if found.step.step_s < min(_WORTH * plain.step.step_s, best.step.step_s):
+            best = found
+    return best
 
 
 def _priced(asked: Case, step: Step) -> Choice:
@@ -231,12 +257,26 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "epochs": f"{recipe.epochs:g}, {course.updates(recipe, asked.facts.images):,} updates",
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.course.warmup:g} epochs",
         "groups": f"{len(step.course.plan.groups)} ({step.course.plan.policy})",
-        sent: str(getattr(step.course.link, "choice", lambda _: "")(largest)),
+        sent: str(getattr(step.course.link, "choice", lambda _: "")(largest)) + _reducer(chosen),
         "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",
         "throughput": f"{step.images_per_s:,.0f} images/s",
         "time to the end": f"{chosen.seconds:,.1f} s ({chosen.seconds * _LEAST:,.1f} to {chosen.late_s:,.1f})",
         "cost": cost,
     }
+
+
+def _reducer(chosen: Choice) -> str:
+    """What the recipe has for it, where ranks average more than in one all-reduce of fp32."""
+    from kasoku.parallel import Hierarchical, Mean
+    from kasoku.simulate.reducing import flat
+
+    reducer = chosen.case.simulator.sharing.reducer
+    if reducer is None or chosen.step.gpus == 1:
+        return ""
+    alike = "" if isinstance(flat(reducer), Mean) else type(flat(reducer)).__name__
+    if isinstance(reducer, Hierarchical):
+        return f"; reducer Hierarchical, node={reducer.node}" + (f", across={alike}" if alike else "")
+    return f"; reducer {alike}" if alike else ""
 
 
 def _write(chosen: Choice, folder: Path, name: str) -> None:
@@ -252,7 +292,8 @@ def _write(chosen: Choice, folder: Path, name: str) -> None:
     if not (recipe.device.graphs or shared.apart):
         techniques = as_trained(recipe, 1)  # Overlap in the place of an Asynchronous that lets no rank be ahead
         own = next((t for t in techniques if isinstance(t, Overlap)), Overlap())
-        own = replace(own, buckets=shared.policy, next_forward=shared.next_forward)
+        reducer = shared.reducer or own.reducer
+        own = replace(own, buckets=shared.policy, next_forward=shared.next_forward, reducer=reducer)
         others = tuple(t for t in techniques if type(t).__name__ not in ("Overlap", "AllReduce"))
         recipe = replace(recipe, techniques=(*others, own))
     put(folder / f"{name}.toml", dumps(recipe))
