@@ -85,7 +85,8 @@ def profile(asked: Asked) -> None:
     put(asked.folder / "ledger.json", {"step_s": {"update": update_s}})
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "LOOPBACK": "1"}
     pair = [subprocess.Popen([sys.executable, *sys.argv], env=os.environ | env | {"RANK": str(i)}) for i in (0, 1)]
-    if any([p.wait() for p in pair]):  # also one that was killed, whose code is below 0
+    codes = [p.wait() for p in pair]
+    if any(codes):  # also that of one that was killed, which is below 0
         raise RuntimeError("the two processes of one host did not reduce")
 
 
@@ -111,9 +112,7 @@ def hosts_main(asked: Asked) -> None:
         timed(comm, side, steps=1)  # chooses kernels and takes memory, as the profiler's first steps did
     found: dict[str, list[float]] = {}
     start, done = time.perf_counter(), 0
-    while done == 0 or (
-        done < asked.rounds and agreed(comm, time.perf_counter() - start) * (done + 1) / done < CASE_S
-    ):
+    while done == 0 or (done < asked.rounds and agreed(comm, time.perf_counter() - start) * (done + 1) / done < CASE_S):
         for mbit in asked.mbit:
             shape(mbit)
             for name, side in sides.items():
