@@ -38,10 +38,12 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"resnet18": cifar_resnet18, "alex
 SIDE = {"resnet18": 32, "alexnet": 64, "vgg16": 32}  # pixels: small, so that ranks without a GPU compute them
 
 
-def on_hosts(script: str, arguments: Sequence[str], hosts: int = 2, *, share: float = 0.0) -> int:
+def on_hosts(
+    script: str, arguments: Sequence[str], hosts: int = 2, *, share: float = 0.0, limit_s: float = LIMIT_S
+) -> int:
     """Runs script with RANK set on each host until all have ended; returns the worst exit code.
 
-    `share`: of a core, that each host may use (0: a whole one).
+    `share`: of a core, that each host may use (0: a whole one). `limit_s`: all are ended after so many seconds.
     """
     if os.geteuid() != 0:
         raise InputError("network namespaces: only as root, on Linux; run it as root")
@@ -56,10 +58,12 @@ def on_hosts(script: str, arguments: Sequence[str], hosts: int = 2, *, share: fl
             ranks.append(subprocess.Popen(command, env=os.environ | env))
             if groups:
                 (groups[rank] / "cgroup.procs").write_text(str(ranks[-1].pid))
-        end = time.monotonic() + LIMIT_S
+        end = time.monotonic() + limit_s
         try:
             while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < end:
                 time.sleep(0.2)
+            if time.monotonic() >= end:
+                print(f"{Path(script).name}: {hosts} hosts had not ended after {limit_s:.0f} s", file=sys.stderr)
         finally:
             for p in ranks:
                 p.kill()

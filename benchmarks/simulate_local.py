@@ -30,10 +30,11 @@ from typing import Any
 
 import torch
 
-from cluster import Side, Workload, connected, on_hosts, ours, shape, timed
+from cluster import LIMIT_S, Side, Workload, agreed, connected, on_hosts, ours, shape, timed
 from common import finish, seconds_per_call, spread
 from kasoku.core import Job
 from kasoku.core.cost import forecast
+from kasoku.device.malloc import tune_malloc
 from kasoku.optim import sgd
 from kasoku.parallel import Graded
 from kasoku.report import print_table
@@ -46,11 +47,12 @@ SHARE = 0.9 * CORES / 8  # of a core, of each host
 PAYLOAD = 1448 / 1514  # of a frame's bytes, of TCP over Ethernet
 WAYS = {"barrier": False, "next_forward": True}
 STEPS, PROFILED = 3, 6
+CASE_S = 200.0  # of timed rounds on so many hosts: another round begins where it should end within that
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a rank is told: how long to go on, at which rates, and where its findings go."""
+    """What a rank is told: how many rounds at most, at which rates, and where its findings go."""
 
     work: Workload
     mbit: list[float]
@@ -60,6 +62,7 @@ class Asked:
 
 def profile(asked: Asked) -> None:
     """One host: its blocks, its update, what messages take of it. Writes profile.json, ledger.json and link.json."""
+    tune_malloc()  # as on the hosts: else a step here faults its pages anew, and there not
     torch.set_num_threads(1)
     model = asked.work.network()
     job = Job(model, sgd(model, lr=0.001, momentum=0.9, weight_decay=5e-4), loader=[asked.work.data(0)])
@@ -82,7 +85,8 @@ def profile(asked: Asked) -> None:
     put(asked.folder / "ledger.json", {"step_s": {"update": update_s}})
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "LOOPBACK": "1"}
     pair = [subprocess.Popen([sys.executable, *sys.argv], env=os.environ | env | {"RANK": str(i)}) for i in (0, 1)]
-    if max(p.wait() for p in pair):
+    codes = [p.wait() for p in pair]
+    if any(codes):  # also that of one that was killed, which is below 0
         raise RuntimeError("the two processes of one host did not reduce")
 
 
@@ -104,13 +108,17 @@ def hosts_main(asked: Asked) -> None:
     sides = {
         name: Side(asked.work, comm, ours(comm, Graded(), next_forward=late, show=True)) for name, late in WAYS.items()
     }
+    for side in sides.values():
+        timed(comm, side, steps=1)  # chooses kernels and takes memory, as the profiler's first steps did
     found: dict[str, list[float]] = {}
-    for _ in range(asked.rounds):
+    start, done = time.perf_counter(), 0
+    while done == 0 or (done < asked.rounds and agreed(comm, time.perf_counter() - start) * (done + 1) / done < CASE_S):
         for mbit in asked.mbit:
             shape(mbit)
             for name, side in sides.items():
                 seconds = timed(comm, side, steps=STEPS)
                 found.setdefault(f"{mbit:g} {name}", []).append(seconds)
+        done += 1
     if comm.rank == 0:
         put(asked.folder / f"steps_{comm.size}.json", found)
 
@@ -158,7 +166,7 @@ def judged(asked: Asked, hosts: list[int]) -> dict[str, object]:
             errors[case], alone[case] = expected / took - 1, compute / took - 1
             seen = spread(values)
             rows[case] = (
-                f"{took:.3f} s ({seen['min']:.3f} to {seen['max']:.3f}), foretold {expected:.3f} "
+                f"{took:.3f} s ({seen['min']:.3f} to {seen['max']:.3f}, n {seen['n']}), foretold {expected:.3f} "
                 f"({errors[case]:+.1%}); computing {compute:.3f}"
             )
     print_table("a step", rows)
@@ -178,17 +186,19 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--mbit", type=float, nargs="+", default=[150.0, 400.0], help="rates of a host's link")
     parser.add_argument("--batch", type=int, default=16, help="images a host")
-    parser.add_argument("--rounds", type=int, default=2, help=f"of {STEPS} timed steps a case")
+    parser.add_argument("--rounds", type=int, default=3, help=f"of {STEPS} timed steps a case, as time allows")
     parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
+        begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             for n in (1, *arguments.hosts):
                 start = time.perf_counter()
-                failed = on_hosts(__file__, [*sys.argv[1:], "--folder", folder], n, share=SHARE)
+                left_s = LIMIT_S - (start - begin)
+                failed = on_hosts(__file__, [*sys.argv[1:], "--folder", folder], n, share=SHARE, limit_s=left_s)
                 if failed:
                     return failed
-                print(f"{n} hosts: {time.perf_counter() - start:.0f} s")
+                print(f"{n} hosts: {time.perf_counter() - start:.0f} s", flush=True)
             asked = Asked(Workload(batch=arguments.batch), arguments.mbit, arguments.rounds, Path(folder))
             figures = judged(asked, arguments.hosts)
         parameters = {"hosts": arguments.hosts, "mbit": arguments.mbit, "batch": arguments.batch, "steps": STEPS}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kasoku.cli import main
-from kasoku.parallel import Asynchronous, Graded, Layer, Overlap, Planned
+from kasoku.parallel import Asynchronous, Graded, Hierarchical, Layer, Mean, Overlap, Planned, Reducer, Wire
 from kasoku.recipe import dumps, load
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -77,6 +78,35 @@ def test_a_deadline_takes_the_cheapest_in_time_and_the_least_time_takes_no_longe
     assert paid["usd"] * paid["most"] <= 30  # type: ignore[operator]
 
 
+def test_ranges_are_those_of_the_steps_and_equal_gpus_are_told(small: str, tmp_path: Path) -> None:
+    options = ["--fastest", "--set", "points=[]", "--set", "batch=8192"]
+    found = planned(tmp_path / "p", POINTS, "--cluster", small, *options)
+    rows = found["rows"]
+    assert isinstance(rows, dict)
+    steps_s = sum(rows[k] for k in ("input", "forward", "backward", "exposed"))
+    updates = steps_s / found["step_s"]  # type: ignore[operator]
+    most_s = (1 + 0.09) * found["compute_s"] + found["all_reduce_s"]  # type: ignore[operator]
+    more = updates * (most_s - found["step_s"]) / found["training_s"]  # type: ignore[operator]
+    assert 0.9 < found["least"] < 1 < found["most"] < 1 + more  # type: ignore[operator]
+    assert "of equal GPUs" not in found["shown"]["time to the end"]  # type: ignore[index]
+    (tmp_path / "desk.toml").write_text(DESK)
+    desk = planned(tmp_path / "q", DIGITS, "--cluster", str(tmp_path / "desk.toml"), "--fastest")
+    assert "of equal GPUs" in desk["shown"]["time to the end"]  # type: ignore[index]
+
+
+def test_searched_groups_that_may_take_too_long_are_left(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--cluster", small, "--set", "points=[]", "--set", "batch=4096", "--deadline", "20min"]
+    before = planned(tmp_path / "p", POINTS, *options)
+    late = property(lambda choice: 1e9 if choice.usd < 0 else choice.seconds)
+    monkeypatch.setattr("kasoku.planning.Choice.late_s", late)
+    monkeypatch.setattr("kasoku.planning._searched", lambda chosen: replace(chosen, usd=-1.0))
+    after = planned(tmp_path / "q", POINTS, *options)
+    assert after["usd"] > 0 < before["usd"]  # type: ignore[operator]
+    assert "-1.00 USD" not in after["shown"]["cost"]  # type: ignore[index]
+
+
 def test_the_recipe_and_the_script_are_those_of_the_choice_with_its_searched_groups(small: str, tmp_path: Path) -> None:
     found = planned(tmp_path / "p", POINTS, "--cluster", small, "--set", "batch=8192", "--deadline", "1h")
     recipe = load(tmp_path / "p" / POINTS.name)
@@ -130,6 +160,50 @@ def test_the_recipe_has_the_groups_that_were_searched_or_not(
     assert isinstance(own.buckets, Planned if searched else Graded)
     assert ("planned" in said) == searched
     assert own.next_forward == (late and searched)
+
+
+@pytest.mark.parametrize("nic_gb_s", [1.0, 100.0])
+@pytest.mark.parametrize(
+    ("given", "alike", "said"),
+    [
+        ("", Mean(), ""),
+        ("{use='kasoku.parallel.Wire'}", Wire(), "Wire"),
+        ("{use='kasoku.parallel.Hierarchical', across={use='kasoku.parallel.Wire'}}", Wire(), "Wire"),
+    ],
+)
+def test_gradients_are_averaged_node_by_node_where_that_is_faster_and_the_recipe_has_the_reducer(
+    given: str, alike: Reducer, said: str, nic_gb_s: float, tmp_path: Path
+) -> None:
+    text = PRICED.replace("nics = 8", "nics = 1").replace("nodes = 16", "nodes = 4")
+    (tmp_path / "few.toml").write_text(text.replace("nic_gb_s = 24.0", f"nic_gb_s = {nic_gb_s}"))
+    own = "{use='kasoku.parallel.Overlap'" + (f", reducer={given}" if given else "") + "}"
+    options = ["--cluster", str(tmp_path / "few.toml"), "--fastest", "--set", "batch=8192", "--set", "points=[]"]
+    found = planned(tmp_path / "p", POINTS, *options, "--set", f"techniques=[{own}]")
+    assert found["gpus"] == 32
+    (technique,) = (t for t in load(tmp_path / "p" / POINTS.name).techniques if isinstance(t, Overlap))
+    shown = found["shown"]["all-reduce"]  # type: ignore[index]
+    if nic_gb_s == 1.0:  # 2 (N - 1) / N of the bytes leave a node of N = 4, where trees and a ring over all send more
+        assert technique.reducer == Hierarchical(8, alike)
+        assert shown.startswith("hierarchical, ")
+        assert shown.endswith("; reducer Hierarchical, node=8" + (f", across={said}" if said else ""))
+    else:
+        assert technique.reducer == alike
+        assert "hierarchical" not in shown
+        assert shown.endswith(f"; reducer {said}" if said else shown)
+
+
+def test_few_images_for_batch_norm_are_told_with_what_helps(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--cluster", small, "--fastest", "--set", "points=[]", "--set", "batch=1024"]
+    found = planned(tmp_path / "p", POINTS, *options, "--set", "norm_batch=0")
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "BatchNorm" in line)
+    assert f"BatchNorm over {1024 // found['gpus']} images at once" in line  # type: ignore[operator]
+    assert "--set norm_batch=32 (ranks then wait" in line
+    planned(tmp_path / "q", POINTS, *options, "--set", "norm_batch=32")
+    assert "BatchNorm" not in capsys.readouterr().err
+    planned(tmp_path / "r", POINTS, *options, "--set", "norm_batch=0", "--set", "device.graphs=true")
+    assert "a larger batch or fewer GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("ahead", "apart"), [("", True), (", max_staleness=4", True), (", max_staleness=0", False)])

@@ -225,6 +225,33 @@ def test_a_sweep_leaves_out_what_an_algorithm_cannot_share(tmp_path: Path) -> No
         assert [n for n, *_ in points] == [1, 2, 4, 8, 16, 32, 64]
 
 
+def test_a_sweep_leaves_out_what_does_not_fill_the_nodes_of_a_reducer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "{use='kasoku.parallel.Overlap', buckets={use='kasoku.parallel.Graded'}, reducer=REDUCER}"
+    wide = own.replace("REDUCER", "{use='kasoku.parallel.Hierarchical', node=16}")
+    options = ["--cluster", "dgx-a100", "--gpus", "32", "--batch", "1280", "--set", f"techniques=[{wide}]"]
+    sweep = simulated(tmp_path / "s", *options, "--sweep", "gpus=1:64")["sweep"]
+    assert isinstance(sweep, dict)
+    for points in sweep["points"].values():
+        assert [n for n, *_ in points] == [1, 16, 32, 48, 64]
+    assert "the largest by hierarchical in rows of 16" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    options[3:6] = ["24", "--batch", "960"]
+    assert main(["simulate", str(RECORD), *options]) == 2
+    assert "24 GPUs in nodes of 16: the nodes must be equal in size" in capsys.readouterr().err
+
+
+def test_few_images_for_batch_norm_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--cluster", "dgx-a100", "--gpus", "8", "--set", "norm_batch=0"]
+    simulated(tmp_path / "one", *options, "--batch", "8")
+    assert "BatchNorm over 1 image at once" in (line := capsys.readouterr().err)
+    assert "a larger batch or fewer GPUs" in line  # as 8 images in all are too few
+    simulated(tmp_path / "few", *options, "--batch", "64")
+    assert "--set norm_batch=32 (ranks then wait" in capsys.readouterr().err
+    simulated(tmp_path / "enough", *options, "--batch", "128")
+    assert "BatchNorm" not in capsys.readouterr().err
+
+
 def test_ranks_at_their_own_pace_are_simulated_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pace = asynchronous("max_staleness=4, every=2, wire='bf16', hidden=false, warmup=1")
     found = simulated(tmp_path / "s", "--cluster", "abci", "--gpus", "64", *pace, "--sweep", "gpus=1:64")

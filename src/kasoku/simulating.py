@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +45,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from kasoku.meetings import asked as as_trained
     from kasoku.report import draw
     from kasoku.runs import own_folder, put
+    from kasoku.simulate import reducing
     from kasoku.simulate.allreduce import fills
     from kasoku.simulate.sweep import sizes
     from kasoku.simulation import case, document, swept
@@ -56,7 +56,11 @@ def _simulate(arguments: argparse.Namespace) -> int:
     changed = on.altered(arguments.what_if) if arguments.what_if else None
     if changed and changed.device != on.device and asked.simulator.profile:
         raise InputError(f"--what-if {arguments.what_if}: a profile gives the GPU's times: leave gpu or --profile out")
-    fits = partial(fills, asked.simulator.sharing.algorithm)
+    shared = asked.simulator.sharing
+
+    def fits(gpus: int) -> bool:
+        return fills(shared.algorithm, gpus) and reducing.fills(shared.reducer, gpus)
+
     over = sizes(on, *_range(arguments.sweep), fits=fits) if arguments.sweep else []
     as_trained(asked.recipe, max(over, default=1))  # raises for what so many at their own pace cannot have
     step = asked.step(gpus)

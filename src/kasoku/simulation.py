@@ -17,14 +17,18 @@ from kasoku.core.cost import Piece, Plan, Sized
 from kasoku.course import ahead, updates
 from kasoku.data import Facts, GrowBatch
 from kasoku.optim import Clip
-from kasoku.parallel import AllReduce, Asynchronous, Hierarchical, LowRank, OneGroup, Overlap, Policy, Reducer, Wire
+from kasoku.parallel import AllReduce, Asynchronous, OneGroup, Overlap, Policy
+from kasoku.parallel.batchnorm import norms
 from kasoku.parallel.buckets import Graded
-from kasoku.ranks import check_share
+from kasoku.ranks import can_share, check_share
 from kasoku.recipe import Recipe, load
 from kasoku.report import Panel
 from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step, apart
 from kasoku.simulate.compute import Profile
+from kasoku.simulate.reducing import flat
 from kasoku.simulate.sweep import efficiency, scaled
+
+_FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer are told of; as many are advised
 
 
 @dataclass(frozen=True)
@@ -39,28 +43,34 @@ class EachAlone(Policy):
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe on a cluster: what its command, its sweep and its plan ask."""
+    """A recipe on a cluster: what its command, its sweep and its plan ask. `norms`: BatchNorm modules of its model."""
 
     recipe: Recipe
     facts: Facts
     simulator: Simulator
     remarks: list[str] = field(default_factory=list)
+    norms: int = 0
 
     def step(self, gpus: int) -> Step:
         """A step of the recipe's batch on so many GPUs."""
         self.simulator.cluster.nodes_for(gpus)
         check_share(self.recipe, gpus)
         meetings.asked(self.recipe, gpus)  # raises for what ranks at their own pace cannot have
-        if updates(self.recipe, self.facts.images) < 1:
+        if self.updates < 1:
             raise InputError(
                 f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}: not one update of {self.facts.images:,} "
                 "images: a smaller batch or more epochs"
             )
         return self.simulator.step(gpus, self.recipe.batch, parts=self.recipe.parts(gpus))
 
+    @property
+    def updates(self) -> int:
+        """Of the whole training."""
+        return updates(self.recipe, self.facts.images)
+
     def rows(self, step: Step) -> dict[str, float]:
         """Seconds of the whole training by item, as a measured run's ledger has them."""
-        total = updates(self.recipe, self.facts.images)
+        total = self.updates
         costs, parts = self.simulator.cluster.costs, step.compute_s + step.jitter_s
         forward = sum(u.forward_s for u in step.course.units)
         backward = sum(u.backward_s for u in step.course.units)
@@ -89,7 +99,31 @@ class Case:
                 "simulated apart: they are taken as the others"
             )
         known = simulate.remarks(simulator.net, simulator.cluster.device, images, simulator.profile)
-        return self.remarks + more + known
+        return self.remarks + more + self._few(step.gpus) + known
+
+    def _few(self, gpus: int) -> list[str]:
+        """A line where so few images share BatchNorm statistics that the training may miss its accuracy."""
+        once = self.recipe.batch // (gpus * self.recipe.parts(gpus))
+        seen = self.recipe.norm_batch or once
+        if not self.norms or seen >= _FEW:
+            return []
+        enough = self._norm_batch(gpus, seen)
+        waits = " (ranks then wait for statistics, which is not simulated)" if enough > once else ""
+        remedy = f"--set norm_batch={enough}{waits}, or fewer GPUs" if enough else "a larger batch or fewer GPUs"
+        return [
+            f"BatchNorm over {seen} image{'s' if seen > 1 else ''} at once: of so few its statistics are noisy, and "
+            "accuracy is lost (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He 2018, "
+            f"arXiv 1803.08494): {remedy}"
+        ]
+
+    def _norm_batch(self, gpus: int, seen: int) -> int:
+        """The least norm_batch that is enough and that so many GPUs can share; 0: there is none."""
+        recipe = self.recipe
+        if recipe.device.graphs or meetings.own_pace(recipe, gpus):
+            return 0  # neither goes with statistics of several ranks
+        most = recipe.batch // max(1, recipe.accumulate)
+        sizes = (n for n in range(max(_ENOUGH, seen + 1), most + 1) if recipe.batch % n == 0)
+        return next((n for n in sizes if can_share(replace(recipe, norm_batch=n), gpus)), 0)
 
     def usd(self, step: Step, seconds: float) -> float:
         """What the GPUs of a step cost for so long; 0 where no price is known."""
@@ -115,11 +149,13 @@ def case(arguments: argparse.Namespace, cluster: str, *, like: Case | None = Non
     facts, remark = ahead(recipe)
     with torch.device("meta"):
         model = recipe.model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
+        found = len(norms(model))
     name = recipe.model.use.rpartition(".")[2]
     known = name if facts.side == 224 or name != "resnet50" else f"{name} at {facts.side}"
     net = simulate.network(known, model, (facts.channels, facts.side, facts.side))
     profile = _profile(arguments, net) if getattr(arguments, "profile", None) else None
-    return Case(recipe, facts, simulate.Simulator(on, net, shared, profile=profile), [remark] if remark else [])
+    simulator = simulate.Simulator(on, net, shared, profile=profile)
+    return Case(recipe, facts, simulator, [remark] if remark else [], found)
 
 
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
@@ -132,13 +168,9 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
         return Sharing(EachAlone(), next_forward=False, wire_bytes=4, algorithm=algorithm or "auto")
     overlap = next((t for t in techniques if isinstance(t, Overlap)), Overlap())
     late = overlap.next_forward and not any(isinstance(t, Clip) for t in techniques)
-    reducer: Reducer = overlap.reducer
-    if isinstance(reducer, Hierarchical):
-        algorithm, reducer = algorithm or "hierarchical", reducer.across
-    if isinstance(reducer, LowRank):
-        raise InputError("reducer LowRank: its products are not simulated: Mean, Wire or Hierarchical of these can be")
-    wire = 2 if isinstance(reducer, Wire) else 4
-    return Sharing(overlap.buckets, late, wire, algorithm or "auto")
+    alike = flat(overlap.reducer)  # raises for what no simulation knows
+    reducer = alike if algorithm else overlap.reducer
+    return Sharing(overlap.buckets, late, algorithm=algorithm or "auto", reducer=reducer)
 
 
 def _apart(recipe: Recipe, pace: Asynchronous, algorithm: str) -> Sharing:

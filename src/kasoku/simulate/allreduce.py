@@ -161,9 +161,12 @@ def hierarchical(cluster: Cluster, gpus: int) -> list[Shape]:
     return torus(cluster, gpus, min(gpus, cluster.node.gpus), trees=True)
 
 
-def torus(cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False) -> list[Shape]:
-    """The same on a grid of `width` GPUs a row (0: about square, of whole nodes), with rings; or also with trees."""
-    width = width or _square(gpus, min(gpus, cluster.node.gpus))
+def torus(cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False, across: float = 1.0) -> list[Shape]:
+    """The same on a grid of `width` GPUs a row (0: about square, of whole nodes), with rings; or also with trees.
+
+    `across`: of the bytes that are left of a row, the share that is sent along columns.
+    """
+    width = width or square(gpus, min(gpus, cluster.node.gpus))
     if gpus % width:
         raise InputError(f"all-reduce torus on {gpus} GPUs: rows of {width} do not fill it")
     rows, high, each = range(0, gpus, width), gpus // width, cluster.node.gpus
@@ -176,11 +179,11 @@ def torus(cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False) -
         return [row]
     columns = [[first + width * i for i in range(high)] for first in range(width)]
     ringed = [(a, b) for column in columns for a, b in itertools.pairwise([*column, column[0]])]
-    flows = [(a, b, cluster.nic_of(a), 1 / gpus) for a, b in ringed]
+    flows = [(a, b, cluster.nic_of(a), across / gpus) for a, b in ringed]
     found = [row + Shape(ring_hops=(0, 2 * (high - 1)), byte_s=2 * (high - 1) * contended_s(cluster, gpus, flows))]
     if trees:
         pairs = [pair for column in columns for pair in _two_trees(column)]
-        flows = [(a, b, cluster.nic_of(a), 0.5 / width) for a, b in pairs]
+        flows = [(a, b, cluster.nic_of(a), 0.5 * across / width) for a, b in pairs]
         found.append(row + Shape(tree_hops=(0, 2 * depth(high)), byte_s=contended_s(cluster, gpus, flows), trees=1))
     return found
 
@@ -225,7 +228,7 @@ def _root(start: int, stop: int) -> int:
     return start + left if n > left else start
 
 
-def _square(gpus: int, each: int) -> int:
+def square(gpus: int, each: int) -> int:
     """The row of whole nodes that makes the grid most nearly square."""
     widths = [w for w in range(each, gpus + 1, each) if gpus % w == 0]
     return min(widths, key=lambda w: abs(w - gpus / w))

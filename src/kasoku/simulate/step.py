@@ -3,7 +3,8 @@
 Note: whose order. Groups and their order are those of the policies in `parallel.buckets` that `Overlap` goes by, and
 the step is core's recursion (`cost.forecast`), which `Overlap` on a `SimComm` takes to 1e-12 (tests/parallel). `spans`
 replays the same recursion for the timeline; both agree to 1e-9 (tests/simulate/test_step.py). Ranks at their own pace
-wait for no all-reduce: their steps are those of `apart`.
+wait for no all-reduce: their steps are those of `apart`. What is sent of a gradient may be less than it is in memory:
+see `reducing`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from typing import Any
 
 from kasoku.core import InputError, Span
 from kasoku.core.cost import Forecast, Link, Plan, Sized, Unit, forecast
-from kasoku.parallel import Asynchronous
+from kasoku.parallel import Asynchronous, Reducer
 from kasoku.parallel.buckets import Graded, OneGroup, Planned, Policy, search
-from kasoku.simulate import allreduce, apart, compute
+from kasoku.simulate import allreduce, apart, compute, reducing
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.compute import Network, Profile
 from kasoku.simulate.jitter import Jitter
 
+_FP32 = 4  # bytes of an element
+_RARE = 0.05  # of all draws of GPUs: the slowest is as fast, or as slow, at the ends of a range
 _TRIES = 1000  # to improve each of the plans that a search found: the same on a fast machine and a slow one
 
 
@@ -32,9 +35,11 @@ class Sharing:
     Args:
         policy: the groups and their order.
         next_forward: groups are waited for by the next forward; False: by the step.
-        wire_bytes: of an element under way.
+        wire_bytes: of an element under way, by which groups are planned too.
         algorithm: of the all-reduce.
         apart: ranks at their own pace exchange updates so, by its groups and in its type; None: they all-reduce.
+        reducer: what Overlap averages by: it says what is under way, and groups are planned by fp32, as Overlap plans
+            them; `wire_bytes` counts for nothing then. None: another engine, which plans by what it sends.
     """
 
     policy: Policy = field(default_factory=Graded)
@@ -42,6 +47,7 @@ class Sharing:
     wire_bytes: int = 2
     algorithm: str = "auto"
     apart: Asynchronous | None = None
+    reducer: Reducer | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Course:
     apart: Asynchronous | None = None
 
     def sizes(self) -> list[float]:
-        """Bytes of each piece, in the order they are sent."""
+        """Bytes of each piece, in the order they are sent; of a reducer those of the gradients, as it is given them."""
         width = [self.tensors[group[0]].width for group in self.plan.groups]
         return [(p.stop - p.start) * width[p.group] for p in self.plan.order]
 
@@ -136,12 +142,11 @@ class Simulator:
         if batch < gpus * parts:
             raise InputError(f"batch={batch} on {gpus} GPUs: at least 1 image each; raise batch, or take fewer GPUs")
         images = -(-batch // (gpus * parts))  # the GPU with the most sets the time
-        jitter = self.jitter if self.jitter is not None else Jitter(self.cluster.device.spread)
         pace = self.sharing.apart
         if pace and gpus > 1:
             apart.check(pace, parts)
         # with a bound slow GPUs, which stay slow, hold up all others in the end
-        slower = 1.0 if pace and pace.max_staleness is None else jitter.slowest(gpus)
+        slower = 1.0 if pace and pace.max_staleness is None else self._law().slowest(gpus)
         middle = sum(u.forward_s + u.backward_s + u.update_s for u in self.units(images))
         course = self._course(self.units(images, slower=slower), gpus)
         seen = course.forecast()
@@ -151,6 +156,21 @@ class Simulator:
         slowest = parts * (seen.compute_s - middle)
         exposed = max(0.0, seen.exposed_s)  # rounding may leave less than nothing
         return Step(gpus, batch, parts * middle, slowest, exposed, waits, course)
+
+    def range_s(self, step: Step) -> tuple[float, float]:
+        """What a step takes at the least and at the most, in seconds.
+
+        At the least all communication is hidden, or all computing behind it; at the most none is. And the slowest GPU
+        is such that in one draw of twenty it is faster still, or slower still.
+        """
+        law, pace = self._law(), self.sharing.apart
+        waited = not (pace and step.gpus > 1 and pace.max_staleness is None)
+        fast, slow = (law.slowest_of(step.gpus, share) if waited else 1.0 for share in (_RARE, 1 - _RARE))
+        fed = step.step_s if step.input_s else 0.0
+        return max(fed, fast * step.compute_s, step.link_s), max(fed, slow * step.compute_s + step.link_s)
+
+    def _law(self) -> Jitter:
+        return self.jitter if self.jitter is not None else Jitter(self.cluster.device.spread)
 
     def _course(self, units: Sequence[Unit], gpus: int) -> Course:
         """The gradients, their groups, what they go over, and whether the next forward waits for them."""
@@ -163,8 +183,12 @@ class Simulator:
             )
             exchange_s = sum(course.link.seconds(size) for size in course.sizes())
             return replace(course, apart=apart.settled(sharing.apart, units, exchange_s, len(plan.groups)))
-        link = allreduce.link(self.cluster, gpus, sharing.algorithm)
-        tensors, defined = self.net.carried(sharing.wire_bytes)
+        if sharing.reducer:
+            link = reducing.link(self.cluster, gpus, sharing.reducer, sharing.algorithm)
+            tensors, defined = self.net.carried(_FP32)
+        else:
+            link = allreduce.link(self.cluster, gpus, sharing.algorithm)
+            tensors, defined = self.net.carried(sharing.wire_bytes)
         if isinstance(sharing.policy, Planned) and gpus > 1:
             plan, _, late = search(units, tensors, link, next_forward=late, limit_s=math.inf, tries=_TRIES)
             return Course(units, tensors, plan, link, late)

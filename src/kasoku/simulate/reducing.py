@@ -1,0 +1,78 @@
+"""What averaging takes by each reducer of the engine: which all-reduces it makes, and of which bytes.
+
+Note: the gradients' own bytes. `Overlap` plans its groups by what gradients are in memory (fp32), whatever a reducer
+makes of them, and so does a simulation of it. So a link is asked here for the seconds of so many bytes of gradients;
+that half of them are under way, everywhere or only between nodes, the link knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from kasoku.core import InputError
+from kasoku.parallel import Hierarchical, LowRank, Mean, Reducer, Wire
+from kasoku.simulate import allreduce
+from kasoku.simulate.allreduce import ALONE, Fastest
+from kasoku.simulate.cluster import Cluster
+
+
+def flat(reducer: Reducer) -> Reducer:
+    """How a reducer averages between all ranks, or between nodes. Raises InputError for what is not simulated."""
+    while isinstance(reducer, Hierarchical):
+        reducer = reducer.across
+    if isinstance(reducer, LowRank):
+        raise InputError("reducer LowRank: its products are not simulated: Mean, Wire or Hierarchical of these can be")
+    return reducer
+
+
+def fills(reducer: Reducer | None, gpus: int) -> bool:
+    """Whether so many GPUs make whole nodes, as Hierarchical counts them."""
+    return gpus == 1 or not isinstance(reducer, Hierarchical) or not reducer.node or gpus % reducer.node == 0
+
+
+def told(reducer: Reducer) -> str:
+    """Its name and what it differs by from one all-reduce in the gradients' own type; "" for that."""
+    across = "" if isinstance(flat(reducer), Mean) else type(flat(reducer)).__name__
+    if isinstance(reducer, Hierarchical):
+        return f"Hierarchical, node={reducer.node}" + (f", across={across}" if across else "")
+    return across
+
+
+@lru_cache(maxsize=1024)
+def link(cluster: Cluster, gpus: int, reducer: Reducer, algorithm: str = "auto") -> Fastest:
+    """What the mean of so many bytes of fp32 gradients takes.
+
+    Args:
+        cluster: whose first nodes the GPUs are.
+        gpus: how many; they fill their nodes.
+        reducer: Mean, Wire, or Hierarchical of one of these.
+        algorithm: of the all-reduce of those that average at once; Hierarchical has its own.
+
+    Raises:
+        InputError: for a reducer that is not simulated, or one whose nodes so many GPUs do not fill.
+    """
+    cluster.nodes_for(gpus)
+    if gpus == 1:
+        return ALONE
+    if isinstance(reducer, Hierarchical):  # as its `bind` does
+        node = reducer.node or min(gpus, cluster.node.gpus)
+        if gpus % node:
+            raise InputError(f"Hierarchical: {gpus} GPUs in nodes of {node}: the nodes must be equal in size")
+        if 1 < node < gpus:
+            name = "hierarchical" if node == cluster.node.gpus else f"hierarchical in rows of {node}"
+            shapes = allreduce.torus(cluster, gpus, node, trees=True, across=_share(flat(reducer)))
+            return allreduce.fastest(cluster, [(name, shape) for shape in shapes])
+        reducer = Mean() if node == gpus else reducer.across
+    return _narrowed(allreduce.link(cluster, gpus, algorithm), _share(flat(reducer)))
+
+
+def _share(reducer: Reducer) -> float:
+    """Of the bytes of fp32 gradients those that are under way."""
+    return 0.5 if isinstance(reducer, Wire) else 1.0
+
+
+def _narrowed(link: Fastest, share: float) -> Fastest:
+    """The link for bytes of which a share is sent."""
+    choices = tuple((name, replace(each, bytes_per_s=each.bytes_per_s / share)) for name, each in link.choices)
+    return Fastest(link.latency_s, link.bytes_per_s / share, choices=choices)

@@ -1,0 +1,160 @@
+"""What a reducer makes of an all-reduce: groups as the real engine has them, bytes as they are sent."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kasoku.core import InputError, Job
+from kasoku.core.cost import Link
+from kasoku.core.simulated import Emulate, SimComm
+from kasoku.models import cifar_resnet18
+from kasoku.optim import sgd
+from kasoku.parallel import (
+    Fixed,
+    Graded,
+    Hierarchical,
+    Layer,
+    LowRank,
+    Mean,
+    OneGroup,
+    Overlap,
+    Planned,
+    Policy,
+    Reducer,
+    Wire,
+)
+from kasoku.parallel.buckets import search
+from kasoku.simulate import Cluster, Network, Sharing, Simulator, allreduce, load, network, reducing
+from kasoku.simulate.cluster import Gpu, Node, Protocol
+from kasoku.simulate.step import spans
+
+MIB = 2**20
+GPUS = 64
+N_BYTES = 51e6
+
+
+@pytest.fixture(scope="module")
+def net() -> Network:
+    with torch.device("meta"):
+        return network("cifar_resnet18", cifar_resnet18(), (3, 32, 32))
+
+
+def slow() -> Cluster:
+    return replace(load("dgx-a100"), node=Node(8, 5.0, 1, 0.5))  # communicating takes about as long as computing
+
+
+def ideal(nodes: int, gpus: int) -> Cluster:
+    """Nodes of 100 GB/s within, and a NIC of 10 GB/s a GPU."""
+    plain = Protocol("plain", 0.0, (1.0, 5.0), (1.0, 5.0))
+    gpu = Gpu("any", 5.0, 0.3, 1, 512, 300, 2000)
+    return Cluster("ideal", nodes, Node(gpus, 100.0, gpus, 10.0), own_gpu=gpu, own_protocol=plain)
+
+
+def engine_of(comm: SimComm, units: Any, overlap: Overlap) -> tuple[Job, Any]:
+    with torch.device("meta"):
+        model = cifar_resnet18()
+    job = Job(model, lambda m: sgd(m, lr=0.1), comm=comm, loss=lambda out, y: out.sum())
+    job.apply(Emulate(tuple(units)), overlap)
+    return job, job.kept("overlap")
+
+
+@pytest.mark.parametrize("policy", [OneGroup(), Graded(), Fixed(MIB, MIB // 4), Fixed(), Layer()])
+@pytest.mark.parametrize(
+    "reducer", [Mean(), Wire(), Wire("fp16", sums="wire"), Hierarchical(8), Hierarchical(8, Wire())]
+)
+def test_groups_and_their_order_are_the_engines_whatever_is_sent_of_a_gradient(
+    policy: Policy, reducer: Reducer, net: Network
+) -> None:
+    step = Simulator(slow(), net, Sharing(policy, reducer=reducer)).step(GPUS, GPUS * 200)
+    _, engine = engine_of(SimComm(GPUS, Link(1e-5, 1e9)), step.course.units, Overlap(policy, reducer=reducer))
+    assert (step.course.plan.groups, step.course.plan.order) == (engine.plan.groups, engine.plan.order)
+    assert step.course.sizes() == [4 * (piece.stop - piece.start) for piece in engine.plan.order]
+
+
+def test_groups_planned_by_what_is_sent_would_be_others(net: Network) -> None:
+    for policy in (Graded(least_bytes=4 * MIB), Fixed(MIB, MIB // 4), Fixed()):
+        own, sent = (Simulator(slow(), net, sharing) for sharing in (Sharing(policy, reducer=Wire()), Sharing(policy)))
+        plans = [simulator.step(GPUS, GPUS * 200).course.plan for simulator in (own, sent)]
+        assert plans[0].groups != plans[1].groups
+
+
+@pytest.mark.parametrize("policy", [Graded(), Fixed(MIB, MIB // 4), Layer()])
+@pytest.mark.parametrize("next_forward", [False, True])
+def test_the_engine_sends_half_the_bytes_at_the_same_moments(policy: Policy, next_forward: bool, net: Network) -> None:
+    reducer = Wire(sums="wire")
+    step = Simulator(slow(), net, Sharing(policy, next_forward, reducer=reducer)).step(GPUS, GPUS * 200)
+    comm = SimComm(GPUS, allreduce.link(slow(), GPUS))
+    job, engine = engine_of(comm, step.course.units, Overlap(policy, next_forward=next_forward, reducer=reducer))
+    begins, sent_before = [], 0
+    for _ in range(6):
+        begins.append(job.clock.now())
+        sent_before = len(engine.comm.sent)
+        job.loss(job.model(torch.zeros((1, 3, 32, 32), device="meta", requires_grad=True)), torch.zeros(1)).backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    ours = [span for span in spans(step) if span.kind == "transfer"]
+    theirs = engine.comm.sent[sent_before:]
+    assert [2 * size for _, size, _, _ in theirs] == [span.bytes for span in ours]
+    first, zero = theirs[0][2], ours[0].start
+    assert [start - first for _, _, start, _ in theirs] == pytest.approx([s.start - zero for s in ours], abs=1e-9)
+    periods = [b - a for a, b in itertools.pairwise(begins)][1:]
+    assert sum(periods) / len(periods) == pytest.approx(step.step_s, rel=1e-9)
+    assert step.exposed_s > 0
+
+
+def test_a_search_is_that_of_fp32_gradients_over_a_link_that_halves_them(net: Network) -> None:
+    linear = replace(slow(), protocols=("Simple",))
+    sharing = Sharing(Planned(), next_forward=True, algorithm="ring", reducer=Wire())
+    course = Simulator(linear, net, sharing).step(GPUS, GPUS * 200).course
+    one = allreduce.link(linear, GPUS, "ring")
+    twice = Link(one.latency_s, 2 * one.bytes_per_s)
+    plan, seen, late = search(course.units, net.tensors, twice, next_forward=True, tries=1000)
+    assert (course.plan.groups, course.plan.order, course.late) == (plan.groups, plan.order, late)
+    assert course.forecast().step_s == pytest.approx(seen.step_s, rel=1e-9)
+
+
+def test_sixteen_bits_are_half_of_the_bytes_and_all_of_the_messages() -> None:
+    cluster = ideal(8, 4)
+    plain, wire = (reducing.link(cluster, 32, reducer, "ring") for reducer in (Mean(), Wire()))
+    assert wire.seconds(2 * N_BYTES) == pytest.approx(plain.seconds(N_BYTES), rel=1e-12)
+    assert wire.seconds(0) == plain.seconds(0) > 0
+    assert wire.choice(N_BYTES) == plain.choice(N_BYTES)
+
+
+@pytest.mark.parametrize(("node", "across", "share"), [(4, Mean(), 1.0), (0, Mean(), 1.0), (4, Wire(), 0.5)])
+def test_only_what_crosses_nodes_is_in_fewer_bits(node: int, across: Reducer, share: float) -> None:
+    nodes, g = 8, 4
+    seen = reducing.link(ideal(nodes, g), nodes * g, Hierarchical(node, across))
+    inside = (g - 1) * 1e-6 + (g - 1) / g * N_BYTES / 100e9
+    ring = 2 * (nodes - 1) * 5e-6 + 2 * (nodes - 1) / nodes * share * N_BYTES / g / 10e9
+    assert seen.choices[0][1].seconds(N_BYTES) == pytest.approx(2 * inside + ring, rel=1e-12)
+    assert seen.choice(N_BYTES).startswith("hierarchical, ")
+
+
+def test_nodes_of_several_machines_make_a_torus() -> None:
+    cluster = ideal(16, 1)
+    seen = reducing.link(cluster, 16, Hierarchical(4))
+    row = 3 * 5e-6 + 3 / 4 * N_BYTES / 10e9
+    column = 2 * 3 * 5e-6 + 2 * 3 / 4 * N_BYTES / 4 / 10e9
+    assert seen.choices[0][1].seconds(N_BYTES) == pytest.approx(2 * row + column, rel=1e-12)
+    assert seen.choice(N_BYTES).startswith("hierarchical in rows of 4")
+
+
+def test_where_all_are_in_one_node_or_each_in_its_own_it_is_as_the_engine_binds_it() -> None:
+    one = ideal(8, 4)
+    assert reducing.link(one, 4, Hierarchical(0, Wire())) == reducing.link(one, 4, Mean())
+    assert reducing.link(one, 8, Hierarchical(8, Wire())) == reducing.link(one, 8, Mean())
+    assert reducing.link(one, 8, Hierarchical(1, Wire())) == reducing.link(one, 8, Wire())
+    assert reducing.link(one, 1, Hierarchical(4)).seconds(N_BYTES) == 0
+
+
+def test_what_no_simulation_knows_and_nodes_that_are_not_filled_are_one_clear_line() -> None:
+    for reducer, said in ((LowRank(), "LowRank"), (Hierarchical(0, LowRank()), "LowRank"), (Hierarchical(3), "equal")):
+        with pytest.raises(InputError, match=said) as caught:
+            reducing.link(ideal(8, 4), 8, reducer)
+        assert "\n" not in str(caught.value)
