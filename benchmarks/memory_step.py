@@ -24,6 +24,7 @@ from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory
 from kasoku.memory.network import look
+from kasoku.memory.ops import How
 from kasoku.memory.saved import SURE, Planner
 from kasoku.optim import sgd
 
@@ -157,11 +158,13 @@ def plan(asked: dict) -> dict[str, object]:
     job = made(asked, "saved")
     job.model.train()
     planner = planner_of(job)
-    how = {"lossless": planner.settings.lossless, "freed": True, "straight": planner.straight}
+    settings = planner.settings
+    how = How(exact=settings.lossless, bf16=settings.bf16)
 
     def fits(batch: int) -> bool:
         x = torch.zeros(batch, 3, asked["side"], asked["side"], device=DEVICE)
-        network = look(job, planner.items, x.contiguous(memory_format=torch.channels_last), **how)
+        x = x.contiguous(memory_format=torch.channels_last)
+        network = look(job, planner.items, x, how=how, freed=True, straight=planner.straight)
         found = network.within(asked["limit"] * SURE)
         return found is not None and network.longer(found) <= asked["time"]
 

@@ -15,6 +15,7 @@ from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, larger, network
 from kasoku.memory.look import install, watch
 from kasoku.memory.network import Network, look, state_bytes
+from kasoku.memory.ops import How
 from kasoku.memory.saved import SURE
 from kasoku.models.resnet import Bottleneck, ResNet
 from kasoku.optim import sgd
@@ -28,7 +29,7 @@ def made(name: str) -> nn.Module:
 
 def seen(model: nn.Module, x: torch.Tensor) -> Network:
     job = Job(model, lambda m: sgd(m, 0.1))
-    found = look(job, install(job), x, lossless=False, freed=True)
+    found = look(job, install(job), x, how=How(), freed=True)
     job.close()
     return found
 
@@ -41,6 +42,13 @@ def measured_peak(model: nn.Module, x: torch.Tensor, y: torch.Tensor, budget: fl
 def peak_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, technique: Technique) -> int:
     """The same with any technique."""
     job = Job(model, lambda m: sgd(m, 0.1)).apply(ChannelsLast(), technique)
+    most = peak_of_step(job, x, y)
+    job.close()
+    return most
+
+
+def peak_of_step(job: Job, x: torch.Tensor, y: torch.Tensor) -> int:
+    """The same of a job's second step."""
 
     def step() -> None:
         job.loss(job.model(x), y).backward()
@@ -55,7 +63,6 @@ def peak_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, technique: Techn
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
         most = max(most, live)
-    job.close()
     return most
 
 
@@ -118,7 +125,7 @@ def test_copies_of_weights_under_autocast_are_counted_once():
     x, y = images(32, 32)
     x = x.contiguous(memory_format=torch.channels_last)
     job = Job(with_a_large_head(), lambda m: sgd(m, 0.1)).apply(ChannelsLast(), Autocast("bf16"))
-    seen = look(job, install(job), x, lossless=False, freed=False)
+    seen = look(job, install(job), x, how=How(), freed=False)
     job.close()
     measured = peak_of(with_a_large_head(), x, y, Autocast("bf16"))
     assert abs(seen.plain_bytes(len(x)) / (measured + seen.plain_around.fixed) - 1) < 0.05

@@ -106,9 +106,10 @@ def test_gradients_under_the_smallest_budget_are_near_those_of_plain_pytorch(nam
     assert_near(plain, one_step(model, x.double(), y, SavedMemory(budget=least, in_backward=False, show=False)), 1e-9)
 
 
-def smallest_budget(model, x, y, *beside, lossless=False) -> str:
+def smallest_budget(model, x, y, *beside, in_backward=False, **settings) -> str:
     """What the error names, plus a little."""
+    least = SavedMemory(budget="1KiB", in_backward=in_backward, show=False, **settings)
     with pytest.raises(InputError, match=r"at least [0-9.,]+ MiB are needed") as raised:
-        one_step(model, x, y, *beside, SavedMemory(budget="1KiB", lossless=lossless, in_backward=False, show=False))
+        one_step(model, x, y, *beside, least)
     mib = float(str(raised.value).partition("at least ")[2].split()[0].replace(",", ""))
     return f"{mib + 0.001:.3f}MiB"

@@ -14,6 +14,7 @@ from kasoku.core import Job, Threads
 from kasoku.memory import SavedMemory
 from kasoku.memory.look import install
 from kasoku.memory.network import look
+from kasoku.memory.ops import How
 from kasoku.memory.saved import Planner
 from kasoku.memory.trace import graph_of
 from kasoku.optim import sgd
@@ -167,7 +168,7 @@ def test_what_is_computed_of_a_repeated_weight_grows_with_the_batch():
     def an_image(block):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), block, nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
         job = Job(model, lambda m: sgd(m, 0.1))
-        network = look(job, install(job), torch.zeros(64, 3, 16, 16), lossless=False, freed=True)
+        network = look(job, install(job), torch.zeros(64, 3, 16, 16), how=How(), freed=True)
         job.close()
         return (network.plain_bytes(64) - network.plain_bytes(32)) / 32
 

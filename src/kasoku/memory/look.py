@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -128,6 +128,7 @@ class Log:
         inside: bytes kept by calls of each item, None: elsewhere.
         copies: the same of what is computed of weights alone, such as autocast's copies: it grows with no batch.
         seen: where what is counted lies, or need not be.
+        holders: who keeps what lies there.
         weights: where weights, buffers and what is computed of them alone lie.
     """
 
@@ -136,18 +137,28 @@ class Log:
     copies: dict[Item | None, int] = field(default_factory=dict)
     now: Item | None = None
     seen: set[int] = field(default_factory=set)
+    holders: dict[int, set[Item | None]] = field(default_factory=dict)
     weights: set[int] = field(default_factory=set)
     held: list[Tensor] = field(default_factory=list)
 
     def keep(self, x: Tensor) -> Tensor:
         """Autograd keeps x."""
         key = _place(x)
+        self.holders.setdefault(key, set()).add(self.now)
         if key not in self.seen:
             self.seen.add(key)
             self.held.append(x.detach())  # or its address would be used again
             whose = self.copies if key in self.weights else self.inside
             whose[self.now] = whose.get(self.now, 0) + x.nbytes
         return torch.empty(0)  # nothing runs backward here
+
+    def is_held(self, x: Tensor, planned: Set[Item]) -> bool:
+        """Somebody but these items keeps x."""
+        return not self.holders.get(_place(x), set()) <= planned
+
+    def out_of(self, item: Item) -> Tensor:
+        """What an item gave that was called once."""
+        return next(call.out for call in self.calls if call.item is item)
 
     def clear(self) -> None:
         """Lets go of the tensors: autograd's graph holds `keep`, so a log that holds outputs would live for ever."""

@@ -18,7 +18,7 @@ from kasoku.memory.graph import Graph, Shape
 from kasoku.memory.look import Call, Item, Log, chains, undisturbed, units, watch
 from kasoku.memory.ops import How
 from kasoku.memory.plan import Around, Choice, Plan, Setting, best, choices, lowest
-from kasoku.memory.predict import Layout, work_of
+from kasoku.memory.predict import Layout, Need, work_of
 from kasoku.memory.segment import Segment
 
 _LOOK = 2  # images
@@ -31,6 +31,7 @@ class Unit:
     Attributes:
         plain: bytes kept for the batch.
         copies: bytes of copies of weights, whatever the batch.
+        need: of the unit alone, with all that its backward reads kept as it is.
     """
 
     items: tuple[Item, ...]
@@ -38,6 +39,7 @@ class Unit:
     copies: int
     work: float
     how: How
+    need: Need
 
     @property
     def name(self) -> str:
@@ -56,45 +58,47 @@ class Network:
         around: the bytes beside them, with our gradients; `plain_around`: with those of plain PyTorch.
         outputs: tensors that the network gave.
         state: bytes that the optimizer keeps, or will.
-        lossless: every bit stays.
+        how: what holds for all units; precision is each unit's own.
     """
 
-    def __init__(
-        self, job: Job, items: Sequence[Item], log: Log, images: Tensor, *, batch: int, lossless: bool
-    ) -> None:
-        self.job, self.items, self.lossless, self.batch = job, items, lossless, batch
+    def __init__(self, job: Job, items: Sequence[Item], log: Log, images: Tensor, *, batch: int, how: How) -> None:
+        self.job, self.items, self.how, self.batch = job, items, how, batch
         self.units: list[Unit] = []
         self.ways: list[Choice] = []
         self.starts: list[Shape] = []
         self.outputs: list[Tensor] = []
         self.state = state_bytes(job)
         self.around = self.plain_around = Around(0, 0, 0, 0, False, 0)
-        for chain, start in chains(log):
-            if start.x.ndim == 4 and len(start.x) == len(images):
-                self._add(chain, start, log, given=start.x is images)
+        found = [(chain, call) for chain, call in chains(log) if call.x.ndim == 4 and len(call.x) == len(images)]
+        planned = {item for chain, _ in found for item in chain}
+        for chain, call in found:
+            given = call.x is images
+            there = (given or log.is_held(call.x, planned), log.is_held(log.out_of(chain[-1]), planned))
+            self._add(chain, call, log, given=given, there=there)
 
-    def _add(self, chain: list[Item], call: Call, log: Log, *, given: bool) -> None:
-        start, how = call.x, How(call.half, self.lossless)
+    def _add(self, chain: list[Item], call: Call, log: Log, *, given: bool, there: tuple[bool, bool]) -> None:
+        start, how = call.x, replace(self.how, half=call.half)
         scale = self.batch / len(start)
         shape = Shape((self.batch, *start.shape[1:]), start.dtype)
         last = any(_is_last(node.layer.weight) for i in chain for node in i.graph.nodes if node.op == "conv")
         layout = Layout(last or _is_last(start), start.device.type)
-        setting = Setting(shape, start.requires_grad, how, layout)
+        setting = Setting(shape, start.requires_grad, how, layout, there)
         parts = units(chain)
         graphs = [_joined(part) for part in parts]
         offset = len(self.units)
         for way in choices(graphs, setting):
             takes = way.need.beside(given and way.first == 0, way.last == len(graphs) - 1)
             self.ways.append(replace(way, first=way.first + offset, last=way.last + offset, need=takes))
-        single = {way.first: way for way in reversed(self.ways) if way.first == way.last}
         for i, part in enumerate(parts):
             self.starts.append(shape)
-            program = single[offset + i].program
-            shapes = program.graph.shapes(shape, how.half)
-            work = sum(work_of(program, shapes, at) for at in range(len(program.graph.nodes)))
+            own = replace(setting, x=shape, data=setting.data or i > 0, how=replace(how, bf16=False))
+            full = next(choices([graphs[i]], own))
+            shapes = full.program.graph.shapes(shape, how.half)
+            work = sum(work_of(full.program, shapes, at) for at in range(len(full.program.graph.nodes)))
             plain = round(sum(log.inside.get(item, 0) for item in part) * scale)
             copies = sum(log.copies.get(item, 0) for item in part)
-            self.units.append(Unit(tuple(part), plain, copies, work, how))
+            needs = full.need.beside(given and i == 0, i == len(parts) - 1)
+            self.units.append(Unit(tuple(part), plain, copies, work, how, needs))
             shape = shapes[-1]
 
     def plain_bytes(self, batch: float) -> float:
@@ -103,11 +107,10 @@ class Network:
         kept = around.after * scale
         most = around.fixed + kept + around.copies + around.head
         most += sum(unit.plain * scale + unit.copies for unit in self.units)
-        single = {way.first: way.need for way in reversed(self.ways) if way.first == way.last and not way.chunk}
-        behind = sum(need.gradients for need in single.values())
-        for i, unit in enumerate(self.units):
+        behind = sum(unit.need.gradients for unit in self.units)
+        for unit in self.units:
             kept += unit.plain * scale + unit.copies
-            need = single[i]
+            need = unit.need
             behind -= need.gradients if around.stays else behind
             held = need.kept + need.x + (0 if need.out_is_in else need.out)
             moves = (need.backward - held - need.gradients) * scale + need.gradients
@@ -190,7 +193,8 @@ class Network:
 
     def longer(self, plan: Plan) -> float:
         """The part of a step's time that a plan adds, as foreseen."""
-        return plan.work / (3 * sum(unit.work for unit in self.units) or 1)
+        work = plan.work + sum(choice.need.rounding for choice in plan.choices)
+        return work / (3 * sum(unit.work for unit in self.units) or 1)
 
     def table(self, plan: Plan) -> str:
         """What is kept, by segment, before and after; the peak and the time foreseen."""
@@ -204,16 +208,17 @@ class Network:
         lines = ["  ".join([a.ljust(widths[0]), b.rjust(widths[1]), c.rjust(widths[2]), d]) for a, b, c, d in rows]
         plain = sum(unit.plain for unit in self.units)
         kept = plan.kept - self.around.after
+        lossy = " in bf16 (lossy)" if self.how.bf16 else ""
         head = (
-            f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)} instead of {_mib(plain)}; peak foreseen "
-            f"{_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
+            f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)}{lossy} instead of {_mib(plain)}; "
+            f"peak foreseen {_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
             f"time +{100 * self.longer(plan):.1f} %"
         )
         return "\n".join([head, *lines])
 
 
 def look(
-    job: Job, items: Sequence[Item], x: Tensor, *, lossless: bool, freed: bool, straight: Sequence[Straight] = ()
+    job: Job, items: Sequence[Item], x: Tensor, *, how: How, freed: bool, straight: Sequence[Straight] = ()
 ) -> Network:
     """Looks at the job's network on the first images of a batch.
 
@@ -221,7 +226,7 @@ def look(
         job: whose model it is.
         items: what stands in for its layers.
         x: the batch.
-        lossless: every bit stays.
+        how: whether bits must stay, or may be held in bf16; precision is seen.
         freed: gradients are let go as they arrive.
         straight: layers whose weights may have no gradient of their own.
 
@@ -235,7 +240,7 @@ def look(
     images = x[:_LOOK].detach().requires_grad_(x.requires_grad)
     log, outputs = watch(job.model, items, images)
     try:
-        network = Network(job, items, log, images, batch=len(x), lossless=lossless)
+        network = Network(job, items, log, images, batch=len(x), how=how)
     finally:
         log.clear()
     if not network.units:

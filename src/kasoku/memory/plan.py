@@ -32,12 +32,15 @@ class Setting:
         data: they need a gradient.
         how: precision.
         layout: of images in memory.
+        there: what enters the first of them, and what leaves the last, lies there for others anyway, so that it is not
+            held in bf16.
     """
 
     x: Shape
     data: bool
     how: How
     layout: Layout
+    there: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True)
@@ -92,22 +95,23 @@ def choices(units: Sequence[Graph], setting: Setting) -> Iterator[Choice]:
         graph = Graph(())
         for last in range(first, min(first + _LONGEST, len(units))):
             graph = graph.then(units[last])
-            data = setting.data or first > 0
-            whole = graph.pooled_first()
-            yield from _of_stretch(whole, shapes[first], setting, data=data, place=(first, last))
+            there = (setting.there[0] and first == 0, setting.there[1] and last == len(units) - 1)
+            own = replace(setting, x=shapes[first], data=setting.data or first > 0, there=there)
+            yield from _of_stretch(graph.pooled_first(), own, (first, last))
 
 
-def _of_stretch(graph: Graph, x: Shape, setting: Setting, *, data: bool, place: tuple[int, int]) -> Iterator[Choice]:
-    shapes = graph.shapes(x, setting.how.half)
+def _of_stretch(graph: Graph, setting: Setting, place: tuple[int, int]) -> Iterator[Choice]:
+    shapes = graph.shapes(setting.x, setting.how.half)
     seen = set()
-    batch = x.shape[0]
+    batch, data = setting.x.shape[0], setting.data
+    halve = frozenset(_halved(graph, shapes, setting) if setting.how.bf16 else ())
     chunks = (
         [0]
         if setting.how.exact or any(node.steers for node in graph.nodes)
         else [0, *(c for c in _CHUNKS if c < batch)]
     )
     for remedy, kept, hold in _keeps(graph, data):
-        one = program(graph, kept, data=data, hold=hold)
+        one = program(graph, kept, data=data, hold=hold, halve=halve)
         if (one.kept, one.backward) in seen:
             continue
         seen.add((one.kept, one.backward))
@@ -117,6 +121,12 @@ def _of_stretch(graph: Graph, x: Shape, setting: Setting, *, data: bool, place: 
                 work = 0.02 * sum(work_of(one, shapes, i) for i in range(len(graph.nodes)))
                 takes = replace(takes, work=takes.work + work)
             yield Choice(*place, one, chunk, takes, remedy + (f", {chunk} images at a time" if chunk else ""))
+
+
+def _halved(graph: Graph, shapes: Sequence[Shape], setting: Setting) -> set[int]:
+    """The values that are held in bf16, if they are kept."""
+    there = {v for v, is_there in zip((0, graph.out), setting.there, strict=True) if is_there}
+    return {v for v, shape in enumerate(shapes) if shape.dtype.itemsize > 2} - there
 
 
 def _keeps(graph: Graph, data: bool) -> Iterator[tuple[str, set[int], bool]]:

@@ -35,6 +35,7 @@ class Need:
         backward: at most during backward, with all that it keeps, its input and its output.
         gradients: of its weights.
         work: what is computed again, in multiply-adds.
+        rounding: what is rounded to bf16 and loaded, as the multiply-adds of the same time.
     """
 
     kept: int
@@ -44,6 +45,7 @@ class Need:
     backward: int
     gradients: int
     work: float
+    rounding: float = 0.0
     out_is_in: bool = False
 
     def beside(self, given: bool, last: bool) -> Need:
@@ -60,18 +62,25 @@ def need(program: Program, shapes: list[Shape], *, how: How, layout: Layout, chu
         shapes = [Shape((chunk, *s.shape[1:]), s.dtype) for s in shapes]
     walk = _Walk(program, shapes, how, layout)
     share = n / shapes[0].shape[0]
-    x, out, kept = (round(part * share) for part in (shapes[0].nbytes, shapes[-1].nbytes, walk.kept))
-    kept_x, kept_out = x if 0 in program.kept else 0, out if program.graph.out in program.kept else 0
+    whole = (shapes[0].nbytes, shapes[-1].nbytes, walk.kept, walk.held[0], walk.held[program.graph.out])
+    x, out, kept, kept_x, kept_out = (round(part * share) for part in whole)
+    rounded = kept_out if program.graph.out in program.halved else 0  # beside the output, when all else is done
     if parts == 1:
-        forward, backward = walk.forward() + walk.side, walk.backward(kept_out) + kept_x + out
+        forward = max(walk.forward() + walk.side, out + walk.kept + rounded)
+        backward = walk.backward(kept_out) + kept_x + out
     else:  # what is whole beside one part: the output, or the gradients that come and go
         dx = x if any(join for do in program.backward for join in _into_input(program, do)) else 0
-        forward = out + kept + walk.forward()
+        forward = out + kept + max(walk.forward(), rounded)
         twice = max((p.nbytes for node in program.graph.nodes for p in node.params), default=0)  # a part's, and the sum
         backward = kept_x + kept_out + out + kept + dx + walk.backward(0) - walk.kept + twice
+    if 0 in program.halved:  # it is there in forward, beside its bf16
+        forward += x
     gradients = sum(p.nbytes for node in program.graph.nodes for p in node.params if p.requires_grad)
-    work = sum(work_of(program, shapes, do.at) for do in program.backward if do.what == "make") * share
-    return Need(kept, kept_x, kept_out, forward, backward, gradients, work)
+    work = sum(work_of(program, shapes, do.at) for do in program.backward if do.what == "make")
+    loads = [do.at for do in program.backward if do.what == "load"]
+    passes = sum(1.5 * walk.sizes[v] for v in (*loads, *program.halved - {program.graph.out}))
+    rounding = passes * _WORK_OF_A_BYTE * share
+    return Need(kept, kept_x, kept_out, forward, backward, gradients, work * share, rounding)
 
 
 def work_of(program: Program, shapes: list[Shape], at: int) -> float:
@@ -93,6 +102,7 @@ class _Walk:
         graph = program.graph
         self.sizes = [s.nbytes for s in shapes]
         self.ends = {0, graph.out}
+        self.held = [self._held(v) for v in range(len(shapes))]
         self.sides = {i: self._side(node, i) for i, node in enumerate(graph.nodes)}
 
     @cached_property
@@ -103,7 +113,14 @@ class _Walk:
     @property
     def kept(self) -> int:
         """From forward to backward, without the ends."""
-        return sum(self.sizes[v] for v in self.program.kept - self.ends) + self.side
+        return sum(self.held[v] for v in self.program.kept - self.ends) + self.side
+
+    def _held(self, v: int) -> int:
+        """Of a value, from forward to backward."""
+        if v not in self.program.kept:
+            return 0
+        shape = self.shapes[v]
+        return self.sizes[v] // shape.dtype.itemsize * 2 if v in self.program.halved else self.sizes[v]
 
     def _side(self, node: Node, i: int) -> int:
         if node.op == "norm":
@@ -120,6 +137,9 @@ class _Walk:
         live = most = 0
         for do in self.program.forward:
             if do.what == "free":
+                if do.at in self.program.halved - self.ends:
+                    live += self.held[do.at]
+                    most = max(most, live)
                 live -= held.pop(do.at)
                 continue
             node = graph.nodes[do.at]
@@ -142,13 +162,20 @@ class _Walk:
             out: bytes of the output, if it is held here and nowhere else.
         """
         graph = self.program.graph
-        held = {v: 0 if v in self.ends else self.sizes[v] for v in self.program.kept}
-        held[graph.out] = out
+        program = self.program
+        short = {v: 0 if v in self.ends else self.held[v] for v in program.halved}
+        held = {v: 0 if v in self.ends else self.held[v] for v in program.kept - program.halved}
+        (short if graph.out in program.halved else held)[graph.out] = out
         live = most = self.kept + out
         areas: dict[int, list[int]] = {graph.out: [0, 2]}  # value -> [bytes, who share it]
         for do in self.program.backward:
             if do.what == "free":
                 live -= held.pop(do.at, 0)
+            elif do.what == "load":
+                held[do.at] = self.sizes[do.at]
+                live += held[do.at]
+                most = max(most, live)
+                live -= short.pop(do.at) if do.inplace else 0
             elif do.what == "make":
                 held[do.at + 1] = self._made(do, held)
                 live += held[do.at + 1] if not do.inplace else 0

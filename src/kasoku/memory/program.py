@@ -2,26 +2,33 @@
 
 A `Program` follows from the graph and the values that are kept between forward and backward. What backward needs and
 was not kept is computed again when it is needed; every value is let go after its last use.
+
+Note: held in bf16. A value of more than 16 bits may lie in bf16 between forward and backward. It is rounded after its
+last use in forward, so that outputs are what they are without it, and loaded into its own type where backward reads it;
+between reads that are far from one another only the bf16 is held. What enters and what leaves a segment its neighbours
+hold too: that is rounded once for both (segment.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from kasoku.memory.graph import Graph, Node
 
-_NEAR = 2  # gradient steps over which a cheap value computed again is held rather than computed once more
+_NEAR = 2  # gradient steps over which a cheap value computed again is held rather than computed (or loaded) once more
 
 
 class Do(NamedTuple):
-    """One step: "make" a node's value, take the "grad" of a node, or "free" a value.
+    """One step: "make" a node's value, take the "grad" of a node, "free" a value, or "load" one that is held in bf16.
 
     Args:
         what: the kind.
-        at: the node, or the value to free.
-        inplace: the result takes the place of the first input (make), or of the incoming gradient (grad).
+        at: the node, or the value to free or load.
+        inplace: the result takes the place of the first input (make), of the incoming gradient (grad), or of the bf16,
+            which is not read again (load).
         joins: for "grad", how the gradient of each input meets what has arrived there before: "set" (nothing has),
             "into new", "into old", "fresh" (a new tensor), or "" where the input needs none.
     """
@@ -40,6 +47,7 @@ class Program:
         kept: the values held from forward to backward, beside codes and statistics; 0 is the input.
         forward: steps of the first forward.
         backward: steps of backward.
+        halved: those of them that are held in bf16.
         again: the nodes computed again.
     """
 
@@ -47,6 +55,7 @@ class Program:
     kept: frozenset[int]
     forward: tuple[Do, ...] = field(repr=False)
     backward: tuple[Do, ...] = field(repr=False)
+    halved: frozenset[int] = frozenset()
 
     @property
     def again(self) -> list[Node]:
@@ -75,7 +84,9 @@ def needed(graph: Graph, *, data: bool) -> set[int]:
     return {v for i, node in enumerate(graph.nodes) if needs[i + 1] for v in needed_by(node, i)}
 
 
-def program(graph: Graph, kept: Iterable[int], *, data: bool, hold: bool = True) -> Program:
+def program(
+    graph: Graph, kept: Iterable[int], *, data: bool, hold: bool = True, halve: frozenset[int] = frozenset()
+) -> Program:
     """The steps for a choice of values kept.
 
     Args:
@@ -83,14 +94,19 @@ def program(graph: Graph, kept: Iterable[int], *, data: bool, hold: bool = True)
         kept: values held from forward to backward, as far as they are of use.
         data: the input needs a gradient.
         hold: hold what is computed again until its last use; False: cheap values only over the next few steps.
+        halve: values that are held in bf16 if they are kept.
     """
     needs = learning(graph, data=data)
     wanted = _Wanted(graph, needs, set(kept), hold)
     useful = frozenset(wanted.order())
+    halved = useful & halve
+    inner = halved - {0, graph.out}  # the ends are rounded by the runner, when all is done
     backward = _with_frees(graph, wanted.steps, start=useful, stay=frozenset())
     order = [Do("make", i) for i in range(len(graph.nodes))]
-    forward = _with_frees(graph, order, start=frozenset({0}), stay=useful | {graph.out})
-    return Program(graph, useful, tuple(forward), tuple(_joined(graph, needs, backward)))
+    stay = (useful - inner) | {graph.out}
+    forward = _with_frees(graph, order, start=frozenset({0}), stay=stay, whole=inner)
+    steps = _with_loads(graph, _joined(graph, needs, backward), halved)
+    return Program(graph, useful, tuple(forward), tuple(steps), halved)
 
 
 class _Wanted:
@@ -132,11 +148,18 @@ def reads(graph: Graph, do: Do) -> tuple[int, ...]:
     return node.inputs if do.what == "make" else needed_by(node, do.at)
 
 
-def _with_frees(graph: Graph, steps: list[Do], *, start: frozenset[int], stay: frozenset[int]) -> list[Do]:
+def _with_frees(
+    graph: Graph,
+    steps: list[Do],
+    *,
+    start: frozenset[int],
+    stay: frozenset[int],
+    whole: frozenset[int] = frozenset(),
+) -> list[Do]:
     """The steps with every value freed after its last use; a first input that ends there may be written over.
 
     Values of `start` are there before, values of `stay` are still there at the end. What others may hold too, the
-    input and the output, is not written over.
+    input and the output, is not written over, nor are values of `whole`, which are read once more when they are freed.
     """
     found: list[Do] = []
     alive = set(stay)
@@ -151,13 +174,30 @@ def _with_frees(graph: Graph, steps: list[Do], *, start: frozenset[int], stay: f
         alive.update(ends)
         node = graph.nodes[do.at]
         own = (
-            node.inputs[0] not in (0, graph.out)
+            node.inputs[0] not in whole | {0, graph.out}
             and node.inputs[0] in ends
             and len(set(node.inputs)) == len(node.inputs)
         )
         found.append(do._replace(inplace=do.what == "make" and own and node.op in ("relu", "add")))
     found += [Do("free", v) for v in sorted(start - alive)]
     return found[::-1]
+
+
+def _with_loads(graph: Graph, steps: list[Do], halved: frozenset[int]) -> list[Do]:
+    """The steps with values that are held in bf16 loaded ahead of their use, and let go where the next one is far."""
+    passed = [0, *accumulate(do.what == "grad" for do in steps)]  # gradients taken before each step
+    before: dict[int, list[Do]] = {}
+    after: dict[int, list[Do]] = {}
+    for v in sorted(halved):
+        places = [i for i, do in enumerate(steps) if do.what != "free" and v in reads(graph, do)]
+        firsts = [j for i, j in pairwise(places) if passed[j] - passed[i] > _NEAR]
+        firsts = [places[0], *firsts]
+        for i, j in pairwise([*firsts, len(steps)]):
+            last = max(place for place in places if place < j)
+            before.setdefault(i, []).append(Do("load", v, inplace=j == len(steps)))
+            if j < len(steps):
+                after.setdefault(last, []).append(Do("free", v))
+    return [one for i, do in enumerate(steps) for one in (*before.get(i, ()), do, *after.get(i, ()))]
 
 
 def _joined(graph: Graph, needs: list[bool], steps: list[Do]) -> list[Do]:

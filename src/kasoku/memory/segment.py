@@ -1,13 +1,19 @@
-"""A run of layers as one step of autograd, that keeps what its program says and computes the rest again."""
+"""A run of layers as one step of autograd, that keeps what its program says and computes the rest again.
+
+Note: one bf16 for two. What leaves a segment enters the next one, and both hold it. So the bf16 of such a tensor is
+remembered as long as the tensor lives, and whoever holds it next takes the same one, unless it was written since.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kasoku.core import InputError
 from kasoku.memory import ops
@@ -15,13 +21,22 @@ from kasoku.memory.graph import Graph, tensors
 from kasoku.memory.program import Do, Program
 
 Gradients = dict[Tensor, Tensor]
+_rounded = WeakTensorKeyDictionary()  # tensor -> (its version, its bf16)
 
 
 @dataclass
 class Held:
-    """What lies between forward and backward: values, types of all, what nodes leave beside (statistics, codes)."""
+    """What lies between forward and backward.
+
+    Attributes:
+        values: as they are.
+        halved: others, in bf16.
+        dtypes: of all values, as they are in forward.
+        sides: what nodes leave beside: statistics, codes.
+    """
 
     values: dict[int, Tensor]
+    halved: dict[int, Tensor]
     dtypes: list[torch.dtype]
     sides: dict[int, Any] = field(default_factory=dict)
 
@@ -82,6 +97,7 @@ class _Run(torch.autograd.Function):
             if graph.out in held.values:
                 held.values[graph.out] = out.detach()
             ctx.held.append(held)
+        _halve(segment.program, {0: x, graph.out: out if whole is None else whole}, ctx.held, parts)
         ends = [t for v, t in ctx.held[0].values.items() if v in (0, graph.out)]  # others may write to these
         ctx.watched = [(t, t._version) for t in [*ends, *_settings(graph)]]
         return out if whole is None else whole
@@ -112,12 +128,33 @@ class _Run(torch.autograd.Function):
         return None, (dx if whole is None else whole) if data else None, *(gradients.get(p) for p in ctx.params)
 
 
+def _halve(program: Program, ends: dict[int, Tensor], held: Sequence[Held], parts: Sequence[slice]) -> None:
+    """Input and output of a segment, if they are to be held in bf16."""
+    for v in program.halved & set(ends):
+        whole = _bf16_of(ends[v])
+        for one, part in zip(held, parts, strict=True):
+            del one.values[v]
+            one.halved[v] = whole[part] if len(parts) > 1 else whole
+
+
+def _bf16_of(x: Tensor) -> Tensor:
+    """See the note."""
+    known: tuple[int, Tensor] | None = _rounded.get(x)
+    if known is None or known[0] != x._version:
+        known = (x._version, x.detach().to(torch.bfloat16))
+        _rounded[x] = known
+    return known[1]
+
+
 def forward(program: Program, x: Tensor, how: ops.How) -> tuple[Tensor, Held]:
-    """Runs the forward steps: the output, and what is held."""
-    values, sides, dtypes = {0: x}, {}, [x.dtype]
+    """Runs the forward steps: the output, and what is held; the ends as they are."""
+    values, halved, sides, dtypes = {0: x}, {}, {}, [x.dtype]
     for do in program.forward:
         if do.what == "free":
-            del values[do.at]
+            ended = values.pop(do.at)
+            if do.at in program.halved:
+                halved[do.at] = ended.to(torch.bfloat16)
+            del ended
             continue
         node = program.graph.nodes[do.at]
         made, side = ops.make(node, [values[v] for v in node.inputs], how=how, inplace=do.inplace)
@@ -127,7 +164,7 @@ def forward(program: Program, x: Tensor, how: ops.How) -> tuple[Tensor, Held]:
             sides[do.at] = side
         del made
     out = values[program.graph.out]
-    return out, Held({v: values[v].detach() for v in program.kept}, dtypes, sides)
+    return out, Held({v: values[v].detach() for v in program.kept - halved.keys()}, halved, dtypes, sides)
 
 
 def backward(program: Program, held: Held, dy: Tensor, how: ops.How, gradients: Gradients) -> Tensor | None:
@@ -137,6 +174,11 @@ def backward(program: Program, held: Held, dy: Tensor, how: ops.How, gradients: 
     for do in program.backward:
         if do.what == "free":
             values.pop(do.at, None)
+            continue
+        if do.what == "load":
+            values[do.at] = held.halved[do.at].to(held.dtypes[do.at])
+            if do.inplace:
+                del held.halved[do.at]
             continue
         node = graph.nodes[do.at]
         if do.what == "make":
