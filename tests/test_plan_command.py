@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,35 +75,6 @@ def test_a_deadline_takes_the_cheapest_in_time_and_the_least_time_takes_no_longe
     assert late["gpus"] < fastest["gpus"]  # type: ignore[operator]
     assert fastest["training_s"] <= min(plan["training_s"] for plan in (soon, late, paid))  # type: ignore[type-var]
     assert paid["usd"] * paid["most"] <= 30  # type: ignore[operator]
-
-
-def test_ranges_are_those_of_the_steps_and_equal_gpus_are_told(small: str, tmp_path: Path) -> None:
-    options = ["--fastest", "--set", "points=[]", "--set", "batch=8192"]
-    found = planned(tmp_path / "p", POINTS, "--cluster", small, *options)
-    rows = found["rows"]
-    assert isinstance(rows, dict)
-    steps_s = sum(rows[k] for k in ("input", "forward", "backward", "exposed"))
-    updates = steps_s / found["step_s"]  # type: ignore[operator]
-    most_s = (1 + 0.09) * found["compute_s"] + found["all_reduce_s"]  # type: ignore[operator]
-    more = updates * (most_s - found["step_s"]) / found["training_s"]  # type: ignore[operator]
-    assert 0.9 < found["least"] < 1 < found["most"] < 1 + more  # type: ignore[operator]
-    assert "of equal GPUs" not in found["shown"]["time to the end"]  # type: ignore[index]
-    (tmp_path / "desk.toml").write_text(DESK)
-    desk = planned(tmp_path / "q", DIGITS, "--cluster", str(tmp_path / "desk.toml"), "--fastest")
-    assert "of equal GPUs" in desk["shown"]["time to the end"]  # type: ignore[index]
-
-
-def test_searched_groups_that_may_take_too_long_are_left(
-    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = ["--cluster", small, "--set", "points=[]", "--set", "batch=4096", "--deadline", "20min"]
-    before = planned(tmp_path / "p", POINTS, *options)
-    late = property(lambda choice: 1e9 if choice.usd < 0 else choice.seconds)
-    monkeypatch.setattr("kasoku.planning.Choice.late_s", late)
-    monkeypatch.setattr("kasoku.planning._searched", lambda chosen: replace(chosen, usd=-1.0))
-    after = planned(tmp_path / "q", POINTS, *options)
-    assert after["usd"] > 0 < before["usd"]  # type: ignore[operator]
-    assert "-1.00 USD" not in after["shown"]["cost"]  # type: ignore[index]
 
 
 def test_the_recipe_and_the_script_are_those_of_the_choice_with_its_searched_groups(small: str, tmp_path: Path) -> None:

@@ -56,21 +56,16 @@ class Case:
         self.simulator.cluster.nodes_for(gpus)
         check_share(self.recipe, gpus)
         meetings.asked(self.recipe, gpus)  # raises for what ranks at their own pace cannot have
-        if self.updates < 1:
+        if updates(self.recipe, self.facts.images) < 1:
             raise InputError(
                 f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}: not one update of {self.facts.images:,} "
                 "images: a smaller batch or more epochs"
             )
         return self.simulator.step(gpus, self.recipe.batch, parts=self.recipe.parts(gpus))
 
-    @property
-    def updates(self) -> int:
-        """Of the whole training."""
-        return updates(self.recipe, self.facts.images)
-
     def rows(self, step: Step) -> dict[str, float]:
         """Seconds of the whole training by item, as a measured run's ledger has them."""
-        total = self.updates
+        total = updates(self.recipe, self.facts.images)
         costs, parts = self.simulator.cluster.costs, step.compute_s + step.jitter_s
         forward = sum(u.forward_s for u in step.course.units)
         backward = sum(u.backward_s for u in step.course.units)

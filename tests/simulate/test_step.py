@@ -127,26 +127,6 @@ def test_what_cannot_be_shared_is_one_clear_line(gpus: int, batch: int, said: st
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("gpus", [1, 8, 64, 512])
-@pytest.mark.parametrize("policy", [OneGroup(), Graded()])
-def test_a_step_lies_between_all_hidden_and_nothing_hidden(gpus: int, policy: Policy) -> None:
-    for cluster in (load("dgx-a100"), slow_network()):
-        simulator = Simulator(cluster, resnet(), Sharing(policy))
-        step = simulator.step(gpus, gpus * 50)
-        least, most = simulator.range_s(step)
-        assert least <= step.step_s <= most
-        equal = Simulator(cluster, resnet(), Sharing(policy), Jitter())
-        plain = equal.step(gpus, gpus * 50)
-        ends = max(plain.compute_s, plain.link_s), plain.compute_s + plain.link_s
-        assert equal.range_s(plain) == pytest.approx(ends, rel=1e-12)
-
-
-def test_what_waits_for_input_is_no_faster_than_that() -> None:
-    cluster = load("dgx-h100")
-    starved = Simulator(replace(cluster, node=replace(cluster.node, input_images_s=10_000.0)), resnet())
-    assert starved.range_s(starved.step(8, 3200)) == pytest.approx((0.32, 0.32), rel=1e-9)
-
-
 def test_a_step_knows_its_speed() -> None:
     step: Step = Simulator(load("dgx-a100"), resnet()).step(8, 3264)
     assert step.images_per_s * step.step_s == pytest.approx(3264)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import NormalDist
 
 _CELLS = 4000
 
@@ -29,10 +28,6 @@ class Jitter:
     def slowest(self, ranks: int) -> float:
         """The expected factor of the slowest of so many; 1 is the middle one."""
         return _slowest(self.spread, ranks)
-
-    def slowest_of(self, ranks: int, share: float) -> float:
-        """The factor that the slowest of so many stays below in a share of all draws (0 to 1, without the ends)."""
-        return math.exp(self.spread * NormalDist().inv_cdf(share ** (1 / ranks)))
 
 
 @lru_cache(maxsize=4096)

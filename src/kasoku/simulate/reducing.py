@@ -31,14 +31,6 @@ def fills(reducer: Reducer | None, gpus: int) -> bool:
     return gpus == 1 or not isinstance(reducer, Hierarchical) or not reducer.node or gpus % reducer.node == 0
 
 
-def told(reducer: Reducer) -> str:
-    """Its name and what it differs by from one all-reduce in the gradients' own type; "" for that."""
-    across = "" if isinstance(flat(reducer), Mean) else type(flat(reducer)).__name__
-    if isinstance(reducer, Hierarchical):
-        return f"Hierarchical, node={reducer.node}" + (f", across={across}" if across else "")
-    return across
-
-
 @lru_cache(maxsize=1024)
 def link(cluster: Cluster, gpus: int, reducer: Reducer, algorithm: str = "auto") -> Fastest:
     """What the mean of so many bytes of fp32 gradients takes.

@@ -24,7 +24,6 @@ from kasoku.simulate.compute import Network, Profile
 from kasoku.simulate.jitter import Jitter
 
 _FP32 = 4  # bytes of an element
-_RARE = 0.05  # of all draws of GPUs: the slowest is as fast, or as slow, at the ends of a range
 _TRIES = 1000  # to improve each of the plans that a search found: the same on a fast machine and a slow one
 
 
@@ -142,11 +141,12 @@ class Simulator:
         if batch < gpus * parts:
             raise InputError(f"batch={batch} on {gpus} GPUs: at least 1 image each; raise batch, or take fewer GPUs")
         images = -(-batch // (gpus * parts))  # the GPU with the most sets the time
+        jitter = self.jitter if self.jitter is not None else Jitter(self.cluster.device.spread)
         pace = self.sharing.apart
         if pace and gpus > 1:
             apart.check(pace, parts)
         # with a bound slow GPUs, which stay slow, hold up all others in the end
-        slower = 1.0 if pace and pace.max_staleness is None else self._law().slowest(gpus)
+        slower = 1.0 if pace and pace.max_staleness is None else jitter.slowest(gpus)
         middle = sum(u.forward_s + u.backward_s + u.update_s for u in self.units(images))
         course = self._course(self.units(images, slower=slower), gpus)
         seen = course.forecast()
@@ -156,21 +156,6 @@ class Simulator:
         slowest = parts * (seen.compute_s - middle)
         exposed = max(0.0, seen.exposed_s)  # rounding may leave less than nothing
         return Step(gpus, batch, parts * middle, slowest, exposed, waits, course)
-
-    def range_s(self, step: Step) -> tuple[float, float]:
-        """What a step takes at the least and at the most, in seconds.
-
-        At the least all communication is hidden, or all computing behind it; at the most none is. And the slowest GPU
-        is such that in one draw of twenty it is faster still, or slower still.
-        """
-        law, pace = self._law(), self.sharing.apart
-        waited = not (pace and step.gpus > 1 and pace.max_staleness is None)
-        fast, slow = (law.slowest_of(step.gpus, share) if waited else 1.0 for share in (_RARE, 1 - _RARE))
-        fed = step.step_s if step.input_s else 0.0
-        return max(fed, fast * step.compute_s, step.link_s), max(fed, slow * step.compute_s + step.link_s)
-
-    def _law(self) -> Jitter:
-        return self.jitter if self.jitter is not None else Jitter(self.cluster.device.spread)
 
     def _course(self, units: Sequence[Unit], gpus: int) -> Course:
         """The gradients, their groups, what they go over, and whether the next forward waits for them."""
