@@ -65,9 +65,10 @@ class Asynchronous(Technique):
         finish: the epoch from which they do so again; 0: never.
 
     Saves: the time that ranks wait for each other and for the network.
-    Costs: memory, 4 bytes a parameter times five on each rank (three with hidden=False), and one more for what it owns
-        (bf16 or compensate: and another one); some four threads for each other rank; no two runs are alike, updates are
-        stale. A resumed training goes on with rank 0's optimizer state on all ranks: the same only statistically.
+    Costs: memory, 4 bytes a parameter times four on each rank (two with hidden=False, one more with a prediction), and
+        one more for what it owns (bf16 or compensate: and another one); some four threads for each other rank; no two
+        runs are alike, updates are stale. A resumed training goes on with rank 0's optimizer state on all ranks: the
+        same only statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
     """
