@@ -1,6 +1,6 @@
 """How much larger a batch fits in the memory that plain PyTorch takes, at which time for an image?
 
-    python benchmarks/memory.py [--batch N] [--side N] [--pairs N] [--cases NAME ...] [--no-peers]
+    python benchmarks/memory.py [--batch N] [--side N] [--pairs N] [--seconds S] [--cases NAME ...] [--no-peers]
 
 VGG-16 (no BatchNorm) and ResNet-50 at 224 pixels, 1000 classes, SGD with momentum, channels_last. Each figure comes
 from a fresh process (memory_step.py): the peak of plain PyTorch at --batch is the limit and the budget; the planner
@@ -8,12 +8,13 @@ foresees the largest batch that fits in it at no more than the case's time; a st
 take more than the limit, batch and budget are lowered by as much and measured again. Bytes are live at malloc
 (malloc_live.c, built with cc) at most over a step, less the interpreter and its libraries before the network is made;
 on CUDA they are max_memory_allocated. Time ratios are of seconds per image: our step at its large batch over that of
-plain PyTorch at --batch, in pairs that follow one another in one process (median, least and most of the pairs). bf16 is
-held against plain PyTorch in bf16. A case that cannot be measured is null, with the reason in `failed`; the others go
-on.
+plain PyTorch at --batch, in pairs that follow one another in one process (median, least and most of the pairs): --pairs
+of them, or fewer where the whole would last longer than --seconds. bf16 is held against plain PyTorch in bf16. A case
+that cannot be measured is null, with the reason in `failed`; the others go on.
 
 Peers: torch.utils.checkpoint around every block (stages of VGG-16), and torch.compile's activation_memory_budget at
-BUDGET; their batch follows from the peaks at --batch and at half of it, as a straight line, and is measured like ours.
+BUDGET; their batch follows from the peaks at --batch and at half of it, as a straight line; their time is that at
+--batch.
 The compiler's backend is an eager one, so that peer's time is that of eager kernels, and not of compiled ones.
 """
 
@@ -71,6 +72,7 @@ class Asker:
     def __init__(self, arguments: argparse.Namespace, counter: Path) -> None:
         self.arguments, self.counter = arguments, counter
         self.limits: dict[tuple[str, bool], float] = {}
+        self.until, self.left = time.perf_counter() + arguments.seconds, 0
 
     def ask(self, **question: object) -> dict:
         """The answer to one. Raises UnansweredError."""
@@ -99,6 +101,7 @@ class Asker:
     def pairs(self, limit: float, **question: object) -> dict:
         """A way at its batch, lowered until it is within the limit, beside plain PyTorch. Raises UnansweredError."""
         start = self.arguments.batch
+        question["seconds"] = (self.until - time.perf_counter()) / max(1, self.left)
         batch = int(question.pop("batch"))
         for _ in range(TRIES):
             about = {**question, "batch": batch, "plain": start, "limit": limit, "pairs": self.arguments.pairs}
@@ -140,12 +143,11 @@ class Asker:
         """The same limit, of what torch has."""
         about, full = {"network": network, "way": way, "budget": BUDGET}, self.arguments.batch
         limit = self.limit(network, False)
-        peaks = [self.ask(ask="peak", batch=batch, **about)["peak"] for batch in (full // 2, full)]
-        an_image = (peaks[1] - peaks[0]) / (full - full // 2)
-        batch = max(full, int(full + (limit - peaks[1]) / an_image))
-        told = self.pairs(limit, batch=batch, **about)
+        half = self.ask(ask="peak", batch=full // 2, **about)["peak"]
+        told = self.pairs(float("inf"), batch=full, **about)
+        an_image = (told["peak"] - half) / (full - full // 2)
         return {
-            f"peer_{way}_{network}_batch_ratio": round(told["batch"] / full, 3),
+            f"peer_{way}_{network}_batch_ratio": round(int(full + (limit - told["peak"]) / an_image) / full, 3),
             f"peer_{way}_{network}_time_ratio": told["ratios"]["median"],
             f"peer_{way}_{network}_time_ratios": told["ratios"],
             f"peer_{way}_{network}_peak_bytes": [limit, told["peak"]],
@@ -164,6 +166,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=256 if torch.cuda.is_available() else 16, help="of plain PyTorch")
     parser.add_argument("--side", type=int, default=224, help="pixels")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=800.0, help="of the whole, about")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="(default: all)")
     parser.add_argument("--no-peers", action="store_true")
     arguments = parser.parse_args()
@@ -176,7 +179,8 @@ def main() -> int:
         questions = {case.name: functools.partial(asker.case, case) for case in chosen}
         for network in networks:
             questions |= {f"peer_{way}_{network}": functools.partial(asker.peer, network, way) for way in PEERS}
-        for name, question in questions.items():
+        for number, (name, question) in enumerate(questions.items()):
+            asker.left = len(questions) - number
             try:
                 found = question()
             except UnansweredError as error:

@@ -4,7 +4,8 @@
 
 ask: "peak" (bytes at most over a step, beside the interpreter and its libraries), "plan" (the largest batch that is
 foreseen within `limit` bytes at `time` more), "pairs" (the peak and, if it is within `limit`, seconds of steps that
-take turns with those of plain PyTorch at its own batch `plain`).
+take turns with those of plain PyTorch at its own batch `plain`: `pairs` of them, or as many as end within `seconds` of
+the process, and one at least).
 way: "plain", "saved" (with `settings`), "checkpoint", "budget" (torch's activation_memory_budget).
 """
 
@@ -31,6 +32,7 @@ from kasoku.optim import sgd
 CLASSES = 1000
 VGG_STAGES = (5, 10, 17, 24, 31)  # where a stage of VGG-16 ends, with its pool
 BACKEND = "aot_eager_decomp_partition"
+BEGAN = time.perf_counter()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -190,9 +192,14 @@ def pairs(asked: dict) -> dict[str, object]:
     turns = {"plain": (plain, *images(asked["plain"], asked["side"])), "other": (other, *theirs)}
     step(*turns["plain"])
     seconds: dict[str, list[float]] = {name: [] for name in turns}
+    longest = 0.0
     for number in range(asked["pairs"]):
+        begin = time.perf_counter()
+        if number and begin - BEGAN + longest > asked["seconds"]:
+            break
         for name in [*turns][:: 1 if number % 2 else -1]:
             seconds[name].append(step(*turns[name]) / len(turns[name][1]))
+        longest = max(longest, time.perf_counter() - begin)
     return told | {"seconds_per_image": seconds}
 
 
