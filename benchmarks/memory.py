@@ -56,8 +56,8 @@ CASES = (
     Case("vgg16", "vgg16", 0.04, 3.5, 1.05),
     Case("vgg16_bitequal", "vgg16", 0.04, 2.2, 1.05, settings={"lossless": True}),
     Case("vgg16_bf16", "vgg16", 0.08, 4.0, 1.10, half=True),
-    Case("resnet50", "resnet50", 0.10, 2.1, 1.15),
-    Case("resnet50_bf16", "resnet50", 0.12, 2.1, 1.20, half=True),
+    Case("resnet50", "resnet50", 0.08, 2.1, 1.15),
+    Case("resnet50_bf16", "resnet50", 0.08, 2.1, 1.20, half=True),
     Case("resnet50_recompute", "resnet50", 0.45, 4.0, 1.50),
 )
 
