@@ -46,7 +46,12 @@ def techniques(asked: argparse.Namespace) -> dict[str, Technique]:
     """The sides, by name."""
     remedies = Remedies(damp=asked.damp, compensate=asked.compensate, predict=asked.predict, momentum=asked.momentum)
     chosen = Asynchronous(
-        remedies=remedies, warmup=asked.warmup, finish=asked.finish, hidden=asked.hidden, wire=asked.wire
+        remedies=remedies,
+        warmup=asked.warmup,
+        finish=asked.finish,
+        hidden=asked.hidden,
+        wire=asked.wire,
+        every=asked.every,
     )
     return {"sync": Overlap(), "async_plain": Asynchronous(), "async_default": chosen}
 
@@ -130,6 +135,7 @@ def main() -> None:
     parser.add_argument("--momentum", type=float, default=-1.0)
     parser.add_argument("--hidden", type=int, default=1)
     parser.add_argument("--wire", default="fp32")
+    parser.add_argument("--every", type=int, default=1, help="steps between exchanges, which take no time here")
     parser.add_argument("--steps", type=int, default=0, help="end early, to try it; 0: all")
     parser.add_argument("--sides", nargs="+", default=["sync", "async_plain", "async_default"])
     asked = parser.parse_args()

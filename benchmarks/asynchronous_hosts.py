@@ -112,7 +112,7 @@ def straggler(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
             done, took = trained(job, **much)
             start = time.perf_counter()
             job.drain()
-            figures[name] = rates(comm, done, took + (time.perf_counter() - start if name == "sync" else 0.0))
+            figures[name] = rates(comm, done, took + time.perf_counter() - start)
             if name == "async":
                 found = job.kept("asynchronous").staleness
                 figures["mean_staleness"] = round(sum(s * n for s, n in found.items()) / max(1, sum(found.values())), 2)

@@ -182,8 +182,9 @@ def _ranks_own(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Tech
     if meetings.own_pace(recipe, ranks):
         return []
     norm_batch = recipe.norm_batch
-    # else the running statistics are each rank's own
-    if ranks > 1 and not norm_batch and not recipe.device.graphs and not uneven:
+    # else the running statistics are each rank's own, as where a technique runs BatchNorm itself (SavedMemory)
+    steered = not recipe.device.graphs and not any("VirtualRanks" in t.refuses for t in recipe.techniques)
+    if ranks > 1 and not norm_batch and steered and not uneven:
         norm_batch = recipe.batch // (ranks * recipe.parts(ranks))
     own: list[Technique] = []
     if norm_batch or recipe.norm_average or uneven:

@@ -270,3 +270,24 @@ def planned(name: str, x: torch.Tensor, mib: float) -> Planner:
     job.apply(ChannelsLast(), SavedMemory(budget=f"{mib / 0.98:.4f}MiB", bf16=True, show=False))
     job.model(x)
     return planner_of(job)
+
+
+class FromView(nn.Module):
+    """Begins with a view of its images, and gives what its last ReLU gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x[:, :2])
+
+
+def test_what_lies_there_for_others_is_not_rounded_beside_itself():
+    job = Job(FromView(), lambda m: sgd(m, 0.1)).apply(BF16)
+    job.model(images()[0]).square().mean().backward()
+    chosen = planner_of(job).chosen.choices
+    assert any(choice.program.halved for choice in chosen)  # what lies between the layers
+    assert 0 not in chosen[0].program.halved
+    assert chosen[-1].program.graph.out not in chosen[-1].program.halved
+    job.close()

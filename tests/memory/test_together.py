@@ -7,14 +7,17 @@ import torch
 from torch import nn
 
 from contracts import one_thread as one_thread
-from kasoku.core import InputError, Job, Threads
+from kasoku.core import Comm, InputError, Job, Threads, process_start
 from kasoku.data import digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile
 from kasoku.evaluate import evaluate
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, sgd
 from kasoku.parallel import Overlap
+from kasoku.recipe import load
+from kasoku.trainer import fit, prepare
 from memory.nets import assert_equal, images, one_step, plain_chain
+from started import RECIPE
 
 
 def trained(model: nn.Module, *techniques, steps=3, accumulate=1, rule=sgd) -> Job:
@@ -201,3 +204,24 @@ def test_two_ranks_with_overlap_move_the_same_bits_as_without_it():
     for one, other in zip(plain, saved, strict=True):
         for name, value in one.items():
             assert torch.equal(value, other[name]), name
+
+
+def test_kasoku_train_takes_it_on_several_ranks():
+    recipe = load(
+        RECIPE,
+        [
+            "model={use='kasoku.models.cifarnet', widths=[8, 16]}",
+            "optimizer={use='kasoku.optim.sgd', lr=0.05}",
+            "techniques=[{use='kasoku.memory.SavedMemory', show=false}]",
+            "device.threads=1",
+            "evaluate.target=0",
+            "schedule={use='kasoku.core.Constant'}",
+            "epochs=1",
+        ],
+    )
+
+    def rank(comm: Comm) -> float:
+        return fit(prepare(recipe, comm), None, started=process_start(), quiet=True).top1 or 0.0
+
+    found = Threads(2).run(rank)
+    assert found[0] == found[1] > 0.5

@@ -1,11 +1,14 @@
 """Ranks that do not wait: nothing is lost, the bound holds, 0 is Overlap, and all have the same weights in the end."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_processes
@@ -146,6 +149,27 @@ def test_a_rank_waits_for_no_exchange_until_it_was_alone_for_16_steps(monkeypatc
     for moved, wanted, staleness in Threads(2).run(lambda comm: counted(comm, Asynchronous(), steps=40)):
         assert torch.equal(moved, wanted)
         assert sum(staleness.values()) == sent * 2 * 2  # of two workers to two owners
+
+
+def _seldom(comm: Comm) -> tuple[bool, dict[int, str]]:
+    """Steps that are much further apart than gloo's time-out for a group."""
+    dist.distributed_c10d.default_pg_timeout = timedelta(seconds=1)
+    model = Counting(7)
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=comm).apply(Asynchronous())
+    for _ in range(2):
+        model(torch.ones(7)).backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        time.sleep(2.5)
+    dead = dict(job.kept("asynchronous").dead)
+    job.drain()
+    found = bool((model.w == -2.0).all()), dead
+    job.close()
+    return found
+
+
+def test_ranks_that_meet_seldom_live_on():
+    assert on_processes(SIZE, _seldom) == [(True, {})] * SIZE
 
 
 def test_what_bf16_takes_away_is_sent_later():
@@ -290,8 +314,8 @@ def test_a_lower_momentum_moves_the_weights_as_far():
     assert Threads(2).run(rank) == pytest.approx([-10.0, -10.0])  # 1 / (1 - 0.9), and not 1 / (1 - 0.5)
 
 
-def _shard(remedies: Remedies, workers: int = 2) -> Shard:
-    shard = Shard(3, range(workers), remedies, torch.float32)
+def _shard(remedies: Remedies, workers: int = 2, share: float = 1.0) -> Shard:
+    shard = Shard(3, range(workers), remedies, torch.float32, share=share)
     shard.begin(torch.tensor([1.0, 2.0, 3.0]))
     return shard
 
@@ -306,13 +330,14 @@ def test_a_stale_update_counts_for_less_when_damped():
     assert torch.equal(out, shard.weights)
 
 
-def test_compensation_is_that_of_the_paper():
-    shard, out = _shard(Remedies(compensate=2.0)), torch.zeros(3)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_compensation_is_that_of_the_paper(share: float):
+    shard, out = _shard(Remedies(compensate=2.0), share=share), torch.zeros(3)
     first, second = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([1.0, 3.0, -0.5])
-    shard.take(0, first, 0, out)
+    shard.take(0, first / share, 0, out)
     squares = 0.95 * first**2 + 0.05 * second**2
     then, now = torch.tensor([1.0, 2.0, 3.0]), shard.weights.clone()
-    shard.take(1, second, 0, out)  # computed on what was there before the first
+    shard.take(1, second / share, 0, out)  # computed on what was there before the first
     wanted = now + second - 2.0 * second**2 / squares.sqrt() * (now - then)
     torch.testing.assert_close(shard.weights, wanted)
 

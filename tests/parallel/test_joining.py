@@ -78,6 +78,7 @@ def _trained(name: int, old: int, ports: list[int], folder: Path, technique: Asy
     if name == old:
         before = model.w.detach().clone()
     job.load_state_dict(state)
+    found["before updates"] = sum(job.kept("asynchronous").staleness.values())
     found["pause_s"], found["before"], found["went on"] = time.monotonic() - began, before, job.steps
     for _ in range(NEW):
         step(job)
@@ -120,8 +121,8 @@ def test_another_rank_joins(old: int, victim: int | None, technique: Asynchronou
         assert torch.equal(one["before"], first["before"])  # the new one has their weights
         assert torch.equal(one["weights"], first["weights"])
         assert one["went on"] == first["steps"] > 0
-        assert one["updates"] == first["updates"] > 0
+        assert one["updates"] == first["updates"] > first["before updates"] > 0
     moved = first["before"] - first["weights"]
-    least, most = 12.0 * NEW, 12.0 * (2 * NEW + 1)  # momentum 0.5, which may have been there before
+    least, most = 12.0 * (2 * NEW - 2), 12.0 * (2 * NEW + 1)  # of all three; momentum 0.5, as it was before or anew
     assert bool((moved > least).all())
     assert bool((moved < most).all())

@@ -81,10 +81,10 @@ class Comm(Protocol):
         """
         ...
 
-    def channel(self) -> Comm:
+    def channel(self, *, patient: bool = False) -> Comm:
         """The same ranks with a queue of its own: what is sent there does not wait for what is sent here.
 
-        Called by all ranks in the same order.
+        Called by all ranks in the same order. `patient`: no time-out ends what waits there.
         """
         ...
 
@@ -145,7 +145,7 @@ class Solo:
         """Itself."""
         return self
 
-    def channel(self) -> Comm:
+    def channel(self, *, patient: bool = False) -> Comm:
         """Itself."""
         return self
 
@@ -314,7 +314,7 @@ class _ThreadComm:
         some.block = self.block  # type: ignore[method-assign]  # the turn is given to all ranks
         return some
 
-    def channel(self) -> Comm:
+    def channel(self, *, patient: bool = False) -> Comm:
         return self.sub([range(self.size)])
 
     def gather_objects(self, thing: T) -> list[T]:

@@ -112,7 +112,7 @@ class SimComm:
         """The first of its group, with a link of its own on the same clock."""
         return SimComm(len(next(ranks for ranks in groups if self.rank in ranks)), self.link, self.clock)
 
-    def channel(self) -> SimComm:
+    def channel(self, *, patient: bool = False) -> SimComm:
         """The same ranks, with a link of its own on the same clock."""
         return SimComm(self.size, self.link, self.clock)
 

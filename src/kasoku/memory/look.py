@@ -129,6 +129,7 @@ class Log:
         copies: the same of what is computed of weights alone, such as autocast's copies: it grows with no batch.
         seen: where what is counted lies, or need not be.
         holders: who keeps what lies there.
+        given: where the model's outputs lie.
         weights: where weights, buffers and what is computed of them alone lie.
     """
 
@@ -138,12 +139,13 @@ class Log:
     now: Item | None = None
     seen: set[int] = field(default_factory=set)
     holders: dict[int, set[Item | None]] = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
     weights: set[int] = field(default_factory=set)
     held: list[Tensor] = field(default_factory=list)
 
     def keep(self, x: Tensor) -> Tensor:
         """Autograd keeps x."""
-        key = _place(x)
+        key = place_of(x)
         self.holders.setdefault(key, set()).add(self.now)
         if key not in self.seen:
             self.seen.add(key)
@@ -153,8 +155,8 @@ class Log:
         return torch.empty(0)  # nothing runs backward here
 
     def is_held(self, x: Tensor, planned: Set[Item]) -> bool:
-        """Somebody but these items keeps x."""
-        return not self.holders.get(_place(x), set()) <= planned
+        """Somebody but these items keeps x, or has it as the model's output."""
+        return place_of(x) in self.given or not self.holders.get(place_of(x), set()) <= planned
 
     def out_of(self, item: Item) -> Tensor:
         """What an item gave that was called once."""
@@ -176,16 +178,17 @@ class _OfWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if given and all(_place(t) in self.log.weights for t in given):
+        if given and all(place_of(t) in self.log.weights for t in given):
             most = max(t.untyped_storage().nbytes() // t.itemsize for t in given)  # a view may repeat them
             for t in tree_leaves(made):
                 if isinstance(t, Tensor) and t.numel() <= most:
-                    self.log.weights.add(_place(t))
+                    self.log.weights.add(place_of(t))
                     self.log.held.append(t.detach())
         return made
 
 
-def _place(x: Tensor) -> int:
+def place_of(x: Tensor) -> int:
+    """Where its memory is; that of its views too."""
     return x.untyped_storage().data_ptr()
 
 
@@ -266,14 +269,15 @@ def undisturbed(model: nn.Module, x: Tensor) -> Iterator[None]:
 def watch(model: nn.Module, items: Sequence[Item], x: Tensor) -> tuple[Log, Any]:
     """Runs the model on x: what was called and kept, and the outputs."""
     log = Log()
-    log.weights = {_place(p) for p in [*model.parameters(), *model.buffers()]}
-    log.seen = {*log.weights, _place(x)}
+    log.weights = {place_of(p) for p in [*model.parameters(), *model.buffers()]}
+    log.seen = {*log.weights, place_of(x)}
     for item in items:
         item.log = log
     try:
         hooks = torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept)
         with undisturbed(model, x), hooks, _OfWeights(log):
             outputs = model.forward(x)
+        log.given = {place_of(t) for t in tree_leaves(outputs) if isinstance(t, Tensor)}
     finally:
         for item in items:
             item.log = None

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from kasoku.core import InputError, Job
 from kasoku.memory.dense import Straight
 from kasoku.memory.graph import Graph, Shape
-from kasoku.memory.look import Call, Item, Log, chains, undisturbed, units, watch
+from kasoku.memory.look import Call, Item, Log, chains, place_of, undisturbed, units, watch
 from kasoku.memory.ops import How
 from kasoku.memory.plan import Around, Choice, Plan, Setting, best, choices, lowest
 from kasoku.memory.predict import Layout, Need, work_of
@@ -72,7 +72,7 @@ class Network:
         found = [(chain, call) for chain, call in chains(log) if call.x.ndim == 4 and len(call.x) == len(images)]
         planned = {item for chain, _ in found for item in chain}
         for chain, call in found:
-            given = call.x is images
+            given = place_of(call.x) == place_of(images)
             there = (given or log.is_held(call.x, planned), log.is_held(log.out_of(chain[-1]), planned))
             self._add(chain, call, log, given=given, there=there)
 
@@ -243,9 +243,9 @@ def look(
         network = Network(job, items, log, images, batch=len(x), how=how)
     finally:
         log.clear()
+    network.outputs = _tensors(outputs)
     if not network.units:
         raise InputError(f"SavedMemory: no convolution of {type(job.model).__name__} can be planned: leave it out")
-    network.outputs = _tensors(outputs)
     if not network.outputs:
         raise InputError(
             f"SavedMemory: {type(job.model).__name__} gives {type(outputs).__name__}, in which no tensor is seen: "

@@ -41,7 +41,8 @@ class SavedMemory(Technique):
             other techniques (EMA's averages).
         lossless: only remedies that leave every bit of every gradient as it is.
         bf16: what is held from forward to backward in more than 16 bits is held in bf16, in half the bytes: lossy.
-            Outputs and statistics stay as they are, gradients do not (see Maths).
+            Outputs and statistics stay as they are, gradients do not (see Maths). All of it, whatever the budget; what
+            the network's own Python holds meanwhile (features for later) stays as it is, and is not foreseen.
         in_backward: update each parameter as its gradient arrives, so that no gradients lie about. Where a technique
             needs all of them (Clip, LossScale), or ranks share them, they are kept as ever.
         show: print the plan.

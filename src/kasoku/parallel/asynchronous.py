@@ -34,7 +34,7 @@ from kasoku.parallel.buckets import Graded, Policy
 from kasoku.parallel.life import LostError
 from kasoku.parallel.overlap import Overlap
 from kasoku.parallel.phases import Momentum, Together
-from kasoku.parallel.pieces import WIRES, Group
+from kasoku.parallel.pieces import MOST_ALONE, WIRES, Group
 from kasoku.parallel.post import post
 from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Owned, Remedies, Shard
 from kasoku.parallel.survivors import Everybody, Table, mean_buffers
@@ -56,7 +56,8 @@ class Asynchronous(Technique):
         servers: so many ranks, the first ones, own the weights and do not train (their loader gives no batch); 0: all
             ranks own an equal part and train.
         every: steps that a rank makes alone before it sends what they moved; 0: as many as it makes until the last
-            exchange is over, at most 16, so that it does not wait for the network (one, with hidden=False).
+            exchange is over, so that it does not wait for the network; at most 16 or max_staleness (times the groups,
+            with stream), and one with hidden=False.
         hidden: exchange while the next step computes, and read at its end; False: wait for it at once.
         wire: "fp32", or "bf16" both ways; what rounding takes is sent with the next update, either way.
         stream: one group each time, in turn, instead of all.
@@ -65,10 +66,10 @@ class Asynchronous(Technique):
         finish: the epoch from which they do so again; 0: never.
 
     Saves: the time that ranks wait for each other and for the network.
-    Costs: memory, 4 bytes a parameter times four on each rank (two with hidden=False, one more with a prediction), and
-        one more for what it owns (bf16 or compensate: and another one); some four threads for each other rank; no two
-        runs are alike, updates are stale. A resumed training goes on with rank 0's optimizer state on all ranks: the
-        same only statistically.
+    Costs: memory, 4 bytes a parameter times four on each rank (five with a prediction, two with hidden=False in fp32).
+        For what it owns: the weights, two rooms of its largest group for each rank that asks, and with bf16 or
+        compensate a copy for each rank. Some four threads for each other rank. No two runs are alike, updates are
+        stale. A resumed training goes on with rank 0's optimizer state on all ranks: the same only statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
     """
@@ -141,7 +142,7 @@ class Exchange:
 
     def __init__(self, job: Job, settings: Asynchronous) -> None:
         self.job, self.settings, self.remedies = job, settings, settings.remedies
-        self.comm = job.comm.channel()
+        self.comm = job.comm.channel(patient=True)
         size, servers = job.comm.size, settings.servers
         self.trains = job.comm.rank >= servers
         self.units = Units(job.model)
@@ -158,6 +159,8 @@ class Exchange:
         self.together = Together(job, settings.buckets, warmup=settings.warmup, finish=settings.finish)
         self.momentum = Momentum(job, self.remedies.momentum) if self.remedies.momentum >= 0 else None
         self.reached = 0  # shares of the data given away when the ranks met last; by the first owner
+        ahead = MOST_ALONE if settings.max_staleness is None else min(MOST_ALONE, settings.max_staleness)
+        self.alone = ahead * (len(self.groups) if settings.stream else 1)  # steps between exchanges of a group, at most
         self.clock, self.turn, self.answers, self.entered = 0, 0, False, False
 
     def install(self) -> None:
@@ -286,7 +289,7 @@ class Exchange:
         if not self.answers:
             self.start()
         among = [self.turn] if self.settings.stream else list(range(len(self.groups)))
-        some = [g for g in among if self.settings.every or self.groups[g].due(self.clock)]
+        some = [g for g in among if self.settings.every or self.groups[g].due(self.clock, self.alone)]
         for g in some:
             self.turn = (g + 1) % len(self.groups)
             self.collect(self.groups[g])

@@ -60,7 +60,7 @@ class Life:
 
     def __init__(self, comm: Comm, on_death: Callable[[int], object]) -> None:
         self.comm, self.on_death = comm, on_death
-        self.small = comm.channel()
+        self.small = comm.channel(patient=True)
         self.dead: dict[int, str] = {}
         self.changed = threading.Condition(threading.RLock())
         self._lines: dict[tuple[int, bool], queue.SimpleQueue[Pending | None]] = {}

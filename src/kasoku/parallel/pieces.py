@@ -80,9 +80,9 @@ class Group:
         """Sets the parameters."""
         torch._foreach_copy_(list(self.params), views.places)
 
-    def due(self, clock: int) -> bool:
-        """Whether it is exchanged again at this step: the last exchange is over, or must be waited for."""
-        return clock - self.clock >= MOST_ALONE or all(question.done for question in self.under_way.values())
+    def due(self, clock: int, most: int) -> bool:
+        """Whether it is exchanged again at this step: the last exchange is over, or was `most` steps ago."""
+        return clock - self.clock >= most or all(question.done for question in self.under_way.values())
 
     @property
     def moved(self) -> bool:
@@ -125,7 +125,8 @@ class Group:
         """
         for owner in [rank for rank in self.pieces if rank not in living]:
             self.lose(owner)
-        whole = self.now.flat.zero_()
+        self.now = Views(self.params)  # what comes late for a meeting that a death ended is written to the old one
+        whole = self.now.flat
         if workers and len(self.left):
             whole += self.left
         for piece in self.lost if workers else ():

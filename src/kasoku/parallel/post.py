@@ -3,8 +3,9 @@
 Note: who makes progress. Between processes one thread for each other rank waits for its requests and answers them, so
 an answer does not wait for the training of the rank that gives it; bytes move by gloo's own threads. What one rank asks
 another is answered in the order of asking; what several ask comes in any order. Questions without bytes go to the first
-that answers by a way of their own, so that they do not wait for bytes under way. Where ranks take turns in one process
-(`Threads`, a virtual clock) the other's answer is called in place, and the turn is given away after it.
+that answers by a way of their own, so that they do not wait for bytes under way, and overtake them. Where ranks take
+turns in one process (`Threads`, a virtual clock) the other's answer is called in place, and the turn is given away
+after it.
 """
 
 from __future__ import annotations

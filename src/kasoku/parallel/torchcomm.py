@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from kasoku.core import Clock, InputError, Wall, Work
 from kasoku.core.hardware import is_dense
 
 T = TypeVar("T")
+_FOR_EVER = timedelta(days=3650)
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -107,13 +109,19 @@ class TorchComm:
         made = [dist.new_group([world[rank] for rank in ranks]) for ranks in groups]
         return TorchComm(next(g for g, ranks in zip(made, groups, strict=True) if self.rank in ranks), self.clock)
 
-    def channel(self) -> TorchComm:
-        """The same ranks in a process group of its own."""
+    def channel(self, *, patient: bool = False) -> TorchComm:
+        """The same ranks in a process group of its own.
+
+        `patient`: a thread may wait there for what comes only in the end. A time-out of gloo would close the
+        connections to all ranks.
+        """
+        if patient:
+            return self._channel(_FOR_EVER)
         return self._spare.pop(0) if self._spare else self._channel()
 
-    def _channel(self) -> TorchComm:
+    def _channel(self, timeout: timedelta | None = None) -> TorchComm:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        return TorchComm(dist.new_group(ranks), self.clock)
+        return TorchComm(dist.new_group(ranks, timeout=timeout), self.clock)
 
     def gather_objects(self, thing: T) -> list[T]:
         """Every rank's object in rank order, on every rank; waits."""

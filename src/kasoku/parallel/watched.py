@@ -252,9 +252,9 @@ class Watched:
         if warm is not None:
             self._waited("warm", lambda: warm(*args, **settings))
 
-    def channel(self) -> Watched:
+    def channel(self, *, patient: bool = False) -> Watched:
         """The inner one's; counted by itself."""
-        return Watched(self._waited("channel", self.inner.channel), self.pulse)
+        return Watched(self._waited("channel", lambda: self.inner.channel(patient=patient)), self.pulse)
 
 
 _ABSENT: dict[str, Any] = {"started": 0, "finished": 0, "waits": "", "labels": {}}

@@ -86,7 +86,8 @@ def settled(pace: Asynchronous, units: Sequence[Unit], exchange_s: float, groups
         return pace
     between_s = _whole(units) * (groups if pace.stream else 1)
     steps = math.ceil(exchange_s / between_s - 1e-9) if pace.hidden and between_s else 1
-    return replace(pace, every=min(MOST_ALONE, max(1, steps)))
+    most = MOST_ALONE if pace.max_staleness is None else min(MOST_ALONE, pace.max_staleness)
+    return replace(pace, every=min(most, max(1, steps)))
 
 
 def turn(pace: Asynchronous, groups: int) -> int:
@@ -137,7 +138,7 @@ def told(pace: Asynchronous) -> str:
     most = pace.max_staleness
     ahead = "any number of steps" if most is None else f"at most {most} step{'s' if most > 1 else ''}"
     often = {0: "when the last are through", 1: "after each step"}
-    when = often.get(pace.every, f"after every {pace.every} steps")
+    when = often.get(pace.every if pace.hidden else max(1, pace.every), f"after every {pace.every} steps")
     some = ", one group at a time" if pace.stream else ""
     shown = "beside computing" if pace.hidden else "waited for at once"
     return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}{some}, {shown}"
