@@ -139,7 +139,7 @@ def _halve(program: Program, ends: dict[int, Tensor], held: Sequence[Held], part
 
 def _bf16_of(x: Tensor) -> Tensor:
     """See the note."""
-    known: tuple[int, Tensor] | None = _rounded.get(x)
+    known: tuple[int, Tensor] | None = _rounded.get(x)  # type: ignore[no-untyped-call]
     if known is None or known[0] != x._version:
         known = (x._version, x.detach().to(torch.bfloat16))
         _rounded[x] = known
