@@ -18,7 +18,7 @@ from kasoku.core.comm import Comm
 from kasoku.data import digits, loader
 from kasoku.evaluate import evaluate
 from kasoku.parallel.together import ToldElsewhereError, together
-from kasoku.ranks import Place, Rounds, check_share, most_ranks, place
+from kasoku.ranks import Place, Rounds, can_share, check_share, most_ranks, place
 from kasoku.recipe import load
 from started import KASOKU, RECIPE, TORCHRUN, ended, largest_difference, options, started
 
@@ -336,6 +336,11 @@ def test_how_many_ranks_can_share_a_batch():
     assert most_ranks(load(RECIPE, ["norm_batch=32"]), 8) == 8  # a group spans four
     with pytest.raises(InputError, match="batch=64: 3 ranks cannot share it evenly; 2 could"):
         check_share(recipe, 3)
+    in_parts, wide = (load(RECIPE, ["batch=96", "accumulate=2", f"norm_batch={n}"]) for n in (32, 48))
+    assert not any(can_share(in_parts, n) for n in (2, 3, 6, 12))
+    assert all(can_share(wide, n) for n in (2, 3, 6, 12))
+    with pytest.raises(InputError, match="batch=96: 6 ranks x 2 parts cannot share it evenly, in groups of norm_batch"):
+        check_share(in_parts, 6)  # 8 images at once: a group would be of 4 of the 6
 
 
 def test_without_a_launcher_all_gpus_are_used(monkeypatch, capsys):

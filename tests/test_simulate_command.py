@@ -24,6 +24,11 @@ def asynchronous(settings: str = "", *more: str) -> list[str]:
     return [*APART, "--set", f"techniques=[{techniques}]"]
 
 
+def averaged(reducer: str) -> list[str]:
+    """The options of a recipe that averages by it."""
+    return ["--set", f"techniques=[{{use='kasoku.parallel.Overlap', reducer={{use='kasoku.parallel.{reducer}'}}}}]"]
+
+
 def simulated(folder: Path, *options: str) -> dict[str, object]:
     assert main(["simulate", str(RECORD), *GRADED, "--out", str(folder), *options]) == 0
     found: dict[str, object] = json.loads((folder / "simulation.json").read_text())
@@ -102,6 +107,8 @@ def test_a_sweep_to_4096_has_at_least_40_sizes_evenly_spaced_in_their_logarithms
         (["--cluster", "abci", "--sweep", "gpus=1:9999"], "abci has 4,352 GPUs"),
         (["--cluster", "abci", "--sweep", "nodes=1:9"], "gpus=A:B is wanted"),
         (["--cluster", "abci", "--allreduce", "butterfly"], "one of auto, ring, tree"),
+        (["--cluster", "abci", "--allreduce", "ring", *averaged("Wire")], "an all-to-all and an all-gather: leave it"),
+        (["--cluster", "abci", *averaged("LowRank")], "reducer LowRank: only Mean, Wire, and Hierarchical"),
         (["--cluster", "no.toml"], "no.toml: cannot be read"),
         (["--cluster", "abci", "--gpus", "0"], "1 to 4,352 can be had"),
         (["--cluster", "abci", "--what-if", "network*nan"], "network, latency, nvlink or gpu"),
@@ -250,6 +257,30 @@ def test_few_images_for_batch_norm_are_told(tmp_path: Path, capsys: pytest.Captu
     assert "--set norm_batch=32 (ranks then wait" in capsys.readouterr().err
     simulated(tmp_path / "enough", *options, "--batch", "128")
     assert "BatchNorm" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "settings", "said"),
+    [
+        (8, 1024, ["norm_batch=8"], ": --set norm_batch=32"),  # each takes 4 parts of its own 128 images
+        (8, 1024, ["norm_batch=8", "accumulate=16"], ": --set norm_batch=32 (ranks then wait for statistics, which"),
+        (1, 128, ["norm_batch=0", "accumulate=16"], ": a larger batch or a smaller accumulate than 16"),
+        (1, 8, ["norm_batch=0"], ": a larger batch"),
+        (1, 8, ["norm_batch=8"], ": a larger batch, and then a larger norm_batch"),
+        # 8 images at once: a group of 32 would be of 4 of 6 ranks, one of 48 is of all
+        (6, 96, ["norm_batch=0", "accumulate=2"], ": --set norm_batch=48 (ranks then wait for statistics, which"),
+    ],
+)
+def test_what_helps_batch_norm_is_what_can_be_had(
+    gpus: int, batch: int, settings: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [option for setting in settings for option in ("--set", setting)]
+    simulated(tmp_path / "s", "--cluster", "dgx-a100", "--gpus", str(gpus), "--batch", str(batch), *given)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "BatchNorm" in line)
+    remedy = line.rpartition("1803.08494)")[2]
+    assert remedy.startswith(said)
+    assert ("wait" in remedy) == ("wait" in said)
+    assert remedy.endswith(" or fewer GPUs") == (gpus > 1 and "norm_batch=0" in settings)
 
 
 def test_ranks_at_their_own_pace_are_simulated_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,7 +151,8 @@ def _by_nodes(plain: Choice) -> Choice:
         return plain
     best = plain
     for row in sorted({each, square(gpus, each)} - {1, gpus}):
-        grouped = replace(sharing, reducer=Hierarchical(row, sharing.reducer))
+        node = 0 if row == each else row  # 0: as many as a launcher starts on a machine
+        grouped = replace(sharing, reducer=Hierarchical(node, sharing.reducer))
         other = replace(asked, simulator=replace(asked.simulator, sharing=grouped))
         found = _priced(other, other.step(gpus))
         if found.step.step_s < min(_WORTH * plain.step.step_s, best.step.step_s):
@@ -276,7 +277,8 @@ def _reducer(chosen: Choice) -> str:
         return ""
     alike = "" if isinstance(flat(reducer), Mean) else type(flat(reducer)).__name__
     if isinstance(reducer, Hierarchical):
-        return f"; reducer Hierarchical, node={reducer.node}" + (f", across={alike}" if alike else "")
+        row = f", node={reducer.node}" if reducer.node else ""
+        return f"; reducer Hierarchical{row}" + (f", across={alike}" if alike else "")
     return f"; reducer {alike}" if alike else ""
 
 

@@ -320,6 +320,10 @@ def most_ranks(recipe: Recipe, limit: int) -> int:
 
 def can_share(recipe: Recipe, ranks: int) -> bool:
     """Whether so many ranks get equal shares of the recipe's batch, in its parts and groups."""
+    if ranks == 1 or recipe.auto_batch:
+        return True
     once, left = divmod(recipe.batch, ranks * recipe.parts(ranks))
     group = recipe.norm_batch
-    return ranks == 1 or recipe.auto_batch or (left == 0 and (not group or once % group == 0 or group % once == 0))
+    if left or not group or once % group == 0:
+        return left == 0
+    return group % once == 0 and ranks % (group // once) == 0  # a group spans equally many ranks

@@ -25,7 +25,7 @@ from kasoku.recipe import Recipe, load
 from kasoku.report import Panel
 from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step, apart
 from kasoku.simulate.compute import Profile
-from kasoku.simulate.reducing import flat
+from kasoku.simulate.reducing import exchanges, flat
 from kasoku.simulate.sweep import efficiency, scaled
 
 _FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer are told of; as many are advised
@@ -102,14 +102,23 @@ class Case:
         seen = self.recipe.norm_batch or once
         if not self.norms or seen >= _FEW:
             return []
-        enough = self._norm_batch(gpus, seen)
-        waits = " (ranks then wait for statistics, which is not simulated)" if enough > once else ""
-        remedy = f"--set norm_batch={enough}{waits}, or fewer GPUs" if enough else "a larger batch or fewer GPUs"
         return [
             f"BatchNorm over {seen} image{'s' if seen > 1 else ''} at once: of so few its statistics are noisy, and "
             "accuracy is lost (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He 2018, "
-            f"arXiv 1803.08494): {remedy}"
+            f"arXiv 1803.08494): {self._remedy(gpus, self._norm_batch(gpus, seen))}"
         ]
+
+    def _remedy(self, gpus: int, enough: int) -> str:
+        """What makes more images share statistics; `enough`: the norm_batch that does, 0: there is none."""
+        recipe = self.recipe
+        own = recipe.batch // (gpus * max(1, recipe.accumulate))  # a larger group spans ranks
+        waits = " (ranks then wait for statistics, which is not simulated)" if enough > own else ""
+        ways = [f"--set norm_batch={enough}{waits}" if enough else "a larger batch"]
+        if recipe.accumulate > 1 and not (enough and recipe.norm_batch):
+            ways.append(f"a smaller accumulate than {recipe.accumulate}")
+        if not recipe.norm_batch:
+            return " or ".join([*ways, *(["fewer GPUs"] if gpus > 1 else [])])
+        return " or ".join(ways) + ("" if enough else ", and then a larger norm_batch")
 
     def _norm_batch(self, gpus: int, seen: int) -> int:
         """The least norm_batch that is enough and that so many GPUs can share; 0: there is none."""
@@ -164,6 +173,11 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
     overlap = next((t for t in techniques if isinstance(t, Overlap)), Overlap())
     late = overlap.next_forward and not any(isinstance(t, Clip) for t in techniques)
     alike = flat(overlap.reducer)  # raises for what no simulation knows
+    if algorithm not in ("", "auto") and exchanges(alike):
+        raise InputError(
+            f'--allreduce {algorithm}: reducer Wire with sums="fp32" makes no all-reduce, but an all-to-all and an '
+            'all-gather: leave it out, or give Wire sums="wire"'
+        )
     reducer = alike if algorithm else overlap.reducer
     return Sharing(overlap.buckets, late, algorithm=algorithm or "auto", reducer=reducer)
 

@@ -17,6 +17,7 @@ from kasoku.core import Comm, InputError, Solo, Threads, Work
 from kasoku.core.toml import parse, table
 from kasoku.data import digits
 from kasoku.parallel.reduce import Hierarchical, LowRank, Mean, Reduce, Reducer, Wire
+from kasoku.ranks import place
 
 LENGTHS = (4096, 3001, 5, 1)
 PLAIN = Wire(sums="wire")
@@ -220,6 +221,36 @@ def test_the_node_is_what_torchrun_started(monkeypatch: pytest.MonkeyPatch):
         on_ranks("threads", 4, steps, Hierarchical(), 1)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.raises(InputError, match=r"LOCAL_WORLD_SIZE = \"\".*Hierarchical\(node=...\)"):
+        on_ranks("threads", 4, steps, Hierarchical(), 1)
+
+
+@pytest.mark.parametrize(
+    "slurm",
+    [
+        {"SLURM_NTASKS_PER_NODE": "2"},  # as kasoku launch slurm has it in its script
+        {"SLURM_NTASKS": "4", "SLURM_NNODES": "2"},
+    ],
+)
+def test_the_node_is_what_srun_started_as_ranks_count_it(slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    step = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", **slurm}
+    assert place({"SLURM_NTASKS": "4", "SLURM_NNODES": "2", **step}).local_size == 2
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    whole, part = (on_ranks("threads", 4, steps, Hierarchical(node), 1)[0][0] for node in (0, 2))
+    assert all(torch.equal(a, b) for a, b in zip(whole, part, strict=True))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # what torchrun says, which srun may have started, comes first
+    with pytest.raises(InputError, match="4 ranks in nodes of 3"):
+        on_ranks("threads", 4, steps, Hierarchical(), 1)
+
+
+def test_slurms_tasks_that_are_no_equal_nodes_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("SLURM_PROCID", "0"), ("SLURM_NTASKS", "5"), ("SLURM_NNODES", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=r"Hierarchical\(node=...\)"):
         on_ranks("threads", 4, steps, Hierarchical(), 1)
 
 

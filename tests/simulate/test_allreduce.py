@@ -74,6 +74,44 @@ def test_a_torus_takes_its_closed_form(high: int, width: int) -> None:
     assert shape.link(cluster.table[0]).seconds(N_BYTES) == pytest.approx(2 * row + column, rel=1e-12)
 
 
+@pytest.mark.parametrize("nics", [1, 2, 4])
+def test_rows_of_several_nodes_use_all_their_nics(nics: int) -> None:
+    nodes, g, width = 8, 4, 8
+    cluster, p = ideal(nodes, g, nics), nodes * g
+    shape = allreduce.torus(cluster, p, width)[0]
+    row = 6 * A_IN + A + (width - 1) / width * N_BYTES / nics / B  # a ring a NIC, which crosses each once a round
+    column = 2 * 3 * A + 2 * 3 * g / p * N_BYTES / nics / B  # of 4 members, g columns a node
+    assert shape.link(cluster.table[0]).seconds(N_BYTES) == pytest.approx(2 * row + column, rel=1e-12)
+    one = allreduce.torus(cluster, p, p)[0]  # a row of all is the ring of all, in two collectives
+    ring = allreduce.ring(cluster, p)[0]
+    assert (one.ring_hops, one.starts) == (ring.ring_hops, 2)
+    assert one.byte_s == pytest.approx(ring.byte_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nics", "racks", "width"),
+    [
+        (1, 1, None, 4),
+        (4, 1, None, 2),  # machines of 4, in rows of 2: columns have 2 in each
+        (4, 4, None, 4),
+        (4, 2, None, 4),
+        (4, 4, None, 8),
+        (8, 2, Racks(3, 8.0), 2),  # the last one not full
+        (8, 2, Racks(2, 0.5), 4),
+    ],
+)
+def test_an_all_to_all_along_columns_fills_its_busiest_link(
+    nodes: int, nics: int, racks: Racks | None, width: int
+) -> None:
+    gpus = 16
+    cluster = ideal(nodes, gpus // nodes, nics, racks=racks)
+    pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b and a % width == b % width]
+    routes = [cluster.route(gpus, a, b, cluster.nic_of(a)) for a, b in pairs]
+    sizes = [N_BYTES / (gpus // width)] * len(pairs)
+    expected = seconds(Flows(routes, sizes), cluster.capacity(gpus))
+    assert allreduce.exchange(cluster, gpus, width).byte_s * N_BYTES == pytest.approx(expected, rel=1e-9)
+
+
 def test_two_nics_carry_a_ring_twice_as_fast() -> None:
     one, two = (allreduce.ring(ideal(8, 4, nics=nics), 32)[0].byte_s for nics in (1, 2))
     assert one == pytest.approx(2 * two, rel=1e-12)

@@ -16,7 +16,7 @@ from kasoku.core import Comm, InputError, Job, Threads
 from kasoku.models import cifar_resnet18, cifarnet
 from kasoku.optim import sgd
 from kasoku.parallel import Asynchronous, Fixed, Graded, Layer, Planned, Policy
-from kasoku.simulate import Jitter, Network, Sharing, Simulator, apart, network
+from kasoku.simulate import Jitter, Network, Sharing, Simulator, allreduce, apart, network
 from kasoku.simulate.cluster import Cluster, Gpu, Node, Protocol, Racks
 from kasoku.simulate.network import Flows, seconds
 from kasoku.simulate.step import Step, spans
@@ -79,7 +79,7 @@ def test_the_busiest_link_is_full_until_the_last_of_all_flows_has_arrived(
     pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
     routes = [cluster.route(8, a, b, cluster.nic_of(a)) for a, b in pairs]
     n, capacity = 51e6, cluster.capacity(8)
-    took = apart.byte_s(cluster, 8) * n
+    took = 2 * allreduce.exchange(cluster, 8).byte_s * n
     assert took == pytest.approx(seconds(Flows(routes, [2 * n / 8] * len(pairs)), capacity), rel=1e-9)
     carried = np.zeros(len(capacity))
     for route in routes:

@@ -44,15 +44,19 @@ def net() -> Network:
         return network("cifar_resnet18", cifar_resnet18(), (3, 32, 32))
 
 
+class Own(Mean):
+    """A user's own way, which may send anything."""
+
+
 def slow() -> Cluster:
     return replace(load("dgx-a100"), node=Node(8, 5.0, 1, 0.5))  # communicating takes about as long as computing
 
 
-def ideal(nodes: int, gpus: int) -> Cluster:
-    """Nodes of 100 GB/s within, and a NIC of 10 GB/s a GPU."""
+def ideal(nodes: int, gpus: int, nics: int = 0) -> Cluster:
+    """Nodes of 100 GB/s within, and so many NICs of 10 GB/s, 0: one a GPU."""
     plain = Protocol("plain", 0.0, (1.0, 5.0), (1.0, 5.0))
     gpu = Gpu("any", 5.0, 0.3, 1, 512, 300, 2000)
-    return Cluster("ideal", nodes, Node(gpus, 100.0, gpus, 10.0), own_gpu=gpu, own_protocol=plain)
+    return Cluster("ideal", nodes, Node(gpus, 100.0, nics or gpus, 10.0), own_gpu=gpu, own_protocol=plain)
 
 
 def engine_of(comm: SimComm, units: Any, overlap: Overlap) -> tuple[Job, Any]:
@@ -109,7 +113,7 @@ def test_the_engine_sends_half_the_bytes_at_the_same_moments(policy: Policy, nex
 
 def test_a_search_is_that_of_fp32_gradients_over_a_link_that_halves_them(net: Network) -> None:
     linear = replace(slow(), protocols=("Simple",))
-    sharing = Sharing(Planned(), next_forward=True, algorithm="ring", reducer=Wire())
+    sharing = Sharing(Planned(), next_forward=True, algorithm="ring", reducer=Wire(sums="wire"))
     course = Simulator(linear, net, sharing).step(GPUS, GPUS * 200).course
     one = allreduce.link(linear, GPUS, "ring")
     twice = Link(one.latency_s, 2 * one.bytes_per_s)
@@ -120,13 +124,13 @@ def test_a_search_is_that_of_fp32_gradients_over_a_link_that_halves_them(net: Ne
 
 def test_sixteen_bits_are_half_of_the_bytes_and_all_of_the_messages() -> None:
     cluster = ideal(8, 4)
-    plain, wire = (reducing.link(cluster, 32, reducer, "ring") for reducer in (Mean(), Wire()))
+    plain, wire = (reducing.link(cluster, 32, reducer, "ring") for reducer in (Mean(), Wire(sums="wire")))
     assert wire.seconds(2 * N_BYTES) == pytest.approx(plain.seconds(N_BYTES), rel=1e-12)
     assert wire.seconds(0) == plain.seconds(0) > 0
     assert wire.choice(N_BYTES) == plain.choice(N_BYTES)
 
 
-@pytest.mark.parametrize(("node", "across", "share"), [(4, Mean(), 1.0), (0, Mean(), 1.0), (4, Wire(), 0.5)])
+@pytest.mark.parametrize(("node", "across", "share"), [(4, Mean(), 1.0), (0, Mean(), 1.0), (4, Wire(sums="wire"), 0.5)])
 def test_only_what_crosses_nodes_is_in_fewer_bits(node: int, across: Reducer, share: float) -> None:
     nodes, g = 8, 4
     seen = reducing.link(ideal(nodes, g), nodes * g, Hierarchical(node, across))
@@ -134,6 +138,43 @@ def test_only_what_crosses_nodes_is_in_fewer_bits(node: int, across: Reducer, sh
     ring = 2 * (nodes - 1) * 5e-6 + 2 * (nodes - 1) / nodes * share * N_BYTES / g / 10e9
     assert seen.choices[0][1].seconds(N_BYTES) == pytest.approx(2 * inside + ring, rel=1e-12)
     assert seen.choice(N_BYTES).startswith("hierarchical, ")
+
+
+@pytest.mark.parametrize(("nodes", "g", "nics"), [(8, 1, 1), (8, 4, 4), (4, 8, 2), (4, 8, 8)])
+def test_sums_in_fp32_take_an_all_to_all_and_an_all_gather(nodes: int, g: int, nics: int) -> None:
+    """Of n bytes in 16 bits a node sends g (p - g) / p n by the one, and (p - 1) / p n by the other."""
+    cluster, p, half = ideal(nodes, g, nics), nodes * g, N_BYTES / 2
+    seen = reducing.link(cluster, p, Wire())
+    to_all = 5e-6 + g * (p - g) / p * half / nics / 10e9
+    gather = (nodes - 1) * 5e-6 + (p - nodes) * 1e-6 + (p - 1) / p * half / nics / 10e9
+    assert seen.seconds(N_BYTES) == pytest.approx(to_all + gather, rel=1e-12)
+    assert seen.choice(N_BYTES) == "all-to-all and all-gather, plain"
+    assert len(seen.choices) == 1  # there is no tree of them
+    assert seen == reducing.link(cluster, p, Wire(), "tree")
+    one = reducing.link(cluster, p, Wire(sums="wire"), "ring")
+    assert (g == 1) == (seen.seconds(1e12) == pytest.approx(one.seconds(1e12), rel=1e-3))  # as many bytes a link
+
+
+def test_within_a_node_sums_in_fp32_move_as_many_bytes_as_a_ring() -> None:
+    seen = reducing.link(ideal(2, 4), 4, Wire()).seconds(N_BYTES)
+    assert seen == pytest.approx((1 + 3) * 1e-6 + 2 * 3 / 4 * N_BYTES / 2 / 100e9, rel=1e-12)
+
+
+def test_on_nodes_of_many_gpus_sums_in_fp32_may_take_longer_than_no_wire_at_all() -> None:
+    cluster = load("dgx-a100")
+    fp32, plain, wire = (reducing.link(cluster, 512, r).seconds(1e9) for r in (Wire(), Mean(), Wire(sums="wire")))
+    assert fp32 > plain > wire
+
+
+@pytest.mark.parametrize(("node", "nics"), [(4, 4), (4, 2), (0, 4)])
+def test_between_nodes_sums_in_fp32_are_those_of_columns(node: int, nics: int) -> None:
+    nodes, g = 8, 4
+    seen = reducing.link(ideal(nodes, g, nics), nodes * g, Hierarchical(node, Wire()))
+    inside = (g - 1) * 1e-6 + (g - 1) / g * N_BYTES / 100e9
+    across = 2 * (nodes - 1) / nodes * N_BYTES / 2 / nics / 10e9  # of g parts of a g-th, over so many NICs
+    hops = (1 + nodes - 1) * 5e-6
+    assert seen.seconds(N_BYTES) == pytest.approx(2 * inside + hops + across, rel=1e-12)
+    assert seen.choice(N_BYTES) == "hierarchical, all-to-all and all-gather across, plain"
 
 
 def test_nodes_of_several_machines_make_a_torus() -> None:
@@ -154,7 +195,14 @@ def test_where_all_are_in_one_node_or_each_in_its_own_it_is_as_the_engine_binds_
 
 
 def test_what_no_simulation_knows_and_nodes_that_are_not_filled_are_one_clear_line() -> None:
-    for reducer, said in ((LowRank(), "LowRank"), (Hierarchical(0, LowRank()), "LowRank"), (Hierarchical(3), "equal")):
+    for reducer, said in (
+        (LowRank(), "reducer LowRank: only Mean, Wire"),
+        (Hierarchical(0, LowRank()), "reducer Hierarchical across=LowRank: only"),
+        (Hierarchical(4, Hierarchical(2)), "reducer Hierarchical across=Hierarchical: only"),
+        (Own(), "reducer Own: only Mean, Wire"),
+        (Hierarchical(4, Own()), "reducer Hierarchical across=Own: only"),
+        (Hierarchical(3), "equal"),
+    ):
         with pytest.raises(InputError, match=said) as caught:
             reducing.link(ideal(8, 4), 8, reducer)
         assert "\n" not in str(caught.value)

@@ -135,8 +135,8 @@ class Hierarchical(Reducer):
     """Adds inside each node, then averages across nodes, where each rank has its part; then gathers inside the node.
 
     Args:
-        node: ranks of a node, which have consecutive numbers; 0: as many as torchrun started on this machine
-            ($LOCAL_WORLD_SIZE).
+        node: ranks of a node, which have consecutive numbers; 0: as many as kasoku, torchrun or srun started on this
+            machine ($LOCAL_WORLD_SIZE, or Slurm's variables).
         across: how the parts are averaged across nodes: Mean, Wire or LowRank, for slow links.
 
     Saves: of n bytes only n / node a rank go across nodes, in a ring of as many members as there are nodes.
@@ -150,7 +150,7 @@ class Hierarchical(Reducer):
 
     def __post_init__(self) -> None:
         if self.node < 0:
-            raise InputError(f"node={self.node}: ranks of a node, or 0 for what torchrun started on this machine")
+            raise InputError(f"node={self.node}: ranks of a node, or 0 for what was started on this machine")
 
     def bind(self, comm: Comm) -> Reduce:
         """Makes the groups of ranks. Mean where all are in one node, `across` alone where each has its own."""
@@ -163,7 +163,13 @@ class Hierarchical(Reducer):
 
 
 def _local_ranks() -> int:
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    """As torchrun says it, or else srun (kasoku.ranks.place reads the same): its tasks a node, or an equal share."""
+    said = os.environ.get
+    text = said("LOCAL_WORLD_SIZE", "")
+    if not text and "SLURM_PROCID" in os.environ:
+        text, tasks, nodes = (said(f"SLURM_{name}", "") for name in ("NTASKS_PER_NODE", "NTASKS", "NNODES"))
+        if not text and tasks.isdigit() and nodes.isdigit() and int(nodes) and int(tasks) % int(nodes) == 0:
+            text = str(int(tasks) // int(nodes))
     if not text.isdigit() or int(text) < 1:
         raise InputError(f'$LOCAL_WORLD_SIZE = "{text}": ranks of a node are wanted: give Hierarchical(node=...)')
     return int(text)

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from kasoku.core import InputError
 from kasoku.core.cost import Link
@@ -42,6 +45,15 @@ class Shape:
         tree = (self.tree_hops[0] + other.tree_hops[0], self.tree_hops[1] + other.tree_hops[1])
         starts, trees = self.starts + other.starts, self.trees + other.trees
         return Shape(ring, tree, self.byte_s + other.byte_s, starts, trees)
+
+    def twice(self) -> Shape:
+        """One way and back, started once."""
+        ring, tree = ((2 * a, 2 * b) for a, b in (self.ring_hops, self.tree_hops))
+        return replace(self, ring_hops=ring, tree_hops=tree, byte_s=2 * self.byte_s)
+
+    def of(self, share: float) -> Shape:
+        """Where of each byte only a share is sent."""
+        return replace(self, byte_s=share * self.byte_s)
 
     def link(self, protocol: Protocol) -> Link:
         """What it comes to in a protocol."""
@@ -113,16 +125,59 @@ def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
 
 def ring(cluster: Cluster, gpus: int) -> list[Shape]:
     """A ring a NIC, each with its part of the bytes; a node is entered and left once."""
-    nodes, each = cluster.nodes_for(gpus), min(gpus, cluster.node.gpus)
+    return [gather(cluster, gpus).twice()]
+
+
+def gather(cluster: Cluster, gpus: int) -> Shape:
+    """An all-gather (or a reduce-scatter) by such rings: half of their all-reduce."""
+    rounds, between = gpus - 1, cluster.nodes_for(gpus) - 1
+    byte_s = rounds * contended_s(cluster, gpus, _rings(cluster, 0, gpus))
+    return Shape(ring_hops=(rounds - between, between), byte_s=byte_s)
+
+
+def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
+    """A round of the rings over so many GPUs from `first` on, which are one node's, or fill theirs."""
+    nodes, each = max(1, gpus // cluster.node.gpus), min(gpus, cluster.node.gpus)
     channels = cluster.node.nics if nodes > 1 else 1
     size = 1 / (gpus * channels)
     flows: list[Flow] = []
     for channel in range(channels):
         last = channel * each // channels  # the GPU nearest to the NIC sends it out
-        order = [node * each + (last + 1 + i) % each for node in range(nodes) for i in range(each)]
+        order = [first + node * each + (last + 1 + i) % each for node in range(nodes) for i in range(each)]
         flows += [(a, b, channel, size) for a, b in itertools.pairwise([*order, order[0]])]
-    rounds, between = 2 * (gpus - 1), 2 * (nodes - 1)
-    return [Shape(ring_hops=(rounds - between, between), byte_s=rounds * contended_s(cluster, gpus, flows))]
+    return flows
+
+
+def exchange(cluster: Cluster, gpus: int, width: int = 1) -> Shape:
+    """An all-to-all: each rank sends every other an equal part of its bytes, all at once.
+
+    `width`: only ranks at the same place of rows of so many send to each other.
+
+    Note: the busiest link. Where all flows are alike it sets the seconds: each of its flows gets an equal part, and no
+    flow less. As much comes into a node or a rack as goes out; its NICs carry equal parts of that.
+    """
+    nodes, node, racks = cluster.nodes_for(gpus), cluster.node, cluster.racks
+    each, high = gpus // nodes, gpus // width
+    ranks = np.arange(gpus)
+
+    def members(part: int) -> npt.NDArray[np.intp]:
+        """Of each stretch of so many GPUs how many there are at each place of a row."""
+        stretches = -(-gpus // part)
+        return np.bincount(ranks // part * width + ranks % width, minlength=stretches * width).reshape(-1, width)
+
+    def leaves(part: int) -> float:
+        """Of each byte that a rank has, what the busiest stretch of so many GPUs sends to the others."""
+        inside = members(part)
+        return float((inside * (high - inside)).sum(1).max()) / high
+
+    seconds = [0.0]
+    if each > 1:
+        seconds.append(float(members(each).max() - 1) / high / (1e9 * node.port_gb_s))
+    if nodes > 1:
+        seconds.append(leaves(each) / node.nics / (1e9 * node.nic_gb_s))
+    if racks and racks.uplink_gb_s:  # the last one may not be full
+        seconds.append(leaves(each * racks.nodes) / (1e9 * racks.uplink_gb_s))
+    return Shape(ring_hops=(0, 1) if nodes > 1 else (1, 0), byte_s=max(seconds))
 
 
 def tree(cluster: Cluster, gpus: int) -> list[Shape]:
@@ -161,31 +216,49 @@ def hierarchical(cluster: Cluster, gpus: int) -> list[Shape]:
     return torus(cluster, gpus, min(gpus, cluster.node.gpus), trees=True)
 
 
-def torus(cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False, across: float = 1.0) -> list[Shape]:
+def torus(
+    cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False, across: float = 1.0, exchanged: bool = False
+) -> list[Shape]:
     """The same on a grid of `width` GPUs a row (0: about square, of whole nodes), with rings; or also with trees.
 
-    `across`: of the bytes that are left of a row, the share that is sent along columns.
+    `across`: of the bytes that are left of a row, the share that is sent along columns. `exchanged`: what is sent there
+    goes by an all-to-all and an all-gather.
     """
     width = width or square(gpus, min(gpus, cluster.node.gpus))
     if gpus % width:
         raise InputError(f"all-reduce torus on {gpus} GPUs: rows of {width} do not fill it")
-    rows, high, each = range(0, gpus, width), gpus // width, cluster.node.gpus
-    along = [(row + i, row + (i + 1) % width) for row in rows for i in range(width if width > 1 else 0)]
-    flows = [(a, b, cluster.nic_of(a), 1 / width) for a, b in along]
-    scatter = (width - 1) * contended_s(cluster, gpus, flows) if flows else 0.0
-    between = max(0, -(-width // each) - 1)
-    row = Shape(ring_hops=(2 * (width - 1 - between), 2 * between), byte_s=2 * scatter, starts=2 if width > 1 else 0)
+    row, high = _rows(cluster, gpus, width), gpus // width
     if high == 1:
         return [row]
     columns = [[first + width * i for i in range(high)] for first in range(width)]
     ringed = [(a, b) for column in columns for a, b in itertools.pairwise([*column, column[0]])]
     flows = [(a, b, cluster.nic_of(a), across / gpus) for a, b in ringed]
-    found = [row + Shape(ring_hops=(0, 2 * (high - 1)), byte_s=2 * (high - 1) * contended_s(cluster, gpus, flows))]
+    once = Shape(ring_hops=(0, high - 1), byte_s=(high - 1) * contended_s(cluster, gpus, flows))
+    if exchanged:
+        return [row + exchange(cluster, gpus, width).of(across / width) + once]
+    found = [row + once.twice()]
     if trees:
         pairs = [pair for column in columns for pair in _two_trees(column)]
         flows = [(a, b, cluster.nic_of(a), 0.5 * across / width) for a, b in pairs]
         found.append(row + Shape(tree_hops=(0, 2 * depth(high)), byte_s=contended_s(cluster, gpus, flows), trees=1))
     return found
+
+
+def _rows(cluster: Cluster, gpus: int, width: int) -> Shape:
+    """A reduce-scatter and an all-gather along rows: by a ring a NIC where these are whole nodes."""
+    if width == 1:
+        return Shape(starts=0)
+    rows, each = range(0, gpus, width), cluster.node.gpus
+    flows: list[Flow] = []
+    for row in rows:
+        if width % each == 0:
+            flows += _rings(cluster, row, width)
+        else:
+            pairs = [(row + i, row + (i + 1) % width) for i in range(width)]
+            flows += [(a, b, cluster.nic_of(a), 1 / width) for a, b in pairs]
+    between = max(0, -(-width // each) - 1)
+    once = Shape(ring_hops=(width - 1 - between, between), byte_s=(width - 1) * contended_s(cluster, gpus, flows))
+    return once + once
 
 
 def depth(ranks: int) -> int:

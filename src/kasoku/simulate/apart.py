@@ -1,8 +1,8 @@
 """Ranks at their own pace (`Asynchronous`): what their exchanges take, what of it shows, what each stream does when.
 
 Note: the busiest link. Each of N ranks sends every owner an Nth of its update and gets as much back; all ranks are
-owners. So every rank sends every other the same bytes, which are pushes and answers, and the links follow by symmetry.
-Where flows are alike the busiest link sets the seconds: each of its flows gets an equal part, and no flow less.
+owners. So every rank sends every other the same bytes, once as pushes and once as answers: two all-to-alls, of which
+the busiest link sets the seconds (`allreduce.exchange`).
 
 Note: what is left out. Only links are simulated: not what an owner takes to add, nor the way between a GPU and its
 host, nor the word a step that a rank has with the one who deals the data.
@@ -20,7 +20,7 @@ from kasoku.core import InputError, Span
 from kasoku.core.cost import Forecast, Piece, Plan, Sized, Unit
 from kasoku.parallel import Asynchronous
 from kasoku.parallel.pieces import MOST_ALONE, WIRES
-from kasoku.simulate.allreduce import ALONE, Fastest, Shape, fastest
+from kasoku.simulate.allreduce import ALONE, Fastest, exchange, fastest
 from kasoku.simulate.cluster import Cluster
 
 _DRAWN = 6000  # spans of computing, of a timeline
@@ -38,31 +38,11 @@ def check(pace: Asynchronous, parts: int) -> None:
 @lru_cache(maxsize=1024)
 def link(cluster: Cluster, gpus: int) -> Fastest:
     """What an exchange takes, of the bytes that a rank sends: a question, its answer, and all bytes both ways."""
-    nodes = cluster.nodes_for(gpus)
+    cluster.nodes_for(gpus)
     if gpus == 1:
         return ALONE
-    hops = (0, 2) if nodes > 1 else (2, 0)
-    return fastest(cluster, [("exchange", Shape(ring_hops=hops, byte_s=byte_s(cluster, gpus), starts=2))])
-
-
-def byte_s(cluster: Cluster, gpus: int) -> float:
-    """Seconds for each byte of a rank's update: what the busiest link carries of it, over its rate."""
-    nodes, node, racks = cluster.nodes_for(gpus), cluster.node, cluster.racks
-    each = gpus // nodes
-
-    def leaves(part: int) -> float:
-        """Bytes that so many of the GPUs send to the others; as many come in."""
-        return 2 * part * (gpus - part) / gpus
-
-    seconds = [0.0]
-    if each > 1:
-        seconds.append(2 * (each - 1) / gpus / (1e9 * node.port_gb_s))
-    if nodes > 1:
-        seconds.append(leaves(each) / node.nics / (1e9 * node.nic_gb_s))
-    if racks and racks.uplink_gb_s:
-        sizes = (min(nodes, racks.nodes), nodes % racks.nodes)  # the last rack may not be full
-        seconds += [leaves(each * size) / (1e9 * racks.uplink_gb_s) for size in sizes]
-    return max(seconds)
+    once = exchange(cluster, gpus)
+    return fastest(cluster, [("exchange", once + once)])
 
 
 def wire_bytes(pace: Asynchronous) -> int:
