@@ -28,7 +28,7 @@ from kasoku.memory.segment import Segment
 from kasoku.memory.trace import deciding, graph_of, settings_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OURS = "kasoku.parallel."  # hooks that read neither inputs nor outputs, and may be called twice
+_OURS = ("kasoku.parallel.", "kasoku.report.")  # hooks that read neither inputs nor outputs, and may be called twice
 
 
 class Item(Bound):
