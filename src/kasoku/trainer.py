@@ -183,7 +183,7 @@ def _ranks_own(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Tech
         return []
     norm_batch = recipe.norm_batch
     # else the running statistics are each rank's own, as where a technique runs BatchNorm itself (SavedMemory)
-    steered = not recipe.device.graphs and not any("VirtualRanks" in t.refuses for t in recipe.techniques)
+    steered = not recipe.device.graphs and not any("VirtualRanks" in t.refuses for t in meetings.asked(recipe, ranks))
     if ranks > 1 and not norm_batch and steered and not uneven:
         norm_batch = recipe.batch // (ranks * recipe.parts(ranks))
     own: list[Technique] = []

@@ -471,8 +471,8 @@ def test_resident_memory_does_not_grow_over_epochs_by_half_a_batch_an_epoch(tmp_
             found.append(resident_bytes())
         return min(found)
 
-    before, _, after = least(), least(), least()
-    assert after < before + 8 * batch_bytes / 2
+    before, *_, after = (least() for _ in range(6))
+    assert after < before + 20 * batch_bytes / 2
 
 
 def test_sample_is_deterministic_and_not_augmented(photos):
