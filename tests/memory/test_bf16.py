@@ -1,6 +1,5 @@
 """SavedMemory(bf16=True): half the bytes between forward and backward, the same outputs, gradients that are near."""
 
-import copy
 import statistics
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -26,6 +25,7 @@ from memory.nets import Step, assert_equal, images, one_step, plain_chain
 from memory.test_budgets import peak_of_step
 from memory.test_random import FEW, networks
 from memory.test_saved import smallest_budget
+from memory.test_together import trained
 
 BF16 = SavedMemory(factor=1, bf16=True, in_backward=False, show=False)
 
@@ -146,14 +146,7 @@ def test_training_moves_weights_nearly_as_plain_pytorch_does(name, accumulate):
     model = NETWORKS[name]()
     moved = []
     for techniques in ([], [SavedMemory(factor=1, bf16=True, show=False)]):
-        job = Job(copy.deepcopy(model), lambda m: sgd(m, 0.02), accumulate=accumulate).apply(*techniques)
-        for i in range(3 * accumulate):
-            x, y = images(seed=i)
-            (job.loss(job.model(x), y) / accumulate).backward()
-            if (i + 1) % accumulate == 0:
-                job.optimizer.step()
-                job.optimizer.zero_grad()
-        job.drain()
+        job = trained(model, *techniques, accumulate=accumulate, rule=lambda m, _: sgd(m, 0.02))
         pairs = zip(job.model.parameters(), model.parameters(), strict=True)
         moved.append(torch.cat([(p - q).flatten() for p, q in pairs]).detach())
     assert (moved[0] - moved[1]).norm() < 2e-2 * moved[0].norm()

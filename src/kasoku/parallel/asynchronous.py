@@ -34,7 +34,7 @@ from kasoku.parallel.buckets import Graded, Policy
 from kasoku.parallel.life import LostError
 from kasoku.parallel.overlap import Overlap
 from kasoku.parallel.phases import Momentum, Together
-from kasoku.parallel.pieces import MOST_ALONE, WIRES, Group
+from kasoku.parallel.pieces import WIRES, Group, most_alone
 from kasoku.parallel.post import post
 from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Owned, Remedies, Shard
 from kasoku.parallel.survivors import Everybody, Table, mean_buffers
@@ -159,8 +159,8 @@ class Exchange:
         self.together = Together(job, settings.buckets, warmup=settings.warmup, finish=settings.finish)
         self.momentum = Momentum(job, self.remedies.momentum) if self.remedies.momentum >= 0 else None
         self.reached = 0  # shares of the data given away when the ranks met last; by the first owner
-        ahead = MOST_ALONE if settings.max_staleness is None else min(MOST_ALONE, settings.max_staleness)
-        self.alone = ahead * (len(self.groups) if settings.stream else 1)  # steps between exchanges of a group, at most
+        rounds = len(self.groups) if settings.stream else 1
+        self.alone = rounds * most_alone(settings.max_staleness)  # steps between exchanges of a group, at most
         self.clock, self.turn, self.answers, self.entered = 0, 0, False, False
 
     def install(self) -> None:
@@ -201,7 +201,6 @@ class Exchange:
         """From here on the parameters as they are, equal on all ranks, are the weights."""
         for group, shard in zip(self.groups, self.owned.shards, strict=True):
             group.begin()
-            group.clock = 0
             if shard:
                 shard.begin(group.base.flat[group.pieces[self.comm.rank]])
         self.owned.reset()

@@ -9,8 +9,13 @@ from torch import Tensor
 
 from kasoku.parallel.post import Question
 
-MOST_ALONE = 16  # steps at most between two exchanges of a group, however long one takes
+_ALONE = 16  # steps at most between two exchanges, however long one takes
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def most_alone(max_staleness: int | None) -> int:
+    """Steps at most between two exchanges, where a rank makes as many as one lasts; no more than a bound allows."""
+    return _ALONE if max_staleness is None else min(_ALONE, max_staleness)
 
 
 class Views:
@@ -68,6 +73,7 @@ class Group:
         self.base.flat.copy_(self.gather())
         self.aside.zero_()
         self.left.zero_()
+        self.clock = 0
         self.basis = dict.fromkeys(self.pieces, 0)
         self.read = dict(self.basis)
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from kasoku.core import InputError, Span
 from kasoku.core.cost import Forecast, Piece, Plan, Sized, Unit
 from kasoku.parallel import Asynchronous
-from kasoku.parallel.pieces import MOST_ALONE, WIRES
+from kasoku.parallel.pieces import WIRES, most_alone
 from kasoku.simulate.allreduce import ALONE, Fastest, exchange, fastest
 from kasoku.simulate.cluster import Cluster
 
@@ -66,8 +66,7 @@ def settled(pace: Asynchronous, units: Sequence[Unit], exchange_s: float, groups
         return pace
     between_s = _whole(units) * (groups if pace.stream else 1)
     steps = math.ceil(exchange_s / between_s - 1e-9) if pace.hidden and between_s else 1
-    most = MOST_ALONE if pace.max_staleness is None else min(MOST_ALONE, pace.max_staleness)
-    return replace(pace, every=min(most, max(1, steps)))
+    return replace(pace, every=min(most_alone(pace.max_staleness), max(1, steps)))
 
 
 def turn(pace: Asynchronous, groups: int) -> int:

@@ -163,9 +163,7 @@ class Simulator:
         if sharing.apart:
             tensors, _ = self.net.carried(apart.wire_bytes(sharing.apart))
             plan = apart.plan(sharing.apart, self.net.defined)  # groups do not depend on what is sent of an element
-            course = Course(
-                units, tensors, plan, apart.link(self.cluster, gpus), False, replace(sharing.apart, every=1)
-            )
+            course = Course(units, tensors, plan, apart.link(self.cluster, gpus), False, sharing.apart)
             exchange_s = sum(course.link.seconds(size) for size in course.sizes())
             return replace(course, apart=apart.settled(sharing.apart, units, exchange_s, len(plan.groups)))
         if sharing.reducer:
