@@ -26,6 +26,7 @@ from torch import nn
 from common import spread
 from kasoku.core import InputError, Job
 from kasoku.core.cost import Plan
+from kasoku.core.hardware import computes_bf16
 from kasoku.device.malloc import tune_malloc
 from kasoku.models import alexnet, cifar_resnet18, cifar_vgg16_bn
 from kasoku.optim import sgd
@@ -133,6 +134,16 @@ class Workload:
     model: str = "resnet18"
     batch: int = 64
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrix products compute in."""
+        return torch.bfloat16 if computes_bf16(torch.device("cpu")) else torch.float32
+
+    def computing(self, *, cached: bool = True) -> torch.autocast:
+        """The context of a forward in that type."""
+        half = self.dtype is torch.bfloat16
+        return torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=cached)
+
     def network(self) -> nn.Module:
         """The network with ten classes, in channels_last, the same on all ranks."""
         torch.manual_seed(0)
@@ -169,6 +180,7 @@ class Side:
         self.optimizer = sgd(model, lr=0.001, momentum=0.9, weight_decay=5e-4)
         self.model, self.job = wrap(model, self.optimizer)
         self.x_NCHW, self.y_N = work.data(comm.rank)
+        self.computing = work.computing()
 
     def once(self) -> float:
         """Seconds of one step."""
@@ -189,7 +201,7 @@ class Side:
 
     def __call__(self) -> None:
         """Forward, backward, update."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with self.computing:
             out = self.model(self.x_NCHW)
         nn.functional.cross_entropy(out.float(), self.y_N).backward()
         self.optimizer.step()

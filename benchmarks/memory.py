@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 
 from common import finish, spread
+from kasoku.core.hardware import computes_bf16
 
 HERE = Path(__file__).parent
 TRIES = 4  # batches measured for a case
@@ -121,6 +122,8 @@ class Asker:
     def case(self, case: Case) -> dict[str, object]:
         """Ours."""
         about = {"network": case.network, "half": case.half, "way": "saved"}
+        if case.half and not computes_bf16(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+            raise UnansweredError("this hardware does not compute bf16")
         limit, start = self.limit(case.network, case.half), self.arguments.batch
         planned = self.ask(ask="plan", batch=start, limit=limit, time=case.time, settings=case.settings, **about)
         if not planned["fits"]:

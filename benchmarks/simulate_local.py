@@ -6,8 +6,9 @@ As root: hosts are network namespaces behind shaped links, each with the same qu
 over 8 hosts, less a tenth for the kernel's part of the network). One host alone, under the same quota, is profiled:
 kasoku's profiler times the blocks and the step; the update comes with the copies that Overlap makes; two processes of
 that one host reduce over its loopback, which tells what a message waits and what moving a byte takes of the quota. From
-that and the rate of the links the simulator says what a step takes; then the real engine trains CIFAR ResNet-18 in
-bf16 on the hosts, in graded groups, with and without next-forward overlap, and steps are timed.
+that and the rate of the links the simulator says what a step takes; then the real engine trains CIFAR ResNet-18, in
+bf16 where the hardware computes it, on the hosts, in graded groups, with and without next-forward overlap, and steps
+are timed.
 Foretold is TCP's part of the rate (1,448 of 1,514 bytes of a frame) and no jitter: the hosts are equal. Nothing is
 fitted to a run of several hosts. Nothing else may run meanwhile: a quota is no reservation.
 no_communication_median_abs_error: computing alone in place of the simulation.
@@ -66,8 +67,8 @@ def profile(asked: Asked) -> None:
     torch.set_num_threads(1)
     model = asked.work.network()
     job = Job(model, sgd(model, lr=0.001, momentum=0.9, weight_decay=5e-4), loader=[asked.work.data(0)])
-    profiler = Profiler(job, torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    profiler = Profiler(job, asked.work.dtype)
+    with asked.work.computing(cached=False):
         profiler.warm()
         plain = profiler.plain(PROFILED)
         found = profiler.look(PROFILED, plain)
