@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kasoku.memory.graph import Node
+from kasoku.memory.graph import Node, Shape
 from kasoku.memory.pool import Code, pair, pool, unpool
 
 _aten = torch.ops.aten
+_PARTS = 16  # in which a gradient is written over its input
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,16 @@ def conv_gradients(
     return dx, [None if g is None else _cast(g, p.dtype) for g, p in zip(found, node.params, strict=True)]
 
 
-def norm_gradients(node: Node, dy: Tensor, x: Tensor, side: Statistics) -> tuple[Tensor, list[Tensor | None]]:
-    """Of a BatchNorm: of its input, and of its weight and bias where they learn."""
+def norm_gradients(
+    node: Node, dy: Tensor, x: Tensor, side: Statistics, *, inplace: bool = False
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Of a BatchNorm: of its input (`inplace`: written over it), and of its weight and bias where they learn."""
     layer = node.layer
     learns = [p.requires_grad for p in node.params]
-    mask = [True, bool(learns) and learns[0], bool(learns) and learns[-1]]
+    wanted = [bool(learns) and learns[0], bool(learns) and learns[-1]]
+    mask = [not inplace, *(one or (inplace and side.steers) for one in wanted)]
     dx, dw, db = _aten._batch_norm_impl_index_backward(
-        side.kernel,
+        0 if inplace else side.kernel,  # 0: torch's own, which leaves out what is not asked for
         x,
         dy,
         layer.weight,
@@ -119,7 +123,9 @@ def norm_gradients(node: Node, dy: Tensor, x: Tensor, side: Statistics) -> tuple
         mask,
         side.reserve,
     )
-    found = [dw if mask[1] else None, db if mask[2] else None]
+    if inplace:
+        dx = _norm_over(layer, dy, x, side, (dw, db))
+    found = [g if one else None for g, one in zip((dw, db), wanted, strict=True)]
     return dx, found[: len(learns)]
 
 
@@ -142,6 +148,37 @@ def other_gradient(node: Node, dy: Tensor, x: Tensor) -> Tensor:
         leaf = x.detach().requires_grad_()
         out = _other(node.layer, leaf)
     return torch.autograd.grad(out, leaf, dy)[0]
+
+
+def wide_bytes(x: Shape) -> int:
+    """What a gradient over a norm's input takes beside it: a part of it in fp32, if it is of fewer bits."""
+    return 0 if x.dtype.itemsize >= 4 else 4 * -(-x.shape[0] // _PARTS) * torch.Size(x.shape[1:]).numel()
+
+
+def _norm_over(layer: Any, dy: Tensor, x: Tensor, side: Statistics, sums: tuple[Tensor, Tensor]) -> Tensor:
+    """A BatchNorm's gradient over its input: scale * (dy - mean of dy - y * mean of dy * y), y being x normed.
+
+    Args:
+        layer: the BatchNorm.
+        dy: incoming gradient.
+        x: what it read.
+        side: its statistics.
+        sums: of dy * y and of dy, over all but channels; not read with running statistics, of which dy knows nothing.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    one = side.scale if side.steers else (layer.running_var + layer.eps).rsqrt_()
+    scale_C11 = (one if layer.weight is None else one * layer.weight).to(wide)[:, None, None]
+    if not side.steers:
+        return torch.mul(dy, scale_C11, out=x)
+    count = x.numel() // x.shape[1]
+    slope_C11, shift_C11 = (-scale_C11 / count * g.to(wide)[:, None, None] for g in (sums[0] * side.scale, sums[1]))
+    mean_C11 = side.mean.to(wide)[:, None, None]
+    for part, grown in zip(x.chunk(_PARTS), dy.chunk(_PARTS), strict=True):
+        made = part.to(wide)
+        torch.addcmul(shift_C11, made.sub_(mean_C11), slope_C11, out=made).addcmul_(grown, scale_C11)
+        if made.dtype is not part.dtype:
+            part.copy_(made)
+    return x
 
 
 def _other(layer: Any, x: Tensor) -> Tensor:

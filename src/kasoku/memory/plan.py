@@ -17,7 +17,7 @@ from kasoku.core import InputError
 from kasoku.memory.graph import Graph, Shape
 from kasoku.memory.ops import How
 from kasoku.memory.predict import Layout, Need, need, work_of
-from kasoku.memory.program import Program, needed, program
+from kasoku.memory.program import Program, needed, over_inputs, program
 
 _LONGEST = 4  # units in a segment
 _CHUNKS = (4, 16)  # images at a time
@@ -103,6 +103,7 @@ def choices(units: Sequence[Graph], setting: Setting) -> Iterator[Choice]:
 def _of_stretch(graph: Graph, setting: Setting, place: tuple[int, int]) -> Iterator[Choice]:
     shapes = graph.shapes(setting.x, setting.how.half)
     seen = set()
+    over = []
     batch, data = setting.x.shape[0], setting.data
     halve = frozenset(_halved(graph, shapes, setting) if setting.how.bf16 else ())
     chunks = (
@@ -116,11 +117,26 @@ def _of_stretch(graph: Graph, setting: Setting, place: tuple[int, int]) -> Itera
             continue
         seen.add((one.kept, one.backward))
         for chunk in chunks:
-            takes = need(one, shapes, how=setting.how, layout=setting.layout, chunk=chunk)
-            if chunk:
-                work = 0.02 * sum(work_of(one, shapes, i) for i in range(len(graph.nodes)))
-                takes = replace(takes, work=takes.work + work)
-            yield Choice(*place, one, chunk, takes, remedy + (f", {chunk} images at a time" if chunk else ""))
+            way = Choice(*place, one, chunk, _need(one, shapes, setting, chunk), remedy + _in_parts(chunk))
+            yield way
+            other = one if setting.how.exact else over_inputs(one)
+            takes = way.need if other == one else _need(other, shapes, setting, chunk)
+            if takes.backward < way.need.backward:
+                name = f"{remedy}, norm gradients in place{_in_parts(chunk)}"
+                over.append(replace(way, program=other, need=takes, remedy=name))
+    yield from over
+
+
+def _need(one: Program, shapes: list[Shape], setting: Setting, chunk: int) -> Need:
+    takes = need(one, shapes, how=setting.how, layout=setting.layout, chunk=chunk)
+    if chunk:
+        work = 0.02 * sum(work_of(one, shapes, i) for i in range(len(one.graph.nodes)))
+        takes = replace(takes, work=takes.work + work)
+    return takes
+
+
+def _in_parts(chunk: int) -> str:
+    return f", {chunk} images at a time" if chunk else ""
 
 
 def _halved(graph: Graph, shapes: Sequence[Shape], setting: Setting) -> set[int]:

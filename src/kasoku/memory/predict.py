@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import Tensor
 
 from kasoku.memory.graph import Node, Shape
-from kasoku.memory.ops import How
+from kasoku.memory.ops import How, wide_bytes
 from kasoku.memory.pool import code_bytes, is_quarter
 from kasoku.memory.program import Do, Program
 
@@ -34,7 +34,7 @@ class Need:
         forward: at most, beside the input, during forward; its output is in it.
         backward: at most during backward, with all that it keeps, its input and its output.
         gradients: of its weights.
-        work: what is computed again, in multiply-adds.
+        work: what is computed again, and what gradients over inputs take more, in multiply-adds.
         rounding: what is rounded to bf16 and loaded, as the multiply-adds of the same time.
     """
 
@@ -77,6 +77,7 @@ def need(program: Program, shapes: list[Shape], *, how: How, layout: Layout, chu
         forward += x
     gradients = sum(p.nbytes for node in program.graph.nodes for p in node.params if p.requires_grad)
     work = sum(work_of(program, shapes, do.at) for do in program.backward if do.what == "make")
+    work += sum(_work_over(program, shapes, do, layout) for do in program.backward)
     loads = [do.at for do in program.backward if do.what == "load"]
     passes = sum(1.5 * walk.sizes[v] for v in (*loads, *program.halved - {program.graph.out}))
     rounding = passes * _WORK_OF_A_BYTE * share
@@ -92,6 +93,16 @@ def work_of(program: Program, shapes: list[Shape], at: int) -> float:
     weight: Tensor = node.layer.weight
     made = out.nbytes // out.dtype.itemsize
     return max(made * weight[0].numel() * (0.5 if out.dtype.itemsize == 2 else 1.0), moved * _WORK_OF_A_BYTE)
+
+
+def _work_over(program: Program, shapes: list[Shape], do: Do, layout: Layout) -> float:
+    """Of a norm's gradient over its input, beyond that of torch's kernel: measured with one thread of an AVX2 core.
+
+    Left out: the pages of a new area, which the system clears; where they are new each time it takes less in all.
+    """
+    if not (do.what == "grad" and do.inplace and program.graph.nodes[do.at].op == "norm"):
+        return 0.0
+    return (1 if layout.last else 5) * shapes[do.at + 1].nbytes * _WORK_OF_A_BYTE
 
 
 class _Walk:
@@ -181,27 +192,31 @@ class _Walk:
                 live += held[do.at + 1] if not do.inplace else 0
                 most = max(most, live + self._aside(graph.nodes[do.at], do.at))
             else:
-                grown, peak = self._grad(do, areas)
+                grown, peak = self._grad(do, areas, held)
                 most = max(most, live + peak)
                 live += grown
         return most
 
-    def _grad(self, do: Do, areas: dict[int, list[int]]) -> tuple[int, int]:
+    def _grad(self, do: Do, areas: dict[int, list[int]], held: dict[int, int]) -> tuple[int, int]:
         """(bytes more after it, the most during it)."""
         node = self.program.graph.nodes[do.at]
         mine = areas.pop(do.at + 1)
-        passes = node.op == "add" or do.inplace
+        passes = node.op == "add" or (node.op == "relu" and do.inplace)
         weights = sum(p.nbytes for p in node.params if p.requires_grad)
+        beside = self._beside(node, do)
         grown = weights
-        peak = weights + self._beside(node, do.at)
+        peak = weights + beside
         if passes:
             mine[1] += sum(1 for j in do.joins if j) - 1
         for v, join in zip(node.inputs, do.joins, strict=True):
             if not join:
                 continue
             new = mine if passes else [self.sizes[v], 1]
-            grown += 0 if passes else new[0]
-            peak = max(peak, grown + self._beside(node, do.at))
+            if node.op == "norm" and do.inplace:
+                held[v] = 0  # the area is the gradient's now
+            elif not passes:
+                grown += new[0]
+            peak = max(peak, grown + beside)
             grown += self._join(v, new, join, areas)
             peak = max(peak, grown)
         if not passes:
@@ -231,14 +246,16 @@ class _Walk:
             return out.nbytes + 4 * count if is_quarter(node.layer, x.shape) else 27 * count
         return 0
 
-    def _beside(self, node: Node, at: int) -> int:
+    def _beside(self, node: Node, do: Do) -> int:
         """Temporary bytes while gradients are taken."""
-        out, x = self.shapes[at + 1], self.shapes[node.inputs[0]]
+        out, x = self.shapes[do.at + 1], self.shapes[node.inputs[0]]
         count = out.nbytes // out.dtype.itemsize
         if node.op == "conv":
             return _conv_bytes(node, x, out, how=self.how, layout=self.layout, backward=True)
         if node.op == "pool":
             return out.nbytes + 2 * count
+        if node.op == "norm" and do.inplace:
+            return wide_bytes(x)
         own_copy = node.op == "norm" and self.layout.kind == "cpu"  # torch's kernel takes room for another gradient
         if node.op == "other":  # its output; in place: the copy, and what torch keeps of that
             return out.nbytes * (2 if getattr(node.layer, "inplace", False) else 1)

@@ -12,7 +12,7 @@ hold too: that is rounded once for both (segment.py).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ class Do(NamedTuple):
     Args:
         what: the kind.
         at: the node, or the value to free or load.
-        inplace: the result takes the place of the first input (make), of the incoming gradient (grad), or of the bf16,
-            which is not read again (load).
+        inplace: the result takes the place of the first input (make), of the incoming gradient (grad of a ReLU), of the
+            input (grad of a norm), or of the bf16, which is not read again (load).
         joins: for "grad", how the gradient of each input meets what has arrived there before: "set" (nothing has),
             "into new", "into old", "fresh" (a new tensor), or "" where the input needs none.
     """
@@ -61,6 +61,19 @@ class Program:
     def again(self) -> list[Node]:
         """What is computed a second time."""
         return [self.graph.nodes[do.at] for do in self.backward if do.what == "make"]
+
+
+def over_inputs(one: Program) -> Program:
+    """The same program; a norm that is the last to read its input, which nobody else holds, leaves its gradient there.
+
+    Ref: [003], which writes errors over the data that they are of.
+    """
+    nodes, steps = one.graph.nodes, list(one.backward)
+    for i, (do, then) in enumerate(pairwise(one.backward)):
+        if do.what == "grad" and nodes[do.at].op == "norm":
+            (x,) = nodes[do.at].inputs
+            steps[i] = do._replace(inplace=x != 0 and then == Do("free", x))
+    return replace(one, backward=tuple(steps))
 
 
 def needed_by(node: Node, at: int) -> tuple[int, ...]:

@@ -211,7 +211,7 @@ def _gradients(
     if node.op == "conv":
         dx, found = ops.conv_gradients(node, dy, x, how=how, data=bool(do.joins[0]))
     else:
-        dx, found = ops.norm_gradients(node, dy, x, sides.pop(do.at))
+        dx, found = ops.norm_gradients(node, dy, x, sides.pop(do.at), inplace=do.inplace)
     for p, g in zip(node.params, found, strict=True):
         if g is not None:
             gradients[p] = gradients[p].add_(g) if p in gradients else g
