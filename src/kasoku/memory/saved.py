@@ -30,8 +30,8 @@ class SavedMemory(Technique):
     In the first training forward it looks at the network on two images of the batch, adds up the bytes that backward
     takes, and chooses for every stretch of layers what is kept and what is computed again: the least time under the
     budget. Max-pools keep 2 bits for each output (8 unless windows are 2x2), ReLU and BatchNorm together one tensor,
-    cheap layers nothing; where that does not suffice the widest layers run in parts of the batch, or whole blocks run
-    twice.
+    cheap layers nothing; where that does not suffice the widest layers run in parts of the batch, whole blocks run
+    twice, or a BatchNorm leaves its gradient in the area of its input.
 
     Args:
         factor: times the batch that fits where plain PyTorch's fitted; 0: 2, unless a budget is given; 1: nothing is
