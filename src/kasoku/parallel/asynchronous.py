@@ -66,8 +66,8 @@ class Asynchronous(Technique):
         finish: the epoch from which they do so again; 0: never.
 
     Saves: the time that ranks wait for each other and for the network.
-    Costs: memory, 4 bytes a parameter times four on each rank (five with a prediction, two with hidden=False in fp32).
-        For what it owns: the weights, two rooms of its largest group for each rank that asks, and with bf16 or
+    Costs: memory, 4 bytes a parameter times five on each rank (four without a prediction, two with hidden=False in
+        fp32). For what it owns: the weights, two rooms of its largest group for each rank that asks, and with bf16 or
         compensate a copy for each rank. Some four threads for each other rank. No two runs are alike, updates are
         stale. A resumed training goes on with rank 0's optimizer state on all ranks: the same only statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
@@ -109,6 +109,12 @@ class Asynchronous(Technique):
             raise InputError(
                 f"servers={self.servers}: ranks that do not train cannot step together: no warmup, no finish"
             )
+
+    @property
+    def ahead(self) -> float:
+        """How many times the others' last movement ahead gradients are taken."""
+        wish = self.remedies.predict
+        return wish if wish >= 0 else 2.0 * self.hidden
 
     def apply(self, job: Job) -> None:
         """Starts all ranks equal, then takes over what the optimizer moves."""
@@ -184,7 +190,7 @@ class Exchange:
         """Cuts the weights, equal on all ranks, into parts for their owners."""
         self.owners, self.workers, self.share = owners, workers, 1 / max(1, len(workers))
         settings, remedies, wire = self.settings, self.remedies, WIRES[self.settings.wire]
-        predicts = remedies.predict > 0
+        predicts = settings.ahead > 0
         still = not settings.hidden and not predicts
         plan = settings.buckets.plan(self.units.tensors)
         named = self.units.named
@@ -320,7 +326,7 @@ class Exchange:
             for owner in lost:  # when all others have answered
                 group.lose(owner)
             group.under_way.clear()
-            group.take_answer(self.remedies.predict)
+            group.take_answer(self.settings.ahead)
 
     # ---- meetings
 

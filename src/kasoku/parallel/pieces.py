@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +54,8 @@ class Group:
         self.params, self.still = params, still
         self.now, self.base = Views(params), Views(params)
         n, exact = len(self.base.flat), wire == torch.float32
-        self.aside = torch.zeros(n if predicts else 0)
+        self._aside = Views(params if predicts else ())
+        self.aside = self._aside.flat
         self._goes, self._comes = (self.base if still and exact else Views(params, wire) for _ in range(2))
         self.sent, self.come = self._goes.flat, self._comes.flat
         self.left = torch.zeros(0 if exact else n)
@@ -99,7 +100,12 @@ class Group:
     def quick(self) -> bool:
         """Each parameter can be taken by itself, in one go."""
         here = self.params[0].device == self.base.flat.device
-        return here and not (len(self.left) or len(self.aside) or self.lost)
+        return here and not (len(self.left) or self.lost)
+
+    def _places(self, other: Views) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+        """Of each parameter: itself, and its places in `base`, in the other one and in `aside`, if there is one."""
+        asides = self._aside.places or [None] * len(self.params)
+        return zip(self.params, self.base.places, other.places, asides, strict=True)
 
     def own(self) -> Tensor:
         """What this worker moved since an update was taken."""
@@ -144,9 +150,11 @@ class Group:
     def take_update(self, share: float, factors: Sequence[float] | None) -> None:
         """Fills `sent` with what this worker moved (in fewer bits: a share of it), a share of which counts as added."""
         if self.quick and not factors:
-            for p, base, sent in zip(self.params, self.base.places, self._goes.places, strict=True):
+            for p, base, sent, aside in self._places(self._goes):
                 torch.sub(p, base, out=sent)
-                if not self.still:
+                if aside is not None:
+                    torch.add(base.add_(sent.sub_(aside), alpha=share), aside, out=p)
+                elif not self.still:
                     p.copy_(base.add_(sent, alpha=share))
         else:
             self._take_all(share, factors)
@@ -187,8 +195,10 @@ class Group:
             self.scatter(self.base)
             return
         if self.quick:
-            for p, base, come in zip(self.params, self.base.places, self._comes.places, strict=True):
+            for p, base, come, aside in self._places(self._comes):
                 p.sub_(base).add_(come)
+                if aside is not None:
+                    p.sub_(aside).add_(torch.sub(come, base, out=aside).mul_(ahead))
                 base.copy_(come)
             return
         own = self.own()

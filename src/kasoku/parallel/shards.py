@@ -32,7 +32,8 @@ class Remedies:
         compensate: what the weights' way since then changes in the gradient, to first order with the squared gradient
             in the Hessian's place; the factor is relative (2.0 in the paper), 0: none.
         predict: the gradient is taken where the weights are expected to be when it is added: so many times the others'
-            last movement ahead; 0: where they are.
+            last movement ahead; 0: where they are. Below 0: 2 beside hidden=True, as the weights are that many
+            exchanges old by then, else 0 (as measured: RECORDS.md).
         momentum: the optimizers' own while ranks are asynchronous, as several workers act like momentum themselves;
             rates are scaled so that a gradient moves the weights as far as before; below 0: as it is.
 
@@ -42,12 +43,12 @@ class Remedies:
 
     damp: bool = False
     compensate: float = 0.0
-    predict: float = 0.0
+    predict: float = -1.0
     momentum: float = -1.0
 
     def __post_init__(self) -> None:
-        if self.compensate < 0 or self.predict < 0:
-            raise InputError(f"compensate={self.compensate}, predict={self.predict}: 0 or more")
+        if self.compensate < 0:
+            raise InputError(f"compensate={self.compensate}: 0 or more")
         if self.momentum >= 1:
             raise InputError(f"momentum={self.momentum}: from 0 to below 1, or below 0 to leave it as it is")
 
