@@ -165,7 +165,8 @@ def test_an_impossible_topology_is_one_clear_line(
 
 def profiled(folder: Path) -> tuple[list[dict[str, object]], list[str]]:
     """Profiles of a ResNet-50 at 32 and 64 images: the blocks of the larger one, and the options that give both."""
-    names = ["conv1", "bn1", *(f"layer{i + 1}.{k}" for i, n in enumerate((3, 4, 6, 3)) for k in range(n)), "fc"]
+    stages = [f"layer{i + 1}.{k}" for i, n in enumerate((3, 4, 6, 3)) for k in range(n)]
+    names = ["conv1", "bn1", "relu", "maxpool", *stages, "avgpool", "fc"]
     blocks: list[dict[str, object]] = []
     for n in (32, 64):
         blocks = [{"name": name, "forward_s": 1e-4 + 1e-5 * n, "backward_s": 2e-4 + 2e-5 * n} for name in names]

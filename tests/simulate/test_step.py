@@ -17,6 +17,7 @@ from kasoku.optim import sgd
 from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Planned, Policy
 from kasoku.simulate import Jitter, Network, Sharing, Simulator, load, network
 from kasoku.simulate.cluster import Node
+from kasoku.simulate.compute import Profile
 from kasoku.simulate.step import Step, spans
 
 
@@ -137,6 +138,29 @@ def test_a_share_in_parts_computes_them_one_after_the_other_and_hides_behind_the
     whole, part = simulator.step(64, 64 * 40, parts=4), simulator.step(64, 64 * 10)
     assert whole.compute_s == pytest.approx(4 * part.compute_s)
     assert whole.exposed_s == pytest.approx(part.exposed_s)
+
+
+def test_what_a_block_without_parameters_takes_is_the_layers_beside_it() -> None:
+    bare = {layer.name: (1e-3, 2e-3) for layer in small().layers}
+    conv, *others = bare.items()
+    blocks = {"pad": (0.5, 0.25), conv[0]: conv[1], "relu": (1.0, 3.0), "pool": (0.25, 0.5), **dict(others)}
+    simulator = Simulator(load("dgx-a100"), small(), profile=Profile(((8, blocks),)))
+    first, *units = simulator.units(16)
+    assert (first.forward_s, first.backward_s) == pytest.approx((2 * 1.751, 2 * 3.752))
+    assert [u.forward_s for u in units] == pytest.approx([2e-3] * len(units))
+    assert [u.backward_s for u in units] == pytest.approx([4e-3] * len(units))
+
+
+def test_a_share_in_parts_is_updated_once() -> None:
+    times = {layer.name: (1e-3, 2e-3) for layer in small().layers}
+    profile = Profile(((8, times),), update_s=0.5)
+    cluster = load("dgx-a100")
+    step = Simulator(cluster, small(), jitter=Jitter(), profile=profile).step(8, 8 * 32, parts=4)
+    assert step.compute_s == pytest.approx(4 * 3e-3 * len(times) + 0.5)
+    assert step.jitter_s == pytest.approx(0.0, abs=1e-12)
+    starved = replace(cluster, node=replace(cluster.node, input_images_s=1.0))
+    waiting = Simulator(starved, small(), jitter=Jitter(), profile=profile).step(8, 8 * 32, parts=4)
+    assert waiting.step_s == pytest.approx(256.0)
 
 
 def test_a_searched_plan_is_never_slower_than_the_one_it_replaces() -> None:

@@ -8,7 +8,7 @@ third of it is forward. The total is that which was measured; only how it spread
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,10 @@ def _update_s(folder: Path) -> float:
 
 
 def units_of(profile: Profile, net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[Unit]:
-    """The layers' times by a profile: of each block alpha + beta images where two batches were measured, else beta."""
+    """The layers' times by a profile: of each block alpha + beta images where two batches were measured, else beta.
+
+    What a block without parameters takes is the layer's before it: it runs after that one, and backward before it.
+    """
     work = net.work(gpu)
     first = profile.measured[0][1]
     home = [_block(layer.name, first) for layer in net.layers]
@@ -181,11 +184,30 @@ def units_of(profile: Profile, net: Network, gpu: Gpu, images: float, *, slower:
     for t in net.tensors:
         elements[t.unit] += t.elements
     update_s = slower * profile.update_s / max(1, sum(elements))
+    shares = [
+        {block: mine / of_block[block] if of_block[block] else 1 / members[block]}
+        for mine, block in zip(work, home, strict=True)
+    ]
+    for block, i in _between(first, home).items():
+        shares[i][block] = 1.0
     out = []
-    for layer, mine, block, own in zip(net.layers, work, home, elements, strict=True):
-        share = mine / of_block[block] if of_block[block] else 1 / members[block]
-        forward, backward = (slower * share * _at(profile, block, way, images) for way in (0, 1))
+    for layer, mine, own in zip(net.layers, shares, elements, strict=True):
+        forward, backward = (
+            slower * sum(share * _at(profile, block, way, images) for block, share in mine.items()) for way in (0, 1)
+        )
         out.append(Unit(layer.name, forward, backward, update_s * own))
+    return out
+
+
+def _between(blocks: Iterable[str], home: Sequence[str]) -> dict[str, int]:
+    """The layer that each block without layers of its own follows; of the first ones the layer that follows them."""
+    last = {block: i for i, block in enumerate(home)}
+    out, before = {}, 0
+    for block in blocks:
+        if block in last:
+            before = last[block]
+        else:
+            out[block] = before
     return out
 
 

@@ -147,15 +147,15 @@ class Simulator:
             apart.check(pace, parts)
         # with a bound slow GPUs, which stay slow, hold up all others in the end
         slower = 1.0 if pace and pace.max_staleness is None else jitter.slowest(gpus)
-        middle = sum(u.forward_s + u.backward_s + u.update_s for u in self.units(images))
+        compute_s = _computing(self.units(images), parts)
         course = self._course(self.units(images, slower=slower), gpus)
         seen = course.forecast()
         node = self.cluster.node
         fed = batch / gpus * min(gpus, node.gpus) / node.input_images_s if node.input_images_s else 0.0
-        waits = max(0.0, fed - seen.step_s - (parts - 1) * seen.compute_s)
-        slowest = parts * (seen.compute_s - middle)
+        slowest_s = _computing(course.units, parts)
         exposed = max(0.0, seen.exposed_s)  # rounding may leave less than nothing
-        return Step(gpus, batch, parts * middle, slowest, exposed, waits, course)
+        waits = max(0.0, fed - slowest_s - exposed)
+        return Step(gpus, batch, compute_s, slowest_s - compute_s, exposed, waits, course)
 
     def _course(self, units: Sequence[Unit], gpus: int) -> Course:
         """The gradients, their groups, what they go over, and whether the next forward waits for them."""
@@ -193,6 +193,11 @@ class Simulator:
         forward = sum(u.forward_s for u in self.units(max(1, -(-images // gpus))))
         shared = allreduce.link(self.cluster, gpus, self.sharing.algorithm).seconds(8)
         return max(self.cluster.costs.evaluation_s, forward + shared)
+
+
+def _computing(units: Sequence[Unit], parts: int) -> float:
+    """Seconds of a share in so many parts: each goes forward and backward, and one update follows all."""
+    return sum(parts * (u.forward_s + u.backward_s) + u.update_s for u in units)
 
 
 def spans(step: Step) -> list[Span]:
