@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from contracts import Net, assert_same, make, train, weights
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.data import digits, loader
-from kasoku.parallel import Asynchronous, Graded, Layer, Overlap, Remedies
+from kasoku.parallel import Asynchronous, Graded, Layer, Overlap, Remedies, asynchronous
 from kasoku.parallel.post import Question
 from kasoku.parallel.shards import Shard
 
@@ -143,9 +143,10 @@ def test_the_sum_of_the_updates_applied_is_that_of_those_sent(on_ranks, hidden: 
         assert torch.equal(moved, wanted)
 
 
-@pytest.mark.parametrize(("over", "sent"), [(True, 40), (False, 4)])  # steps 1, 17, 33, and the rest in the end
-def test_a_rank_waits_for_no_exchange_until_it_was_alone_for_16_steps(monkeypatch, over: bool, sent: int):
+@pytest.mark.parametrize(("over", "rest", "sent"), [(True, 0.0, 40), (False, 0.0, 4), (True, 1e9, 4)])
+def test_a_rank_waits_for_no_exchange_until_it_was_alone_for_16_steps(monkeypatch, over: bool, rest: float, sent: int):
     monkeypatch.setattr(Question, "done", property(lambda _: over))
+    monkeypatch.setattr(asynchronous, "_REST", rest)  # 4: steps 1, 17, 33, and what is left in the end
     for moved, wanted, staleness in Threads(2).run(lambda comm: counted(comm, Asynchronous(), steps=40)):
         assert torch.equal(moved, wanted)
         assert sum(staleness.values()) == sent * 2 * 2  # of two workers to two owners
@@ -262,7 +263,7 @@ def _steps(comm: Comm, technique: Asynchronous, steps: int) -> Counter[int]:
 
 
 def test_a_worker_alone_is_never_stale():
-    one, other = Threads(2).run(lambda comm: _steps(comm, Asynchronous(servers=1), 20 * comm.rank))
+    one, other = Threads(2).run(lambda comm: _steps(comm, Asynchronous(servers=1, every=1), 20 * comm.rank))
     assert one == other == {0: 20}
 
 
@@ -342,13 +343,21 @@ def test_compensation_is_that_of_the_paper(share: float):
     torch.testing.assert_close(shard.weights, wanted)
 
 
-def test_prediction_takes_the_gradient_where_the_others_go():
+@pytest.mark.parametrize(
+    ("technique", "first"),
+    [
+        (Asynchronous(hidden=False, remedies=Remedies(predict=1.0)), -5.0),  # two own, two of the other, one ahead
+        (Asynchronous(every=1), -5.0),  # two own, one of the other, which is known late, and two ahead
+    ],
+    ids=["read at once", "default"],
+)
+def test_prediction_takes_the_gradient_where_the_others_go(technique: Asynchronous, first: float):
     places: dict[int, list[float]] = {0: [], 1: []}
 
     def rank(comm: Comm) -> float:
         model = Counting(1)
         job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=comm)
-        job.apply(Asynchronous(hidden=False, remedies=Remedies(predict=1.0)))
+        job.apply(technique)
         for _ in range(6):
             places[comm.rank].append(model.w.item())
             model(torch.tensor([2.0])).backward()
@@ -361,7 +370,7 @@ def test_prediction_takes_the_gradient_where_the_others_go():
     assert timed(2, rank) == [-12.0, -12.0]  # what is predicted is never added
     steps = [round(b - a, 6) for a, b in zip(places[1][2:], places[1][3:], strict=False)]
     assert steps == [-2.0] * 3  # constant speed: ahead by a constant
-    assert places[1][2] == -5.0  # two of its own, two of the other's, and one ahead
+    assert places[1][2] == first
 
 
 def test_a_server_has_no_batches_and_the_workers_share_all():

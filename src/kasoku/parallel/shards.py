@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -198,3 +199,14 @@ class Owned:
                 end = min(end, -(-share // len(self._workers)) * len(self._workers))
             self.dealt = (min(end, share + 1), end)
             return share if share < end else -1
+
+
+class Alone:
+    """Of one rank, which shares nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """No update was stale."""
+        return {"staleness": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to go on from."""
