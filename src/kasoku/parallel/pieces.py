@@ -102,7 +102,7 @@ class Group:
 
     def _places(self, other: Views) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
         """Of each parameter: itself, and its places in `base`, in the other one and in `aside`, if there is one."""
-        asides = self._aside.places or [None] * len(self.params)
+        asides: Sequence[Tensor | None] = self._aside.places or [None] * len(self.params)
         return zip(self.params, self.base.places, other.places, asides, strict=True)
 
     def own(self) -> Tensor:
