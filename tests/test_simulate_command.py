@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from kasoku.cli import main
 from kasoku.simulate import load
 from kasoku.simulate.sweep import sizes
+from kasoku.simulation import case
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 RECORD = RECIPES / "imagenet_resnet50_81920.toml"
@@ -142,7 +144,8 @@ def test_what_cannot_be_simulated_is_one_clear_line(
         ('name = "c"\nnodes = 0\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "nodes=0: at least 1"),
         ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "2 nodes need a network"),
         ('name = "c"\nnodes = 1\ngpu = "v1000"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "gpu v1000: one of a100"),
-        ('name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnics = 3\n', "multiple of the other"),
+        ('name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnics = 3\n', "or a divisor of them"),
+        ('name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnics = 8\n', "a GPU at their rates"),
         ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnic_gb_s = nan\n', "nic_gb_s="),
         ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = inf\nnic_gb_s = 1.0\n', "port_gb_s="),
         ('name = "c"\nnodes = 900000000\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "at most 1,000,000"),
@@ -186,8 +189,16 @@ def test_a_profile_gives_the_times_and_that_of_another_model_is_refused(
         (tmp_path / folder / "ledger.json").write_text(json.dumps({"step_s": {"update": update_s}}))
     updated = simulated(tmp_path / "u", "--cluster", "dgx-a100", "--gpus", "8", "--batch", "320", *given)
     assert updated["compute_s"] == pytest.approx(each + 0.003, rel=1e-9)
-    (tmp_path / "b32" / "profile.json").write_text('{"blocks": [{"name": "a", "forward_s": 1, "backward_s": 1}]}')
+    facts = {"step_s": {"update": 0.002}, "facts": {"batch": 8, "parts": 2}}
+    (tmp_path / "b32" / "ledger.json").write_text(json.dumps(facts))
     options = ["--cluster", "dgx-a100", "--gpus", "8", *given]
+    assert main(["simulate", str(RECORD), *GRADED, *options]) == 2
+    assert "a profile of steps of 16 images" in capsys.readouterr().err
+    deeper = [*blocks, {"name": "layer3.6", "forward_s": 0.0, "backward_s": 0.0}]
+    (tmp_path / "b32" / "profile.json").write_text(json.dumps({"blocks": deeper}))
+    assert main(["simulate", str(RECORD), *GRADED, *options]) == 2
+    assert "a profile of another model: it has layer3.6, resnet50 has not" in capsys.readouterr().err
+    (tmp_path / "b32" / "profile.json").write_text('{"blocks": [{"name": "a", "forward_s": 1, "backward_s": 1}]}')
     assert main(["simulate", str(RECORD), *GRADED, *options]) == 2
     assert "a profile of another model: resnet50 has conv1" in capsys.readouterr().err
     (tmp_path / "b32" / "profile.json").write_text('{"blocks": [{"name": "a", "forward_s": NaN, "backward_s": 1}]}')
@@ -211,6 +222,33 @@ def test_beyond_its_batches_a_profile_is_drawn_on_and_what_it_cannot_tell_is_ref
     (tmp_path / "b64" / "profile.json").write_text(json.dumps({"blocks": blocks}))
     assert main(["simulate", str(RECORD), *GRADED, *options]) == 2
     assert "at 64 images other blocks than at 32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["model.stem=cifar"], "resnet50, 63.6 G, is taken by its work"),
+        (["data.size=192"], "resnet50, 3 G, is taken by its work"),
+        (["device.precision=fp32"], "precision = fp32: the times of A100 are of bf16"),
+        (["techniques=[{use='kasoku.memory.SavedMemory', factor=4}]"], "SavedMemory: what it computes again"),
+        (["techniques=[{use='kasoku.data.LowResolution', side=96, until=10}]"], "LowResolution: its epochs"),
+        (["norm_batch=80"], "norm_batch=80, more than a rank has at once: BatchNorms wait for all ranks"),
+    ],
+)
+def test_what_these_times_are_not_of_is_told(
+    settings: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--cluster", "dgx-a100", "--gpus", "8", "--batch", "320"]
+    simulated(tmp_path / "plain", *options)
+    assert said not in capsys.readouterr().err
+    simulated(tmp_path / "s", *options, *[word for setting in settings for word in ("--set", setting)])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("precision", "late"), [("auto", False), ("fp16", False), ("bf16", True)])
+def test_loss_scaling_lets_no_forward_begin_before_all_groups_have_arrived(precision: str, late: bool) -> None:
+    given = argparse.Namespace(recipe=RECORD, set=[*GRADED[1::2], f"device.precision={precision}"])
+    assert case(given, "abci").step(2048).course.late == late  # auto is fp16 on V100
 
 
 def test_a_share_in_parts_is_held_against_one_in_as_many_parts(tmp_path: Path) -> None:
@@ -264,12 +302,12 @@ def test_few_images_for_batch_norm_are_told(tmp_path: Path, capsys: pytest.Captu
     ("gpus", "batch", "settings", "said"),
     [
         (8, 1024, ["norm_batch=8"], ": --set norm_batch=32"),  # each takes 4 parts of its own 128 images
-        (8, 1024, ["norm_batch=8", "accumulate=16"], ": --set norm_batch=32 (ranks then wait for statistics, which"),
+        (8, 1024, ["norm_batch=8", "accumulate=16"], ": --set norm_batch=32 (ranks then wait for statistics)"),
         (1, 128, ["norm_batch=0", "accumulate=16"], ": a larger batch or a smaller accumulate than 16"),
         (1, 8, ["norm_batch=0"], ": a larger batch"),
         (1, 8, ["norm_batch=8"], ": a larger batch, and then a larger norm_batch"),
         # 8 images at once: a group of 32 would be of 4 of 6 ranks, one of 48 is of all
-        (6, 96, ["norm_batch=0", "accumulate=2"], ": --set norm_batch=48 (ranks then wait for statistics, which"),
+        (6, 96, ["norm_batch=0", "accumulate=2"], ": --set norm_batch=48 (ranks then wait for statistics)"),
     ],
 )
 def test_what_helps_batch_norm_is_what_can_be_had(

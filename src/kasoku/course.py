@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,7 @@ def ahead(recipe: Recipe) -> tuple[Facts, str]:
         known = PUBLISHED.get(recipe.data.use)
         if known is None:
             raise
+        known = replace(known, side=recipe.data.keys.get("size", known.side))
         return known, f"the data is not here ({error}): counted with the published {known.images:,} images"
 
 

@@ -15,7 +15,9 @@ from kasoku import meetings, simulate
 from kasoku.core import InputError
 from kasoku.core.cost import Piece, Plan, Sized
 from kasoku.course import ahead, updates
-from kasoku.data import Facts, GrowBatch
+from kasoku.data import Facts, GrowBatch, LowResolution
+from kasoku.device import LossScale
+from kasoku.memory import SavedMemory
 from kasoku.optim import Clip
 from kasoku.parallel import AllReduce, Asynchronous, OneGroup, Overlap, Policy
 from kasoku.parallel.batchnorm import norms
@@ -93,8 +95,27 @@ class Case:
                 f"Asynchronous: epochs of steps together (warmup={pace.warmup:g}, finish={pace.finish:g}) are not "
                 "simulated apart: they are taken as the others"
             )
+        if step.norms_s:
+            more.append(
+                f"norm_batch={self.recipe.norm_batch}, more than a rank has at once: BatchNorms wait for all ranks, "
+                f"{1e3 * step.norms_s:.2f} ms of the exposed communication"
+            )
         known = simulate.remarks(simulator.net, simulator.cluster.device, images, simulator.profile)
-        return self.remarks + more + self._few(step.gpus) + known
+        return self.remarks + more + self._else() + self._few(step.gpus) + known
+
+    def _else(self) -> list[str]:
+        """A line for each setting whose time is not in these steps, or in other ones than the recipe takes."""
+        out, recipe, gpu = [], self.recipe, self.simulator.cluster.device
+        if any(isinstance(t, LowResolution) for t in recipe.techniques):
+            out.append("LowResolution: its epochs of small images are taken as of whole ones, which take longer")
+        if self.simulator.profile:
+            return out
+        if recipe.device.precision not in ("auto", "fp16", gpu.precision):
+            asked = recipe.device.precision
+            out.append(f"precision = {asked}: the times of {gpu.name} are of {gpu.precision}; profile it to be sure")
+        if any(isinstance(t, SavedMemory) for t in recipe.techniques):
+            out.append("SavedMemory: what it computes again is not simulated; profile it to be sure")
+        return out
 
     def _few(self, gpus: int) -> list[str]:
         """A line where so few images share BatchNorm statistics that the training may miss its accuracy."""
@@ -112,7 +133,7 @@ class Case:
         """What makes more images share statistics; `enough`: the norm_batch that does, 0: there is none."""
         recipe = self.recipe
         own = recipe.batch // (gpus * max(1, recipe.accumulate))  # a larger group spans ranks
-        waits = " (ranks then wait for statistics, which is not simulated)" if enough > own else ""
+        waits = " (ranks then wait for statistics)" if enough > own else ""
         ways = [f"--set norm_batch={enough}{waits}" if enough else "a larger batch"]
         if recipe.accumulate > 1 and not (enough and recipe.norm_batch):
             ways.append(f"a smaller accumulate than {recipe.accumulate}")
@@ -146,19 +167,21 @@ def case(arguments: argparse.Namespace, cluster: str, *, like: Case | None = Non
         raise InputError('batch = "auto": give --set batch=B, or the recipe of a run that was tuned')
     if any(isinstance(t, GrowBatch) for t in recipe.techniques):
         raise InputError("technique GrowBatch: a batch that grows is not simulated: leave it out, and give one batch")
+    on = like.simulator.cluster if like else simulate.load(cluster)
     shared = sharing(recipe, getattr(arguments, "allreduce", ""))
+    precision = on.device.precision if recipe.device.precision == "auto" else recipe.device.precision
+    shared = replace(shared, needs_all=precision == "fp16")
     if like and (like.recipe.model, like.recipe.data) == (recipe.model, recipe.data):
-        return replace(like, recipe=recipe, simulator=replace(like.simulator, sharing=shared))
-    on = simulate.load(cluster)
+        other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
+        return replace(like, recipe=recipe, simulator=other)
     facts, remark = ahead(recipe)
     with torch.device("meta"):
         model = recipe.model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
         found = len(norms(model))
     name = recipe.model.use.rpartition(".")[2]
-    known = name if facts.side == 224 or name != "resnet50" else f"{name} at {facts.side}"
-    net = simulate.network(known, model, (facts.channels, facts.side, facts.side))
+    net = simulate.network(name, model, (facts.channels, facts.side, facts.side))
     profile = _profile(arguments, net) if getattr(arguments, "profile", None) else None
-    simulator = simulate.Simulator(on, net, shared, profile=profile)
+    simulator = simulate.Simulator(on, net, shared, profile=profile, norm_batch=recipe.norm_batch)
     return Case(recipe, facts, simulator, [remark] if remark else [], found)
 
 
@@ -171,7 +194,7 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
     if any(isinstance(t, AllReduce) for t in techniques) or recipe.device.graphs:
         return Sharing(EachAlone(), next_forward=False, wire_bytes=4, algorithm=algorithm or "auto")
     overlap = next((t for t in techniques if isinstance(t, Overlap)), Overlap())
-    late = overlap.next_forward and not any(isinstance(t, Clip) for t in techniques)
+    late = overlap.next_forward and not any(isinstance(t, Clip | LossScale) for t in techniques)
     alike = flat(overlap.reducer)  # raises for what no simulation knows
     if algorithm not in ("", "auto") and exchanges(alike):
         raise InputError(

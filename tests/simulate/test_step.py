@@ -15,7 +15,8 @@ from kasoku.core.simulated import Emulate, SimComm
 from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
 from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Planned, Policy
-from kasoku.simulate import Jitter, Network, Sharing, Simulator, load, network
+from kasoku.parallel.batchnorm import norms
+from kasoku.simulate import Jitter, Network, Sharing, Simulator, allreduce, load, network
 from kasoku.simulate.cluster import Node
 from kasoku.simulate.compute import Profile
 from kasoku.simulate.step import Step, spans
@@ -161,6 +162,28 @@ def test_a_share_in_parts_is_updated_once() -> None:
     starved = replace(cluster, node=replace(cluster.node, input_images_s=1.0))
     waiting = Simulator(starved, small(), jitter=Jitter(), profile=profile).step(8, 8 * 32, parts=4)
     assert waiting.step_s == pytest.approx(256.0)
+
+
+def test_batch_norms_that_span_ranks_wait_for_them_forward_and_backward_in_each_part() -> None:
+    simulator = Simulator(load("dgx-a100"), small(), Sharing(OneGroup()), Jitter(), norm_batch=8)
+    own, across = simulator.step(64, 64 * 16, parts=2), replace(simulator, norm_batch=16).step(64, 64 * 16, parts=2)
+    gather = allreduce.gathering(simulator.cluster, 64)
+    channels = [module.num_features for module in norms(cifar_resnet18())]
+    assert own.norms_s == 0
+    assert across.norms_s == pytest.approx(2 * 2 * sum(gather.seconds(64 * 2 * 4 * c) for c in channels))
+    assert across.exposed_s - own.exposed_s == pytest.approx(across.norms_s)
+    assert (across.compute_s, across.jitter_s) == (own.compute_s, own.jitter_s)
+    assert replace(simulator, norm_batch=16).step(1, 16, parts=2).norms_s == 0
+
+
+def test_a_network_of_as_much_work_by_another_name_takes_the_measured_time() -> None:
+    simulator = Simulator(load("dgx1-v100"), resnet(), jitter=Jitter())
+    other = replace(simulator, net=replace(resnet(), name="mine"))
+    assert other.step(1, 64).compute_s == pytest.approx(simulator.step(1, 64).compute_s)
+    doubled = tuple(replace(one, products=2 * one.products, outputs=2 * one.outputs) for one in resnet().layers)
+    heavier = replace(simulator, net=replace(resnet(), layers=doubled)).step(1, 64).compute_s  # the name is the same
+    gpu = simulator.cluster.device
+    assert heavier == pytest.approx(1e-3 * (gpu.alpha_ms + 2 * 64 * gpu.beta_ms))
 
 
 def test_a_searched_plan_is_never_slower_than_the_one_it_replaces() -> None:

@@ -135,6 +135,12 @@ def gather(cluster: Cluster, gpus: int) -> Shape:
     return Shape(ring_hops=(rounds - between, between), byte_s=byte_s)
 
 
+@lru_cache(maxsize=1024)
+def gathering(cluster: Cluster, gpus: int) -> Fastest:
+    """What an all-gather takes, of the bytes of all ranks together."""
+    return fastest(cluster, [("all-gather", gather(cluster, gpus))])
+
+
 def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
     """A round of the rings over so many GPUs from `first` on, which are one node's, or fill theirs."""
     nodes, each = max(1, gpus // cluster.node.gpus), min(gpus, cluster.node.gpus)

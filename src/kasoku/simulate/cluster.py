@@ -6,7 +6,7 @@ import tomllib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class Gpu:
         memory_gb_s: of its memory.
         spread: standard deviation of the logarithm of the speeds of many such GPUs.
         usd_hour: what one costs to rent.
+        precision: what precision = "auto" trains in there, as these times are of; fp16 comes with loss scaling.
         source: where all that comes from.
     """
 
@@ -52,6 +53,7 @@ class Gpu:
     memory_gb_s: float
     spread: float = 0.0
     usd_hour: float = 0.0
+    precision: Literal["bf16", "fp16"] = "bf16"
     source: str = ""
 
     network = "resnet50"
@@ -86,8 +88,11 @@ class Node:
             raise InputError(f"gpus={self.gpus}, nics={self.nics}: at least 1 of each")
         if (self.gpus > 1 and self.port_gb_s <= 0) or self.nic_gb_s < 0 or self.input_images_s < 0:
             raise InputError(f"port_gb_s={self.port_gb_s}, nic_gb_s={self.nic_gb_s}: GB/s above 0")
-        if max(self.gpus, self.nics) % min(self.gpus, self.nics):
-            raise InputError(f"gpus={self.gpus} with nics={self.nics}: one must be a multiple of the other")
+        if self.gpus % self.nics:
+            raise InputError(
+                f"gpus={self.gpus} with nics={self.nics}: as many NICs as GPUs, or a divisor of them; of more, one "
+                "a GPU at their rates together"
+            )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,25 @@ from torch import Tensor, nn
 
 from kasoku.core import InputError
 from kasoku.core.cost import Sized, Unit
+from kasoku.models import resnet50
+from kasoku.parallel.batchnorm import norms
 from kasoku.parallel.units import Units
 from kasoku.simulate.cluster import Gpu
 
 _TOUCHED = 3.0  # times an output passes through memory: written, read by what follows, read or written by its norm
-_RESNET50 = (4.089e9, 22.2e6)  # products and outputs of an image of 224 pixels, of all layers with parameters
+_RESNET50 = 4.089e9  # products of an image of 224 pixels, of all layers with parameters
+_ALIKE = 0.01  # of these, that another number of classes makes
 _FORWARD = 1 / 3  # of a step
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A part with parameters of its own: multiply-adds and output elements of one image."""
+    """A part with parameters of its own: products and output elements of one image. `norm`: a BatchNorm's channels."""
 
     name: str
     products: float
     outputs: float
+    norm: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,23 @@ class Network:
     """What a simulation knows of a network: its layers in the order of their forwards, and its gradients.
 
     `tensors` say which layer is whose by that order, `defined` by the order of definition: plans are made by it.
+    `modules`: the names of all its parts, also of those without parameters.
     """
 
     name: str
     layers: tuple[Layer, ...]
     tensors: tuple[Sized, ...]
     defined: tuple[Sized, ...]
+    modules: frozenset[str] = frozenset()
+
+    @property
+    def products(self) -> float:
+        """Multiply-adds of one image."""
+        return sum(layer.products for layer in self.layers)
+
+    def measured(self, gpu: Gpu) -> bool:
+        """Whether it is the network that the GPU was measured with: a name alone may be of another stem or size."""
+        return self.name == gpu.network and abs(self.products / _RESNET50 - 1) < _ALIKE
 
     def work(self, gpu: Gpu) -> list[float]:
         """Seconds an image of each layer's forward, were it as fast as the GPU's data sheet."""
@@ -102,8 +118,18 @@ def network(name: str, model: nn.Module, shape: Sequence[int]) -> Network:
     order += [i for i in range(len(units.modules)) if i not in found]
     defined = tuple(units.tensors)
     units.order = order
-    layers = [Layer(units.modules[i][0], *found.get(i, (0.0, 0.0))) for i in order]
-    return Network(name, tuple(layers), tuple(units.tensors), defined)
+    channels: dict[nn.Module, int] = {norm: norm.num_features for norm in norms(model)}
+    layers = tuple(
+        Layer(units.modules[i][0], *found.get(i, (0.0, 0.0)), channels.get(units.modules[i][1], 0)) for i in order
+    )
+    return Network(name, layers, tuple(units.tensors), defined, frozenset(part for part, _ in model.named_modules()))
+
+
+@cache
+def _measured() -> Network:
+    """The network that GPUs were measured with."""
+    with torch.device("meta"):
+        return network(Gpu.network, resnet50(), (3, 224, 224))
 
 
 def units(net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[Unit]:
@@ -111,7 +137,7 @@ def units(net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list
     work = net.work(gpu)
     if not sum(work):
         raise InputError(f"{net.name}: no layer with parameters does any work: a network that trains is wanted")
-    beta_s = 1e-3 * gpu.beta_ms * (1.0 if net.name == gpu.network else sum(work) / _work(gpu, *_RESNET50))
+    beta_s = 1e-3 * gpu.beta_ms * (1.0 if net.measured(gpu) else sum(work) / sum(_measured().work(gpu)))
     fixed = 1e-3 * gpu.alpha_ms * slower / len(net.layers)
     out = []
     for layer, mine in zip(net.layers, work, strict=True):
@@ -131,9 +157,10 @@ def remarks(net: Network, gpu: Gpu, images: float, profile: Profile | None = Non
                 f"{images:g} images a {gpu.name}: the profile's times are from {span}; beyond, they are drawn on"
             )
         return out
-    if net.name != gpu.network:
+    if not net.measured(gpu):
         out.append(
-            f"{gpu.name} was measured with {gpu.network}: {net.name} is taken by its work; profile it to be sure"
+            f"{gpu.name} was measured with {gpu.network} at 224, {_RESNET50 / 1e9:.3g} G multiply-adds an image: "
+            f"{net.name}, {net.products / 1e9:.3g} G, is taken by its work; profile it to be sure"
         )
     if not gpu.least <= images <= gpu.most:
         out.append(
@@ -157,17 +184,25 @@ def profiled(folders: Sequence[Path], net: Network, batches: Sequence[int]) -> P
         lost = [layer.name for layer in net.layers if not _block(layer.name, times)]
         if lost or not times:
             raise InputError(f"{folder}: a profile of another model: {net.name} has {lost[0]}, the profile has not")
+        if more := [name for name in times if name not in net.modules]:
+            raise InputError(f"{folder}: a profile of another model: it has {more[0]}, {net.name} has not")
+        ledger = _ledger(folder)
+        facts = ledger.get("facts", {})
+        seen = facts.get("batch", images) * facts.get("parts", 1)
+        if seen != images:
+            raise InputError(f"{folder}: a profile of steps of {seen} images: give {folder}:{seen}, not :{images}")
         measured.append((images, times))
-        updates.append(_update_s(folder))
+        updates.append(float(ledger.get("step_s", {}).get("update", 0.0)))
     return Profile(tuple(measured), sum(updates) / max(1, len(updates)))
 
 
-def _update_s(folder: Path) -> float:
-    """Of a step, by the ledger beside a profile; 0 where there is none."""
+def _ledger(folder: Path) -> dict[str, Any]:
+    """That beside a profile; empty where there is none."""
     try:
-        return float(json.loads((folder / "ledger.json").read_text())["step_s"]["update"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
+        found = json.loads((folder / "ledger.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def units_of(profile: Profile, net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[Unit]:

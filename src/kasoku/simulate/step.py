@@ -39,6 +39,7 @@ class Sharing:
         apart: ranks at their own pace exchange updates so, by its groups and in its type; None: they all-reduce.
         reducer: what Overlap averages by: it says what is under way, and groups are planned by fp32, as Overlap plans
             them; `wire_bytes` counts for nothing then. None: another engine, which plans by what it sends.
+        needs_all: no update before all gradients are there, as fp16's loss scaling asks: never by the next forward.
     """
 
     policy: Policy = field(default_factory=Graded)
@@ -47,6 +48,7 @@ class Sharing:
     algorithm: str = "auto"
     apart: Asynchronous | None = None
     reducer: Reducer | None = None
+    needs_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class Course:
 class Step:
     """What was found. Seconds; `compute_s` of the middle GPU, `jitter_s` more until the slowest has computed.
 
-    Of ranks at their own pace: what each of them takes for its own step, on the mean.
+    Of ranks at their own pace: what each of them takes for its own step, on the mean. `norms_s` of `exposed_s`: what
+    BatchNorms wait for the statistics of other ranks.
     `course`: of a batch in parts that of the last one, which communication can hide behind.
     """
 
@@ -96,6 +99,7 @@ class Step:
     exposed_s: float
     input_s: float
     course: Course = field(repr=False)
+    norms_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -123,6 +127,7 @@ class Simulator:
         sharing: how gradients are shared.
         jitter: how ranks differ; None: as the cluster's GPUs do.
         profile: measured times of the network's blocks, in place of the GPU's shipped ones.
+        norm_batch: images that share BatchNorm statistics, of several ranks where one has fewer; 0: its own.
     """
 
     cluster: Cluster
@@ -130,6 +135,7 @@ class Simulator:
     sharing: Sharing = field(default_factory=Sharing)
     jitter: Jitter | None = None
     profile: Profile | None = None
+    norm_batch: int = 0
 
     def step(self, gpus: int, batch: int, *, parts: int = 1) -> Step:
         """A step of `batch` images over so many GPUs, which each take their share in `parts`, one after the other.
@@ -148,18 +154,20 @@ class Simulator:
         # with a bound slow GPUs, which stay slow, hold up all others in the end
         slower = 1.0 if pace and pace.max_staleness is None else jitter.slowest(gpus)
         compute_s = _computing(self.units(images), parts)
-        course = self._course(self.units(images, slower=slower), gpus)
+        slow = self.units(images, slower=slower)
+        course = self._course(self._with_norms(slow, gpus, batch / (gpus * parts)), gpus)
         seen = course.forecast()
         node = self.cluster.node
         fed = batch / gpus * min(gpus, node.gpus) / node.input_images_s if node.input_images_s else 0.0
-        slowest_s = _computing(course.units, parts)
-        exposed = max(0.0, seen.exposed_s)  # rounding may leave less than nothing
+        slowest_s = _computing(slow, parts)
+        norms_s = _computing(course.units, parts) - slowest_s
+        exposed = norms_s + max(0.0, seen.exposed_s)  # rounding may leave less than nothing
         waits = max(0.0, fed - slowest_s - exposed)
-        return Step(gpus, batch, compute_s, slowest_s - compute_s, exposed, waits, course)
+        return Step(gpus, batch, compute_s, slowest_s - compute_s, exposed, waits, course, norms_s)
 
     def _course(self, units: Sequence[Unit], gpus: int) -> Course:
         """The gradients, their groups, what they go over, and whether the next forward waits for them."""
-        sharing, late = self.sharing, self.sharing.next_forward
+        sharing, late = self.sharing, self.sharing.next_forward and not self.sharing.needs_all
         if sharing.apart:
             tensors, _ = self.net.carried(apart.wire_bytes(sharing.apart))
             plan = apart.plan(sharing.apart, self.net.defined)  # groups do not depend on what is sent of an element
@@ -177,6 +185,20 @@ class Simulator:
             return Course(units, tensors, plan, link, late)
         # as Overlap does, when no forward was seen yet
         return Course(units, tensors, sharing.policy.plan(defined), link, late)
+
+    def _with_norms(self, units: Sequence[Unit], gpus: int, images: float) -> Sequence[Unit]:
+        """The same with what BatchNorms wait for, both ways, where a rank has fewer images than share statistics.
+
+        As `parallel.batchnorm` does it: two numbers a channel, gathered from all ranks.
+        """
+        if gpus == 1 or self.norm_batch <= images:
+            return units
+        link = allreduce.gathering(self.cluster, gpus)
+        waits = [link.seconds(gpus * 2 * _FP32 * layer.norm) if layer.norm else 0.0 for layer in self.net.layers]
+        return [
+            replace(u, forward_s=u.forward_s + wait_s, backward_s=u.backward_s + wait_s)
+            for u, wait_s in zip(units, waits, strict=True)
+        ]
 
     def units(self, images: float, *, slower: float = 1.0) -> list[Unit]:
         """The layers' times on one GPU."""
