@@ -105,7 +105,8 @@ def speedups(net: Network) -> None:
     lines: dict[str, list[tuple[float, float]]] = {}
     for batch in (256, 1024):
         for name, way in ways.items():
-            steps = scaled(Simulator(k20x(net), net, way, Jitter()), counts, batch=batch)
+            simulator = Simulator(k20x(net), net, way, Jitter())
+            steps = [simulator.step(n, batch) for n in counts]
             shares = zip(counts, efficiency(steps), strict=True)
             lines[f"batch {batch:,}, {name}"] = [(n, n * share) for n, share in shares]
     lines["published, conventional"] = [(n, slow) for n, (_, slow) in SPEEDUPS.items()]
@@ -116,7 +117,6 @@ def speedups(net: Network) -> None:
 
 def main() -> None:
     """Draws all four."""
-    torch.set_num_threads(1)
     resnet, alex = nets()
     epochs(resnet)
     batches(resnet)
@@ -125,4 +125,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main()

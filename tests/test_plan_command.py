@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +67,9 @@ def planned(folder: Path, recipe: Path, *options: str) -> dict[str, object]:
     return found
 
 
-def test_a_deadline_takes_the_cheapest_in_time_and_the_least_time_takes_no_longer(small: str, tmp_path: Path) -> None:
+def test_a_deadline_takes_the_cheapest_in_time_and_the_least_time_takes_no_longer(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     on = ["--cluster", small, "--set", "points=[]", "--set", "batch=4096"]
     soon = planned(tmp_path / "a", POINTS, *on, "--deadline", "20min")
     late = planned(tmp_path / "b", POINTS, *on, "--deadline", "4h")
@@ -75,6 +80,10 @@ def test_a_deadline_takes_the_cheapest_in_time_and_the_least_time_takes_no_longe
     assert late["gpus"] < fastest["gpus"]  # type: ignore[operator]
     assert fastest["training_s"] <= min(plan["training_s"] for plan in (soon, late, paid))  # type: ignore[type-var]
     assert paid["usd"] * paid["most"] <= 30  # type: ignore[operator]
+    assert "small has no [costs]: 0 s are expected before the first step" in capsys.readouterr().err
+    assert "price: AWS" in paid["shown"]["source"]  # type: ignore[index]
+    assert "4.10 an hour a GPU" in paid["shown"]["cost"]  # type: ignore[index]
+    assert "how epochs scatter is not known" in paid["shown"]["ranges"]  # type: ignore[index]
 
 
 def test_the_recipe_and_the_script_are_those_of_the_choice_with_its_searched_groups(small: str, tmp_path: Path) -> None:
@@ -106,6 +115,88 @@ def test_points_of_a_recipe_are_all_tried_and_a_noise_scale_gives_more_epochs(
     assert recipe.rate_scale == pytest.approx(batch / 1024)
     assert main(["plan", str(POINTS), *noise]) == 2
     assert "points give the epochs of each batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            "schedule.warmup=15",
+            "without batches of 8, 16, 32 (the first: schedule: Linear: epochs=11.25 is where it ends",
+        ),
+        ("accumulate=64", "without batches of 8, 16, 32 (the first: accumulate=64: a divisor of batch=8"),
+        ("norm_batch=16", "without batches of 8 (the first: norm_batch=16: a divisor of batch=8"),
+    ],
+)
+def test_a_noise_scale_leaves_out_the_batches_that_the_recipe_cannot_have(
+    setting: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "desk.toml").write_text(f"{DESK}[costs]\nsetup_s = 1.0\n")
+    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--noise-scale", "64", "--set", setting]
+    assert planned(tmp_path / "p", DIGITS, *options)["batch"] in (64, 128, 256, 512, 1024)
+    assert said in (err := capsys.readouterr().err)
+    assert "[costs]" not in err
+
+
+def test_a_noise_scale_makes_schedules_for_the_epochs_of_each_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "desk.toml").write_text(DESK)
+    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--noise-scale", "64"]
+    curves: dict[str, tuple[str, Callable[[Any], float]]] = {
+        "Step": ("milestones=[5.0, 15.0]", lambda s: float(s.milestones[1] / 15)),
+        "Linear": ("epochs=30.0", lambda s: float(s.epochs / 30)),  # made for more epochs than there are
+        "Constant": ("warmup=2.0", lambda s: float(s.warmup / 2)),
+    }
+    for name, (settings, longer) in curves.items():
+        given = f"schedule={{use='kasoku.core.{name}', {settings}}}"
+        found = planned(tmp_path / name, DIGITS, *options, "--set", given)
+        recipe = load(tmp_path / name / DIGITS.name)
+        assert found["batch"] != 64
+        assert recipe.epochs == pytest.approx(20 * (1 + recipe.batch / 64) / 2, rel=1e-4)
+        assert longer(recipe.schedule) == pytest.approx(1.0 if name == "Constant" else recipe.epochs / 20, rel=1e-4)
+    assert main(["plan", str(DIGITS), *options, "--set", "schedule={use='kasoku.core.ArcCotangent'}"]) == 2
+    assert "ArcCotangent cannot be made for other epochs" in capsys.readouterr().err
+
+
+def test_no_gpu_takes_more_images_at_once_than_it_surely_holds(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--deadline", "99d", "--set", "points=[]", "--set", "batch=8192", "--set", "norm_batch=0"]
+    found = planned(tmp_path / "p", POINTS, "--cluster", small, *options)
+    assert 8192 / found["gpus"] <= 408  # type: ignore[operator]  # the most that an A100 was measured with
+    (tmp_path / "one.toml").write_text(PRICED.replace("nodes = 16", "nodes = 1"))
+    one = ["--cluster", str(tmp_path / "one.toml"), *options]
+    assert main(["plan", str(POINTS), *one]) == 2
+    assert ", 408 images at once each: a larger accumulate takes fewer" in capsys.readouterr().err
+    planned(tmp_path / "parts", POINTS, *one, "--set", "accumulate=4")
+    names = ["conv1", "bn1", *(f"layer{i + 1}.{k}" for i, n in enumerate((3, 4, 6, 3)) for k in range(n)), "fc"]
+    blocks = [{"name": name, "forward_s": 1e-4, "backward_s": 2e-4} for name in names]
+    (tmp_path / "profile.json").write_text(json.dumps({"blocks": blocks}))
+    planned(tmp_path / "profiled", POINTS, *one, "--profile", f"{tmp_path}:8192")
+    (tmp_path / "desk.toml").write_text(DESK.replace("nodes = 4", "nodes = 1").replace("gpus = 2", "gpus = 1"))
+    little = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=1024"]
+    assert planned(tmp_path / "little", DIGITS, *little)["gpus"] == 1  # more than the file's 512: its images are small
+
+
+def test_a_plan_of_a_model_beside_its_recipe_finds_it_from_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "mine_beside.py").write_text("from kasoku.models import cifarnet as mine\n")
+    (own / "98digits.toml").write_text(DIGITS.read_text().replace("kasoku.models.cifarnet", "mine_beside.mine"))
+    (tmp_path / "desk.toml").write_text(DESK)
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
+    planned(tmp_path / "p", own / "98digits.toml", "--cluster", "desk.toml", "--fastest", "--noise-scale", "64")
+    assert {file.name for file in (tmp_path / "p").iterdir()} == {"98digits.toml", "launch.sbatch", "plan.json"}
+    script = (tmp_path / "p" / "launch.sbatch").read_text()
+    assert "#SBATCH --job-name=kasoku-98digits\n" in script
+    sys.path[:] = before
+    del sys.modules["mine_beside"]
+    assert main(["train", str(tmp_path / "p" / "98digits.toml"), "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -235,7 +326,13 @@ def test_a_run_of_another_size_than_planned_is_told(tmp_path: Path, capsys: pyte
         assert main(["plan", "--compare", str(run)]) == 2
         assert said in capsys.readouterr().err
     (run / "plan.json").write_text(json.dumps(plan))
+    took = ("import", "model", "rendezvous", "tuning", "compile", "update", "copy")
+    rows = {row: 2.0**i for i, row in enumerate(took)}
+    (run / "ledger.json").write_text(json.dumps({"rows": rows, "ranks": [0, 1]}))
     assert main(["plan", "--compare", str(run)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"before the first step\W+0.00 s expected, 31.00 s taken", shown)
+    assert re.search(r"in all\W+1.00 s expected, 127.00 s taken", shown)
 
 
 def test_what_is_planned_trains_and_is_held_against_what_it_took(
@@ -268,6 +365,9 @@ def test_what_is_planned_trains_and_is_held_against_what_it_took(
         (["--budget", "0.01USD"], "the cheapest way may cost"),
         (["--deadline", "soon"], "as 10min"),
         (["--budget", "100"], "as 100USD"),
+        (["--fastest", "--noise-scale", "0"], "--noise-scale 0: images, above 0 and finite"),
+        (["--fastest", "--noise-scale", "inf"], "--noise-scale inf: images, above 0 and finite"),
+        (["--fastest", "--noise-scale", "nan"], "--noise-scale nan: images, above 0 and finite"),
         ([], "one of --deadline TIME, --budget USD, --fastest"),
     ],
 )

@@ -39,9 +39,8 @@ def simulated(folder: Path, *options: str) -> dict[str, object]:
 
 def test_a_step_on_2048_gpus_is_itemised_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = simulated(tmp_path / "s", "--cluster", "abci", "--gpus", "2048", "--allreduce", "hierarchical")
-    items = [found[f"{item}_s"] for item in ("compute", "jitter", "exposed", "input")]
-    assert sum(items) == pytest.approx(found["step_s"], rel=1e-9)  # type: ignore[arg-type]
-    assert found["images_per_s"] == pytest.approx(81920 / found["step_s"], rel=1e-9)  # type: ignore[operator]
+    v100 = load("abci").device
+    assert found["compute_s"] == pytest.approx(1e-3 * (v100.alpha_ms + 40 * v100.beta_ms), rel=1e-9)
     rows = found["rows"]
     assert isinstance(rows, dict)
     steps = 16 * 90 * found["step_s"]  # type: ignore[operator]
@@ -49,15 +48,15 @@ def test_a_step_on_2048_gpus_is_itemised_and_drawn(tmp_path: Path, capsys: pytes
     assert rows["evaluate"] == pytest.approx(23 * 0.06)
     few = simulated(tmp_path / "few", "--cluster", "abci", "--gpus", "4", "--set", "batch=2560")["rows"]
     assert isinstance(few, dict)
-    v100 = load("abci").device
     forward_s = 1e-3 * (v100.alpha_ms + 12_500 * v100.beta_ms) / 3  # a quarter of ImageNet's 50,000 test images
     assert few["evaluate"] == pytest.approx(23 * forward_s, rel=1e-3)
     page = (tmp_path / "s" / "report.html").read_text()
     assert "2,048 V100, simulated" in page
     assert '"transfer"' in page
     assert "layer4.2.conv3" in page
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "2,048 V100, 40 images each" in shown
+    assert "price: AWS, p3.16xlarge on demand" in shown
     assert "exposed communication" in shown
 
 
@@ -66,7 +65,8 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_what_each_way_hides(tmp
     slow.write_text('name = "slow"\nnodes = 64\ngpu = "a100"\n[node]\ngpus = 8\nport_gb_s = 240.0\nnic_gb_s = 1.0\n')
     changes = "network*4,latency/2"
     options = ["--cluster", str(slow), "--gpus", "512", "--batch", "25600", "--set", "norm_batch=50"]
-    found = simulated(tmp_path / "s", *options, "--what-if", changes, "--sweep", "gpus=1:512")
+    given = [option for change in changes.split(",") for option in ("--what-if", change)]
+    found = simulated(tmp_path / "s", *options, *given, "--sweep", "gpus=1:512")
     other = found["what_if"][changes]  # type: ignore[index]
     assert other["exposed_s"] < found["exposed_s"]
     assert other["compute_s"] == found["compute_s"]
@@ -114,6 +114,7 @@ def test_a_sweep_to_4096_has_at_least_40_sizes_evenly_spaced_in_their_logarithms
         (["--cluster", "no.toml"], "no.toml: cannot be read"),
         (["--cluster", "abci", "--gpus", "0"], "1 to 4,352 can be had"),
         (["--cluster", "abci", "--what-if", "network*nan"], "network, latency, nvlink or gpu"),
+        (["--cluster", "abci", "--what-if", "network*1e-310"], "network, latency, nvlink or gpu"),
         (["--cluster", "abci", "--sweep", "gpus=8:4"], "from at least 1 up to more"),
         (["--cluster", "abci", "--profile", "nowhere:40"], "nowhere: no profile there"),
         (["--cluster", "abci", *asynchronous(), "--set", "accumulate=2"], "accumulate=2: each rank takes its share at"),

@@ -21,7 +21,7 @@ import torch
 
 from kasoku.core import Comm, InputError, process_start
 from kasoku.core.run import RunFolder
-from kasoku.recipe import Recipe
+from kasoku.recipe import Recipe, own_folders
 
 if TYPE_CHECKING:
     from kasoku.sizing import Tuned
@@ -215,7 +215,7 @@ def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder, tu
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
-        describe(run, training, _own_folders(arguments.recipe))
+        describe(run, training, own_folders(arguments.recipe))
         if tuned:
             tuned.save(run.path)
         keep_shares(run, training.job)
@@ -249,7 +249,7 @@ def _train_members(arguments: argparse.Namespace, folder: Path, comm: Comm) -> i
         for recipe in each[1:]:
             _look_ahead(recipe)
         return 0
-    own = None if arguments.resume else _own_folders(arguments.recipe)
+    own = None if arguments.resume else own_folders(arguments.recipe)
     results = members.train(each, paths, started=arguments.started, own_modules=own, quiet=arguments.quiet)
     stopped = [result.stopped for result in results if result.stopped]
     if stopped:
@@ -315,7 +315,7 @@ def _recipe_and_folder(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
     from kasoku import recipe as recipes
     from kasoku.runs import allow_own_modules, free_folder, members_of
 
-    sys.path.extend(entry for entry in _own_folders(arguments.recipe) if entry not in sys.path)
+    sys.path.extend(entry for entry in own_folders(arguments.recipe) if entry not in sys.path)
     if arguments.resume:
         run = next(iter(members_of(arguments.resume)), arguments.resume)
         allow_own_modules(run)
@@ -381,11 +381,6 @@ def _list(arguments: argparse.Namespace) -> int:
 
     listing()
     return 0
-
-
-def _own_folders(recipe: Path | None) -> list[str]:
-    """Where a recipe's own modules may lie: beside it, or in the current folder."""
-    return [str(folder) for folder in (Path.cwd(), *([recipe.resolve().parent] if recipe else []))]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from kasoku.core.hardware import cores
 from kasoku.core.run import write_atomically
 from kasoku.manifest import manifest, sbatch
 from kasoku.ranks import Place, check_share, most_ranks
-from kasoku.recipe import Recipe, load
+from kasoku.recipe import Recipe, load, own_folders
 from kasoku.spawn import spawn, train_arguments
 
 PORT = 29500
@@ -148,7 +148,7 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
 
 
 def _recipe(arguments: argparse.Namespace) -> Recipe:
-    sys.path.extend(str(folder) for folder in (Path.cwd(), arguments.recipe.resolve().parent))
+    sys.path.extend(own_folders(arguments.recipe))
     return load(arguments.recipe, arguments.set)
 
 

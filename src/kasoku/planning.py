@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from kasoku.core import InputError
 
 if TYPE_CHECKING:
-    from kasoku.simulate import Step
+    from kasoku.core import Schedule
+    from kasoku.simulate import Simulator, Step
     from kasoku.simulation import Case
 
 # What a step really took over what was simulated, at the best and at the worst of the published ones that calibrate
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _LEAST, _MOST = 0.97, 1.19
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = 24  # of a batch
+_OUTPUTS = 22_228_968  # of an image of ResNet-50 at 224 pixels: of these a GPU held as many as it was measured with
 _WORTH = 0.99  # of a step as it is planned first: what searched groups, or an all-reduce by nodes, must promise
 
 
@@ -55,7 +58,7 @@ def add_parser(commands: Any) -> None:
     goal.add_argument("--budget", default="", metavar="USD", help="the fastest within 100USD")
     goal.add_argument("--fastest", action="store_true", help="the fastest, whatever it costs")
     plan.add_argument("--compare", type=Path, metavar="RUN", help="what was expected of a run against what it took")
-    plan.add_argument("--noise-scale", type=float, default=0.0, metavar="B", help="of gradients, by kasoku tune")
+    plan.add_argument("--noise-scale", type=float, metavar="B", help="of gradients, by kasoku tune")
     plan.add_argument(
         "--profile", action="append", default=[], metavar="DIR:IMAGES", help="times of kasoku profile at a batch"
     )
@@ -65,22 +68,27 @@ def add_parser(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from kasoku.planned import compare
+    from kasoku.recipe import own_folders
     from kasoku.report import print_table
     from kasoku.runs import own_folder
+    from kasoku.simulate.cluster import Costs
 
     if arguments.compare:
         return compare(arguments.compare)
     _check(arguments)
+    sys.path.extend(own_folders(arguments.recipe))
     deadline_s, budget = _seconds(arguments.deadline), _usd(arguments.budget)
     choices = list(_choices(arguments))
-    if not choices:
-        raise InputError(f"{arguments.recipe}: no batch of this recipe can be shared by GPUs of {arguments.cluster}")
     chosen = _searched(_best(choices, deadline_s, budget))
     folder = own_folder(arguments.out, arguments.recipe, "plan", written=[f"{arguments.recipe.stem}.toml"])
     for line in chosen.case.said(chosen.step):
         print(f"kasoku: {line}", file=sys.stderr)
+    on = chosen.case.simulator.cluster
+    if on.costs == Costs():
+        print(f"kasoku: {on.name} has no [costs]: 0 s are expected before the first step", file=sys.stderr)
     print_table(f"the best of {len(choices)} ways", _rows(chosen))
-    _write(chosen, folder, arguments.recipe.stem)
+    _write(chosen, folder, arguments.recipe)
     print(f"{folder}: {arguments.recipe.stem}.toml, launch.sbatch, plan.json")
     return 0
 
@@ -90,8 +98,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError("kasoku plan: RECIPE and --cluster are wanted, or --compare RUN")
     if not (arguments.deadline or arguments.budget or arguments.fastest):
         raise InputError("kasoku plan: what for? one of --deadline TIME, --budget USD, --fastest")
-    if arguments.noise_scale < 0:
-        raise InputError(f"--noise-scale {arguments.noise_scale:g}: images, above 0")
+    if arguments.noise_scale is not None and not 0 < arguments.noise_scale < math.inf:
+        raise InputError(f"--noise-scale {arguments.noise_scale:g}: images, above 0 and finite")
 
 
 def _seconds(given: str) -> float:
@@ -109,31 +117,50 @@ def _usd(given: str) -> float:
 
 
 def _choices(arguments: argparse.Namespace) -> Iterator[Choice]:
-    """Every batch of the recipe on sizes of the cluster that can share it, with graded groups."""
+    """Every batch of the recipe on sizes of the cluster that can share it, with graded groups.
+
+    Raises InputError where there is none.
+    """
+    from kasoku.course import updates
     from kasoku.parallel import Graded, Mean
     from kasoku.ranks import can_share
     from kasoku.simulate.reducing import flat
     from kasoku.simulate.sweep import sizes
     from kasoku.simulation import case
 
-    before = None
+    before, found, tight = None, False, ""
     for settings in _batches(arguments):
         given = argparse.Namespace(**{**vars(arguments), "set": [*arguments.set, *settings], "batch": None})
         asked = before = case(given, arguments.cluster, like=before)
         simulator, recipe = asked.simulator, asked.recipe
-        if recipe.batch > asked.facts.images:
+        if recipe.batch > asked.facts.images or updates(recipe, asked.facts.images) < 1:
             continue
         if not (recipe.device.graphs or simulator.sharing.apart):  # no groups of gradients, or groups of updates
             alike = flat(simulator.sharing.reducer or Mean())
             sharing = replace(simulator.sharing, policy=Graded(), next_forward=False, reducer=alike)
             asked = replace(asked, simulator=replace(simulator, sharing=sharing))
+        each, most = simulator.cluster.node.gpus, _at_once(simulator)
         fits = [n for n in range(1, simulator.cluster.most + 1) if n <= recipe.batch and can_share(recipe, n)]
-        known = set(fits)
-        each = simulator.cluster.node.gpus
-        if not any(n <= each or n % each == 0 for n in fits):
+        fits = [n for n in fits if n <= each or n % each == 0]
+        known = {n for n in fits if recipe.batch <= n * recipe.parts(n) * most}
+        if not known:
+            tight = tight or (f", {most:,} images at once each: a larger accumulate takes fewer" if fits else "")
             continue
+        found = True
         for gpus in sizes(simulator.cluster, 1, simulator.cluster.most, _SIZES, fits=known.__contains__):
             yield _by_nodes(_priced(asked, asked.step(gpus)))
+    if not found:
+        raise InputError(
+            f"{arguments.recipe}: no batch of this recipe makes an update and can be shared by GPUs of "
+            f"{arguments.cluster}{tight}"
+        )
+
+
+def _at_once(simulator: Simulator) -> int:
+    """How many images a GPU surely holds: as many as it was measured with, each with what its layers put out."""
+    outputs = sum(layer.outputs for layer in simulator.net.layers)
+    most = int(simulator.cluster.device.most * _OUTPUTS / max(1.0, outputs))
+    return max([most, *(images for images, _ in simulator.profile.measured)]) if simulator.profile else most
 
 
 def _by_nodes(plain: Choice) -> Choice:
@@ -170,7 +197,7 @@ def _batches(arguments: argparse.Namespace) -> list[list[str]]:
     from kasoku.recipe import points
 
     known = points(arguments.recipe, arguments.set)
-    if arguments.noise_scale:
+    if arguments.noise_scale is not None:
         if known:
             raise InputError(
                 "--noise-scale: the recipe's points give the epochs of each batch: leave it out, or --set points=[]"
@@ -181,28 +208,48 @@ def _batches(arguments: argparse.Namespace) -> list[list[str]]:
 
 
 def _by_noise(arguments: argparse.Namespace) -> list[list[str]]:
-    """Twice and half the recipe's batch and so on, with the epochs each would take.
+    """Twice and half the recipe's batch and so on, with the epochs each would take; what it cannot have is left out.
 
     Maths: epochs(B) = epochs(B0) (1 + B / noise) / (1 + B0 / noise). Ref: McCandlish et al. 2018 (arXiv 1812.06162).
     """
     from kasoku.recipe import load
 
     recipe, noise = load(arguments.recipe, arguments.set), arguments.noise_scale
-    out = []
-    for k in range(-3, 8):
-        batch = round(recipe.batch * 2.0**k)
-        if batch < 1 or (recipe.norm_batch and batch % recipe.norm_batch):
-            continue
-        epochs = recipe.epochs * (1 + batch / noise) / (1 + recipe.batch / noise)
+    out, left = [], []
+    for batch in sorted({max(1, round(recipe.batch * 2.0**k)) for k in range(-3, 8)}):
+        longer = (1 + batch / noise) / (1 + recipe.batch / noise)
         settings = [
             f"batch={batch}",
-            f"epochs={epochs:.6g}",
+            f"epochs={recipe.epochs * longer:.6g}",
             f"reference_batch={recipe.reference_batch or recipe.batch}",
+            *_stretched(recipe.schedule, longer),
         ]
-        if getattr(recipe.schedule, "epochs", None) == recipe.epochs:
-            settings.append(f"schedule.epochs={epochs:.6g}")
-        out.append(settings)
+        try:
+            load(arguments.recipe, [*arguments.set, *settings])
+            out.append(settings)
+        except InputError as error:
+            left.append((batch, error))
+    if left:
+        batches = ", ".join(f"{batch:,}" for batch, _ in left)
+        print(f"kasoku: --noise-scale: without batches of {batches} (the first: {left[0][1]})", file=sys.stderr)
     return out
+
+
+def _stretched(schedule: Schedule, longer: float) -> list[str]:
+    """The settings by which a schedule's curve takes so many times its epochs, its warm-up as it is."""
+    from kasoku.core import schedule as curves
+
+    if isinstance(schedule, curves.Constant):
+        return []
+    if isinstance(schedule, curves.Step):
+        return [f"schedule.milestones={[round(longer * epoch, 6) for epoch in schedule.milestones]}"]
+    epochs = getattr(schedule, "epochs", None)
+    if not isinstance(epochs, int | float):
+        raise InputError(
+            f"--noise-scale: {type(schedule).__name__} cannot be made for other epochs: take a schedule with epochs, "
+            "or plan without"
+        )
+    return [f"schedule.epochs={longer * epochs:.6g}"]
 
 
 def _best(choices: list[Choice], deadline_s: float, budget: float) -> Choice:
@@ -250,7 +297,10 @@ def _rows(chosen: Choice) -> dict[str, str]:
     largest = max(step.course.sizes(), default=0.0)
     sent = "exchange" if step.course.apart else "all-reduce"
     cost = (
-        f"{chosen.usd:,.2f} USD ({chosen.usd * _LEAST:,.2f} to {chosen.usd * _MOST:,.2f})" if chosen.usd else "no price"
+        f"{chosen.usd:,.2f} USD ({chosen.usd * _LEAST:,.2f} to {chosen.usd * _MOST:,.2f}), {device.usd_hour:.2f} an "
+        "hour a GPU"
+        if chosen.usd
+        else "no price"
     )
     return {
         "GPUs": f"{step.gpus:,} {device.name} in {nodes:,} nodes",
@@ -264,6 +314,9 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "throughput": f"{step.images_per_s:,.0f} images/s",
         "time to the end": f"{chosen.seconds:,.1f} s ({chosen.seconds * _LEAST:,.1f} to {chosen.late_s:,.1f})",
         "cost": cost,
+        "ranges": f"{_LEAST} to {_MOST} times: what the steps of three published runs of ResNet-50 took of those "
+        "simulated; how epochs scatter is not known",
+        "source": device.source or "the cluster's file",
     }
 
 
@@ -282,11 +335,11 @@ def _reducer(chosen: Choice) -> str:
     return f"; reducer {alike}" if alike else ""
 
 
-def _write(chosen: Choice, folder: Path, name: str) -> None:
+def _write(chosen: Choice, folder: Path, planned: Path) -> None:
     """The recipe, the script that trains it, and what is expected."""
     from kasoku.meetings import asked as as_trained
     from kasoku.parallel import Overlap
-    from kasoku.recipe import dumps
+    from kasoku.recipe import dumps, own_folders
     from kasoku.runs import put
     from kasoku.simulation import document
 
@@ -299,85 +352,28 @@ def _write(chosen: Choice, folder: Path, name: str) -> None:
         own = replace(own, buckets=shared.policy, next_forward=shared.next_forward, reducer=reducer)
         others = tuple(t for t in techniques if type(t).__name__ not in ("Overlap", "AllReduce"))
         recipe = replace(recipe, techniques=(*others, own))
-    put(folder / f"{name}.toml", dumps(recipe))
-    _launch(folder, name, chosen)
     expected = {**document(asked, step), "least": _LEAST, "most": _MOST, "shown": _rows(chosen)}
+    expected["import_folders"] = own_folders(planned)
+    file = folder / f"{planned.stem}.toml"
+    text, script = dumps(recipe), _script(file, chosen)  # before anything is written
+    put(file, text)
+    put(folder / "launch.sbatch", script)
     put(folder / "plan.json", json.dumps(expected, indent=1) + "\n")
 
 
-def _launch(folder: Path, name: str, chosen: Choice) -> None:
-    """Writes the script by `kasoku launch slurm`; its limit is twice what may be needed."""
+def _script(recipe: Path, chosen: Choice) -> str:
+    """As `kasoku launch slurm` writes it; its limit is twice what may be needed."""
     from kasoku.launch import add_parser as add_launch
+    from kasoku.manifest import sbatch
 
     nodes = chosen.case.simulator.cluster.nodes_for(chosen.step.gpus)
     minutes = max(10, round(2 * chosen.late_s / 60))
     limit = f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
     parser = argparse.ArgumentParser()
     add_launch(parser.add_subparsers())
-    words = ["--nodes", str(nodes), "--gpus-per-node", str(chosen.step.gpus // nodes), "--time", limit]
-    out = ["--write", str(folder / "launch.sbatch"), "--name", re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")]
-    arguments = parser.parse_args(["launch", "slurm", str(folder / f"{name}.toml"), *words, *out])
-    arguments.run(arguments)
-
-
-def compare(run: Path) -> int:
-    """Prints what was expected of a run against what its ledger says, item by item, with the error of each."""
-    from kasoku.recipe import load
-    from kasoku.report import print_table
-
-    expected = _expected(run)
-    ledger, result = _read(run / "ledger.json"), _read(run / "result.json")
-    took = ledger.get("rows")
-    if not isinstance(took, dict):
-        raise InputError(f"{run}: its ledger.json has no rows; train it anew")
-    ranks, batch = len(ledger.get("ranks") or [0]), load(run / "recipe.toml").batch
-    if (ranks, batch) != (expected["gpus"], expected["batch"]):
-        raise InputError(
-            f"{run}: {ranks} ranks and batch={batch}, the plan is of {expected['gpus']} and batch={expected['batch']}: "
-            "train it as planned, or plan what was trained"
-        )
-    planned = expected["rows"]
-    items = {
-        "before the first step": (("start", "first epoch"), ("import", "data", "run folder", "compile")),
-        "input": (("input",), ("input", "copy")),
-        "computing": (("forward", "backward"), ("forward", "backward", "update")),
-        "exposed communication": (("exposed",), ("exposed",)),
-        "evaluation": (("evaluate",), ("evaluate",)),
-        "the rest": ((), ("save", "other")),
-    }
-    rows = {}
-    pairs = {k: (sum(planned.get(n, 0.0) for n in a), sum(took.get(n, 0.0) for n in b)) for k, (a, b) in items.items()}
-    pairs["in all"] = sum(a for a, _ in pairs.values()), sum(b for _, b in pairs.values())
-    for item, (a, b) in pairs.items():
-        rows[item] = f"{a:,.2f} s expected, {b:,.2f} s taken" + (f": {a / b - 1:+.1%}" if b else "")
-    speed = result.get("images_per_s")
-    if isinstance(speed, int | float) and speed:
-        rows["throughput"] = (
-            f"{expected['images_per_s']:,.0f} images/s expected, {speed:,.0f} reached: "
-            f"{expected['images_per_s'] / speed - 1:+.1%}"
-        )
-    print_table(f"{run}", rows)
-    return 0
-
-
-def _expected(run: Path) -> dict[str, Any]:
-    """The plan of a run: in its folder, or beside the recipe that it was trained from."""
-    command = _read(run / "environment.json").get("command") or []
-    recipe = next((Path(word) for word in command if isinstance(word, str) and word.endswith(".toml")), None)
-    for folder in (run, *([recipe.parent] if recipe else [])):
-        if (folder / "plan.json").is_file():
-            found = _read(folder / "plan.json")
-            numbers = [found.get(key) for key in ("gpus", "batch", "images_per_s")]
-            rows = found.get("rows")
-            if isinstance(rows, dict) and all(isinstance(x, int | float) for x in (*numbers, *rows.values())):
-                return found
-            raise InputError(f"{folder / 'plan.json'}: not what kasoku plan writes: plan anew")
-    raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read ({error}): the folder of a training is wanted") from error
-    return found if isinstance(found, dict) else {}
+    each = chosen.step.gpus // nodes
+    words = ["--nodes", str(nodes), "--gpus-per-node", str(each), "--time", limit]
+    plain = re.sub(r"[^a-z0-9]+", "-", recipe.stem.lower()).strip("-")
+    name = plain if plain[:1].isalpha() else f"kasoku-{plain}"  # a job's begins with a letter
+    arguments = parser.parse_args(["launch", "slurm", str(recipe), *words])
+    return sbatch(arguments, name[:63].strip("-"), each, on_gpus=chosen.case.recipe.device.kind != "cpu")

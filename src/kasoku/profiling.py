@@ -35,13 +35,13 @@ def add_parser(commands: Any) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from kasoku.recipe import load
+    from kasoku.recipe import load, own_folders
     from kasoku.runs import free_folder
     from kasoku.trainer import prepare
 
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: at least 1 step is wanted")
-    sys.path.extend(str(folder) for folder in (Path.cwd(), arguments.recipe.resolve().parent))
+    sys.path.extend(own_folders(arguments.recipe))
     recipe = load(arguments.recipe, arguments.set)
     folder: Path = arguments.out or free_folder(f"{arguments.recipe.stem}-profile")
     if (folder / "recipe.toml").exists():

@@ -1,5 +1,6 @@
 """A recipe: what to train, to which accuracy. Read from strict TOML, written back resolved beside every result."""
 
+import json
 import math
 import tomllib
 from collections.abc import Sequence
@@ -155,6 +156,19 @@ def optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 def load(path: Path, settings: Sequence[str] = ()) -> Recipe:
     """Reads a recipe file, with `path=value` settings over it. Raises InputError with the path of what is wrong."""
     return from_document(_read(path), settings)
+
+
+def own_folders(path: Path | None) -> list[str]:
+    """Where a recipe file's own modules may lie: in the current folder, beside it, or beside what it was planned from.
+
+    The last are in the plan.json that `kasoku plan` writes beside the recipe.
+    """
+    folders = [str(Path.cwd()), *([str(path.resolve().parent)] if path else [])]
+    try:
+        planned = json.loads((path.parent / "plan.json").read_text())["import_folders"] if path else []
+        return [*folders, *(str(folder) for folder in planned)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return folders
 
 
 def points(path: Path, settings: Sequence[str] = ()) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 
 from kasoku.core import InputError
 from kasoku.core.hardware import cores
-from kasoku.recipe import dumps, load
+from kasoku.recipe import dumps, load, own_folders
 from kasoku.spawn import STARTED
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _search(arguments: argparse.Namespace) -> int:
     from kasoku.tune.space import read_space
 
     file: Path = arguments.recipe
-    sys.path.extend(str(folder) for folder in (Path.cwd(), file.resolve().parent))
+    sys.path.extend(own_folders(file))
     space = read_space(arguments.space)
     recipe = load(file, arguments.set)
     check(space, arguments.space, lambda more: load(file, [*arguments.set, *more]))

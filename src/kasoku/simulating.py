@@ -35,7 +35,9 @@ def add_parser(commands: Any) -> None:
         "--profile", action="append", default=[], metavar="DIR:IMAGES", help="times of kasoku profile at a batch"
     )
     simulate.add_argument("--sweep", default="", metavar="gpus=A:B", help="draw scaling curves")
-    simulate.add_argument("--what-if", default="", metavar="CHANGES", help="such as network*2,latency/2")
+    simulate.add_argument(
+        "--what-if", action="append", default=[], metavar="CHANGES", help="such as network*2,latency/2"
+    )
     simulate.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting")
     simulate.add_argument("--out", type=Path, metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
     simulate.set_defaults(run=_simulate, stays="nothing was written")
@@ -50,6 +52,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from kasoku.simulate.sweep import sizes
     from kasoku.simulation import case, document, swept
 
+    arguments.what_if = ",".join(arguments.what_if)
     asked = case(arguments, arguments.cluster)
     on = asked.simulator.cluster
     gpus = arguments.gpus if arguments.gpus is not None else min(on.node.gpus, asked.recipe.batch)
@@ -108,6 +111,7 @@ def _show(asked: Case, step: Step, found: dict[str, Any], *, title: str) -> None
         "groups": f"{len(step.course.plan.groups)} ({step.course.plan.policy}); the largest by {choice}",
         "throughput": f"{step.images_per_s:,.0f} images/s, {found['efficiency']:.1%} of as many GPUs alone",
         "training": f"{found['training_s']:,.1f} s for {asked.recipe.epochs:g} epochs; {cost}",
+        "source": device.source or "the cluster's file",
     }
     print_table(title, rows)
 

@@ -21,7 +21,7 @@ from kasoku.core import Comm, InputError
 from kasoku.core.run import write_atomically
 from kasoku.core.toml import override
 from kasoku.ranging import STEPS, document, rates_of, show_rates, shown_as
-from kasoku.recipe import Recipe, dumps, load
+from kasoku.recipe import Recipe, dumps, load, own_folders
 from kasoku.sizing import BUDGET_S, How, Tuned, plainly, tune
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     if not 0 < arguments.budget < math.inf:
         raise InputError(f"--budget {arguments.budget:g}: seconds above 0 are wanted")
-    sys.path.extend(str(folder) for folder in (Path.cwd(), arguments.recipe.resolve().parent))
+    sys.path.extend(own_folders(arguments.recipe))
     run = _tune_rate if arguments.what == "lr" else _tune_batch
     return on_ranks(arguments, partial(run, arguments), count=partial(_gpus, arguments))
 

@@ -129,11 +129,6 @@ def test_what_cannot_be_shared_is_one_clear_line(gpus: int, batch: int, said: st
     assert "\n" not in str(caught.value)
 
 
-def test_a_step_knows_its_speed() -> None:
-    step: Step = Simulator(load("dgx-a100"), resnet()).step(8, 3264)
-    assert step.images_per_s * step.step_s == pytest.approx(3264)
-
-
 def test_a_share_in_parts_computes_them_one_after_the_other_and_hides_behind_the_last() -> None:
     simulator = Simulator(slow_network(), resnet(), jitter=Jitter())
     whole, part = simulator.step(64, 64 * 40, parts=4), simulator.step(64, 64 * 10)

@@ -248,7 +248,7 @@ def _altered(cluster: Cluster, change: str) -> Cluster:
     except (ValueError, ZeroDivisionError):
         factor = 0.0
     node = cluster.node
-    if factor > 0 and factor < 1e6:
+    if 1e-6 < factor < 1e6:
         if name == "network":
             racks = cluster.racks and replace(cluster.racks, uplink_gb_s=cluster.racks.uplink_gb_s * factor)
             return replace(cluster, node=replace(node, nic_gb_s=node.nic_gb_s * factor), racks=racks)
