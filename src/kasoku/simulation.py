@@ -17,7 +17,7 @@ from kasoku.core.cost import Piece, Plan, Sized
 from kasoku.course import ahead, updates
 from kasoku.data import Facts, GrowBatch
 from kasoku.optim import Clip
-from kasoku.parallel import AllReduce, Asynchronous, OneGroup, Overlap, Policy
+from kasoku.parallel import AllReduce, Asynchronous, OneGroup, Overlap, Policy, Recalibrate
 from kasoku.parallel.batchnorm import norms
 from kasoku.parallel.buckets import Graded
 from kasoku.ranks import can_share, check_share
@@ -70,7 +70,7 @@ class Case:
         forward = sum(u.forward_s for u in step.course.units)
         backward = sum(u.backward_s for u in step.course.units)
         share = forward / (forward + backward)
-        tested = self.simulator.evaluation_s(step.gpus, self.facts.tested)
+        tested = self.simulator.evaluation_s(step.gpus, self._tested())
         return {
             "start": costs.setup_s,
             "first epoch": costs.first_epoch_s,
@@ -80,6 +80,13 @@ class Case:
             "exposed": total * step.exposed_s,
             "evaluate": evaluations(self.recipe) * tested,
         }
+
+    def _tested(self) -> int:
+        """Forwards of an evaluation: of the test images as often as their views take, and of those for BatchNorm."""
+        from kasoku.evaluate import PASSES
+
+        anew = [t.images or self.facts.images for t in self.recipe.techniques if isinstance(t, Recalibrate)]
+        return round(PASSES[self.recipe.evaluate.views] * self.facts.tested) + min(sum(anew), self.facts.images)
 
     def said(self, step: Step) -> list[str]:
         """What to know about the times of a step."""
