@@ -50,6 +50,12 @@ def test_a_step_on_2048_gpus_is_itemised_and_drawn(tmp_path: Path, capsys: pytes
     assert isinstance(few, dict)
     forward_s = 1e-3 * (v100.alpha_ms + 12_500 * v100.beta_ms) / 3  # a quarter of ImageNet's 50,000 test images
     assert few["evaluate"] == pytest.approx(23 * forward_s, rel=1e-3)
+    twice = ["--set", "evaluate.views=mirror", "--set", "techniques=[{use='kasoku.parallel.Recalibrate', images=4000}]"]
+    options = ["--cluster", "abci", "--gpus", "4", "--set", "batch=2560", *twice]
+    more = simulated(tmp_path / "more", *options)["rows"]
+    assert isinstance(more, dict)
+    forward_s = 1e-3 * (v100.alpha_ms + 26_000 * v100.beta_ms) / 3  # those images twice, and 1,000 for BatchNorm
+    assert more["evaluate"] == pytest.approx(23 * forward_s, rel=1e-3)
     page = (tmp_path / "s" / "report.html").read_text()
     assert "2,048 V100, simulated" in page
     assert '"transfer"' in page

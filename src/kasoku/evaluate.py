@@ -11,6 +11,7 @@ from kasoku.core import Batch, Comm
 
 Views = Literal["plain", "mirror", "crops"]
 _UNSURE = 0.3
+PASSES = {"plain": 1.0, "mirror": 2.0, "crops": 2 + 4 * _UNSURE}  # forwards of an image that `averaged` takes
 
 
 @dataclass(frozen=True)

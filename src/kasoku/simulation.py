@@ -19,7 +19,7 @@ from kasoku.data import Facts, GrowBatch, LowResolution
 from kasoku.device import LossScale
 from kasoku.memory import SavedMemory
 from kasoku.optim import Clip
-from kasoku.parallel import AllReduce, Asynchronous, OneGroup, Overlap, Policy
+from kasoku.parallel import AllReduce, Asynchronous, OneGroup, Overlap, Policy, Recalibrate
 from kasoku.parallel.batchnorm import norms
 from kasoku.parallel.buckets import Graded
 from kasoku.ranks import can_share, check_share
@@ -72,7 +72,7 @@ class Case:
         forward = sum(u.forward_s for u in step.course.units)
         backward = sum(u.backward_s for u in step.course.units)
         share = forward / (forward + backward)
-        tested = self.simulator.evaluation_s(step.gpus, self.facts.tested)
+        tested = self.simulator.evaluation_s(step.gpus, self._tested())
         return {
             "start": costs.setup_s,
             "first epoch": costs.first_epoch_s,
@@ -82,6 +82,13 @@ class Case:
             "exposed": total * step.exposed_s,
             "evaluate": evaluations(self.recipe) * tested,
         }
+
+    def _tested(self) -> int:
+        """Forwards of an evaluation: of the test images as often as their views take, and of those for BatchNorm."""
+        from kasoku.evaluate import PASSES
+
+        anew = [t.images or self.facts.images for t in self.recipe.techniques if isinstance(t, Recalibrate)]
+        return round(PASSES[self.recipe.evaluate.views] * self.facts.tested) + min(sum(anew), self.facts.images)
 
     def said(self, step: Step) -> list[str]:
         """What to know about the times of a step."""
