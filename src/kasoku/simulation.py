@@ -23,7 +23,7 @@ from kasoku.parallel import AllReduce, Asynchronous, OneGroup, Overlap, Policy, 
 from kasoku.parallel.batchnorm import norms
 from kasoku.parallel.buckets import Graded
 from kasoku.ranks import can_share, check_share
-from kasoku.recipe import Recipe, load
+from kasoku.recipe import Recipe, load, own_folders
 from kasoku.report import Panel
 from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step, apart
 from kasoku.simulate.compute import Profile
@@ -167,7 +167,8 @@ def case(arguments: argparse.Namespace, cluster: str, *, like: Case | None = Non
 
     `like`: of the same arguments with other settings; what these left as it was is not looked at again.
     """
-    sys.path.extend(str(folder) for folder in (Path.cwd(), arguments.recipe.resolve().parent))
+    if not like:
+        sys.path.extend(own_folders(arguments.recipe))
     batch = [f"batch={arguments.batch}"] if getattr(arguments, "batch", None) is not None else []
     recipe = load(arguments.recipe, [*arguments.set, *batch])
     if recipe.auto_batch:
