@@ -220,22 +220,29 @@ def test_what_comes_back_was_asked_for_ahead(name, longest, monkeypatch):
     assert sum(host.copies) == crossed  # what two share comes back once
 
 
-def test_one_comes_ahead_no_more(all_away, monkeypatch):
-    monkeypatch.setattr(saved, "Host", Told)
-    job = a_job(SMALL["vgg"]())
+def test_one_comes_ahead_no_more(monkeypatch):
+    monkeypatch.setattr(network, "choices", away_only(3, 0))
+    job = a_job(SMALL["bottlenecks"]())
     x, y = images()
     loss = job.loss(job.model(x), y)
-    host, most, taken = planner_of(job).host, [], Host.get
+    coming, most, ask, take = set(), [], Host.ahead, Host.get
 
-    def counted(self, ticket, *, last):
-        found = taken(self, ticket, last=last)
-        most.append(sum(t.arrived is not None or (t.here is not None and t is not ticket) for t in tickets))
+    def asked(self, ticket):
+        fresh = ticket.here is None and ticket.buffer is not None
+        ask(self, ticket)
+        coming.update({ticket} if fresh else ())
+        most.append(len(coming))
+
+    def taken(self, ticket, *, last):
+        found = take(self, ticket, last=last)
+        coming.discard(ticket)
         return found
 
-    tickets = {entry[1] for entry in host.told if entry[0] == "put"}
-    monkeypatch.setattr(Host, "get", counted)
+    monkeypatch.setattr(Host, "ahead", asked)
+    monkeypatch.setattr(Host, "get", taken)
     loss.backward()
-    assert max(most) <= 1
+    assert len(most) > 10
+    assert max(most) == 1
 
 
 # ---- buffers
@@ -461,7 +468,7 @@ def test_no_plan_of_all_takes_less_time(name):
     found = seen(SMALL[name], host=True, price=30.0)
     ways = [way for way in found.ways if not way.chunk and way.first == way.last]
     found.ways = [way for n in range(len(found.units)) for way in [w for w in ways if w.first == n][:6]]
-    budget = 0.55 * found.plain_bytes(16)
+    budget = 1.1 * found.least
     plan, least = found.within(budget), math.inf
     chains = [()]
     for n in range(len(found.units)):
@@ -478,7 +485,8 @@ def test_no_plan_of_all_takes_less_time(name):
         peak = max(peak, around.fixed + kept + around.after + around.copies + max(around.head, reach))
         if peak <= budget:
             least = min(least, sum(way.need.work for way in chain))
-    assert (math.inf if plan is None else plan.work) == pytest.approx(least)
+    assert plan is not None
+    assert plan.work == pytest.approx(least)
 
 
 def test_the_price_is_measured_and_told(capsys, monkeypatch):

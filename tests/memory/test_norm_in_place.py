@@ -238,15 +238,19 @@ class Wide(nn.Sequential):
         )
 
 
-@pytest.mark.parametrize("name", ["wide", "bottlenecks", "wide in bf16"])
+@pytest.mark.parametrize("name", ["wide", "bottlenecks", "wide in bf16", "wide in bf16, frozen"])
 def test_the_peak_is_foreseen_and_less(name, monkeypatch):
     x, y = images(32, 48)
+    x = x.contiguous(memory_format=torch.channels_last)
     make = Wide if name.startswith("wide") else partial(light_blocks, Bottleneck)
     found = []
     for over in (False, True):
         monkeypatch.setattr(network, "choices", partial(forced, over=over))
         techniques = [ChannelsLast(), *([Autocast("bf16")] if "bf16" in name else [])]
-        job = Job(make(), lambda m: sgd(m, 0.1)).apply(*techniques, SavedMemory(factor=1, show=False))
+        model = make()
+        if "frozen" in name:
+            model[3].eval()
+        job = Job(model, lambda m: sgd(m, 0.1)).apply(*techniques, SavedMemory(factor=1, show=False))
         measured = peak_of_step(job, x, y) + planner_of(job).network.around.fixed
         assert 0.95 < planner_of(job).chosen.peak / measured < 1.05
         found.append(measured)

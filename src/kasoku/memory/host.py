@@ -146,7 +146,7 @@ class Host:
         return self.byte_s
 
     def _buffer(self, x: Tensor) -> Tensor:
-        fits = [size for size, buffers in self.free.items() if size >= x.nbytes and buffers]
+        fits = [size for size, buffers in list(self.free.items()) if size >= x.nbytes and buffers]
         if fits:
             return self.free[min(fits)].pop()
         return torch.empty(x.nbytes, dtype=torch.uint8, pin_memory=x.device.type == "cuda")

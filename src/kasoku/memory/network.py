@@ -23,7 +23,6 @@ from kasoku.memory.predict import Layout, Need, work_of
 from kasoku.memory.segment import Segment
 
 _LOOK = 2  # images
-_TIMED = 64  # images
 
 
 @dataclass(frozen=True)
@@ -154,14 +153,14 @@ class Network:
         return lowest(len(self.units), self.ways, self.around).peak
 
     def speed(self, x: Tensor) -> float:
-        """Multiply-adds a second of a forward of the first images of x: the planned ones over the time of all."""
-        few, taken = x[:_TIMED], []
+        """Multiply-adds a second of a forward of x: the planned ones over the time of all."""
+        taken = []
         with undisturbed(self.job.model, x), torch.no_grad():
             for _ in range(3):
                 started = now(x.device)
-                self.job.model.forward(few)
+                self.job.model.forward(x)
                 taken.append(now(x.device) - started)
-        return sum(unit.work for unit in self.units) * len(few) / self.batch / min(taken)
+        return sum(unit.work for unit in self.units) / min(taken)
 
     def charge(self, price: float) -> None:
         """Adds to the work of each choice the multiply-adds of the time that its bytes take on the link, all of it."""
@@ -234,7 +233,7 @@ class Network:
         )
         away = sum(choice.need.link.away for choice in plan.choices)
         if away:
-            head += f" at most; {_mib(away)} in host memory, charged as if none of its copies were hidden"
+            head += f"; {_mib(away)} in host memory, charged as if none of its copies were hidden"
         return "\n".join([head, *lines])
 
 

@@ -115,7 +115,7 @@ def norm_gradients(
         0 if inplace else side.kernel,  # 0: torch's own, which leaves out what is not asked for
         x,
         dy,
-        layer.weight,
+        torch.ones_like(side.scale) if layer.weight is None and mask[1] else layer.weight,  # or CUDA gives no sums
         layer.running_mean,
         layer.running_var,
         side.mean,
@@ -153,8 +153,8 @@ def other_gradient(node: Node, dy: Tensor, x: Tensor) -> Tensor:
 
 
 def wide_bytes(x: Shape) -> int:
-    """What a gradient over a norm's input takes beside it: a part of it in fp32, if it is of fewer bits."""
-    return 0 if x.dtype.itemsize >= 4 else 4 * -(-x.shape[0] // _PARTS) * torch.Size(x.shape[1:]).numel()
+    """What a gradient over a norm's input takes beside it: parts of both in fp32, if they are of fewer bits."""
+    return 0 if x.dtype.itemsize >= 4 else 8 * -(-x.shape[0] // _PARTS) * torch.Size(x.shape[1:]).numel()
 
 
 def _norm_over(layer: Any, dy: Tensor, x: Tensor, side: Statistics, sums: tuple[Tensor, Tensor]) -> Tensor:
@@ -171,7 +171,9 @@ def _norm_over(layer: Any, dy: Tensor, x: Tensor, side: Statistics, sums: tuple[
     one = side.scale if side.steers else (layer.running_var + layer.eps).rsqrt_()
     scale_C11 = (one if layer.weight is None else one * layer.weight).to(wide)[:, None, None]
     if not side.steers:
-        return torch.mul(dy, scale_C11, out=x)
+        for part, grown in zip(x.chunk(_PARTS), dy.chunk(_PARTS), strict=True):
+            torch.mul(grown, scale_C11, out=part)
+        return x
     count = x.numel() // x.shape[1]
     slope_C11, shift_C11 = (-scale_C11 / count * g.to(wide)[:, None, None] for g in (sums[0] * side.scale, sums[1]))
     mean_C11 = side.mean.to(wide)[:, None, None]

@@ -126,7 +126,7 @@ def _of_stretch(graph: Graph, setting: Setting, place: tuple[int, int]) -> Itera
             yield way
             other = one if setting.how.exact else over_inputs(one)
             takes = way.need if other == one else _need(other, shapes, setting, chunk)
-            if takes.backward < way.need.backward:
+            if takes.backward < way.need.backward or takes.link.slack > way.need.link.slack:
                 name = f"{remedy}, norm gradients in place{_in_parts(chunk)}"
                 over.append(replace(way, program=other, need=takes, remedy=name))
     yield from over

@@ -47,15 +47,15 @@ class SavedMemory(Technique):
         host: on CUDA, what a stretch of layers keeps may lie in pinned host memory: copied out after its last use in
             forward and back ahead of its use in backward, beside the computation. The plan takes it where that costs
             less than to compute again, by the speed of the link and of the network, both measured in the look: the
-            copies are charged as if none of them were hidden, an upper bound. So the plan, and unless lossless the last
-            bits, may differ from run to run.
+            copies are charged as if none of them were hidden. So the plan, and unless lossless the last bits, may
+            differ from run to run, and from rank to rank.
         in_backward: update each parameter as its gradient arrives, so that no gradients lie about. Where a technique
             needs all of them (Clip, LossScale), or ranks share them, they are kept as ever.
         show: print the plan.
 
     Saves: memory: what backward keeps, to half or less, and the gradients.
-    Costs: the time of what is computed again, or rounded and loaded, which the plan tells; with host as many bytes of
-        pinned host memory as lie there.
+    Costs: the time of what is computed again, or rounded and loaded, which the plan tells; with host up to twice as
+        many bytes of pinned host memory as lie there (torch pins powers of two, and keeps them for what comes next).
     Maths: the same gradients; bit for bit if lossless, else sums in another order. With bf16 they are off by (norm of
         the difference over the norm, all weights together, on small random networks): less than 1e-2 where values are
         kept; less than 0.1 where layers run again, for a ReLU made of rounded values may take another side near 0;
@@ -87,9 +87,10 @@ class SavedMemory(Technique):
 
     def apply(self, job: Job) -> None:
         """Stands in for the layers it knows; the plan is made at the first training forward."""
-        device = next((p.device for p in job.model.parameters()), torch.device("cpu"))
-        if self.host and not reaches(device):
-            raise InputError(f"SavedMemory: host=True on {device.type}: only CUDA has memory of its own: leave it out")
+        devices = {p.device for p in job.model.parameters()}
+        if self.host and not (len(devices) == 1 and all(map(reaches, devices))):
+            found = ", ".join(sorted(map(str, devices)))
+            raise InputError(f"SavedMemory: host=True on {found}: one CUDA device has memory of its own: leave it out")
         items = install(job)
         if not items:
             raise InputError(

@@ -197,6 +197,7 @@ def _in_line(host: Host, held: Sequence[Held], leaving: object) -> None:
 def _send(host: Host, x: Tensor, program: Program, at: int) -> Ticket:
     """A value to host memory; who holds the same since it left another segment lets go of it."""
     left: _Left | None = _left.get(x) if at == 0 else None  # type: ignore[no-untyped-call]
+    host.settle()
     short = x
     if at in program.halved:
         short = _bf16_of(x) if at == 0 else x.to(torch.bfloat16)
