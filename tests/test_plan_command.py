@@ -170,6 +170,7 @@ def test_no_gpu_takes_more_images_at_once_than_it_surely_holds(
     assert main(["plan", str(POINTS), *one]) == 2
     assert ", 408 images at once each: a larger accumulate takes fewer" in capsys.readouterr().err
     planned(tmp_path / "parts", POINTS, *one, "--set", "accumulate=4")
+    planned(tmp_path / "saved", POINTS, *one, "--set", "techniques=[{use='kasoku.memory.SavedMemory'}]")
     names = ["conv1", "bn1", *(f"layer{i + 1}.{k}" for i, n in enumerate((3, 4, 6, 3)) for k in range(n)), "fc"]
     blocks = [{"name": name, "forward_s": 1e-4, "backward_s": 2e-4} for name in names]
     (tmp_path / "profile.json").write_text(json.dumps({"blocks": blocks}))

@@ -107,7 +107,8 @@ def test_shares_follow_speeds_as_far_as_the_recipe_permits(more: dict, speeds: t
 
 def test_a_training_of_unequal_shares_is_that_of_one_rank():
     def trained(comm: Comm, shares: tuple[int, ...]) -> dict[str, Tensor]:
-        job = prepare(recipe(norm_batch=8, accumulate=1), comm, shares=shares).job
+        slow = {"use": "kasoku.optim.sgd", "lr": 0.001}  # else what rounding differs by grows with the weights
+        job = prepare(recipe(norm_batch=8, accumulate=1, optimizer=slow), comm, shares=shares).job
         for _, (x_NCHW, y_N) in zip(range(5), job.loader, strict=False):
             job.loss(job.model(x_NCHW), y_N).backward()
             job.optimizer.step()

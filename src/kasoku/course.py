@@ -116,6 +116,8 @@ def ahead(recipe: Recipe) -> tuple[Facts, str]:
         if known is None:
             raise
         known = replace(known, side=recipe.data.keys.get("size", known.side))
+        if known.side < 1:
+            raise InputError(f"data.size={known.side}: at least 1 pixel") from error
         return known, f"the data is not here ({error}): counted with the published {known.images:,} images"
 
 

@@ -20,7 +20,8 @@ from kasoku.core import InputError
 
 if TYPE_CHECKING:
     from kasoku.core import Schedule
-    from kasoku.simulate import Simulator, Step
+    from kasoku.recipe import Recipe
+    from kasoku.simulate import Step
     from kasoku.simulation import Case
 
 # What a step really took over what was simulated, at the best and at the worst of the published ones that calibrate
@@ -139,12 +140,12 @@ def _choices(arguments: argparse.Namespace) -> Iterator[Choice]:
             alike = flat(simulator.sharing.reducer or Mean())
             sharing = replace(simulator.sharing, policy=Graded(), next_forward=False, reducer=alike)
             asked = replace(asked, simulator=replace(simulator, sharing=sharing))
-        each, most = simulator.cluster.node.gpus, _at_once(simulator)
+        each, most = simulator.cluster.node.gpus, _at_once(asked)
         fits = [n for n in range(1, simulator.cluster.most + 1) if n <= recipe.batch and can_share(recipe, n)]
         fits = [n for n in fits if n <= each or n % each == 0]
         known = {n for n in fits if recipe.batch <= n * recipe.parts(n) * most}
         if not known:
-            tight = tight or (f", {most:,} images at once each: a larger accumulate takes fewer" if fits else "")
+            tight = tight or (f", {most:,} images at once each: {_smaller(recipe, most)}" if fits else "")
             continue
         found = True
         for gpus in sizes(simulator.cluster, 1, simulator.cluster.most, _SIZES, fits=known.__contains__):
@@ -156,11 +157,24 @@ def _choices(arguments: argparse.Namespace) -> Iterator[Choice]:
         )
 
 
-def _at_once(simulator: Simulator) -> int:
-    """How many images a GPU surely holds: as many as it was measured with, each with what its layers put out."""
+def _at_once(asked: Case) -> int:
+    """How many images a GPU surely holds: as many as it was measured with, each with what its layers put out.
+
+    With SavedMemory, which plans for the memory that there is, all of them.
+    """
+    from kasoku.memory import SavedMemory
+
+    simulator = asked.simulator
+    if any(isinstance(t, SavedMemory) for t in asked.recipe.techniques):
+        return asked.recipe.batch
     outputs = sum(layer.outputs for layer in simulator.net.layers)
     most = int(simulator.cluster.device.most * _OUTPUTS / max(1.0, outputs))
     return max([most, *(images for images, _ in simulator.profile.measured)]) if simulator.profile else most
+
+
+def _smaller(recipe: Recipe, most: int) -> str:
+    """What takes fewer images at once."""
+    return "a larger accumulate takes fewer" if recipe.norm_batch <= most else "a smaller norm_batch takes fewer"
 
 
 def _by_nodes(plain: Choice) -> Choice:

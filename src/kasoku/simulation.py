@@ -87,7 +87,9 @@ class Case:
         """Forwards of an evaluation: of the test images as often as their views take, and of those for BatchNorm."""
         from kasoku.evaluate import PASSES
 
-        anew = [t.images or self.facts.images for t in self.recipe.techniques if isinstance(t, Recalibrate)]
+        anew = [
+            t.images or self.facts.images for t in self.recipe.techniques if isinstance(t, Recalibrate) and self.norms
+        ]
         return round(PASSES[self.recipe.evaluate.views] * self.facts.tested) + min(sum(anew), self.facts.images)
 
     def said(self, step: Step) -> list[str]:

@@ -212,7 +212,7 @@ def test_kasoku_train_takes_it_on_several_ranks():
         [
             "model={use='kasoku.models.cifarnet', widths=[8, 16]}",
             "optimizer={use='kasoku.optim.sgd', lr=0.05}",
-            "techniques=[{use='kasoku.memory.SavedMemory', show=false}]",
+            "techniques=[{use='kasoku.memory.SavedMemory', factor=1.5, show=false}]",  # twice: not in fp32
             "device.threads=1",
             "evaluate.target=0",
             "schedule={use='kasoku.core.Constant'}",

@@ -40,8 +40,6 @@ from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Alone, Owned, Re
 from kasoku.parallel.survivors import Everybody, Table, mean_buffers
 from kasoku.parallel.units import Units
 
-_REST = 40.0  # times as long as its own part in an exchange took, from one to the next
-
 
 @dataclass(frozen=True)
 class Asynchronous(Technique):
@@ -58,8 +56,8 @@ class Asynchronous(Technique):
         servers: so many ranks, the first ones, own the weights and do not train (their loader gives no batch); 0: all
             ranks own an equal part and train.
         every: steps that a rank makes alone before it sends what they moved; 0: as many as it makes until the last
-            exchange is over, so that it does not wait for the network, and its own part in that was at most a 40th of
-            the time; at most 16 or max_staleness (times the groups, with stream), and one with hidden=False.
+            exchange is over, so that it does not wait for the network; at most 16 or max_staleness (times the groups,
+            with stream), and one with hidden=False.
         hidden: exchange while the next step computes, and read at its end; False: wait for it at once.
         wire: "fp32", or "bf16" both ways; what rounding takes is sent with the next update, either way.
         stream: one group each time, in turn, instead of all.
@@ -160,7 +158,6 @@ class Exchange:
         rounds = len(self.groups) if settings.stream else 1
         self.alone = rounds * most_alone(settings.max_staleness)  # steps between exchanges of a group, at most
         self.clock, self.turn, self.answers, self.entered = 0, 0, False, False
-        self.rests_until = 0.0
 
     def install(self) -> None:
         """Puts itself into the job's moments."""
@@ -287,9 +284,7 @@ class Exchange:
         if not self.answers:
             self.start()
         among = [self.turn] if self.settings.stream else list(range(len(self.groups)))
-        began = self.job.trace.clock.now()
-        rested = began >= self.rests_until
-        some = [g for g in among if self.settings.every or self.groups[g].due(self.clock, self.alone, rested=rested)]
+        some = [g for g in among if self.settings.every or self.groups[g].due(self.clock, self.alone)]
         for g in some:
             self.turn = (g + 1) % len(self.groups)
             self.collect(self.groups[g])
@@ -297,8 +292,6 @@ class Exchange:
         for g in some if not self.settings.hidden else ():
             self.collect(self.groups[g])
             self.groups[g].basis.update(self.groups[g].read)
-        if some and self.settings.hidden:
-            self.rests_until = began + _REST * (self.job.trace.clock.now() - began)
 
     def send(self, g: int) -> None:
         """Sends what this worker moved of a group since it sent last."""
@@ -335,7 +328,7 @@ class Exchange:
                 x.copy_(value)
             return self.begin()
         if not self.answers:
-            self.post.start()
+            self.start()
         for g, group in enumerate(self.groups if self.trains else ()):
             self.collect(group)
             if self.clock > group.clock:

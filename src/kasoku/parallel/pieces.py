@@ -87,12 +87,9 @@ class Group:
         """Sets the parameters."""
         torch._foreach_copy_(list(self.params), views.places)
 
-    def due(self, clock: int, most: int, *, rested: bool) -> bool:
-        """Whether it is exchanged again at this step.
-
-        The last exchange is over and this rank has `rested` from it, or it was `most` steps ago.
-        """
-        return clock - self.clock >= most or (rested and all(question.done for question in self.under_way.values()))
+    def due(self, clock: int, most: int) -> bool:
+        """Whether it is exchanged again at this step: the last exchange is over, or was `most` steps ago."""
+        return clock - self.clock >= most or all(question.done for question in self.under_way.values())
 
     @property
     def quick(self) -> bool:

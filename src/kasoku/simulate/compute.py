@@ -187,12 +187,15 @@ def profiled(folders: Sequence[Path], net: Network, batches: Sequence[int]) -> P
         if more := [name for name in times if name not in net.modules]:
             raise InputError(f"{folder}: a profile of another model: it has {more[0]}, {net.name} has not")
         ledger = _ledger(folder)
-        facts = ledger.get("facts", {})
-        seen = facts.get("batch", images) * facts.get("parts", 1)
+        try:
+            facts = ledger.get("facts", {})
+            seen = facts.get("batch", images) * facts.get("parts", 1)
+            updates.append(float(ledger.get("step_s", {}).get("update", 0.0)))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InputError(f"{folder / 'ledger.json'}: not what kasoku profile writes: profile anew") from error
         if seen != images:
             raise InputError(f"{folder}: a profile of steps of {seen} images: give {folder}:{seen}, not :{images}")
         measured.append((images, times))
-        updates.append(float(ledger.get("step_s", {}).get("update", 0.0)))
     return Profile(tuple(measured), sum(updates) / max(1, len(updates)))
 
 
