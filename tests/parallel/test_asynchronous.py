@@ -19,6 +19,7 @@ from contracts import Net, assert_same, make, train, weights
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.data import digits, loader
 from kasoku.parallel import Asynchronous, Graded, Layer, Overlap, Remedies
+from kasoku.parallel.pieces import Group
 from kasoku.parallel.post import Question
 from kasoku.parallel.shards import Shard
 
@@ -370,6 +371,19 @@ def test_prediction_takes_the_gradient_where_the_others_go(technique: Asynchrono
     steps = [round(b - a, 6) for a, b in zip(places[1][2:], places[1][3:], strict=False)]
     assert steps == [-2.0] * 3  # constant speed: ahead by a constant
     assert places[1][2] == first
+
+
+def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
+    p = nn.Parameter(torch.zeros(1))
+    group, found = Group([p.data], [0], torch.float32, still=False, predicts=True), []
+    group.begin()
+    for others in (2, 4, 6, 46, 48):  # updates by others so far, of -1 each
+        group.take_update(1.0, None)
+        group.come.fill_(-others)
+        group.read[0] = others
+        group.take_answer(2.0)
+        found.append(p.item() + others)
+    assert found == [-4.0, -4.0, -4.0, -5.0, -4.0]  # 40 of a movement that is 2 as a rule: an eighth of 2
 
 
 def test_a_server_has_no_batches_and_the_workers_share_all():

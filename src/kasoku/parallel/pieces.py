@@ -65,6 +65,7 @@ class Group:
         }
         self.basis = dict.fromkeys(self.pieces, 0)
         self.read = dict(self.basis)
+        self._passed, self._times = 0, 0
         self.under_way: dict[int, Question] = {}
         self.lost: list[slice] = []
         self.clock = 0
@@ -77,6 +78,7 @@ class Group:
         self.clock = 0
         self.basis = dict.fromkeys(self.pieces, 0)
         self.read = dict(self.basis)
+        self._passed, self._times = 0, 0
 
     def gather(self) -> Tensor:
         """The parameters as they are, flat."""
@@ -180,8 +182,21 @@ class Group:
                 self.now.flat.add_(self.aside)
             self.scatter(self.now)
 
+    def _reach(self, ahead: float) -> float:
+        """How many times what others moved now is gone ahead: after a halt that is long, and what follows is not.
+
+        So it is halved until it is of no more than twice the updates that came in between before, on average.
+        """
+        passed: float = sum(self.read.values()) - self._passed
+        usual = max(1.0, self._passed / self._times) if self._times else passed
+        self._passed, self._times = sum(self.read.values()), self._times + 1
+        while passed > max(1.0, 2 * usual):
+            passed, ahead = passed / 2, ahead / 2
+        return ahead
+
     def take_answer(self, ahead: float) -> None:
         """Adds what came, and goes so many times as far ahead."""
+        ahead = self._reach(ahead)
         for piece in self.lost:
             self.come[piece] = 0.0 if len(self.left) else self.base.flat[piece]
         if self.still:
