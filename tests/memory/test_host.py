@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from contracts import one_thread as one_thread
-from kasoku.core import InputError, Job, Threads
+from kasoku.core import InputError, Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network, saved
 from kasoku.memory import host as host_memory
@@ -25,13 +25,12 @@ from kasoku.memory.ops import How
 from kasoku.memory.plan import choices
 from kasoku.memory.saved import Planner
 from kasoku.optim import sgd
-from kasoku.parallel import Overlap
 from memory.nets import assert_equal, images, one_step, plain_chain
 from memory.test_bf16 import NETWORKS as SMALL
 from memory.test_bf16 import assert_same_outputs, error, held_by, planner_of
 from memory.test_budgets import peak_of_step
 from memory.test_saved import NETWORKS
-from memory.test_together import assert_same_weights, trained
+from memory.test_together import assert_same_weights, by_two_ranks, trained
 
 HOST = SavedMemory(factor=1, lossless=True, host=True, in_backward=False, show=False)
 
@@ -121,21 +120,7 @@ def test_training_moves_the_same_weights(all_away, beside, accumulate):
 
 
 def test_two_ranks_move_the_same_bits(all_away):
-    def run(*techniques):
-        def rank(comm):
-            torch.manual_seed(0)
-            job = Job(plain_chain(), lambda m: sgd(m, 0.05), comm=comm).apply(Overlap(), *techniques)
-            for i in range(3):
-                x, y = images(seed=2 * i + comm.rank)
-                job.loss(job.model(x), y).backward()
-                job.optimizer.step()
-                job.optimizer.zero_grad()
-            job.drain()
-            return {name: value.clone() for name, value in job.model.state_dict().items()}
-
-        return Threads(2).run(rank)
-
-    for one, other in zip(run(), run(HOST), strict=True):
+    for one, other in zip(by_two_ranks(), by_two_ranks(HOST), strict=True):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 

@@ -185,22 +185,25 @@ def digits_right(*techniques) -> float:
         return evaluate(judge, loader(dataset, "test", 360)).top1
 
 
+def by_two_ranks(*techniques):
+    """The states of two ranks with Overlap after three steps."""
+
+    def rank(comm):
+        torch.manual_seed(0)
+        job = Job(plain_chain(), lambda m: sgd(m, 0.05), comm=comm).apply(Overlap(), *techniques)
+        for i in range(3):
+            x, y = images(seed=2 * i + comm.rank)
+            job.loss(job.model(x), y).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        job.drain()
+        return {name: value.clone() for name, value in job.model.state_dict().items()}
+
+    return Threads(2).run(rank)
+
+
 def test_two_ranks_with_overlap_move_the_same_bits_as_without_it():
-    def run(*techniques):
-        def rank(comm):
-            torch.manual_seed(0)
-            job = Job(plain_chain(), lambda m: sgd(m, 0.05), comm=comm).apply(Overlap(), *techniques)
-            for i in range(3):
-                x, y = images(seed=2 * i + comm.rank)
-                job.loss(job.model(x), y).backward()
-                job.optimizer.step()
-                job.optimizer.zero_grad()
-            job.drain()
-            return {name: value.clone() for name, value in job.model.state_dict().items()}
-
-        return Threads(2).run(rank)
-
-    plain, saved = run(), run(SavedMemory(factor=1, lossless=True, show=False))
+    plain, saved = by_two_ranks(), by_two_ranks(SavedMemory(factor=1, lossless=True, show=False))
     for one, other in zip(plain, saved, strict=True):
         for name, value in one.items():
             assert torch.equal(value, other[name]), name
