@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tarfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -568,6 +569,19 @@ def test_an_index_that_points_outside_its_shard_is_refused(row):
         tar.Index.load(tar.Index(*np.array(row)[:, None], ("a",), 100).dump())
     with pytest.raises(tar.Damaged, match="its columns do not fit each other"):
         tar.Index.load(tar.Index(*good, ("a", "b"), 100).dump())
+
+
+def test_indices_are_read_by_threads_while_garbage_is_collected():
+    good = tar.Index(*np.zeros((4, 2), np.int64), ("a", "b"), 10).dump()
+    before, collected = gc.get_threshold(), lambda phase, info: time.sleep(1e-4)  # another thread's turn
+    gc.callbacks.append(collected)
+    gc.set_threshold(20)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert all(index.names == ("a", "b") for index in pool.map(tar.Index.load, [good] * 1000))
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collected)
 
 
 def test_an_index_of_another_version_is_told(monkeypatch):

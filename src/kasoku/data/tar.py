@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 import tarfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ BLOCK_BYTES = 512  # what a tar file is counted in
 _AHEAD_BYTES = 8192  # read at each header: the label and the next header mostly lie in it
 _SMALL_BYTES = 2**20  # a label or a long name has fewer
 _MOST_CLASSES = 2**20
+_PARSING = threading.Lock()  # ast reads numpy's headers, and before Python 3.11.8 threads share its depth (gh-106905)
 _NO_DATA = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)
 
 
@@ -69,7 +71,7 @@ class Index:
     def load(data: bytes) -> Index:
         """What `dump` gave. Raises Damaged for anything else."""
         try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as stored:
+            with _PARSING, np.load(io.BytesIO(data), allow_pickle=False) as stored:
                 if int(stored["version"]) != VERSION:
                     raise Damaged(f"of version {int(stored['version'])}, this kasoku reads {VERSION}")
                 offset_N, size_N, label_N, crc32_N = (
