@@ -4,8 +4,8 @@
 
 emulated48: 48 processes with cnn11, as wide as --cnn11 says (5.0 M parameters). A step computes by sleeping 1.0 s, with
 10 % log-normal jitter; all else is real: every worker pushes its whole update to the servers and pulls all parameters
-each step, and waits for that. speedup_48: exchanges a second of 48 workers over those of one, in the same run; the
-first steps do not count.
+each step, and waits for that; as all are of one host, through memory that they have in common. speedup_48: exchanges a
+second of 48 workers over those of one, in the same run; the first steps do not count.
 sum_error: how far the weights moved in all, against the sum of what was pushed, relative.
 sync_speedup_48: the same of an all-reduce by Overlap; sleep_at_40: seconds of computing below which the speed-up of 48
 falls under 40, from what one exchange costs the servers at most (48 workers without any sleep).

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from contracts import Net, assert_same, make, train, weights
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.data import digits, loader
-from kasoku.parallel import Asynchronous, Graded, Layer, Overlap, Remedies
+from kasoku.parallel import Asynchronous, Graded, Layer, Overlap, Remedies, segments
 from kasoku.parallel.pieces import Group
 from kasoku.parallel.post import Question
 from kasoku.parallel.shards import Shard
@@ -35,7 +35,17 @@ def by_processes(f: Callable[..., Any], *args: Any) -> list[Any]:
     return on_processes(SIZE, f, *args)
 
 
+def by_wire(f: Callable[..., Any], *args: Any) -> list[Any]:
+    return on_processes(SIZE, _far_apart, f, *args)
+
+
+def _far_apart(comm: Comm, f: Callable[..., Any], *args: Any) -> Any:
+    segments._system = tuple  # as if each had a host of its own
+    return f(comm, *args)
+
+
 both = pytest.mark.parametrize("on_ranks", [by_turns, by_processes])
+each_way = pytest.mark.parametrize("on_ranks", [by_turns, by_processes, by_wire])
 
 
 def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tuple[dict[str, Tensor], Counter[int]]:
@@ -55,7 +65,7 @@ def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tu
     return found
 
 
-@both
+@each_way
 @pytest.mark.parametrize(
     "technique",
     [
@@ -135,7 +145,7 @@ def counted(comm: Comm, technique: Technique, *, steps: int = 8, pace: float = 0
     return found
 
 
-@both
+@each_way
 @pytest.mark.parametrize("hidden", [True, False])
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 @pytest.mark.parametrize("every", [0, 1, 3])

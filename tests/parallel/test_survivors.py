@@ -15,7 +15,7 @@ from ranks import context
 from torch import Tensor, nn
 
 from kasoku.core import InputError, Job
-from kasoku.parallel import Asynchronous, TorchComm, life
+from kasoku.parallel import Asynchronous, TorchComm, life, segments
 from started import port
 
 SIZE, N = 4, 4099
@@ -42,8 +42,10 @@ def wait_for(file: Path) -> None:
         time.sleep(0.01)
 
 
-def _main(rank: int, port: int, folder: Path, technique: Asynchronous) -> None:
+def _main(rank: int, port: int, folder: Path, technique: Asynchronous, hosts: int) -> None:
     torch.set_num_threads(1)
+    if hosts > 1:
+        segments._system = tuple
     life.BEAT_S, life.DEAD_S = 0.15, 2.0
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=SIZE, timeout=timedelta(minutes=10))
@@ -106,9 +108,12 @@ CASES = [
     CASES,
     ids=["killed", "first killed", "stopped", "stopped, bounded", "server killed", "only server killed"],
 )
-def test_the_others_go_on_and_end_with_equal_weights(victim: int, number: int, technique: Asynchronous, tmp_path: Path):
+@pytest.mark.parametrize("hosts", [1, SIZE])
+def test_the_others_go_on_and_end_with_equal_weights(
+    victim: int, number: int, technique: Asynchronous, hosts: int, tmp_path: Path
+):
     where = port()
-    ranks = [context.Process(target=_main, args=(r, where, tmp_path, technique)) for r in range(SIZE)]
+    ranks = [context.Process(target=_main, args=(r, where, tmp_path, technique, hosts)) for r in range(SIZE)]
     for rank in ranks:
         rank.start()
     others = [rank for rank in range(SIZE) if rank != victim]

@@ -36,6 +36,7 @@ from kasoku.parallel.overlap import Overlap
 from kasoku.parallel.phases import Momentum, Together
 from kasoku.parallel.pieces import WIRES, Group, most_alone
 from kasoku.parallel.post import post
+from kasoku.parallel.segments import Segments
 from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Alone, Owned, Remedies, Shard
 from kasoku.parallel.survivors import Everybody, Table, mean_buffers
 from kasoku.parallel.units import Units
@@ -67,9 +68,9 @@ class Asynchronous(Technique):
 
     Saves: the time that ranks wait for each other and for the network.
     Costs: memory, 4 bytes a parameter times five on each rank (four without a prediction, two with hidden=False in
-        fp32). For what it owns: the weights, two rooms of its largest group for each rank that asks, and with bf16 or
-        compensate a copy for each rank. Some four threads for each other rank. No two runs are alike, updates are
-        stale. A resumed training goes on with rank 0's optimizer state on all ranks: the same only statistically.
+        fp32). For what it owns: the weights, two rooms of its largest group for each rank of another host, and with
+        bf16 or compensate a copy for each rank. Some four threads for each other rank. No two runs are alike, updates
+        are stale. A resumed training goes on with rank 0's optimizer state on all ranks: the same only statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
     """
@@ -149,8 +150,9 @@ class Exchange:
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
         self.staleness: Counter[int] = Counter()
         self.before: Counter[int] = Counter()  # staleness, when ranks shared out anew
+        self.segments = Segments(self.comm)
         self.share_out(range(servers or size), range(servers, size))
-        self.post = post(self.comm, self.owned, (self.workers, self.owners))
+        self.post = post(self.comm, self.owned, (self.workers, self.owners), self.segments)
         self.dead: dict[int, str] = self.post.dead
         self.together = Together(job, settings.buckets, warmup=settings.warmup, finish=settings.finish)
         self.momentum = Momentum(job, self.remedies.momentum) if self.remedies.momentum >= 0 else None
@@ -185,7 +187,8 @@ class Exchange:
         plan = settings.buckets.plan(self.units.tensors)
         named = self.units.named
         some = [[named[i][1] for i in group] for group in plan.groups]
-        self.groups = [Group(params, owners, wire, still=still, predicts=predicts) for params in some]
+        zeros = self.segments.zeros if self.trains else torch.zeros
+        self.groups = [Group(x, owners, wire, still=still, predicts=predicts, zeros=zeros) for x in some]
         mine = [group.pieces.get(self.comm.rank) for group in self.groups]
         share = self.share if wire == torch.float32 else 1.0  # else it is taken before what is sent is rounded
         shards = [Shard(x.stop - x.start, workers, remedies, wire, share=share) if x else None for x in mine]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ def most_alone(max_staleness: int | None) -> int:
 
 
 class Views:
-    """A flat stretch of memory and, in it, the places of a group's parameters."""
+    """A flat stretch of memory, made by `zeros(elements, dtype=)`, and in it the places of a group's parameters."""
 
-    def __init__(self, params: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> None:
-        self.flat = torch.zeros(sum(p.numel() for p in params), dtype=dtype)
+    def __init__(
+        self, params: Sequence[Tensor], dtype: torch.dtype = torch.float32, zeros: Callable[..., Tensor] = torch.zeros
+    ) -> None:
+        self.flat = zeros(sum(p.numel() for p in params), dtype=dtype)
         self.places, start = [], 0
         for p in params:
             self.places.append(torch.as_strided(self.flat, p.shape, p.stride(), start))
@@ -44,19 +46,28 @@ class Group:
     """
 
     def __init__(
-        self, params: Sequence[Tensor], owners: Sequence[int], wire: torch.dtype, *, still: bool, predicts: bool = False
+        self,
+        params: Sequence[Tensor],
+        owners: Sequence[int],
+        wire: torch.dtype,
+        *,
+        still: bool,
+        predicts: bool = False,
+        zeros: Callable[..., Tensor] = torch.zeros,
     ) -> None:
         """Args beside the attributes.
 
         still: the parameters do not move while an exchange is under way, and are what was read after it.
         predicts: they are then taken ahead of that, so they are not still.
+        zeros: makes the memory of what is sent and comes.
         """
         self.params, self.still = params, still
-        self.now, self.base = Views(params), Views(params)
-        n, exact = len(self.base.flat), wire == torch.float32
+        exact = wire == torch.float32
+        self.now, self.base = Views(params), Views(params, zeros=zeros if still and exact else torch.zeros)
+        n = len(self.base.flat)
         self._aside = Views(params if predicts else ())
         self.aside = self._aside.flat
-        self._goes, self._comes = (self.base if still and exact else Views(params, wire) for _ in range(2))
+        self._goes, self._comes = (self.base if still and exact else Views(params, wire, zeros) for _ in range(2))
         self.sent, self.come = self._goes.flat, self._comes.flat
         self.left = torch.zeros(0 if exact else n)
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]

@@ -1,11 +1,12 @@
 """Requests between ranks, which are answered while all of them compute.
 
 Note: who makes progress. Between processes one thread for each other rank waits for its requests and answers them, so
-an answer does not wait for the training of the rank that gives it; bytes move by gloo's own threads. What one rank asks
-another is answered in the order of asking; what several ask comes in any order. Questions without bytes go to the first
-that answers by a way of their own, so that they do not wait for bytes under way, and overtake them. Where ranks take
-turns in one process (`Threads`, a virtual clock) the other's answer is called in place, and the turn is given away
-after it.
+an answer does not wait for the training of the rank that gives it; bytes move by gloo's own threads, or not at all
+where ranks have memory in common (segments.py): then only heads are sent, and whoever answers reads and writes in
+place. What one rank asks another is answered in the order of asking; what several ask comes in any order. Questions
+without bytes go to the first that answers by a way of their own, so that they do not wait for bytes under way, and
+overtake them. Where ranks take turns in one process (`Threads`, a virtual clock) the other's answer is called in place,
+and the turn is given away after it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from kasoku.core import Comm, Work
 from kasoku.parallel.life import Held, Life, LostError, Pending
+from kasoku.parallel.segments import PLACE, Segments
 from kasoku.parallel.survivors import Everybody, Table, met
 
 ASK, REPLY = 2, 3  # tags: a rank's questions and its answers go the same way; 1 is a heartbeat's
-HEAD = 4  # numbers before each message: what it is, and up to three more
+TOLD = 4  # numbers: what a message is, and up to three more
+HEAD = TOLD + 2 * PLACE  # before each message; where what comes and goes with it lies, or zeros where it is sent
 BYE = 0  # no more questions
 T = TypeVar("T")
 Head = Sequence[int]
@@ -106,10 +109,11 @@ class Wired:
         comm: a channel of its own.
         desk: answers what others ask.
         ranks: those that ask, and those that answer.
+        segments: what this rank has in common with others.
     """
 
-    def __init__(self, comm: Comm, desk: Desk, ranks: tuple[Sequence[int], Sequence[int]]) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, desk: Desk, ranks: tuple[Sequence[int], Sequence[int]], segments: Segments) -> None:
+        self._comm, self._segments = comm, segments
         self.hand_over(desk, ranks)
         self._threads: list[tuple[int, threading.Thread]] = []
         self._errors: list[BaseException] = []
@@ -150,17 +154,24 @@ class Wired:
             return Question(None, torch.tensor([*self._answered(to, head, body, out)]))
         told, reply = torch.zeros(HEAD, dtype=torch.int64), torch.zeros(HEAD, dtype=torch.int64)
         told[: len(head)] = torch.tensor(head)
+        place = self._places(to, body, out)
+        told[TOLD : TOLD + len(place)] = torch.tensor(place)
+        sent, come = (body[:0], out[:0]) if place else (body, out)
         small = to == self._first and not (len(body) or len(out))
         send, receive = self._way(small).send, self._way(small).receive
         works: list[Work] = []
         try:
             if to not in self.dead:
-                works = [send(told, to=to, tag=ASK), *([send(body, to=to, tag=ASK)] if len(body) else [])]
-                works += [receive(reply, source=to, tag=REPLY)]
-                works += [receive(out, source=to, tag=REPLY)] if len(out) else []
+                works = [send(x, to=to, tag=ASK) for x in (told, sent) if len(x)]
+                works += [receive(x, source=to, tag=REPLY) for x in (reply, come) if len(x)]
         except RuntimeError:
             self.life.lose(to, "its connection broke")
         return Question(self.life.pending(to, [*works, Held(told)], small=small), reply)
+
+    def _places(self, to: int, body: Tensor, out: Tensor) -> list[int]:
+        """Where both lie, if that rank has them before it too."""
+        places = [self._segments.place(x) for x in (body, out)] if to in self._segments.near and len(body) else [()]
+        return [number for place in places for number in place] if all(places) else []
 
     def quiet(self) -> None:
         """Says that there are no more questions, and answers others' until they say so too. Raises what went wrong."""
@@ -187,6 +198,7 @@ class Wired:
     def stop(self) -> None:
         """Ends all threads, as all others that live do."""
         self.life.stop()
+        self._segments.forget()
 
     def _gone(self, rank: int) -> None:
         """What a rank that died was waited for is waited for no longer."""
@@ -230,22 +242,27 @@ class Wired:
                 if told[0] == BYE:
                     return rooms[1].clear()
                 n, dtype = self._desk.size(told)
-                body = room.of(n, dtype)
-                if n:
-                    way.receive(body, source=rank, tag=ASK).wait()
+                near = told[TOLD] > 0
+                places = (told[TOLD:-PLACE], told[-PLACE:])
+                body, out = (
+                    (self._segments.at(place, n, dtype) for place in places) if near else 2 * (room.of(n, dtype),)
+                )
+                sent = body[:0] if near else body
+                if len(sent):
+                    way.receive(sent, source=rank, tag=ASK).wait()
             if rank in self.dead:  # it was given up, and what it adds no longer counts
                 raise LostError(rank)
-            found = self._answered(rank, told, body, body)
+            found = self._answered(rank, told[:TOLD], body, out)
             room.reply[: len(found)] = torch.tensor(found)
             with _lost(rank):
-                room.leaves = [way.send(x, to=rank, tag=REPLY) for x in (room.reply, body)[: 1 + bool(n)]]
+                room.leaves = [way.send(x, to=rank, tag=REPLY) for x in (room.reply, sent) if len(x)]
 
 
 @contextmanager
 def _lost(rank: int) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise LostError(rank) from error
 
 
@@ -273,6 +290,6 @@ class _Room:
         return self._bytes[:size].view(dtype)
 
 
-def post(comm: Comm, desk: Desk, ranks: tuple[Sequence[int], Sequence[int]]) -> Any:
+def post(comm: Comm, desk: Desk, ranks: tuple[Sequence[int], Sequence[int]], segments: Segments) -> Any:
     """Direct where ranks take turns in one process, else Wired; called by all of them together."""
-    return Wired(comm, desk, ranks) if comm.own_threads else Direct(comm, desk)
+    return Wired(comm, desk, ranks, segments) if comm.own_threads else Direct(comm, desk)

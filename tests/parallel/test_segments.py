@@ -1,0 +1,122 @@
+"""Memory that ranks of one host have in common: who has it, what is sent in its place, and when it goes."""
+
+import gc
+import os
+
+import pytest
+import torch
+from ranks import on_processes
+
+from kasoku.core import Comm, Job, Threads, Work
+from kasoku.parallel import Asynchronous, segments
+from kasoku.parallel.post import ASK, REPLY
+from kasoku.parallel.segments import PLACE, Segments
+from kasoku.parallel.torchcomm import TorchComm
+
+SIZE = 3
+
+
+def _near(comm: Comm) -> tuple[set[int], list[int], list[int], int]:
+    """Who is near; what this rank reads at the next one; what it has when the one before wrote there; what is open."""
+    ours = Segments(comm)
+    mine = ours.zeros(10, torch.int32)
+    mine.copy_(torch.arange(10) + 100 * comm.rank)
+    at = comm.gather_objects(ours.place(mine[4:]))[(comm.rank + 1) % comm.size]
+    theirs = ours.at(at, 3, torch.int32)
+    read = theirs.tolist()
+    comm.gather_objects(None)
+    theirs.fill_(-comm.rank - 1)
+    comm.gather_objects(None)
+    wrote = mine.tolist()
+    before = len(os.listdir("/proc/self/fd"))
+    del mine, theirs
+    ours.forget()
+    gc.collect()
+    return set(ours.near), read, wrote, before - len(os.listdir("/proc/self/fd"))
+
+
+def test_ranks_of_one_host_read_and_write_each_others_memory():
+    for rank, (near, read, wrote, closed) in enumerate(on_processes(SIZE, _near)):
+        assert near == set(range(SIZE)) - {rank}
+        assert read == [100 * ((rank + 1) % SIZE) + k for k in (4, 5, 6)]
+        behind = -((rank - 1) % SIZE) - 1
+        assert wrote == [*range(100 * rank, 100 * rank + 4), *[behind] * 3, *range(100 * rank + 7, 100 * rank + 10)]
+        assert closed >= 2  # ours, and what mmap holds of it
+
+
+def _far(comm: Comm, which: int) -> tuple[int, bool]:
+    """How many are near where one rank has a host of its own, and whether what is made then has a place."""
+    if comm.rank == which:
+        segments._system = lambda: ("another",)
+    ours = Segments(comm)
+    return len(ours.near), bool(ours.place(ours.zeros(5, torch.float32)))
+
+
+def test_a_rank_of_another_host_is_not_near():
+    assert on_processes(SIZE, _far, 1) == [(1, True), (0, False), (1, True)]
+
+
+def _hidden(comm: Comm) -> int:
+    """How many are near where rank 0 cannot open what the others made."""
+    if comm.rank == 0:
+
+        def closed(*_: object) -> int:
+            raise PermissionError(13, "Permission denied")
+
+        os.open = closed  # type: ignore[assignment]
+    return len(Segments(comm).near)
+
+
+def test_a_rank_that_cannot_open_the_others_memory_is_not_near():
+    assert on_processes(SIZE, _hidden) == [0, 1, 1]
+
+
+def test_ranks_of_one_process_need_none():
+    ours = Threads(2).run(Segments)
+    assert [one.near for one in ours] == [frozenset()] * 2
+    assert not ours[0].place(ours[0].zeros(4, torch.float32))
+
+
+def test_a_place_that_is_another_file_by_now_is_refused(tmp_path):
+    alone = Segments(Threads(1).run(lambda comm: comm)[0])
+    with open(tmp_path / "other", "w+b") as other:
+        other.write(bytes(64))
+        other.flush()
+        place = [os.getpid(), other.fileno(), os.fstat(other.fileno()).st_ino, 0]
+        assert len(place) == PLACE
+        assert alone.at(place, 4, torch.float32).tolist() == [0.0] * 4
+        with pytest.raises(ProcessLookupError, match="another file by now"):
+            alone.at([*place[:2], place[2] + 1, 0], 4, torch.float32)
+    with pytest.raises(OSError, match="No such file"):
+        alone.at([2**22 + 1, 5, 5, 0], 4, torch.float32)
+
+
+def _sent(comm: Comm, technique: Asynchronous, hosts: int) -> tuple[int, int]:
+    """Elements sent with questions and answers, of 12 updates of 1,000 weights, and descriptors that meetings left."""
+    if hosts > 1:
+        segments._system = tuple
+    model = torch.nn.Linear(1000, 1, bias=False)
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm).apply(technique)
+    sent, real, opened = [], TorchComm.send, []
+
+    def send(self: TorchComm, x: torch.Tensor, *, to: int, tag: int = 0) -> Work:
+        sent.append(x.numel() * (tag in (ASK, REPLY)))
+        return real(self, x, to=to, tag=tag)
+
+    TorchComm.send = send  # type: ignore[method-assign]
+    for _ in range(3):
+        for _ in range(4):
+            model(torch.ones(1000)).sum().backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        job.drain()
+        opened.append(len(os.listdir("/proc/self/fd")))
+    job.close()
+    return sum(sent), opened[-1] - opened[0]
+
+
+@pytest.mark.parametrize("technique", [Asynchronous(every=1), Asynchronous(every=1, hidden=False, wire="bf16")])
+def test_only_heads_are_sent_to_ranks_that_are_near(technique: Asynchronous):
+    near, far = (on_processes(2, _sent, technique, hosts) for hosts in (1, 2))
+    assert all(sent < 2000 and grown <= 0 for sent, grown in near)
+    assert all(sent > 12_000 for sent, _ in far)
