@@ -239,7 +239,7 @@ def test_a_plain_loop_gives_the_weights_of_the_trainer_bit_for_bit(tmp_path):
     assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("package", ["numpy", "torch", "kasoku.recipe"])
+@pytest.mark.parametrize("package", ["numpy", "torch", "kasoku.recipe", "kasoku.spawn"])
 def test_ctrl_c_while_packages_are_imported_ends_in_one_line(package):
     """Even where who imports makes another error of every exception, as compiled packages do."""
     code = f"""

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 
 
 def main() -> int:
@@ -10,19 +11,27 @@ def main() -> int:
 
     as an exception it would pass through what imports them, and compiled packages make other errors of it.
     """
-    open_door = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # shut where who started it shut it
-    if open_door:
+    begins = _nothing
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else who started it shut this door
         signal.signal(signal.SIGINT, _leave)
+        begins = _begins
     from kasoku.cli import main as command
     from kasoku.ranks import leave
 
-    if open_door:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return leave(command())
+    return leave(command(begins=begins))
+
+
+def _nothing() -> None:
+    """The door stays as it is."""
+
+
+def _begins() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave(*_: object) -> None:
-    os.write(2, b"kasoku: interrupted before it began\n")
+    with suppress(OSError):
+        os.write(2, b"kasoku: interrupted before it began\n")
     os._exit(130)
 
 

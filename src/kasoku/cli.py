@@ -32,8 +32,8 @@ STOPPED = 75
 CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root")  # of a run that is resumed
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+def main(argv: Sequence[str] | None = None, begins: Callable[[], object] = lambda: None) -> int:
+    """Runs one command; returns its exit code. `begins` is called when all is imported, before the command runs."""
     from kasoku.spawn import typed_at
 
     given = list(sys.argv[1:] if argv is None else argv)
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(given, before)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
+        begins()
         return run(arguments)
     except InputError as error:
         print(f"kasoku: {error}", file=sys.stderr)

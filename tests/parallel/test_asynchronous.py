@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from contracts import Net, assert_same, make, train, weights
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.data import digits, loader
-from kasoku.parallel import Asynchronous, Graded, Layer, Overlap, Remedies, segments
+from kasoku.parallel import Asynchronous, Graded, Layer, OneGroup, Overlap, Remedies, segments
 from kasoku.parallel.pieces import Group
 from kasoku.parallel.post import Question
 from kasoku.parallel.shards import Shard
+from kasoku.parallel.wires import WIRES
 
 SIZE = 3
 GROUPS = Layer(least_bytes=0)
@@ -35,17 +36,19 @@ def by_processes(f: Callable[..., Any], *args: Any) -> list[Any]:
     return on_processes(SIZE, f, *args)
 
 
-def by_wire(f: Callable[..., Any], *args: Any) -> list[Any]:
-    return on_processes(SIZE, _far_apart, f, *args)
+def by_hosts(f: Callable[..., Any], *args: Any) -> list[Any]:
+    return on_processes(SIZE, _on_two, f, *args)
 
 
-def _far_apart(comm: Comm, f: Callable[..., Any], *args: Any) -> Any:
-    segments._system = tuple  # as if each had a host of its own
-    return f(comm, *args)
+def _on_two(comm: Comm, f: Callable[..., Any], *args: Any) -> Any:
+    segments._system = lambda: (comm.rank > 0,)  # as if the first had a host of its own
+    found = f(comm, *args)
+    assert len(segments.Segments(comm).near) == (comm.rank > 0)
+    return found
 
 
 both = pytest.mark.parametrize("on_ranks", [by_turns, by_processes])
-each_way = pytest.mark.parametrize("on_ranks", [by_turns, by_processes, by_wire])
+each_way = pytest.mark.parametrize("on_ranks", [by_turns, by_processes, by_hosts])
 
 
 def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tuple[dict[str, Tensor], Counter[int]]:
@@ -71,6 +74,7 @@ def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tu
     [
         Asynchronous(buckets=GROUPS),
         Asynchronous(buckets=GROUPS, hidden=False, wire="bf16"),
+        Asynchronous(buckets=GROUPS, wire="int8"),
         Asynchronous(buckets=GROUPS, servers=1, stream=True),
         Asynchronous(
             buckets=GROUPS,
@@ -80,7 +84,7 @@ def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tu
             remedies=Remedies(damp=True, compensate=1.0, predict=1.0),
         ),
     ],
-    ids=["default", "bf16", "servers", "all remedies"],
+    ids=["default", "bf16", "int8", "servers", "all remedies"],
 )
 def test_all_ranks_end_with_the_same_weights(on_ranks, technique: Asynchronous):
     ranks = on_ranks(trained, technique)
@@ -147,7 +151,7 @@ def counted(comm: Comm, technique: Technique, *, steps: int = 8, pace: float = 0
 
 @each_way
 @pytest.mark.parametrize("hidden", [True, False])
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("every", [0, 1, 3])
 def test_the_sum_of_the_updates_applied_is_that_of_those_sent(on_ranks, hidden: bool, wire: str, every: int):
     for moved, wanted, _ in on_ranks(counted, Asynchronous(hidden=hidden, wire=wire, every=every)):
@@ -183,19 +187,29 @@ def test_ranks_that_meet_seldom_live_on():
     assert on_processes(SIZE, _seldom) == [(True, {})] * SIZE
 
 
-def test_what_bf16_takes_away_is_sent_later():
-    def rank(comm: Comm) -> float:
-        model = Counting(1)
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize(
+    ("wire", "x"), [("bf16", [1.0 + 2.0**-10, 0.0]), ("int8", [100.0, 0.28125])]
+)  # for 1, and 100 and 0
+def test_what_fewer_bits_take_away_is_sent_later(wire: Any, x: list[float], hidden: bool):
+    def rank(comm: Comm) -> list[float]:
+        model = Counting(2)
         job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=comm)
-        job.apply(Asynchronous(wire="bf16", hidden=False))
-        for _ in range(300):
-            model(torch.tensor([1.0 + 2.0**-10])).backward()  # bf16 rounds that to 1
+        job.apply(Asynchronous(wire=wire, hidden=hidden, buckets=OneGroup(), servers=1, every=1))
+        for _ in range(300 if comm.rank else 0):
+            model(torch.tensor(x)).backward()
             job.optimizer.step()
             job.optimizer.zero_grad()
+        if not job.kept("asynchronous").trains:
+            found = []
+        else:
+            group = job.kept("asynchronous").groups[0]
+            found = (group.base.flat / -300).tolist()  # what the server has been told, before anything is settled
         job.drain()
-        return model.w.item()
+        assert (model.w / -300).tolist() == pytest.approx(x, rel=1e-6)
+        return found
 
-    assert Threads(2).run(rank) == pytest.approx([-300 * (1 + 2.0**-10)] * 2, rel=1e-6)
+    assert Threads(2).run(rank)[1] == pytest.approx(x, rel=0.01)
 
 
 @settings(max_examples=25, deadline=None)
@@ -326,7 +340,7 @@ def test_a_lower_momentum_moves_the_weights_as_far():
 
 
 def _shard(remedies: Remedies, workers: int = 2, share: float = 1.0) -> Shard:
-    shard = Shard(3, range(workers), remedies, torch.float32, share=share)
+    shard = Shard(3, range(workers), remedies, WIRES["fp32"], share=share)
     shard.begin(torch.tensor([1.0, 2.0, 3.0]))
     return shard
 
@@ -385,7 +399,7 @@ def test_prediction_takes_the_gradient_where_the_others_go(technique: Asynchrono
 
 def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
     p = nn.Parameter(torch.zeros(1))
-    group, found = Group([p.data], [0], torch.float32, still=False, predicts=True), []
+    group, found = Group([p.data], [0], WIRES["fp32"], still=False, predicts=True), []
     group.begin()
     for others in (2, 4, 6, 46, 48):  # updates by others so far, of -1 each
         group.take_update(1.0, None)
@@ -476,7 +490,7 @@ def test_weights_that_are_not_finite_meet_and_go_on():
     [
         (lambda: Asynchronous(max_staleness=-1), "max_staleness=-1: 0 steps or more"),
         (lambda: Asynchronous(every=-1), "every=-1: 0 ranks or more, and 0 steps or more"),
-        (lambda: Asynchronous(wire="fp8"), 'wire="fp8": "fp32" or "bf16"'),
+        (lambda: Asynchronous(wire="fp8"), 'wire="fp8": "fp32", "bf16" or "int8"'),
         (lambda: Remedies(momentum=1.0), "from 0 to below 1"),
         (lambda: Remedies(compensate=-1.0), "0 or more"),
         (lambda: Asynchronous(remedies=Remedies(compensate=2.0)), "compensate=2 beside hidden=True"),

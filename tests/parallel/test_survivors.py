@@ -2,8 +2,10 @@
 
 import os
 import signal
+import threading
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from ranks import context
 from torch import Tensor, nn
 
 from kasoku.core import InputError, Job
-from kasoku.parallel import Asynchronous, TorchComm, life, segments
+from kasoku.parallel import Asynchronous, TorchComm, life, segments, shards
 from started import port
 
 SIZE, N = 4, 4099
@@ -42,7 +44,9 @@ def wait_for(file: Path) -> None:
         time.sleep(0.01)
 
 
-def _main(rank: int, port: int, folder: Path, technique: Asynchronous, hosts: int) -> None:
+def _main(
+    rank: int, port: int, folder: Path, technique: Asynchronous, hosts: int, f: Callable[..., dict[str, Any]]
+) -> None:
     torch.set_num_threads(1)
     if hosts > 1:
         segments._system = tuple
@@ -51,7 +55,7 @@ def _main(rank: int, port: int, folder: Path, technique: Asynchronous, hosts: in
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=SIZE, timeout=timedelta(minutes=10))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = _trained(rank, folder, technique)
+        found = f(rank, folder, technique)
     found["said"] = [str(warning.message) for warning in said]
     torch.save(found, folder / f"part-{rank}")
     (folder / f"part-{rank}").rename(folder / f"result-{rank}")
@@ -87,6 +91,7 @@ def _trained(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]
         exchange = job.kept("asynchronous")
         moved, dead, stale = model.w.detach() - first, dict(exchange.dead), sum(exchange.staleness.values())
         weights = {"w": model.w.detach().clone(), "v": model.v.detach().clone(), "mean": model.mean.clone()}
+        assert len(exchange.segments._made) == bool(exchange.segments.near)  # what was shared out before is gone
         job.close()
         return {"weights": weights, "moved": moved, "dead": dead, "updates": stale}
     except InputError as error:
@@ -98,6 +103,7 @@ CASES = [
     (0, signal.SIGKILL, Asynchronous(hidden=False, max_staleness=2)),
     (1, signal.SIGSTOP, Asynchronous(hidden=False)),
     (3, signal.SIGSTOP, Asynchronous(wire="bf16", max_staleness=1)),
+    (1, signal.SIGKILL, Asynchronous(wire="int8")),
     (1, signal.SIGKILL, Asynchronous(servers=2, hidden=False, wire="bf16")),
     (0, signal.SIGKILL, Asynchronous(servers=1)),
 ]
@@ -106,14 +112,22 @@ CASES = [
 @pytest.mark.parametrize(
     ("victim", "number", "technique"),
     CASES,
-    ids=["killed", "first killed", "stopped", "stopped, bounded", "server killed", "only server killed"],
+    ids=[
+        "killed",
+        "first killed",
+        "stopped",
+        "stopped, bounded",
+        "killed, int8",
+        "server killed",
+        "only server killed",
+    ],
 )
 @pytest.mark.parametrize("hosts", [1, SIZE])
 def test_the_others_go_on_and_end_with_equal_weights(
     victim: int, number: int, technique: Asynchronous, hosts: int, tmp_path: Path
 ):
     where = port()
-    ranks = [context.Process(target=_main, args=(r, where, tmp_path, technique, hosts)) for r in range(SIZE)]
+    ranks = [context.Process(target=_main, args=(r, where, tmp_path, technique, hosts, _trained)) for r in range(SIZE)]
     for rank in ranks:
         rank.start()
     others = [rank for rank in range(SIZE) if rank != victim]
@@ -151,3 +165,77 @@ def test_the_others_go_on_and_end_with_equal_weights(
     w = found[0]["weights"]["w"]
     assert w.isfinite().all()
     assert float(w.max()) < moved  # all of it was moved, also what the dead one owned
+
+
+def _while_one_sleeps(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]:
+    """Rank 1 is stopped in an answer that it has begun to write, and goes on writing when the others know it dead."""
+    real, first = shards.Shard.take, True
+
+    def take(self: shards.Shard, asks: int, update: Tensor, basis: int, out: Tensor) -> int:
+        nonlocal first
+        if first and asks != rank and (folder / "go").exists():
+            first = False
+            found = real(self, asks, update, basis, out)
+            out.view(torch.uint8)[: len(out) // 2].fill_(0x7B)  # 1e36 in fp32
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread stops first
+            for x in (update, out):
+                x.view(torch.uint8).fill_(0x7B)
+            (folder / "wrote").touch()
+            return found
+        return real(self, asks, update, basis, out)
+
+    if rank == 1:
+        shards.Shard.take = take  # type: ignore[method-assign]
+    model = Counting()
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=TorchComm()).apply(technique)
+    x = torch.full((N,), 12.0)
+    try:
+        (folder / f"ready-{rank}").touch()
+        until, steps = time.monotonic() + LIMIT_S, 0
+        while not (folder / "wrote").exists() and time.monotonic() < until:
+            model(x).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            steps += 1
+            if rank != 1 and job.kept("asynchronous").dead:
+                (folder / f"knows-{rank}").touch()
+            time.sleep(0.002)
+        job.drain()
+        weights = model.w.detach().clone()
+        job.close()
+        return {"weights": weights, "steps": steps}
+    except InputError as error:
+        return {"error": str(error)}
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [Asynchronous(), Asynchronous(hidden=False), Asynchronous(hidden=False, wire="int8")],
+    ids=["default", "in place", "int8"],
+)
+def test_an_owner_that_wakes_up_in_an_answer_harms_nobody(technique: Asynchronous, tmp_path: Path):
+    where, others = port(), [0, 2, 3]
+    ranks = [
+        context.Process(target=_main, args=(r, where, tmp_path, technique, 1, _while_one_sleeps)) for r in range(SIZE)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in range(SIZE):
+            wait_for(tmp_path / f"ready-{rank}")
+        (tmp_path / "go").touch()
+        for rank in others:
+            wait_for(tmp_path / f"knows-{rank}")
+        os.kill(ranks[1].pid or 0, signal.SIGCONT)
+        for rank in others:
+            wait_for(tmp_path / f"result-{rank}")
+        found = [torch.load(tmp_path / f"result-{rank}", weights_only=True) for rank in others]
+    finally:
+        (tmp_path / "end").touch()
+        for rank in ranks:
+            rank.join(1)
+            rank.kill()
+    for one in found:
+        assert "error" not in one, one
+        assert torch.equal(one["weights"], found[0]["weights"])
+        assert one["weights"].abs().max() <= 12.0 * (sum(one["steps"] for one in found) + 10_000)

@@ -34,12 +34,13 @@ from kasoku.parallel.buckets import Graded, Policy
 from kasoku.parallel.life import LostError
 from kasoku.parallel.overlap import Overlap
 from kasoku.parallel.phases import Momentum, Together
-from kasoku.parallel.pieces import WIRES, Group, most_alone
+from kasoku.parallel.pieces import Group, most_alone
 from kasoku.parallel.post import post
 from kasoku.parallel.segments import Segments
 from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Alone, Owned, Remedies, Shard
 from kasoku.parallel.survivors import Everybody, Table, mean_buffers
 from kasoku.parallel.units import Units
+from kasoku.parallel.wires import WIRES
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Asynchronous(Technique):
             exchange is over, so that it does not wait for the network; at most 16 or max_staleness (times the groups,
             with stream), and one with hidden=False.
         hidden: exchange while the next step computes, and read at its end; False: wait for it at once.
-        wire: "fp32", or "bf16" both ways; what rounding takes is sent with the next update, either way.
+        wire: "fp32", or "bf16" or "int8" (a power of two for 256 elements) both ways; what rounding takes is sent with
+            the next update, either way.
         stream: one group each time, in turn, instead of all.
         remedies: what is done about stale updates.
         warmup: epochs at first in which ranks step together.
@@ -69,8 +71,8 @@ class Asynchronous(Technique):
     Saves: the time that ranks wait for each other and for the network.
     Costs: memory, 4 bytes a parameter times five on each rank (four without a prediction, two with hidden=False in
         fp32). For what it owns: the weights, two rooms of its largest group for each rank of another host, and with
-        bf16 or compensate a copy for each rank. Some four threads for each other rank. No two runs are alike, updates
-        are stale. A resumed training goes on with rank 0's optimizer state on all ranks: the same only statistically.
+        fewer bits or compensate a copy for each rank. Some four threads for each other rank. No two runs are alike,
+        updates are stale; a resumed training has rank 0's optimizer state on all ranks: the same statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
     """
@@ -86,7 +88,7 @@ class Asynchronous(Technique):
     servers: int = 0
     every: int = 0
     hidden: bool = True
-    wire: Literal["fp32", "bf16"] = "fp32"
+    wire: Literal["fp32", "bf16", "int8"] = "fp32"
     stream: bool = False
     remedies: Remedies = field(default_factory=Remedies)
     warmup: float = 0.0
@@ -103,7 +105,7 @@ class Asynchronous(Technique):
                 "longer known by then; give hidden=False"
             )
         if self.wire not in WIRES:
-            raise InputError(f'wire="{self.wire}": "fp32" or "bf16"')
+            raise InputError(f'wire="{self.wire}": "fp32", "bf16" or "int8"')
         if self.warmup < 0 or self.finish < 0:
             raise InputError(f"warmup={self.warmup}, finish={self.finish}: epochs, 0 or more")
         if self.servers and (self.warmup or self.finish):
@@ -181,17 +183,18 @@ class Exchange:
     def share_out(self, owners: Sequence[int], workers: Sequence[int]) -> None:
         """Cuts the weights, equal on all ranks, into parts for their owners."""
         self.owners, self.workers, self.share = owners, workers, 1 / max(1, len(workers))
-        settings, remedies, wire = self.settings, self.remedies, WIRES[self.settings.wire]
+        settings, remedies, code = self.settings, self.remedies, WIRES[self.settings.wire]
         predicts = settings.ahead > 0
         still = not settings.hidden and not predicts
         plan = settings.buckets.plan(self.units.tensors)
         named = self.units.named
         some = [[named[i][1] for i in group] for group in plan.groups]
-        zeros = self.segments.zeros if self.trains else torch.zeros
-        self.groups = [Group(x, owners, wire, still=still, predicts=predicts, zeros=zeros) for x in some]
+        self.segments.open(2 * len(some), 8 * sum(t.elements for t in self.units.tensors) if self.trains else 0)
+        zeros = self.segments.zeros
+        self.groups = [Group(x, owners, code, still=still, predicts=predicts, zeros=zeros) for x in some]
         mine = [group.pieces.get(self.comm.rank) for group in self.groups]
-        share = self.share if wire == torch.float32 else 1.0  # else it is taken before what is sent is rounded
-        shards = [Shard(x.stop - x.start, workers, remedies, wire, share=share) if x else None for x in mine]
+        share = self.share if code.exact else 1.0  # else it is taken before what is sent is rounded
+        shards = [Shard(x.stop - x.start, workers, remedies, code, share=share) if x else None for x in mine]
         self.owned = Owned(shards, workers, settings.max_staleness)
         self.begin()
 
@@ -298,12 +301,13 @@ class Exchange:
 
     def send(self, g: int) -> None:
         """Sends what this worker moved of a group since it sent last."""
+        self.post.check()
         group = self.groups[g]
         group.clock = self.clock
         group.take_update(self.share, self.momentum.factors(group.params) if self.momentum else None)
-        for owner, piece in group.pieces.items():
+        for owner, where in group.written.items():
             head = (UPDATE, g, group.basis[owner])
-            group.under_way[owner] = self.post.ask(owner, head, group.sent[piece], group.come[piece])
+            group.under_way[owner] = self.post.ask(owner, head, group.sent[where], group.come[where])
         group.basis.update(group.read)
 
     def collect(self, group: Group) -> None:

@@ -108,9 +108,9 @@ class Life:
         self._hearing.clear()
         self._waiting.clear()
 
-    def join(self, rank: int, thread: threading.Thread) -> None:
+    def join(self, rank: int, thread: threading.Thread, or_else: Callable[[], bool] = lambda: False) -> None:
         """Waits for the end of a thread that waits for a rank, or for the death of that, or of this one."""
-        while rank not in self.dead and not self._out and thread.is_alive():
+        while rank not in self.dead and not self._out and thread.is_alive() and not or_else():
             thread.join(0.05)
 
     # ---- waits
@@ -119,7 +119,7 @@ class Life:
         """Has these waited for, in order; `small`: not behind what else is waited for."""
         found = Pending(rank, works)
         with self.changed:
-            self._check()
+            self.check()
             if rank in self.dead:
                 found.over.set()
             else:
@@ -257,9 +257,10 @@ class Life:
         self._beat()
         with self.changed:
             self.changed.wait_for(lambda: self._out or ready())
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises InputError where the others have given this rank up."""
         if self._out:
             raise InputError(f"rank {self.comm.rank} was given up by the others, which go on without it")
 

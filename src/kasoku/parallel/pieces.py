@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kasoku.parallel.post import Question
+from kasoku.parallel.wires import Code
 
 _ALONE = 16  # steps at most between two exchanges, however long one takes
-WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def most_alone(max_staleness: int | None) -> int:
@@ -21,10 +21,8 @@ def most_alone(max_staleness: int | None) -> int:
 class Views:
     """A flat stretch of memory, made by `zeros(elements, dtype=)`, and in it the places of a group's parameters."""
 
-    def __init__(
-        self, params: Sequence[Tensor], dtype: torch.dtype = torch.float32, zeros: Callable[..., Tensor] = torch.zeros
-    ) -> None:
-        self.flat = zeros(sum(p.numel() for p in params), dtype=dtype)
+    def __init__(self, params: Sequence[Tensor], zeros: Callable[..., Tensor] = torch.zeros) -> None:
+        self.flat = zeros(sum(p.numel() for p in params), dtype=torch.float32)
         self.places, start = [], 0
         for p in params:
             self.places.append(torch.as_strided(self.flat, p.shape, p.stride(), start))
@@ -36,10 +34,11 @@ class Group:
 
     Attributes:
         base: the weights as far as it knows them, its own updates included.
-        sent, come: what is under way to the owners, and from them; both are `base` where that suffices, as an owner
-            answers a piece when it has it whole.
+        sent, come: what is under way to the owners, and from them, as `code` writes it; both are `base` where that
+            suffices, as an owner answers a piece when it has it whole. An owner may work in either until it answers.
         aside: what of the parameters is no update: the prediction.
         left: what rounding took from the last update.
+        written: of each owner, where its piece lies in `sent` and `come`.
         lost: pieces whose owner is dead: this worker moves its own copy of them, until ranks meet.
         basis, read: of each piece: when what the next update is computed on was read, and what was read last.
         clock: the worker's, when an update was sent last.
@@ -49,7 +48,7 @@ class Group:
         self,
         params: Sequence[Tensor],
         owners: Sequence[int],
-        wire: torch.dtype,
+        code: Code,
         *,
         still: bool,
         predicts: bool = False,
@@ -61,19 +60,27 @@ class Group:
         predicts: they are then taken ahead of that, so they are not still.
         zeros: makes the memory of what is sent and comes.
         """
-        self.params, self.still = params, still
-        exact = wire == torch.float32
-        self.now, self.base = Views(params), Views(params, zeros=zeros if still and exact else torch.zeros)
+        self.params, self.still, self.code = params, still, code
+        in_place = still and code.exact
+        self.now, self.base = Views(params), Views(params, zeros if in_place else torch.zeros)
         n = len(self.base.flat)
         self._aside = Views(params if predicts else ())
         self.aside = self._aside.flat
-        self._goes, self._comes = (self.base if still and exact else Views(params, wire, zeros) for _ in range(2))
-        self.sent, self.come = self._goes.flat, self._comes.flat
-        self.left = torch.zeros(0 if exact else n)
+        self.left = torch.zeros(0 if code.exact else n)
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
         self.pieces = {
             owner: slice(*cut) for owner, *cut in zip(owners, cuts, cuts[1:], strict=False) if cut[0] < cut[1]
         }
+        self._goes, self._comes = (
+            self.base if in_place else Views(params if code.exact else (), zeros) for _ in range(2)
+        )
+        self.sent, self.come, self.written = self._goes.flat, self._comes.flat, self.pieces
+        if not code.exact:
+            self.written, end = {}, 0
+            for owner, piece in self.pieces.items():
+                start, end = end, end + code.elements(piece.stop - piece.start)
+                self.written[owner] = slice(start, end)
+            self.sent, self.come = (zeros(end, dtype=code.dtype) for _ in range(2))
         self.basis = dict.fromkeys(self.pieces, 0)
         self.read = dict(self.basis)
         self._passed, self._times = 0, 0
@@ -121,8 +128,9 @@ class Group:
         return own.sub_(self.aside) if len(self.aside) else own
 
     def lose(self, owner: int) -> None:
-        """Goes on without a piece's owner, which may yet write into what it was asked to fill."""
+        """Goes on without a piece's owner, which may yet write into what it was sent and asked to fill."""
         piece = self.pieces.pop(owner)
+        self.written.pop(owner, None)  # with fp32 it is `pieces`
         base = Views(self.params)
         base.flat.copy_(self.base.flat)
         if self.come is self.base.flat:  # half an answer may be in it
@@ -183,9 +191,11 @@ class Group:
         for piece in self.lost:
             update[piece] /= share
         if len(self.left):
-            self.sent.copy_(update.add_(self.left))
-            self.left.copy_(update)
-            self.left.sub_(update.copy_(self.sent))
+            self.left.copy_(update.add_(self.left))
+            for owner, piece in self.pieces.items():
+                self.code.pack(update[piece], self.sent[self.written[owner]])
+                self.code.unpack(self.sent[self.written[owner]], update[piece])
+            self.left.sub_(update)
         self.base.flat.add_(update)
         if not self.still:
             self.now.flat.copy_(self.base.flat)
@@ -208,29 +218,40 @@ class Group:
     def take_answer(self, ahead: float) -> None:
         """Adds what came, and goes so many times as far ahead."""
         ahead = self._reach(ahead)
+        if len(self.left):
+            return self._take_way(ahead)
         for piece in self.lost:
-            self.come[piece] = 0.0 if len(self.left) else self.base.flat[piece]
+            self.come[piece] = self.base.flat[piece]
         if self.still:
-            if len(self.left):
-                self.base.flat.add_(self.now.flat.copy_(self.come))
             self.scatter(self.base)
-            return
+            return None
         if self.quick:
             for p, base, come, aside in self._places(self._comes):
                 p.sub_(base).add_(come)
                 if aside is not None:
                     p.sub_(aside).add_(torch.sub(come, base, out=aside).mul_(ahead))
                 base.copy_(come)
-            return
+            return None
         own = self.own()
-        way = self.come if len(self.left) else self.come - self.base.flat
-        if len(self.left):
-            self.base.flat.add_(way)
-        else:
-            self.base.flat.copy_(self.come)
-        if ahead:
-            torch.mul(way, ahead, out=self.aside)
-        own.add_(self.base.flat)
+        if len(self.aside):
+            torch.sub(self.come, self.base.flat, out=self.aside).mul_(ahead)
+        own.add_(self.base.flat.copy_(self.come))
         if len(self.aside):
             own.add_(self.aside)
-        self.scatter(self.now)
+        return self.scatter(self.now)
+
+    def _take_way(self, ahead: float) -> None:
+        """The same where the others' way came, in fewer bits."""
+        own = torch.zeros(0) if self.still else self.own()
+        way = self.now.flat if self.still else self.aside if len(self.aside) else torch.empty_like(self.base.flat)
+        for piece in self.lost:
+            way[piece] = 0.0
+        for owner, piece in self.pieces.items():
+            self.code.unpack(self.come[self.written[owner]], way[piece])
+        self.base.flat.add_(way)
+        if self.still:
+            return self.scatter(self.base)
+        own.add_(self.base.flat)
+        if len(self.aside):
+            own.add_(self.aside.mul_(ahead))
+        return self.scatter(self.now)

@@ -83,6 +83,9 @@ class Direct:
     def start(self) -> None:
         """Nothing runs beside the ranks."""
 
+    def check(self) -> None:
+        """Nothing fails beside the ranks."""
+
     def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Question:
         """Asks rank `to`, once it can answer."""
         desk, rank = self._desks[to], self._comm.rank
@@ -149,7 +152,11 @@ class Wired:
             thread.start()
 
     def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Question:
-        """Asks rank `to`; `body` must not change, nor `out` be read, before the answer is there."""
+        """Asks rank `to`; `body` must not change, nor `out` be read, before the answer is there.
+
+        After it `body` is as the other left it, which may have worked in it.
+        """
+        self.check()
         if to == self._comm.rank:
             return Question(None, torch.tensor([*self._answered(to, head, body, out)]))
         told, reply = torch.zeros(HEAD, dtype=torch.int64), torch.zeros(HEAD, dtype=torch.int64)
@@ -167,6 +174,12 @@ class Wired:
         except RuntimeError:
             self.life.lose(to, "its connection broke")
         return Question(self.life.pending(to, [*works, Held(told)], small=small), reply)
+
+    def check(self) -> None:
+        """Raises what went wrong in answering, and InputError where the others gave this rank up."""
+        if self._errors:
+            raise self._errors[0]
+        self.life.check()
 
     def _places(self, to: int, body: Tensor, out: Tensor) -> list[int]:
         """Where both lie, if that rank has them before it too."""
@@ -186,10 +199,10 @@ class Wired:
             with suppress(LostError):
                 pending.wait()
         for rank, thread in self._threads:
-            self.life.join(rank, thread)
-        self._threads.clear()
-        if self._errors:
+            self.life.join(rank, thread, lambda: bool(self._errors))
+        if self._errors:  # who waits for an answer that will not come hears that this process has ended
             raise self._errors[0]
+        self._threads.clear()
 
     def meet(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
         """What f makes of the ranks that live, and who they are; it may be called again, so it must only read."""
@@ -243,13 +256,12 @@ class Wired:
                     return rooms[1].clear()
                 n, dtype = self._desk.size(told)
                 near = told[TOLD] > 0
-                places = (told[TOLD:-PLACE], told[-PLACE:])
-                body, out = (
-                    (self._segments.at(place, n, dtype) for place in places) if near else 2 * (room.of(n, dtype),)
-                )
-                sent = body[:0] if near else body
-                if len(sent):
-                    way.receive(sent, source=rank, tag=ASK).wait()
+                body = out = room.of(0 if near else n, dtype)
+                if len(body):
+                    way.receive(body, source=rank, tag=ASK).wait()
+                sent = body
+                if near and rank not in self.dead:
+                    body, out = (self._segments.at(x, n, dtype) for x in (told[TOLD:-PLACE], told[-PLACE:]))
             if rank in self.dead:  # it was given up, and what it adds no longer counts
                 raise LostError(rank)
             found = self._answered(rank, told[:TOLD], body, out)
@@ -262,7 +274,7 @@ class Wired:
 def _lost(rank: int) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, FileNotFoundError, ProcessLookupError) as error:
         raise LostError(rank) from error
 
 

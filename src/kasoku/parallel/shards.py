@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kasoku.core import InputError
 from kasoku.parallel.post import Head
+from kasoku.parallel.wires import Code
 
 UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of questions
 RESTS = 2**62  # the clock of a worker that nobody waits for
@@ -61,20 +62,18 @@ class Shard:
         n: elements.
         workers: the ranks that send updates.
         remedies: against stale ones.
-        wire: the type of what comes and goes.
+        code: in which bits updates come and answers go.
         share: of an update, that is added.
 
     Attributes: `weights`: the true ones. `staleness`: how many updates had how much of it.
     """
 
-    def __init__(
-        self, n: int, workers: Sequence[int], remedies: Remedies, wire: torch.dtype, *, share: float = 1.0
-    ) -> None:
+    def __init__(self, n: int, workers: Sequence[int], remedies: Remedies, code: Code, *, share: float = 1.0) -> None:
         self.weights = torch.zeros(n)
         self.staleness: Counter[int] = Counter()
-        self.wire = wire
+        self.code = code
         self._workers, self._remedies, self._share = workers, remedies, share
-        self._keeps = remedies.compensate > 0 or wire != self.weights.dtype  # what each worker was told
+        self._keeps = remedies.compensate > 0 or not code.exact  # what each worker was told
         self._lock = threading.Lock()
         self._squares: Tensor | None = None
         self._exact = torch.zeros(n if self._keeps else 0)  # what came and goes, in the weights' own type
@@ -95,7 +94,7 @@ class Shard:
             rank: the worker.
             update: a share of it is added; it has added the same to what it believes. Not what it was afterwards.
             basis: what the worker got when it read the weights that the update was computed on.
-            out: the weights, or in another type the difference; it may be the memory of `update`.
+            out: the weights, or in fewer bits the difference; it may be the memory of `update`.
         """
         with self._lock:
             others = self._version - self._own[rank]
@@ -109,17 +108,19 @@ class Shard:
                 self._version += 1
                 self._own[rank] += 1
                 return others
-            update = self._exact.copy_(update)  # types are converted by copies: all else is slow with two of them
+            self.code.unpack(update, self._exact)
+            update = self._exact
             if self._share != 1:
                 update.mul_(self._share)
             self._add(update, others - basis, told)
             self._version += 1
             self._own[rank] += 1
-            if out.dtype == self.weights.dtype:
+            if self.code.exact:
                 told.copy_(out.copy_(self.weights))
             else:
-                out.copy_(torch.sub(self.weights, told.add_(update), out=self._exact))
-                told.add_(self._exact.copy_(out))  # what rounding takes is told the next time
+                self.code.pack(torch.sub(self.weights, told.add_(update), out=self._exact), out)
+                self.code.unpack(out, self._exact)
+                told.add_(self._exact)  # what rounding takes is told the next time
             return others
 
     def _damped(self, staleness: int) -> float:
@@ -173,7 +174,7 @@ class Owned:
     def size(self, head: Head) -> tuple[int, torch.dtype]:
         """An update, and as many elements back; nothing with a clock."""
         shard = self.shards[head[1]] if head[0] == UPDATE else None
-        return (len(shard.weights), shard.wire) if shard else (0, torch.float32)
+        return (shard.code.elements(len(shard.weights)), shard.code.dtype) if shard else (0, torch.float32)
 
     def ready(self, rank: int, head: Head) -> bool:
         """A worker that says its clock waits until the slowest one is near enough."""

@@ -19,7 +19,8 @@ from functools import lru_cache
 from kasoku.core import InputError, Span
 from kasoku.core.cost import Forecast, Piece, Plan, Sized, Unit
 from kasoku.parallel import Asynchronous
-from kasoku.parallel.pieces import WIRES, most_alone
+from kasoku.parallel.pieces import most_alone
+from kasoku.parallel.wires import WIRES
 from kasoku.simulate.allreduce import ALONE, Fastest, exchange, fastest
 from kasoku.simulate.cluster import Cluster
 
@@ -47,7 +48,7 @@ def link(cluster: Cluster, gpus: int) -> Fastest:
 
 def wire_bytes(pace: Asynchronous) -> int:
     """Of an element under way, either way."""
-    return WIRES[pace.wire].itemsize
+    return WIRES[pace.wire].dtype.itemsize
 
 
 def plan(pace: Asynchronous, tensors: Sequence[Sized]) -> Plan:
