@@ -36,9 +36,11 @@ from common import finish
 from kasoku.core import Comm, Job
 from kasoku.models import cnn11
 from kasoku.parallel import Asynchronous, Fixed, Overlap, TorchComm
+from kasoku.parallel.wires import WIRES
 
 WARM, STEPS = 2, 12
 JITTER = 0.1
+LOST = 1e-4  # of what was pushed, at most: float32 rounds
 MIB = 2**20
 DEFAULTS = {"steps": 0, "batch": 64, "widths": [64, 256, 256]}
 OWN = {  # the link carries slow_link's parameters in about twice the time that computing takes
@@ -153,13 +155,15 @@ def emulated48(arguments: argparse.Namespace) -> None:
         rates[workers] = rate(found)
         pushed = sum(one["pushed"] for one in found)
         errors.append(abs(found[0]["moved"] - pushed) / abs(pushed))
+        if errors[-1] > LOST:
+            raise RuntimeError(f"{workers} workers moved the weights by {found[0]['moved']}, and pushed {pushed}")
         every = [s for one in found for s in one["exchange_s"][WARM:]]
         exchange_ms[workers] = round(1e3 * statistics.median(every), 1)
         cpu_ms[workers] = [round(1e3 * s, 1) for s in cpu_of(found, workers * arguments.steps)]
         print(f"{workers}: {rates[workers]:.2f} exchanges/s, {exchange_ms[workers]} ms each, error {errors[-1]:.1e}, "
               f"CPU of worker and server {cpu_ms[workers]} ms", flush=True)  # fmt: skip
     most = max(rates)
-    width = 2 if arguments.wire == "bf16" else 4
+    width = WIRES[arguments.wire].dtype.itemsize
     figures |= {f"efficiency_{n}": round(x / rates[1] / n, 3) for n, x in rates.items() if 1 < n < most}
     figures |= {
         f"speedup_{most}": round(rates[most] / rates[1], 2),
@@ -192,7 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--case", choices=("emulated48", "straggler", "slow_link"), default="emulated48")
     parser.add_argument("--servers", type=int, default=1, help="emulated48")
-    parser.add_argument("--wire", default="fp32", help="emulated48")
+    parser.add_argument("--wire", choices=sorted(WIRES), default="fp32", help="emulated48")
     parser.add_argument("--mib", type=int, default=32, help="emulated48: of a group")
     parser.add_argument(
         "--cnn11", type=int, nargs=5, default=[48, 96, 192, 288, 320], help="emulated48: channels of its stages"

@@ -1,4 +1,4 @@
-"""The door of the command (`kasoku`, `python -m kasoku`): open while its packages are imported, which takes seconds."""
+"""The door of the command (`kasoku`, `python -m kasoku`): open while what all need is imported, which takes seconds."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 def main() -> int:
-    """Runs the command. An interruption while its packages are imported ends the process in one line, and at once:
+    """Runs the command. An interruption while what all commands need is imported ends the process in one line, at once:
 
     as an exception it would pass through what imports them, and compiled packages make other errors of it.
     """

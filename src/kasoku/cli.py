@@ -33,7 +33,7 @@ CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root
 
 
 def main(argv: Sequence[str] | None = None, begins: Callable[[], object] = lambda: None) -> int:
-    """Runs one command; returns its exit code. `begins` is called when all is imported, before the command runs."""
+    """Runs one command; returns its exit code. `begins` is called when what all commands need is imported."""
     from kasoku.spawn import typed_at
 
     given = list(sys.argv[1:] if argv is None else argv)

@@ -1,17 +1,19 @@
 """Memory that ranks of one host have in common: who has it, what is sent in its place, and when it goes."""
 
 import contextlib
+import errno
 import gc
 import os
 import resource
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
 from ranks import on_processes
 
-from kasoku.core import Comm, Job, Threads, Work
-from kasoku.parallel import Asynchronous, asynchronous, segments, shards
+from kasoku.core import Comm, InputError, Job, Threads, Work
+from kasoku.parallel import Asynchronous, asynchronous, life, segments, shards
 from kasoku.parallel.post import ASK, REPLY
 from kasoku.parallel.segments import PLACE, Segments
 from kasoku.parallel.torchcomm import TorchComm
@@ -192,24 +194,26 @@ def test_where_no_more_files_can_be_opened_bytes_are_sent():
 
 
 class _Broken(shards.Owned):
-    """A desk that fails at the second update of rank 1."""
+    """A desk that fails at the second update that another rank sends."""
 
     seen = 0
 
     def answer(self, rank, head, body, out):  # type: ignore[no-untyped-def]
-        self.seen += rank == 1 and head[0] == shards.UPDATE
-        if self.seen > 1:
-            raise OSError(24, "Too many open files")
+        self.seen += head[0] == shards.UPDATE
+        if self.seen > 3:
+            raise OSError(errno.EMFILE, "Too many open files")
         return super().answer(rank, head, body, out)
 
 
-def _fails(comm: Comm) -> str:
-    """What each rank ends with where rank 0 cannot answer rank 1."""
-    asynchronous.Owned = _Broken  # type: ignore[misc]
+def _fails(comm: Comm, technique: Asynchronous, which: Sequence[int]) -> str:
+    """What each rank ends with where these cannot answer the others."""
+    if comm.rank in which:
+        asynchronous.Owned = _Broken  # type: ignore[misc]
+    life.BEAT_S, life.DEAD_S = 0.15, 2.0
     model = torch.nn.Linear(1000, 1, bias=False)
-    job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm).apply(Asynchronous(servers=1, every=1))
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm).apply(technique)
     try:
-        for _ in range(6 if comm.rank else 0):
+        for _ in range(40 if comm.rank >= technique.servers else 0):
             model(torch.ones(1000)).sum().backward()
             job.optimizer.step()
             job.optimizer.zero_grad()
@@ -219,5 +223,47 @@ def _fails(comm: Comm) -> str:
     return "went on"
 
 
-def test_a_rank_that_cannot_answer_ends_and_does_not_hang():
-    assert on_processes(3, _fails)[0] == "Too many open files"
+@pytest.mark.parametrize(
+    ("technique", "which"),
+    [
+        (Asynchronous(servers=1, every=1), [0]),
+        (Asynchronous(every=1), [0, 1, 2]),
+        (Asynchronous(hidden=False, max_staleness=1), [1]),
+        (Asynchronous(hidden=False, max_staleness=1), [0, 2]),
+    ],
+)
+def test_ranks_that_cannot_answer_end_and_none_hangs(technique: Asynchronous, which: Sequence[int]):
+    found = on_processes(SIZE, _fails, technique, which)
+    assert all(found[rank] == "Too many open files" for rank in which)
+    assert all(found[rank] == "went on" for rank in range(SIZE) if rank not in which)
+
+
+def _left(comm: Comm) -> dict[int, str]:
+    """Who is dead where rank 1's memory is not to be opened any more, as while it ends."""
+    life.BEAT_S, life.DEAD_S = 0.15, 2.0
+    model = torch.nn.Linear(1000, 1, bias=False)
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm).apply(Asynchronous(every=1))
+    if comm.rank != 1:
+        real, theirs = os.open, comm.gather_objects(os.getpid())[1]
+
+        def opened(path: str, *how: int) -> int:
+            if path.startswith(f"/proc/{theirs}/"):
+                raise PermissionError(errno.EACCES, "Permission denied")
+            return real(path, *how)
+
+        os.open = opened  # type: ignore[assignment]
+    else:
+        comm.gather_objects(os.getpid())
+    try:
+        for _ in range(40):
+            model(torch.ones(1000)).sum().backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        job.drain()
+    except InputError:
+        return {1: "itself"}
+    return job.kept("asynchronous").dead
+
+
+def test_a_rank_whose_memory_cannot_be_opened_any_more_is_dead_and_the_others_go_on():
+    assert [list(dead) for dead in on_processes(SIZE, _left)] == [[1]] * SIZE

@@ -91,7 +91,8 @@ def _trained(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]
         exchange = job.kept("asynchronous")
         moved, dead, stale = model.w.detach() - first, dict(exchange.dead), sum(exchange.staleness.values())
         weights = {"w": model.w.detach().clone(), "v": model.v.detach().clone(), "mean": model.mean.clone()}
-        assert len(exchange.segments._made) == bool(exchange.segments.near)  # what was shared out before is gone
+        shared = bool(exchange.segments.near) and exchange.trains
+        assert len(exchange.segments._made) == shared  # what was shared out before is gone
         job.close()
         return {"weights": weights, "moved": moved, "dead": dead, "updates": stale}
     except InputError as error:
@@ -176,10 +177,10 @@ def _while_one_sleeps(rank: int, folder: Path, technique: Asynchronous) -> dict[
         if first and asks != rank and (folder / "go").exists():
             first = False
             found = real(self, asks, update, basis, out)
-            out.view(torch.uint8)[: len(out) // 2].fill_(0x7B)  # 1e36 in fp32
+            out.view(torch.uint8)[: len(out) // 2].fill_(0xF8)  # -4e34 in fp32, -2e37 in 8 bits
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread stops first
             for x in (update, out):
-                x.view(torch.uint8).fill_(0x7B)
+                x.view(torch.uint8).fill_(0xF8)
             (folder / "wrote").touch()
             return found
         return real(self, asks, update, basis, out)

@@ -31,6 +31,22 @@ def test_what_is_read_and_what_was_taken_are_what_was_written(n: int, exponent: 
     assert code.exact == (wire == "fp32")
 
 
+def test_stretches_of_larger_memory_wherever_they_begin():
+    code, n = WIRES["int8"], 3 * 65_536 + 300
+    x = torch.randn(n + 5, generator=torch.Generator().manual_seed(0))[3:-2]
+    written = torch.zeros(code.elements(n) + 8, dtype=code.dtype)
+    read = torch.zeros(n + 4)
+    code.pack(x, written[3:-5])
+    code.unpack(written[3:-5], read[1:-3])
+    blocks = [part.abs().max() / 64 for part in torch.split(x, 256)]
+    assert all(
+        ((a - b).abs() <= most).all() for a, b, most in zip(x.split(256), read[1:-3].split(256), blocks, strict=True)
+    )
+    assert not written[:3].any()
+    assert not written[-5:].any()
+    assert not read[[0, -3, -2, -1]].any()
+
+
 def test_int8_is_as_fine_as_the_largest_of_256_allows():
     x = torch.cat([torch.tensor([127.0, 3.0]), torch.zeros(254), torch.tensor([1.0, -0.25, 0.0])])
     code = WIRES["int8"]

@@ -189,7 +189,7 @@ class Exchange:
         plan = settings.buckets.plan(self.units.tensors)
         named = self.units.named
         some = [[named[i][1] for i in group] for group in plan.groups]
-        self.segments.open(2 * len(some), 8 * sum(t.elements for t in self.units.tensors) if self.trains else 0)
+        self.segments.open(2 * len(some), 8 * self.trains * sum(t.elements for t in self.units.tensors))
         zeros = self.segments.zeros
         self.groups = [Group(x, owners, code, still=still, predicts=predicts, zeros=zeros) for x in some]
         mine = [group.pieces.get(self.comm.rank) for group in self.groups]

@@ -109,7 +109,7 @@ class Life:
         self._waiting.clear()
 
     def join(self, rank: int, thread: threading.Thread, or_else: Callable[[], bool] = lambda: False) -> None:
-        """Waits for the end of a thread that waits for a rank, or for the death of that, or of this one."""
+        """Waits for the end of a thread that waits for a rank, or for the death of that, of this one, or `or_else`."""
         while rank not in self.dead and not self._out and thread.is_alive() and not or_else():
             thread.join(0.05)
 
@@ -224,6 +224,12 @@ class Life:
         """The others take this rank for dead: nothing that it waits for will come."""
         with self.changed:
             self._out = True
+        self.end()
+
+    def end(self) -> None:
+        """Nothing is waited for any more, and no heart beats: the others give this rank up, if it does not end."""
+        self._ending.set()
+        with self.changed:
             for found in (p for some in self._pending.values() for p in some):
                 found.over.set()
             self.changed.notify_all()

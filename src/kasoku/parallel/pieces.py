@@ -23,7 +23,7 @@ class Views:
 
     def __init__(self, params: Sequence[Tensor], zeros: Callable[..., Tensor] = torch.zeros) -> None:
         self.flat = zeros(sum(p.numel() for p in params), dtype=torch.float32)
-        self.places, start = [], 0
+        self.places, start = [], self.flat.storage_offset()  # it may be a part of a larger memory
         for p in params:
             self.places.append(torch.as_strided(self.flat, p.shape, p.stride(), start))
             start += p.numel()

@@ -11,6 +11,7 @@ and the turn is given away after it.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ ASK, REPLY = 2, 3  # tags: a rank's questions and its answers go the same way; 1
 TOLD = 4  # numbers: what a message is, and up to three more
 HEAD = TOLD + 2 * PLACE  # before each message; where what comes and goes with it lies, or zeros where it is sent
 BYE = 0  # no more questions
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # this process can map no more; all else is the other's end
 T = TypeVar("T")
 Head = Sequence[int]
 Hold = Callable[[str, Callable[[], bool]], None]  # (what for, until when)
@@ -176,10 +178,10 @@ class Wired:
         return Question(self.life.pending(to, [*works, Held(told)], small=small), reply)
 
     def check(self) -> None:
-        """Raises what went wrong in answering, and InputError where the others gave this rank up."""
+        """Raises InputError where the others gave this rank up, and what went wrong in answering: it must end then."""
+        self.life.check()
         if self._errors:
             raise self._errors[0]
-        self.life.check()
 
     def _places(self, to: int, body: Tensor, out: Tensor) -> list[int]:
         """Where both lie, if that rank has them before it too."""
@@ -187,7 +189,8 @@ class Wired:
         return [number for place in places for number in place] if all(places) else []
 
     def quiet(self) -> None:
-        """Says that there are no more questions, and answers others' until they say so too. Raises what went wrong."""
+        """Says that there are no more questions, and answers others' until they say so too. Raises as `check`."""
+        self.check()
         bye, none = torch.zeros(HEAD, dtype=torch.int64), []
         for rank, small in [(to, small) for to in self._to for small in self._ways(to)]:
             try:
@@ -200,8 +203,7 @@ class Wired:
                 pending.wait()
         for rank, thread in self._threads:
             self.life.join(rank, thread, lambda: bool(self._errors))
-        if self._errors:  # who waits for an answer that will not come hears that this process has ended
-            raise self._errors[0]
+        self.check()
         self._threads.clear()
 
     def meet(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
@@ -241,6 +243,7 @@ class Wired:
             with self.changed:  # who waits here for what this thread would have brought hears of it
                 self._errors.append(error)
                 self.changed.notify_all()
+            self.life.end()
 
     def _serve_all(self, rank: int, way: Comm, rooms: list[_Room]) -> None:
         """A question comes into one room while the answer to the one before leaves the other."""
@@ -274,7 +277,9 @@ class Wired:
 def _lost(rank: int) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, FileNotFoundError, ProcessLookupError) as error:
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise
         raise LostError(rank) from error
 
 

@@ -64,7 +64,7 @@ class Segments:
 
     def open(self, pieces: int, size: int) -> None:
         """Makes room for so many calls of `zeros` of so many bytes in all, of which what is not used costs nothing."""
-        found = self._new(size + pieces * _ALIGNED) if self.near else None
+        found = self._new(size + pieces * _ALIGNED) if self.near and size else None
         self._left = torch.zeros(0, dtype=torch.uint8) if found is None else found
 
     def zeros(self, n: int, dtype: torch.dtype) -> Tensor:
@@ -104,8 +104,7 @@ class Segments:
     def at(self, place: Sequence[int], n: int, dtype: torch.dtype) -> Tensor:
         """So many elements at another rank's place.
 
-        Raises FileNotFoundError or ProcessLookupError where that rank is gone, or has let go of it, and OSError where
-        this process may open or map no more.
+        Raises OSError where that rank is gone or has let go of it, or where this process may open or map no more.
         """
         *whose, start = place
         whole = self._mapped.get(tuple(whose))

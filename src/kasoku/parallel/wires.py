@@ -72,8 +72,15 @@ class Bytes:
     loses nothing. A byte has the exponent bits of fp32; all ones (of a block with inf or NaN) read as inf or NaN.
     """
 
-    dtype: torch.dtype = torch.uint8
-    exact: bool = False
+    @property
+    def dtype(self) -> torch.dtype:
+        """Levels and powers alike."""
+        return torch.uint8
+
+    @property
+    def exact(self) -> bool:
+        """No."""
+        return False
 
     def elements(self, n: int) -> int:
         """One each, and one for each block."""
