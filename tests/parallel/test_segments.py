@@ -6,7 +6,9 @@ import gc
 import os
 import resource
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,13 +196,12 @@ def test_where_no_more_files_can_be_opened_bytes_are_sent():
 
 
 class _Broken(shards.Owned):
-    """A desk that fails at the second update that another rank sends."""
+    """A desk that cannot take what another rank sends."""
 
-    seen = 0
+    mine = 0
 
     def answer(self, rank, head, body, out):  # type: ignore[no-untyped-def]
-        self.seen += head[0] == shards.UPDATE
-        if self.seen > 3:
+        if rank != self.mine and head[0] == shards.UPDATE:
             raise OSError(errno.EMFILE, "Too many open files")
         return super().answer(rank, head, body, out)
 
@@ -208,6 +209,7 @@ class _Broken(shards.Owned):
 def _fails(comm: Comm, technique: Asynchronous, which: Sequence[int]) -> str:
     """What each rank ends with where these cannot answer the others."""
     if comm.rank in which:
+        _Broken.mine = comm.rank
         asynchronous.Owned = _Broken  # type: ignore[misc]
     life.BEAT_S, life.DEAD_S = 0.15, 2.0
     model = torch.nn.Linear(1000, 1, bias=False)
@@ -234,11 +236,12 @@ def _fails(comm: Comm, technique: Asynchronous, which: Sequence[int]) -> str:
 )
 def test_ranks_that_cannot_answer_end_and_none_hangs(technique: Asynchronous, which: Sequence[int]):
     found = on_processes(SIZE, _fails, technique, which)
-    assert all(found[rank] == "Too many open files" for rank in which)
+    failed = [rank for rank in which if found[rank] == "Too many open files"]
+    assert failed == [*which] or (len(which) == SIZE and len(failed) == SIZE - 1)  # the last one hears nobody
     assert all(found[rank] == "went on" for rank in range(SIZE) if rank not in which)
 
 
-def _left(comm: Comm) -> dict[int, str]:
+def _left(comm: Comm, knows: Path) -> dict[int, str]:
     """Who is dead where rank 1's memory is not to be opened any more, as while it ends."""
     life.BEAT_S, life.DEAD_S = 0.15, 2.0
     model = torch.nn.Linear(1000, 1, bias=False)
@@ -261,9 +264,13 @@ def _left(comm: Comm) -> dict[int, str]:
             job.optimizer.zero_grad()
         job.drain()
     except InputError:
+        knows.touch()
         return {1: "itself"}
+    until = time.monotonic() + 20
+    while not knows.exists() and time.monotonic() < until:  # else it may take the end of this process for a death
+        time.sleep(0.01)
     return job.kept("asynchronous").dead
 
 
-def test_a_rank_whose_memory_cannot_be_opened_any_more_is_dead_and_the_others_go_on():
-    assert [list(dead) for dead in on_processes(SIZE, _left)] == [[1]] * SIZE
+def test_a_rank_whose_memory_cannot_be_opened_any_more_is_dead_and_the_others_go_on(tmp_path):
+    assert [list(dead) for dead in on_processes(SIZE, _left, tmp_path / "knows")] == [[1]] * SIZE
