@@ -244,6 +244,7 @@ def test_ctrl_c_while_packages_are_imported_ends_in_one_line(package):
     """Even where who imports makes another error of every exception, as compiled packages do."""
     code = f"""
 import builtins, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
 real = builtins.__import__
 def importing(name, *rest):
     if name == {package!r}:
