@@ -418,6 +418,37 @@ def test_prediction_takes_the_gradient_where_the_others_go(technique: Asynchrono
     assert places[1][2] == first
 
 
+class Seeing(torch.optim.SGD):
+    """Keeps what it finds the first parameter to be."""
+
+    def __init__(self, params: Any, found: list[float]) -> None:
+        super().__init__(params, lr=1.0)
+        self.found = found
+
+    def step(self, closure: Any = None) -> Any:
+        self.found.append(self.param_groups[0]["params"][0].item())
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "technique", [Asynchronous(every=1), Asynchronous(hidden=False, remedies=Remedies(predict=1.0))], ids=["2", "1"]
+)
+def test_an_optimizer_steps_from_the_weights_and_not_from_where_they_are_expected(technique: Asynchronous):
+    def rank(comm: Comm) -> list[float]:
+        model, at_forward, at_step = Counting(1), [], []
+        job = Job(model, Seeing(model.parameters(), at_step), comm=comm).apply(technique)
+        for _ in range(6):
+            at_forward.append(model.w.item())
+            model(torch.tensor([2.0])).backward()
+            compute(comm, 1.0)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        job.close()
+        return [round(a - b, 6) for a, b in zip(at_forward, at_step, strict=True)]
+
+    assert [ahead[3:] for ahead in timed(2, rank)] == [[-technique.ahead] * 3] * 2  # the other moves by -1 a step
+
+
 def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
     p = nn.Parameter(torch.zeros(1))
     group, found = Group([p.data], [0], WIRES["fp32"], still=False, predicts=True), []

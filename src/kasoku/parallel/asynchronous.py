@@ -11,9 +11,8 @@ Note: when a rank dies. The others name it (a warning) and go on: each moves its
 where they meet next those copies become their mean, and all weights are shared out anew. `job.comm` still has the dead
 rank: what else a training does with it (sums of an evaluation, steps together) would wait for it.
 
-Note: when a rank joins, in a dead one's place or beside all. The others meet and close their jobs, which leaves equal
-weights; with the new one they make a group anew, and all make jobs of its Comm: rank 0's weights are given to all, and
-rank 0's `state_dict` may be (tests/parallel/test_joining.py).
+Note: when a rank joins. The others meet and close their jobs, which leaves equal weights; with the new one they make a
+group anew, and jobs: rank 0's weights are given to all, its `state_dict` may be (tests/parallel/test_joining.py).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from kasoku.parallel.buckets import Graded, Policy
 from kasoku.parallel.life import LostError
 from kasoku.parallel.overlap import Overlap
 from kasoku.parallel.phases import Momentum, Together
-from kasoku.parallel.pieces import Group, most_alone
+from kasoku.parallel.pieces import Group, most_alone, shift
 from kasoku.parallel.post import post
 from kasoku.parallel.segments import Segments
 from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Alone, Owned, Remedies, Shard
@@ -100,10 +99,8 @@ class Asynchronous(Technique):
         if self.servers < 0 or self.every < 0:
             raise InputError(f"servers={self.servers}, every={self.every}: 0 ranks or more, and 0 steps or more")
         if self.hidden and self.remedies.compensate:
-            raise InputError(
-                f"compensate={self.remedies.compensate:g} beside hidden=True: what an update was computed on is no "
-                "longer known by then; give hidden=False"
-            )
+            told = f"compensate={self.remedies.compensate:g} beside hidden=True"
+            raise InputError(f"{told}: what an update was computed on is no longer known by then; give hidden=False")
         if self.wire not in WIRES:
             raise InputError(f'wire="{self.wire}": "fp32", "bf16" or "int8"')
         if self.warmup < 0 or self.finish < 0:
@@ -167,7 +164,7 @@ class Exchange:
         """Puts itself into the job's moments."""
         job = self.job
         self.together.install()
-        job.before_step(self.lower_momentum)
+        job.before_step(self.to_weights)
         job.after_step(self.stepped)
         job.on_drain(self.drain)
         job.keep("asynchronous", self)
@@ -235,10 +232,12 @@ class Exchange:
         else:
             self.together.begin()
 
-    def lower_momentum(self) -> None:
-        """Before the optimizer's own step."""
-        if self.momentum is not None and not self.together.active:
-            self.momentum.lower()
+    def to_weights(self) -> None:
+        """Before the optimizer's own step: it is one of the weights, which it may scale, not of what is predicted."""
+        if not self.together.active:
+            shift(self.groups, -1)
+            if self.momentum is not None:
+                self.momentum.lower()
 
     @torch.no_grad()
     def start(self) -> None:
@@ -283,6 +282,7 @@ class Exchange:
         self.entered = False
         if self.together.active:
             return
+        shift(self.groups, 1)
         if self.momentum is not None:
             self.momentum.restore()
         if self.settings.every and self.clock % self.settings.every:

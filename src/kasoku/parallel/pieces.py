@@ -29,6 +29,14 @@ class Views:
             start += p.numel()
 
 
+@torch.no_grad()
+def shift(groups: Sequence[Group], times: int) -> None:
+    """Adds to parameters so many times what of them is prediction: -1 before a step, 1 after it."""
+    for group in groups:
+        for p, aside in zip(group.params, group.asides.places, strict=False):
+            p.add_(aside.to(p.device), alpha=times)
+
+
 class Group:
     """A group of parameters on a worker.
 
@@ -64,8 +72,8 @@ class Group:
         in_place = still and code.exact
         self.now, self.base = Views(params), Views(params, zeros if in_place else torch.zeros)
         n = len(self.base.flat)
-        self._aside = Views(params if predicts else ())
-        self.aside = self._aside.flat
+        self.asides = Views(params if predicts else ())
+        self.aside = self.asides.flat
         self.left = torch.zeros(0 if code.exact else n)
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
         self.pieces = {
@@ -119,7 +127,7 @@ class Group:
 
     def _places(self, other: Views) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
         """Of each parameter: itself, and its places in `base`, in the other one and in `aside`, if there is one."""
-        asides: Sequence[Tensor | None] = self._aside.places or [None] * len(self.params)
+        asides: Sequence[Tensor | None] = self.asides.places or [None] * len(self.params)
         return zip(self.params, self.base.places, other.places, asides, strict=True)
 
     def own(self) -> Tensor:
