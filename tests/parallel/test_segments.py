@@ -56,7 +56,6 @@ def _near(comm: Comm) -> tuple[set[int], list[int], list[int], int]:
     del mine, theirs
     ours.open(0, 0)
     ours.forget()
-    gc.collect()
     return set(ours.near), read, wrote, before - _memory_files()
 
 
@@ -132,6 +131,14 @@ def test_a_place_that_is_another_file_by_now_is_refused(tmp_path):
         alone.at([2**22 + 1, 5, 5, 0], 4, torch.float32)
 
 
+def _steps(job: Job, number: int) -> None:
+    """So many, of a gradient of ones for each of 1,000 weights."""
+    for _ in range(number):
+        job.model(torch.ones(1000)).sum().backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+
 def _sent(comm: Comm, technique: Asynchronous, hosts: int) -> tuple[int, int]:
     """Elements sent with questions and answers, of 12 updates of 1,000 weights, and descriptors that meetings left."""
     if hosts > 1:
@@ -146,10 +153,7 @@ def _sent(comm: Comm, technique: Asynchronous, hosts: int) -> tuple[int, int]:
 
     TorchComm.send = send  # type: ignore[method-assign]
     for _ in range(3):
-        for _ in range(4):
-            model(torch.ones(1000)).sum().backward()
-            job.optimizer.step()
-            job.optimizer.zero_grad()
+        _steps(job, 4)
         job.drain()
         opened.append(_memory_files())
     job.close()
@@ -181,10 +185,7 @@ def _with_few_files(comm: Comm) -> tuple[list[float], dict[int, str], int]:
     with torch.no_grad():
         model.weight.zero_()
     job.apply(Asynchronous())
-    for _ in range(4):
-        model(torch.ones(1000)).sum().backward()
-        job.optimizer.step()
-        job.optimizer.zero_grad()
+    _steps(job, 4)
     job.drain()
     found = model.weight.unique().tolist(), job.kept("asynchronous").dead, len(job.kept("asynchronous").segments.near)
     job.close()
@@ -215,10 +216,7 @@ def _fails(comm: Comm, technique: Asynchronous, which: Sequence[int]) -> str:
     model = torch.nn.Linear(1000, 1, bias=False)
     job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm).apply(technique)
     try:
-        for _ in range(40 if comm.rank >= technique.servers else 0):
-            model(torch.ones(1000)).sum().backward()
-            job.optimizer.step()
-            job.optimizer.zero_grad()
+        _steps(job, 40 if comm.rank >= technique.servers else 0)
         job.drain()
     except OSError as error:
         return error.strerror or ""
@@ -258,10 +256,7 @@ def _left(comm: Comm, knows: Path) -> dict[int, str]:
     else:
         comm.gather_objects(os.getpid())
     try:
-        for _ in range(40):
-            model(torch.ones(1000)).sum().backward()
-            job.optimizer.step()
-            job.optimizer.zero_grad()
+        _steps(job, 40)
         job.drain()
     except InputError:
         knows.touch()
