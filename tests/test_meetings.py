@@ -102,6 +102,12 @@ def test_it_learns(tmp_path):
     assert result.top1 == other.top1 > 0.9
 
 
+def test_a_rule_that_scales_weights_learns_too(tmp_path):
+    settings = [f"techniques=[{{use='{OURS}'}}]", "epochs=6", "schedule.epochs=6", "device.threads=1"]
+    (result, other), _ = fitted(load(RECIPE, settings), tmp_path / "run")  # its own rule is Muon
+    assert result.top1 == other.top1 > 0.9
+
+
 def test_a_fast_rank_takes_more_of_the_data(tmp_path):
     """Rank 1 gives the turn away three times before each step of its own."""
     counts = [0, 0, 0]

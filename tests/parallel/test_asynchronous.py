@@ -19,7 +19,7 @@ from contracts import Net, assert_same, make, train, weights
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.data import digits, loader
 from kasoku.parallel import Asynchronous, Graded, Layer, OneGroup, Overlap, Remedies, segments
-from kasoku.parallel.pieces import Group
+from kasoku.parallel.pieces import Group, predict
 from kasoku.parallel.post import Question
 from kasoku.parallel.shards import Shard
 from kasoku.parallel.wires import WIRES
@@ -458,7 +458,9 @@ def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
         group.come.fill_(-others)
         group.read[0] = others
         group.take_answer(2.0)
+        predict([group], ahead=True)
         found.append(p.item() + others)
+        predict([group], ahead=False)
     assert found == [-4.0, -4.0, -4.0, -5.0, -4.0]  # 40 of a movement that is 2 as a rule: an eighth of 2
 
 

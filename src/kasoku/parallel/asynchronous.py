@@ -33,7 +33,7 @@ from kasoku.parallel.buckets import Graded, Policy
 from kasoku.parallel.life import LostError
 from kasoku.parallel.overlap import Overlap
 from kasoku.parallel.phases import Momentum, Together
-from kasoku.parallel.pieces import Group, most_alone, shift
+from kasoku.parallel.pieces import Group, most_alone, predict
 from kasoku.parallel.post import post
 from kasoku.parallel.segments import Segments
 from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Alone, Owned, Remedies, Shard
@@ -106,9 +106,7 @@ class Asynchronous(Technique):
         if self.warmup < 0 or self.finish < 0:
             raise InputError(f"warmup={self.warmup}, finish={self.finish}: epochs, 0 or more")
         if self.servers and (self.warmup or self.finish):
-            raise InputError(
-                f"servers={self.servers}: ranks that do not train cannot step together: no warmup, no finish"
-            )
+            raise InputError(f"servers={self.servers}: servers take no part in steps together: no warmup, no finish")
 
     @property
     def ahead(self) -> float:
@@ -216,11 +214,9 @@ class Exchange:
         self.entered = True
         if self.together.due != self.together.active:
             self.change()
-        if self.together.active:
-            return
-        if not self.answers:
+        if not self.together.active:
             self.start()
-        self.say(self.clock)
+            self.say(self.clock)
 
     def change(self) -> None:
         """From asynchronous steps to those of all ranks together, or back; all ranks do so at the same epoch."""
@@ -235,13 +231,15 @@ class Exchange:
     def to_weights(self) -> None:
         """Before the optimizer's own step: it is one of the weights, which it may scale, not of what is predicted."""
         if not self.together.active:
-            shift(self.groups, -1)
+            predict(self.groups, ahead=False)
             if self.momentum is not None:
                 self.momentum.lower()
 
     @torch.no_grad()
     def start(self) -> None:
-        """The first step after a meeting."""
+        """Has this rank ask and answer, if it does not yet since the ranks met last."""
+        if self.answers:
+            return
         bits = torch.int32  # NaN is not equal to itself
         same = (torch.equal(group.gather().view(bits), group.base.flat.view(bits)) for group in self.groups)
         if not self.clock and not all(same):
@@ -261,8 +259,7 @@ class Exchange:
 
         `wish`: above 0, all ranks are to meet as soon as a whole batch is dealt.
         """
-        if not self.answers:
-            self.start()
+        self.start()
         none, share = torch.zeros(0), -1
         with suppress(LostError):
             share = self.post.ask(self.owners[0], (SHARE, wish), none, none).wait()[0]
@@ -277,18 +274,20 @@ class Exchange:
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """After the optimizer's own step: sends what it moved, and reads what others did."""
+        """After the optimizer's own step."""
         self.clock += 1
         self.entered = False
         if self.together.active:
             return
-        shift(self.groups, 1)
         if self.momentum is not None:
             self.momentum.restore()
-        if self.settings.every and self.clock % self.settings.every:
-            return
-        if not self.answers:
-            self.start()
+        if not self.settings.every or self.clock % self.settings.every == 0:
+            self.exchange()
+        predict(self.groups, ahead=True)
+
+    def exchange(self) -> None:
+        """Reads what others moved, and sends what this worker did, of each group whose time it is."""
+        self.start()
         among = [self.turn] if self.settings.stream else list(range(len(self.groups)))
         some = [g for g in among if self.settings.every or self.groups[g].due(self.clock, self.alone)]
         for g in some:
@@ -334,8 +333,8 @@ class Exchange:
             for x, value in zip(self.job.model.buffers(), self.buffers(Everybody(self.comm)), strict=True):
                 x.copy_(value)
             return self.begin()
-        if not self.answers:
-            self.start()
+        self.start()
+        predict(self.groups, ahead=False)
         for g, group in enumerate(self.groups if self.trains else ()):
             self.collect(group)
             if self.clock > group.clock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,21 +30,24 @@ class Views:
 
 
 @torch.no_grad()
-def shift(groups: Sequence[Group], times: int) -> None:
-    """Adds to parameters so many times what of them is prediction: -1 before a step, 1 after it."""
+def predict(groups: Sequence[Group], *, ahead: bool) -> None:
+    """Brings the parameters to where they are expected to be, or back to what they are."""
     for group in groups:
-        for p, aside in zip(group.params, group.asides.places, strict=False):
-            p.add_(aside.to(p.device), alpha=times)
+        times = group.ahead if ahead else 0.0
+        for p, way in zip(group.params, group.ways.places if times != group.gone else (), strict=False):
+            p.add_(way.to(p.device), alpha=times - group.gone)
+        group.gone = times
 
 
 class Group:
-    """A group of parameters on a worker.
+    """A group of parameters on a worker. While it reads and writes them they are without a prediction.
 
     Attributes:
         base: the weights as far as it knows them, its own updates included.
         sent, come: what is under way to the owners, and from them, as `code` writes it; both are `base` where that
             suffices, as an owner answers a piece when it has it whole. An owner may work in either until it answers.
-        aside: what of the parameters is no update: the prediction.
+        way: what others moved last; the prediction is so many times this: `ahead`; so many are in the parameters:
+            `gone`.
         left: what rounding took from the last update.
         written: of each owner, where its piece lies in `sent` and `come`.
         lost: pieces whose owner is dead: this worker moves its own copy of them, until ranks meet.
@@ -72,8 +75,8 @@ class Group:
         in_place = still and code.exact
         self.now, self.base = Views(params), Views(params, zeros if in_place else torch.zeros)
         n = len(self.base.flat)
-        self.asides = Views(params if predicts else ())
-        self.aside = self.asides.flat
+        self.ways = Views(params if predicts else ())
+        self.way, self.ahead, self.gone = self.ways.flat, 0.0, 0.0
         self.left = torch.zeros(0 if code.exact else n)
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
         self.pieces = {
@@ -99,7 +102,7 @@ class Group:
     def begin(self) -> None:
         """The parameters as they are become the weights that it knows."""
         self.base.flat.copy_(self.gather())
-        self.aside.zero_()
+        self.ahead = self.gone = 0.0
         self.left.zero_()
         self.clock = 0
         self.basis = dict.fromkeys(self.pieces, 0)
@@ -125,15 +128,9 @@ class Group:
         here = self.params[0].device == self.base.flat.device
         return here and not (len(self.left) or self.lost)
 
-    def _places(self, other: Views) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-        """Of each parameter: itself, and its places in `base`, in the other one and in `aside`, if there is one."""
-        asides: Sequence[Tensor | None] = self.asides.places or [None] * len(self.params)
-        return zip(self.params, self.base.places, other.places, asides, strict=True)
-
     def own(self) -> Tensor:
         """What this worker moved since an update was taken."""
-        own = self.gather().sub_(self.base.flat)
-        return own.sub_(self.aside) if len(self.aside) else own
+        return self.gather().sub_(self.base.flat)
 
     def lose(self, owner: int) -> None:
         """Goes on without a piece's owner, which may yet write into what it was sent and asked to fill."""
@@ -174,11 +171,9 @@ class Group:
     def take_update(self, share: float, factors: Sequence[float] | None) -> None:
         """Fills `sent` with what this worker moved (in fewer bits: a share of it), a share of which counts as added."""
         if self.quick and not factors:
-            for p, base, sent, aside in self._places(self._goes):
+            for p, base, sent in zip(self.params, self.base.places, self._goes.places, strict=True):
                 torch.sub(p, base, out=sent)
-                if aside is not None:
-                    torch.add(base.add_(sent.sub_(aside), alpha=share), aside, out=p)
-                elif not self.still:
+                if not self.still:
                     p.copy_(base.add_(sent, alpha=share))
         else:
             self._take_all(share, factors)
@@ -206,10 +201,7 @@ class Group:
             self.left.sub_(update)
         self.base.flat.add_(update)
         if not self.still:
-            self.now.flat.copy_(self.base.flat)
-            if len(self.aside):
-                self.now.flat.add_(self.aside)
-            self.scatter(self.now)
+            self.scatter(self.base)
 
     def _reach(self, ahead: float) -> float:
         """How many times what others moved now is gone ahead: after a halt that is long, and what follows is not.
@@ -224,34 +216,33 @@ class Group:
         return ahead
 
     def take_answer(self, ahead: float) -> None:
-        """Adds what came, and goes so many times as far ahead."""
-        ahead = self._reach(ahead)
+        """Adds what came; the prediction is so many times as far ahead, or less after a halt."""
+        self.ahead = self._reach(ahead)
         if len(self.left):
-            return self._take_way(ahead)
+            return self._take_way()
         for piece in self.lost:
             self.come[piece] = self.base.flat[piece]
         if self.still:
             self.scatter(self.base)
             return None
         if self.quick:
-            for p, base, come, aside in self._places(self._comes):
+            ways: Sequence[Tensor | None] = self.ways.places or [None] * len(self.params)
+            for p, base, come, way in zip(self.params, self.base.places, self._comes.places, ways, strict=True):
                 p.sub_(base).add_(come)
-                if aside is not None:
-                    p.sub_(aside).add_(torch.sub(come, base, out=aside).mul_(ahead))
+                if way is not None:
+                    torch.sub(come, base, out=way)
                 base.copy_(come)
             return None
         own = self.own()
-        if len(self.aside):
-            torch.sub(self.come, self.base.flat, out=self.aside).mul_(ahead)
+        if len(self.way):
+            torch.sub(self.come, self.base.flat, out=self.way)
         own.add_(self.base.flat.copy_(self.come))
-        if len(self.aside):
-            own.add_(self.aside)
         return self.scatter(self.now)
 
-    def _take_way(self, ahead: float) -> None:
+    def _take_way(self) -> None:
         """The same where the others' way came, in fewer bits."""
         own = torch.zeros(0) if self.still else self.own()
-        way = self.now.flat if self.still else self.aside if len(self.aside) else torch.empty_like(self.base.flat)
+        way = self.now.flat if self.still else self.way if len(self.way) else torch.empty_like(self.base.flat)
         for piece in self.lost:
             way[piece] = 0.0
         for owner, piece in self.pieces.items():
@@ -260,6 +251,4 @@ class Group:
         if self.still:
             return self.scatter(self.base)
         own.add_(self.base.flat)
-        if len(self.aside):
-            own.add_(self.aside.mul_(ahead))
         return self.scatter(self.now)
