@@ -149,9 +149,20 @@ class Counting(nn.Module):
         return (self.w * x).sum()
 
 
+class Halves(nn.Module):
+    """Two layers of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Counting(4), Counting(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x[:4]) + self.second(x[4:])
+
+
 def counted(comm: Comm, technique: Technique, *, steps: int = 8, pace: float = 0.0) -> tuple[Tensor, Tensor, Any]:
     """What was moved in all, what should have been, and the engine; rank r moves by whole numbers, by SGD of rate 1."""
-    model = Counting(7)
+    model = Halves()
     job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=comm).apply(technique)
     wanted = torch.zeros(7)
     generator = torch.Generator().manual_seed(comm.rank)
@@ -165,7 +176,7 @@ def counted(comm: Comm, technique: Technique, *, steps: int = 8, pace: float = 0
         wanted -= x / comm.size
     job.drain()
     comm.all_reduce(wanted).wait()
-    found = model.w.detach().clone(), wanted, job.kept("asynchronous").staleness
+    found = torch.cat([p.detach() for p in model.parameters()]), wanted, job.kept("asynchronous").staleness
     job.close()
     return found
 
@@ -176,6 +187,13 @@ def counted(comm: Comm, technique: Technique, *, steps: int = 8, pace: float = 0
 @pytest.mark.parametrize("every", [0, 1, 3])
 def test_the_sum_of_the_updates_applied_is_that_of_those_sent(on_ranks, hidden: bool, wire: str, every: int):
     for moved, wanted, _ in on_ranks(counted, Asynchronous(hidden=hidden, wire=wire, every=every)):
+        assert torch.equal(moved, wanted)
+
+
+@both
+@pytest.mark.parametrize("every", [0, 1])
+def test_nothing_is_lost_of_groups_that_take_turns(on_ranks, every: int):
+    for moved, wanted, _ in on_ranks(counted, Asynchronous(buckets=GROUPS, stream=True, every=every)):
         assert torch.equal(moved, wanted)
 
 
@@ -458,10 +476,11 @@ def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
         group.come.fill_(-others)
         group.read[0] = others
         group.take_answer(2.0)
-        predict([group], ahead=True)
-        found.append(p.item() + others)
-        predict([group], ahead=False)
-    assert found == [-4.0, -4.0, -4.0, -5.0, -4.0]  # 40 of a movement that is 2 as a rule: an eighth of 2
+        for ahead in (True, True, False, False):  # where it is, it stays
+            predict([group], ahead=ahead)
+            found.append(p.item() + others)
+    places = [-4.0, -4.0, -4.0, -5.0, -4.0]  # 40 of a movement that is 2 as a rule: an eighth of 2
+    assert found == [x for place in places for x in (place, place, 0.0, 0.0)]
 
 
 def test_a_server_has_no_batches_and_the_workers_share_all():
@@ -504,6 +523,22 @@ def test_resumed_ranks_go_on_from_the_same_weights():
     assert_same(ranks[0][0], ranks[1][0])
     assert_same(ranks[0][1], ranks[1][1])
     assert not torch.equal(ranks[0][0]["head.weight"], ranks[0][1]["head.weight"])
+
+
+def test_ranks_that_have_not_met_load_nothing():
+    def rank(comm: Comm) -> bool:
+        job = make(Asynchronous(), comm=comm)
+        state = job.state_dict()
+        x_NCHW, y_N = next(iter(job.loader))
+        job.loss(job.model(x_NCHW), y_N).backward()
+        job.optimizer.step()
+        with pytest.raises(InputError, match=r"1 steps since the ranks met: call job\.drain"):
+            job.load_state_dict(state)
+        job.drain()
+        job.load_state_dict(state)
+        return True
+
+    assert Threads(2).run(rank) == [True, True]
 
 
 def test_staleness_before_a_resumption_is_counted_too():

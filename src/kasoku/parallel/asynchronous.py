@@ -47,8 +47,8 @@ class Asynchronous(Technique):
     """Adds each rank's updates into shared weights and reads fresh ones while it goes on: no rank waits for a slow one.
 
     All ranks call `job.drain()`, `evaluation()`, `state_dict()` and `close()` alike: there they meet, and have equal
-    weights. In between each has its own copy. Rank 0's parameters and buffers are given to all at `apply`; at a
-    meeting floating-point buffers become their means, and others the largest of them.
+    weights. In between each has its own copy, gone ahead by what is predicted. Rank 0's parameters and buffers are
+    given to all at `apply`; at a meeting floating-point buffers become their means, and others the largest of them.
 
     Args:
         max_staleness: how many steps a rank may be ahead of the slowest one; 0: synchronous, which is Overlap with
@@ -69,17 +69,17 @@ class Asynchronous(Technique):
 
     Saves: the time that ranks wait for each other and for the network.
     Costs: memory, 4 bytes a parameter times five on each rank (four without a prediction, two with hidden=False in
-        fp32). For what it owns: the weights, two rooms of its largest group for each rank of another host, and with
-        fewer bits or compensate a copy for each rank. Some four threads for each other rank. No two runs are alike,
-        updates are stale; a resumed training has rank 0's optimizer state on all ranks: the same statistically.
+        fp32; a prediction's on the model's device). For what it owns: the weights, two rooms of its largest group for
+        each rank of another host, and with fewer bits or compensate a copy for each rank. A prediction: two passes over
+        the parameters a step. Some four threads for each other rank. Updates are stale, and no two runs are alike; a
+        resumed one has rank 0's optimizer state on all ranks: the same statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[tuple[str, ...]] = (
-        *("AllReduce", "Overlap", "Graphs", "VirtualRanks", "EMA", "Lookahead"),
-        "LossScale",  # asks all ranks at each step
+    refuses: ClassVar[tuple[str, ...]] = (  # LossScale asks all ranks at each step
+        *("AllReduce", "Overlap", "Graphs", "VirtualRanks", "EMA", "Lookahead", "LossScale"),
     )
 
     max_staleness: int | None = None
@@ -106,7 +106,7 @@ class Asynchronous(Technique):
         if self.warmup < 0 or self.finish < 0:
             raise InputError(f"warmup={self.warmup}, finish={self.finish}: epochs, 0 or more")
         if self.servers and (self.warmup or self.finish):
-            raise InputError(f"servers={self.servers}: servers take no part in steps together: no warmup, no finish")
+            raise InputError(f"servers={self.servers}: who does not train cannot step together: no warmup, no finish")
 
     @property
     def ahead(self) -> float:
@@ -154,8 +154,7 @@ class Exchange:
         self.together = Together(job, settings.buckets, warmup=settings.warmup, finish=settings.finish)
         self.momentum = Momentum(job, self.remedies.momentum) if self.remedies.momentum >= 0 else None
         self.reached = 0  # shares of the data given away when the ranks met last; by the first owner
-        rounds = len(self.groups) if settings.stream else 1
-        self.alone = rounds * most_alone(settings.max_staleness)  # steps between exchanges of a group, at most
+        self.alone = most_alone(settings.max_staleness) * (len(self.groups) if settings.stream else 1)  # steps at most
         self.clock, self.turn, self.answers, self.entered = 0, 0, False, False
 
     def install(self) -> None:
@@ -274,7 +273,7 @@ class Exchange:
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """After the optimizer's own step."""
+        """After the optimizer's own step: exchanges what is due, and goes ahead."""
         self.clock += 1
         self.entered = False
         if self.together.active:
@@ -282,10 +281,10 @@ class Exchange:
         if self.momentum is not None:
             self.momentum.restore()
         if not self.settings.every or self.clock % self.settings.every == 0:
-            self.exchange()
+            self.trade()
         predict(self.groups, ahead=True)
 
-    def exchange(self) -> None:
+    def trade(self) -> None:
         """Reads what others moved, and sends what this worker did, of each group whose time it is."""
         self.start()
         among = [self.turn] if self.settings.stream else list(range(len(self.groups)))
@@ -387,7 +386,9 @@ class Exchange:
         return {"staleness": {str(steps): n for steps, n in sorted(self.staleness.items())}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from the model's weights as they are now."""
+        """Goes on from the model's weights as they are now; called on all ranks when they have met."""
+        if self.clock:
+            raise InputError(f"Asynchronous: {self.clock} steps since the ranks met: call job.drain(), then load")
         if not self.comm.own_threads:  # else a rank that is asked answers when it has begun
             self.comm.gather_objects(None)
         for shard in self.owned.shards:

@@ -1,8 +1,13 @@
-"""A group of parameters as a worker of an asynchronous training has it, cut in pieces for their owners."""
+"""A group of parameters as a worker of an asynchronous training has it, cut in pieces for their owners.
+
+Note: where the prediction is. In the parameters from the end of a step to the next step of the optimizer, or to a
+meeting; never while a group reads or writes them, as it would be sent like something that this worker moved.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,21 +38,22 @@ class Views:
 def predict(groups: Sequence[Group], *, ahead: bool) -> None:
     """Brings the parameters to where they are expected to be, or back to what they are."""
     for group in groups:
-        times = group.ahead if ahead else 0.0
-        for p, way in zip(group.params, group.ways.places if times != group.gone else (), strict=False):
-            p.add_(way.to(p.device), alpha=times - group.gone)
-        group.gone = times
+        times = group.reach if ahead else 0.0
+        if times != group.within:
+            for p, way in zip(group.params, group.ways.places, strict=True):
+                p.add_(way.to(p.device), alpha=times - group.within)
+            group.within = times
 
 
 class Group:
-    """A group of parameters on a worker. While it reads and writes them they are without a prediction.
+    """A group of parameters on a worker.
 
     Attributes:
         base: the weights as far as it knows them, its own updates included.
         sent, come: what is under way to the owners, and from them, as `code` writes it; both are `base` where that
             suffices, as an owner answers a piece when it has it whole. An owner may work in either until it answers.
-        way: what others moved last; the prediction is so many times this: `ahead`; so many are in the parameters:
-            `gone`.
+        way: what others moved last, where the parameters are. `reach` times this is the prediction; `within` times
+            are in the parameters now.
         left: what rounding took from the last update.
         written: of each owner, where its piece lies in `sent` and `come`.
         lost: pieces whose owner is dead: this worker moves its own copy of them, until ranks meet.
@@ -75,8 +81,8 @@ class Group:
         in_place = still and code.exact
         self.now, self.base = Views(params), Views(params, zeros if in_place else torch.zeros)
         n = len(self.base.flat)
-        self.ways = Views(params if predicts else ())
-        self.way, self.ahead, self.gone = self.ways.flat, 0.0, 0.0
+        self.ways = Views(params if predicts else (), partial(torch.zeros, device=params[0].device))
+        self.way, self.reach, self.within = self.ways.flat, 0.0, 0.0
         self.left = torch.zeros(0 if code.exact else n)
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
         self.pieces = {
@@ -102,7 +108,7 @@ class Group:
     def begin(self) -> None:
         """The parameters as they are become the weights that it knows."""
         self.base.flat.copy_(self.gather())
-        self.ahead = self.gone = 0.0
+        self.reach = self.within = 0.0
         self.left.zero_()
         self.clock = 0
         self.basis = dict.fromkeys(self.pieces, 0)
@@ -203,7 +209,7 @@ class Group:
         if not self.still:
             self.scatter(self.base)
 
-    def _reach(self, ahead: float) -> float:
+    def _limited(self, ahead: float) -> float:
         """How many times what others moved now is gone ahead: after a halt that is long, and what follows is not.
 
         So it is halved until it is of no more than twice the updates that came in between before, on average.
@@ -217,7 +223,7 @@ class Group:
 
     def take_answer(self, ahead: float) -> None:
         """Adds what came; the prediction is so many times as far ahead, or less after a halt."""
-        self.ahead = self._reach(ahead)
+        self.reach = self._limited(ahead)
         if len(self.left):
             return self._take_way()
         for piece in self.lost:
@@ -235,14 +241,15 @@ class Group:
             return None
         own = self.own()
         if len(self.way):
-            torch.sub(self.come, self.base.flat, out=self.way)
+            self.way.copy_(self.come - self.base.flat)
         own.add_(self.base.flat.copy_(self.come))
         return self.scatter(self.now)
 
     def _take_way(self) -> None:
         """The same where the others' way came, in fewer bits."""
         own = torch.zeros(0) if self.still else self.own()
-        way = self.now.flat if self.still else self.way if len(self.way) else torch.empty_like(self.base.flat)
+        here = self.base.flat.device  # a way that is here is written in place
+        way = self.now.flat if self.still else self.way.to(here) if len(self.way) else torch.empty_like(self.base.flat)
         for piece in self.lost:
             way[piece] = 0.0
         for owner, piece in self.pieces.items():
@@ -251,4 +258,6 @@ class Group:
         if self.still:
             return self.scatter(self.base)
         own.add_(self.base.flat)
+        if len(self.way):
+            self.way.copy_(way)
         return self.scatter(self.now)
