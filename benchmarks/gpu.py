@@ -139,6 +139,23 @@ def host_memory() -> str:
     return f"{'tests pass' if done.returncode == 0 else 'FAILED'}: {done.stdout.strip().splitlines()[-1]}"
 
 
+def asynchronous() -> str:
+    """Two ranks that do not wait for each other, by turns on one GPU: they learn, with any bits on the wire."""
+    from kasoku.core import Threads, process_start
+    from kasoku.recipe import load
+    from kasoku.trainer import fit, prepare
+
+    shown = []
+    for wire in ("fp32", "bf16", "int8"):
+        technique = f"techniques=[{{use='kasoku.parallel.Asynchronous', wire='{wire}'}}]"
+        recipe = load(ROOT / "recipes" / "digits_cnn_98.toml", [technique])
+        ranks = Threads(2).run(lambda comm, r=recipe: fit(prepare(r, comm), None, started=process_start(), quiet=True))
+        shown.append(f"{wire} {ranks[0].top1:.2%}")
+        if ranks[0].top1 < 0.95:
+            return f"FAILED: {shown[-1]}"
+    return "; ".join(shown)
+
+
 CHECKS: dict[str, Callable[[], str]] = {
     "digits": digits,
     "deterministic resume": deterministic_resume,
@@ -147,6 +164,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "lars": lars,
     "virtual ranks": virtual_ranks,
     "host memory": host_memory,
+    "asynchronous": asynchronous,
 }
 
 
