@@ -138,6 +138,10 @@ def test_an_integer_is_a_number():
         ("widths=[1, 2]", ("widths",), [1, 2]),
         ("techniques.0.decay=0.5", ("techniques", 0, "decay"), 0.5),
         ("new.table=1", ("new", "table"), 1),
+        ("techniques.1.use=kasoku.optim.Ghost", ("techniques", 1, "use"), "kasoku.optim.Ghost"),
+        ("techniques.1={use='other'}", ("techniques", 1), {"use": "other"}),
+        ("points.0.batch=8", ("points", 0, "batch"), 8),
+        ("inner.widths.0=8", ("inner", "widths", 0), 8),
     ],
 )
 def test_set_reaches_every_place(setting: str, path: tuple[str | int, ...], value: object):
@@ -155,12 +159,13 @@ def test_set_reaches_every_place(setting: str, path: tuple[str | int, ...], valu
         ("batch", "--set batch: path=value is wanted, such as --set batch=256"),
         ("=1", "--set =1: path=value is wanted, such as --set batch=256"),
         ("batch.x=1", "--set batch.x=1: batch is a value, not a table"),
-        ("techniques.3.x=1", "--set techniques.3.x: 3 is no index of a list of 1: 0 to 0"),
+        ("techniques.3.x=1", "--set techniques.3.x: 3 is no index of a list of 1: 0 to 1; that adds one"),
+        ("none.1.x=1", "--set none.1.x: 1 is no index of a list of 0: 0 to 0; that adds one"),
     ],
 )
 def test_a_wrong_set_is_one_line(setting: str, line: str):
     with pytest.raises(InputError) as error:
-        override({"batch": 1, "techniques": [{}]}, setting)
+        override({"batch": 1, "techniques": [{}], "none": []}, setting)
     assert str(error.value) == line
 
 

@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 from kasoku.core.errors import InputError
@@ -117,7 +118,7 @@ def tables(thing: Any) -> dict[str, Any]:
 
 
 def override(document: dict[str, Any], setting: str) -> None:
-    """Sets one `path=value` in a TOML document (value as TOML; a bare word is a string). Lists take an index."""
+    """Sets one `path=value` in a TOML document (TOML; a bare word is a string). Lists take an index; the next adds."""
     import tomllib
 
     path, equals, text = setting.partition("=")
@@ -130,23 +131,25 @@ def override(document: dict[str, Any], setting: str) -> None:
     if not isinstance(value, bool | int | float | str | list | dict):
         value = text  # a folder named like a date
     at: Any = document
-    *parents, last = path.strip().split(".")
-    for key in parents:
+    keys = path.strip().split(".")
+    for key, following in pairwise(keys):
         if isinstance(at, list):
             at = at[_index(at, key, path)]
         else:
-            at = at.setdefault(key, {})
+            at = at.setdefault(key, [] if following == "0" else {})
         if not isinstance(at, dict | list):
             raise InputError(f"--set {setting}: {key} is a value, not a table")
     if isinstance(at, list):
-        at[_index(at, last, path)] = value
+        at[_index(at, keys[-1], path)] = value
     else:
-        at[last] = value
+        at[keys[-1]] = value
 
 
 def _index(items: list[Any], key: str, path: str) -> int:
-    if not key.isdigit() or int(key) >= len(items):
-        raise InputError(f"--set {path}: {key} is no index of a list of {len(items)}: 0 to {len(items) - 1}")
+    if not key.isdigit() or int(key) > len(items):
+        raise InputError(f"--set {path}: {key} is no index of a list of {len(items)}: 0 to {len(items)}; that adds one")
+    if int(key) == len(items):
+        items.append({})
     return int(key)
 
 
