@@ -17,7 +17,8 @@ from kasoku.parallel import AllReduce, Graded, Overlap
 from kasoku.report import Ledger, Timed, facts_of
 from parallel.ranks import on_processes
 
-NAP_S = 0.1  # far above the 25 ms that gloo takes for this network's gradients, one all-reduce a parameter
+NAP_S = 0.03
+LATE_S = 0.1  # far above what gloo takes for this network's gradients, 25 ms with AllReduce on 2 quiet cores
 STEPS = 12
 
 
@@ -82,7 +83,7 @@ def slow_rank(comm: Comm, overlapped: bool) -> list[dict]:
     loader = Batches(rank=comm.rank, size=comm.size, batch=128)
     job = Job(network(), rule, loader=loader, comm=comm).apply(share, Timed())
     if comm.rank == 1:
-        job.model[-1].weight.register_hook(lambda _: time.sleep(NAP_S))
+        job.model[-1].weight.register_hook(lambda _: time.sleep(LATE_S))
     return verdict_of(job, 64)
 
 
