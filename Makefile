@@ -2,11 +2,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test check bench gpu clean
+SLOW = process or timing or data or browser or exhaustive
+
+.PHONY: setup demo test test-rest test-all check bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | demo | test | check | bench | gpu"
+	@echo "make setup | demo | test | test-all | check | bench | gpu"
 
 .venv/base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -22,8 +24,16 @@ setup: .venv/dev
 demo: .venv/base
 	$(BIN)/kasoku train recipes/digits_cnn_98.toml
 
+# the fast tests, and one smoke test of every guarantee whose tests are slow
 test: .venv/dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 -m "smoke or not ($(SLOW))"
+
+# what `make test` leaves out; tests that judge times run alone
+test-rest: .venv/dev
+	$(BIN)/python -m pytest -n 2 -m "not smoke and not timing and ($(SLOW))"
+	$(BIN)/python -m pytest -m "not smoke and timing"
+
+test-all: test test-rest
 
 check: .venv/dev
 	$(BIN)/ruff check .

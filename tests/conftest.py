@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; tests that need more threads set them
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).parent.parent
 
 
