@@ -46,7 +46,7 @@ UNEVEN = 0.3  # how often a worker lets the others go first, again and again
 
 def techniques(asked: argparse.Namespace) -> dict[str, Technique]:
     """The sides, by name."""
-    remedies = Remedies(damp=asked.damp, compensate=asked.compensate, predict=asked.predict, momentum=asked.momentum)
+    remedies = Remedies(predict=asked.predict, momentum=asked.momentum)
     chosen = Asynchronous(
         remedies=remedies,
         warmup=asked.warmup,
@@ -132,8 +132,6 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.4)
     parser.add_argument("--warmup", type=float, default=1.0)
     parser.add_argument("--finish", type=float, default=5.5)
-    parser.add_argument("--damp", action="store_true")
-    parser.add_argument("--compensate", type=float, default=0.0)
     parser.add_argument("--predict", type=float, default=-1.0)
     parser.add_argument("--momentum", type=float, default=-1.0)
     parser.add_argument("--hidden", type=int, default=1)

@@ -21,7 +21,6 @@ from kasoku.data import digits, loader
 from kasoku.parallel import Asynchronous, Graded, Layer, OneGroup, Overlap, Remedies, segments
 from kasoku.parallel.pieces import Group, predict
 from kasoku.parallel.post import Question
-from kasoku.parallel.shards import Shard
 from kasoku.parallel.wires import WIRES
 
 SIZE = 3
@@ -77,11 +76,7 @@ def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tu
         Asynchronous(buckets=GROUPS, wire="int8"),
         Asynchronous(buckets=GROUPS, servers=1, stream=True),
         Asynchronous(
-            buckets=GROUPS,
-            every=3,
-            max_staleness=1,
-            hidden=False,
-            remedies=Remedies(damp=True, compensate=1.0, predict=1.0),
+            buckets=GROUPS, every=3, max_staleness=1, hidden=False, remedies=Remedies(predict=1.0, momentum=0.5)
         ),
     ],
     ids=["default", "bf16", "int8", "servers", "all remedies"],
@@ -378,34 +373,6 @@ def test_a_lower_momentum_moves_the_weights_as_far():
     assert Threads(2).run(rank) == pytest.approx([-10.0, -10.0])  # 1 / (1 - 0.9), and not 1 / (1 - 0.5)
 
 
-def _shard(remedies: Remedies, workers: int = 2, share: float = 1.0) -> Shard:
-    shard = Shard(3, range(workers), remedies, WIRES["fp32"], share=share)
-    shard.begin(torch.tensor([1.0, 2.0, 3.0]))
-    return shard
-
-
-def test_a_stale_update_counts_for_less_when_damped():
-    shard, one, out = _shard(Remedies(damp=True)), torch.ones(3), torch.zeros(3)
-    for _ in range(7):
-        shard.take(0, one, 0, out)
-    before = shard.weights.clone()
-    assert shard.take(1, one, 0, out) == 7
-    torch.testing.assert_close(shard.weights - before, torch.full((3,), 2 / 8))
-    assert torch.equal(out, shard.weights)
-
-
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_compensation_is_that_of_the_paper(share: float):
-    shard, out = _shard(Remedies(compensate=2.0), share=share), torch.zeros(3)
-    first, second = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([1.0, 3.0, -0.5])
-    shard.take(0, first / share, 0, out)
-    squares = 0.95 * first**2 + 0.05 * second**2
-    then, now = torch.tensor([1.0, 2.0, 3.0]), shard.weights.clone()
-    shard.take(1, second / share, 0, out)  # computed on what was there before the first
-    wanted = now + second - 2.0 * second**2 / squares.sqrt() * (now - then)
-    torch.testing.assert_close(shard.weights, wanted)
-
-
 @pytest.mark.parametrize(
     ("technique", "first"),
     [
@@ -581,8 +548,6 @@ def test_weights_that_are_not_finite_meet_and_go_on():
         (lambda: Asynchronous(every=-1), "every=-1: 0 ranks or more, and 0 steps or more"),
         (lambda: Asynchronous(wire="fp8"), 'wire="fp8": "fp32", "bf16" or "int8"'),
         (lambda: Remedies(momentum=1.0), "from 0 to below 1"),
-        (lambda: Remedies(compensate=-1.0), "0 or more"),
-        (lambda: Asynchronous(remedies=Remedies(compensate=2.0)), "compensate=2 beside hidden=True"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: Callable[[], object], words: str):

@@ -70,7 +70,7 @@ class Asynchronous(Technique):
     Saves: the time that ranks wait for each other and for the network.
     Costs: memory, 4 bytes a parameter times five on each rank (four without a prediction, two with hidden=False in
         fp32; a prediction's on the model's device). For what it owns: the weights, two rooms of its largest group for
-        each rank of another host, and with fewer bits or compensate a copy for each rank. A prediction: two passes over
+        each rank of another host, and with fewer bits a copy for each rank. A prediction: two passes over
         the parameters a step. Some four threads for each other rank. Updates are stale, and no two runs are alike; a
         resumed one has rank 0's optimizer state on all ranks: the same statistically.
     Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
@@ -98,9 +98,6 @@ class Asynchronous(Technique):
             raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
         if self.servers < 0 or self.every < 0:
             raise InputError(f"servers={self.servers}, every={self.every}: 0 ranks or more, and 0 steps or more")
-        if self.hidden and self.remedies.compensate:
-            told = f"compensate={self.remedies.compensate:g} beside hidden=True"
-            raise InputError(f"{told}: what an update was computed on is no longer known by then; give hidden=False")
         if self.wire not in WIRES:
             raise InputError(f'wire="{self.wire}": "fp32", "bf16" or "int8"')
         if self.warmup < 0 or self.finish < 0:
@@ -177,7 +174,7 @@ class Exchange:
     def share_out(self, owners: Sequence[int], workers: Sequence[int]) -> None:
         """Cuts the weights, equal on all ranks, into parts for their owners."""
         self.owners, self.workers, self.share = owners, workers, 1 / max(1, len(workers))
-        settings, remedies, code = self.settings, self.remedies, WIRES[self.settings.wire]
+        settings, code = self.settings, WIRES[self.settings.wire]
         predicts = settings.ahead > 0
         still = not settings.hidden and not predicts
         plan = settings.buckets.plan(self.units.tensors)
@@ -188,7 +185,7 @@ class Exchange:
         self.groups = [Group(x, owners, code, still=still, predicts=predicts, zeros=zeros) for x in some]
         mine = [group.pieces.get(self.comm.rank) for group in self.groups]
         share = self.share if code.exact else 1.0  # else it is taken before what is sent is rounded
-        shards = [Shard(x.stop - x.start, workers, remedies, code, share=share) if x else None for x in mine]
+        shards = [Shard(x.stop - x.start, workers, code, share=share) if x else None for x in mine]
         self.owned = Owned(shards, workers, settings.max_staleness)
         self.begin()
 

@@ -51,7 +51,6 @@ class Together:
             _average(self._job)
 
     def end(self) -> None:
-        """No longer."""
         self.active = False
 
 

@@ -22,7 +22,6 @@ from kasoku.parallel.wires import Code
 UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of questions
 RESTS = 2**62  # the clock of a worker that nobody waits for
 _STRETCH = 1 << 16  # elements: 256 KiB
-_KEPT = 0.95  # of the mean square of updates, at each one
 
 
 @dataclass(frozen=True)
@@ -30,27 +29,19 @@ class Remedies:
     """What is done so that updates to weights that have moved on still help.
 
     Args:
-        damp: an update staler than usual (one from each other worker) counts for less: by workers / (1 + staleness).
-        compensate: what the weights' way since then changes in the gradient, to first order with the squared gradient
-            in the Hessian's place; the factor is relative (2.0 in the paper), 0: none.
         predict: the gradient is taken where the weights are expected to be when it is added: so many times the others'
             last movement ahead; 0: where they are. Below 0: 2 beside hidden=True, as the weights are that many
             exchanges old by then, else 0 (as measured: RECORDS.md).
         momentum: the optimizers' own while ranks are asynchronous, as several workers act like momentum themselves;
             rates are scaled so that a gradient moves the weights as far as before; below 0: as it is.
 
-    Ref: damp: Zhang et al. 2016 (arXiv 1511.05950). compensate: Zheng et al. 2017 (DC-ASGD, arXiv 1609.08326). predict:
-        Sato 2017 (the [001] team). momentum: Mitliagkas et al. 2016 (arXiv 1605.09774).
+    Ref: predict: Sato 2017 (the [001] team). momentum: Mitliagkas et al. 2016 (arXiv 1605.09774).
     """
 
-    damp: bool = False
-    compensate: float = 0.0
     predict: float = -1.0
     momentum: float = -1.0
 
     def __post_init__(self) -> None:
-        if self.compensate < 0:
-            raise InputError(f"compensate={self.compensate}: 0 or more")
         if self.momentum >= 1:
             raise InputError(f"momentum={self.momentum}: from 0 to below 1, or below 0 to leave it as it is")
 
@@ -61,29 +52,26 @@ class Shard:
     Args:
         n: elements.
         workers: the ranks that send updates.
-        remedies: against stale ones.
         code: in which bits updates come and answers go.
-        share: of an update, that is added.
+        share: of an update in fp32, that is added; in fewer bits it comes as such a share.
 
     Attributes: `weights`: the true ones. `staleness`: how many updates had how much of it.
     """
 
-    def __init__(self, n: int, workers: Sequence[int], remedies: Remedies, code: Code, *, share: float = 1.0) -> None:
+    def __init__(self, n: int, workers: Sequence[int], code: Code, *, share: float = 1.0) -> None:
         self.weights = torch.zeros(n)
         self.staleness: Counter[int] = Counter()
         self.code = code
-        self._workers, self._remedies, self._share = workers, remedies, share
-        self._keeps = remedies.compensate > 0 or not code.exact  # what each worker was told
+        self._workers, self._share = workers, share
         self._lock = threading.Lock()
-        self._squares: Tensor | None = None
-        self._exact = torch.zeros(n if self._keeps else 0)  # what came and goes, in the weights' own type
+        self._exact = torch.zeros(0 if code.exact else n)  # what came and goes, in the weights' own type
 
     def begin(self, weights: Tensor) -> None:
         """From here on these are the weights, which all workers have."""
         with self._lock:
             self.weights.copy_(weights)
             self._version, self._own = 0, Counter[int]()
-            self._told = {rank: weights.clone() for rank in self._workers} if self._keeps else {}
+            self._told = {rank: weights.clone() for rank in self._workers} if not self.code.exact else {}
 
     def take(self, rank: int, update: Tensor, basis: int, out: Tensor) -> int:
         """Adds a worker's update and fills `out` with what that worker reads; returns its new basis.
@@ -100,42 +88,19 @@ class Shard:
             others = self._version - self._own[rank]
             self.staleness[others - basis] += 1
             told = self._told.get(rank)
-            if told is None:  # each stretch is read again while it is in the cache
-                damped = self._damped(others - basis)
-                parts = (torch.split(x, _STRETCH) for x in (self.weights, update, out))
-                for weights, moved, copy in zip(*parts, strict=True):
-                    copy.copy_(weights.add_(moved.mul_(self._share), alpha=damped))
-                self._version += 1
-                self._own[rank] += 1
-                return others
-            self.code.unpack(update, self._exact)
-            update = self._exact
-            if self._share != 1:
-                update.mul_(self._share)
-            self._add(update, others - basis, told)
             self._version += 1
             self._own[rank] += 1
-            if self.code.exact:
-                told.copy_(out.copy_(self.weights))
-            else:
-                self.code.pack(torch.sub(self.weights, told.add_(update), out=self._exact), out)
-                self.code.unpack(out, self._exact)
-                told.add_(self._exact)  # what rounding takes is told the next time
+            if told is None:  # each stretch is read again while it is in the cache
+                parts = (torch.split(x, _STRETCH) for x in (self.weights, update, out))
+                for weights, moved, copy in zip(*parts, strict=True):
+                    copy.copy_(weights.add_(moved.mul_(self._share)))
+                return others
+            self.code.unpack(update, self._exact)
+            self.weights.add_(self._exact)
+            self.code.pack(torch.sub(self.weights, told.add_(self._exact), out=self._exact), out)
+            self.code.unpack(out, self._exact)
+            told.add_(self._exact)  # what rounding takes is told the next time
             return others
-
-    def _damped(self, staleness: int) -> float:
-        return min(1.0, len(self._workers) / (1 + staleness)) if self._remedies.damp else 1.0
-
-    def _add(self, update: Tensor, staleness: int, told: Tensor) -> None:
-        remedies, damped = self._remedies, self._damped(staleness)
-        if remedies.compensate:
-            if self._squares is None:
-                self._squares = update * update
-            else:
-                self._squares.mul_(_KEPT).addcmul_(update, update, value=1 - _KEPT)
-            curved = update * update / self._squares.sqrt().clamp(min=torch.finfo(update.dtype).tiny)
-            self.weights.addcmul_(curved, self.weights - told, value=-damped * remedies.compensate)
-        self.weights.add_(update, alpha=damped)
 
 
 class Owned:
@@ -206,7 +171,6 @@ class Alone:
     """Of one rank, which shares nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """No update was stale."""
         return {"staleness": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

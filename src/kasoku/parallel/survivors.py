@@ -36,11 +36,9 @@ class Everybody:
         self._comm, self.ranks = comm, list(range(comm.size))
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> None:
-        """The Comm's."""
         self._comm.all_reduce(x, op=op).wait()
 
     def gather(self, thing: Any) -> list[Any]:
-        """The Comm's."""
         return self._comm.gather_objects(thing)
 
 

@@ -48,11 +48,9 @@ class Floats:
 
     @property
     def exact(self) -> bool:
-        """Whether it is fp32."""
         return self.dtype == torch.float32
 
     def elements(self, n: int) -> int:
-        """As many."""
         return n
 
     def pack(self, x: Tensor, out: Tensor) -> None:
@@ -74,12 +72,10 @@ class Bytes:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Levels and powers alike."""
         return torch.uint8
 
     @property
     def exact(self) -> bool:
-        """No."""
         return False
 
     def elements(self, n: int) -> int:
