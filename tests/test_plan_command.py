@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from helpers.inspected import remember_networks
 from kasoku.cli import main
 from kasoku.parallel import Asynchronous, Graded, Hierarchical, Layer, Mean, Overlap, Planned, Reducer, Wire
 from kasoku.recipe import dumps, load
@@ -36,6 +37,7 @@ tflops = 0.2
 memory_gb_s = 20
 usd_hour = 0.05
 """
+HIERARCHICAL = "{use='kasoku.parallel.Hierarchical', across={use='kasoku.parallel.Wire'}}"
 PRICED = """
 name = "small"
 nodes = 16
@@ -59,6 +61,7 @@ def small(tmp_path: Path) -> str:
 def _no_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "searched" not in request.node.name:  # it takes seconds
         monkeypatch.setattr("kasoku.planning._searched", lambda chosen: chosen)
+    remember_networks(monkeypatch)
 
 
 def planned(folder: Path, recipe: Path, *options: str) -> dict[str, object]:
@@ -67,9 +70,7 @@ def planned(folder: Path, recipe: Path, *options: str) -> dict[str, object]:
     return found
 
 
-def test_a_deadline_takes_the_cheapest_in_time_and_the_least_time_takes_no_longer(
-    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_deadline_takes_the_cheapest_in_time(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     on = ["--cluster", small, "--set", "points=[]", "--set", "batch=4096"]
     soon = planned(tmp_path / "a", POINTS, *on, "--deadline", "20min")
     late = planned(tmp_path / "b", POINTS, *on, "--deadline", "4h")
@@ -86,7 +87,7 @@ def test_a_deadline_takes_the_cheapest_in_time_and_the_least_time_takes_no_longe
     assert "how epochs scatter is not known" in paid["shown"]["ranges"]  # type: ignore[index]
 
 
-def test_the_recipe_and_the_script_are_those_of_the_choice_with_its_searched_groups(small: str, tmp_path: Path) -> None:
+def test_recipe_and_script_have_the_choice_with_its_searched_groups(small: str, tmp_path: Path) -> None:
     found = planned(tmp_path / "p", POINTS, "--cluster", small, "--set", "batch=8192", "--deadline", "1h")
     recipe = load(tmp_path / "p" / POINTS.name)
     assert recipe.batch == found["batch"] == 8192
@@ -101,7 +102,7 @@ def test_the_recipe_and_the_script_are_those_of_the_choice_with_its_searched_gro
     assert f"train {tmp_path / 'p' / POINTS.name}" in text
 
 
-def test_points_of_a_recipe_are_all_tried_and_a_noise_scale_gives_more_epochs(
+def test_all_points_are_tried_and_a_noise_scale_gives_more_epochs(
     small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = planned(tmp_path / "p", POINTS, "--cluster", small, "--fastest")
@@ -224,16 +225,18 @@ def test_the_recipe_has_the_groups_that_were_searched_or_not(
     assert own.next_forward == (late and searched)
 
 
-@pytest.mark.parametrize("nic_gb_s", [1.0, 100.0])
 @pytest.mark.parametrize(
-    ("given", "alike", "said"),
+    ("given", "alike", "said", "nic_gb_s"),
     [
-        ("", Mean(), ""),
-        ("{use='kasoku.parallel.Wire'}", Wire(), "Wire"),
-        ("{use='kasoku.parallel.Hierarchical', across={use='kasoku.parallel.Wire'}}", Wire(), "Wire"),
+        ("", Mean(), "", 1.0),
+        ("", Mean(), "", 100.0),
+        ("{use='kasoku.parallel.Wire'}", Wire(), "Wire", 1.0),
+        pytest.param("{use='kasoku.parallel.Wire'}", Wire(), "Wire", 100.0, marks=pytest.mark.exhaustive),
+        pytest.param(HIERARCHICAL, Wire(), "Wire", 1.0, marks=pytest.mark.exhaustive),
+        (HIERARCHICAL, Wire(), "Wire", 100.0),
     ],
 )
-def test_gradients_are_averaged_node_by_node_where_that_is_faster_and_the_recipe_has_the_reducer(
+def test_the_recipe_averages_node_by_node_where_that_is_faster(
     given: str, alike: Reducer, said: str, nic_gb_s: float, tmp_path: Path
 ) -> None:
     text = PRICED.replace("nics = 8", "nics = 1").replace("nodes = 16", "nodes = 4")
@@ -290,7 +293,7 @@ def test_ranks_at_their_own_pace_keep_their_groups_and_are_not_searched(
         assert "exchange" not in shown
 
 
-def test_what_replays_graphs_is_planned_a_collective_a_parameter_and_left_so(tmp_path: Path) -> None:
+def test_a_recipe_with_graphs_keeps_a_collective_for_each_parameter(tmp_path: Path) -> None:
     (tmp_path / "desk.toml").write_text(DESK)
     options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=512"]
     found = planned(tmp_path / "p", DIGITS, *options, "--set", "device.graphs=true")
@@ -337,15 +340,16 @@ def test_a_run_of_another_size_than_planned_is_told(tmp_path: Path, capsys: pyte
 
 
 def test_what_is_planned_trains_and_is_held_against_what_it_took(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "desk.toml").write_text(DESK.replace("nodes = 4", "nodes = 1").replace("gpus = 2", "gpus = 1"))
     options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "epochs=1", "--set", "schedule.warmup=0"]
     plan = planned(tmp_path / "p", DIGITS, *options)
     run = tmp_path / "run"
     recipe = str(tmp_path / "p" / DIGITS.name)
-    command = [sys.executable, "-m", "kasoku", "train", recipe, "--quiet", "--out", str(run)]
-    subprocess.run([*command, "--set", "device.threads=1"], check=True)  # its environment.json keeps the command
+    command = ["train", recipe, "--quiet", "--out", str(run), "--set", "device.threads=1"]
+    monkeypatch.setattr(sys, "argv", ["kasoku", *command])  # its environment.json keeps the command
+    assert main(command) == 0
     capsys.readouterr()
     assert main(["plan", "--compare", str(run)]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.inspected import remember_networks
 from kasoku.cli import main
 from kasoku.simulate import load
 from kasoku.simulate.sweep import sizes
@@ -18,6 +19,11 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 RECORD = RECIPES / "imagenet_resnet50_81920.toml"
 APART = ["--set", "norm_batch=0", "--set", "norm_average=0.0"]  # a batch as ranks at their own pace can have it
 GRADED = ["--set", "techniques=[{use='kasoku.parallel.Overlap', buckets={use='kasoku.parallel.Graded'}}]"]
+
+
+@pytest.fixture(autouse=True)
+def _one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember_networks(monkeypatch)
 
 
 def asynchronous(settings: str = "", *more: str) -> list[str]:
@@ -66,7 +72,7 @@ def test_a_step_on_2048_gpus_is_itemised_and_drawn(tmp_path: Path, capsys: pytes
     assert "exposed communication" in shown
 
 
-def test_a_better_network_exposes_less_and_a_sweep_draws_what_each_way_hides(tmp_path: Path) -> None:
+def test_a_better_network_exposes_less_and_a_sweep_draws_each_way(tmp_path: Path) -> None:
     slow = tmp_path / "slow.toml"
     slow.write_text('name = "slow"\nnodes = 64\ngpu = "a100"\n[node]\ngpus = 8\nport_gb_s = 240.0\nnic_gb_s = 1.0\n')
     changes = "network*4,latency/2"
@@ -90,7 +96,7 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_what_each_way_hides(tmp
     assert changes in drawn
 
 
-def test_a_sweep_to_4096_has_at_least_40_sizes_evenly_spaced_in_their_logarithms() -> None:
+def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
     cluster = load("abci")
     found = sizes(cluster, 1, 4096)
     assert len(found) >= 40
@@ -218,7 +224,7 @@ def test_a_profile_gives_the_times_and_that_of_another_model_is_refused(
     assert "a takes (nan, 1.0) s" in capsys.readouterr().err
 
 
-def test_beyond_its_batches_a_profile_is_drawn_on_and_what_it_cannot_tell_is_refused(
+def test_a_profile_is_extrapolated_or_refused_beyond_its_batches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks, given = profiled(tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kasoku import meetings, simulate
-from kasoku.core import InputError
+from kasoku.core import Factory, InputError
 from kasoku.core.cost import Piece, Plan, Sized
 from kasoku.course import ahead, updates
 from kasoku.data import Facts, GrowBatch, LowResolution
@@ -185,14 +185,18 @@ def case(arguments: argparse.Namespace, cluster: str, *, like: Case | None = Non
         other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
         return replace(like, recipe=recipe, simulator=other)
     facts, remark = ahead(recipe)
-    with torch.device("meta"):
-        model = recipe.model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
-        found = len(norms(model))
-    name = recipe.model.use.rpartition(".")[2]
-    net = simulate.network(name, model, (facts.channels, facts.side, facts.side))
+    net, found = _inspect(recipe.model, facts)
     profile = _profile(arguments, net) if getattr(arguments, "profile", None) else None
     simulator = simulate.Simulator(on, net, shared, profile=profile, norm_batch=recipe.norm_batch)
     return Case(recipe, facts, simulator, [remark] if remark else [], found)
+
+
+def _inspect(model: Factory, facts: Facts) -> tuple[Network, int]:
+    """The network of a recipe, and how many BatchNorms it has."""
+    with torch.device("meta"):
+        made = model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
+        found = len(norms(made))
+    return simulate.network(model.use.rpartition(".")[2], made, (facts.channels, facts.side, facts.side)), found
 
 
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.grids import covering
 from kasoku.core import Comm, InputError, Job, Threads
 from kasoku.models import cifar_resnet18, cifarnet
 from kasoku.optim import sgd
@@ -87,10 +88,9 @@ def test_the_busiest_link_is_full_until_the_last_of_all_flows_has_arrived(
     assert (carried / capacity).max() == pytest.approx(took, rel=1e-9)
 
 
-@pytest.mark.parametrize("hidden", [True, False])
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("hidden", "every", "stream", "wire"), covering([True, False], [1, 2, 3], [False, True], ["fp32", "bf16"])
+)
 def test_what_of_an_exchange_shows_is_its_closed_form(hidden: bool, every: int, stream: bool, wire: Any) -> None:
     step = stepped(Asynchronous(hidden=hidden, every=every, stream=stream, wire=wire))
     groups = len(step.course.plan.groups)
@@ -111,10 +111,9 @@ def test_some_exchanges_show_and_some_are_hidden_altogether() -> None:
     assert stepped(Asynchronous(every=1, hidden=False)).exposed_s > once.exposed_s
 
 
-@pytest.mark.parametrize("hidden", [True, False])
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("slower", [1, 2, 4, 20])
+@pytest.mark.parametrize(
+    ("hidden", "every", "stream", "slower"), covering([True, False], [1, 2, 3], [False, True], [1, 2, 4, 20])
+)
 def test_the_timeline_adds_up_to_the_steps_of_a_turn(hidden: bool, every: int, stream: bool, slower: int) -> None:
     cluster = ideal(8).altered(f"network/{slower}")
     step = stepped(Asynchronous(buckets=Fixed(2**23), hidden=hidden, every=every, stream=stream), cluster)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.grids import covering
 from kasoku.core import InputError, Job
 from kasoku.core.cost import Link
 from kasoku.core.simulated import Emulate, SimComm
@@ -67,13 +68,15 @@ def engine_of(comm: SimComm, units: Any, overlap: Overlap) -> tuple[Job, Any]:
     return job, job.kept("overlap")
 
 
-@pytest.mark.parametrize("policy", [OneGroup(), Graded(), Fixed(MIB, MIB // 4), Fixed(), Layer()])
 @pytest.mark.parametrize(
-    "reducer", [Mean(), Wire(), Wire("fp16", sums="wire"), Hierarchical(8), Hierarchical(8, Wire())]
+    ("policy", "reducer"),
+    covering(
+        [OneGroup(), Graded(), Fixed(MIB, MIB // 4), Fixed(), Layer()],
+        [Mean(), Wire(), Wire("fp16", sums="wire"), Hierarchical(8), Hierarchical(8, Wire())],
+        together=1,
+    ),
 )
-def test_groups_and_their_order_are_the_engines_whatever_is_sent_of_a_gradient(
-    policy: Policy, reducer: Reducer, net: Network
-) -> None:
+def test_the_simulated_groups_are_those_of_the_engine(policy: Policy, reducer: Reducer, net: Network) -> None:
     step = Simulator(slow(), net, Sharing(policy, reducer=reducer)).step(GPUS, GPUS * 200)
     _, engine = engine_of(SimComm(GPUS, Link(1e-5, 1e9)), step.course.units, Overlap(policy, reducer=reducer))
     assert (step.course.plan.groups, step.course.plan.order) == (engine.plan.groups, engine.plan.order)
@@ -87,15 +90,16 @@ def test_groups_planned_by_what_is_sent_would_be_others(net: Network) -> None:
         assert plans[0].groups != plans[1].groups
 
 
-@pytest.mark.parametrize("policy", [Graded(), Fixed(MIB, MIB // 4), Layer()])
-@pytest.mark.parametrize("next_forward", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "next_forward"), covering([Graded(), Fixed(MIB, MIB // 4), Layer()], [False, True], together=1)
+)
 def test_the_engine_sends_half_the_bytes_at_the_same_moments(policy: Policy, next_forward: bool, net: Network) -> None:
     reducer = Wire(sums="wire")
     step = Simulator(slow(), net, Sharing(policy, next_forward, reducer=reducer)).step(GPUS, GPUS * 200)
     comm = SimComm(GPUS, allreduce.link(slow(), GPUS))
     job, engine = engine_of(comm, step.course.units, Overlap(policy, next_forward=next_forward, reducer=reducer))
     begins, sent_before = [], 0
-    for _ in range(6):
+    for _ in range(4):
         begins.append(job.clock.now())
         sent_before = len(engine.comm.sent)
         job.loss(job.model(torch.zeros((1, 3, 32, 32), device="meta", requires_grad=True)), torch.zeros(1)).backward()
@@ -160,7 +164,7 @@ def test_within_a_node_sums_in_fp32_move_as_many_bytes_as_a_ring() -> None:
     assert seen == pytest.approx((1 + 3) * 1e-6 + 2 * 3 / 4 * N_BYTES / 2 / 100e9, rel=1e-12)
 
 
-def test_on_nodes_of_many_gpus_sums_in_fp32_may_take_longer_than_no_wire_at_all() -> None:
+def test_sums_in_fp32_may_take_longer_than_no_compression() -> None:
     cluster = load("dgx-a100")
     fp32, plain, wire = (reducing.link(cluster, 512, r).seconds(1e9) for r in (Wire(), Mean(), Wire(sums="wire")))
     assert fp32 > plain > wire
@@ -186,7 +190,7 @@ def test_nodes_of_several_machines_make_a_torus() -> None:
     assert seen.choice(N_BYTES).startswith("hierarchical in rows of 4")
 
 
-def test_where_all_are_in_one_node_or_each_in_its_own_it_is_as_the_engine_binds_it() -> None:
+def test_nodes_of_one_rank_or_of_all_ranks_are_no_hierarchy() -> None:
     one = ideal(8, 4)
     assert reducing.link(one, 4, Hierarchical(0, Wire())) == reducing.link(one, 4, Mean())
     assert reducing.link(one, 8, Hierarchical(8, Wire())) == reducing.link(one, 8, Mean())
@@ -194,7 +198,7 @@ def test_where_all_are_in_one_node_or_each_in_its_own_it_is_as_the_engine_binds_
     assert reducing.link(one, 1, Hierarchical(4)).seconds(N_BYTES) == 0
 
 
-def test_what_no_simulation_knows_and_nodes_that_are_not_filled_are_one_clear_line() -> None:
+def test_an_unknown_reducer_or_unequal_nodes_are_one_clear_line() -> None:
     for reducer, said in (
         (LowRank(), "reducer LowRank: only Mean, Wire"),
         (Hierarchical(0, LowRank()), "reducer Hierarchical across=LowRank: only"),
