@@ -132,13 +132,6 @@ def virtual_ranks() -> str:
     return benchmark("virtual_ranks.py", "--pairs", "3", keys=("virtual_over_plain", "memory_64_over_2"))
 
 
-def host_memory() -> str:
-    """What is held from forward to backward in host memory: the same bits, the peak foreseen."""
-    tests = [sys.executable, "-m", "pytest", "-q", "tests/memory/test_host_cuda.py"]
-    done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    return f"{'tests pass' if done.returncode == 0 else 'FAILED'}: {done.stdout.strip().splitlines()[-1]}"
-
-
 def asynchronous() -> str:
     """Two ranks that do not wait for each other, by turns on one GPU: they learn, with any bits on the wire."""
     from kasoku.core import Threads, process_start
@@ -163,7 +156,6 @@ CHECKS: dict[str, Callable[[], str]] = {
     "resnet50": resnet50,
     "lars": lars,
     "virtual ranks": virtual_ranks,
-    "host memory": host_memory,
     "asynchronous": asynchronous,
 }
 

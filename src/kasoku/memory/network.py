@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from kasoku.core import InputError, Job
 from kasoku.memory.dense import Straight
 from kasoku.memory.graph import Graph, Shape
-from kasoku.memory.host import Host, now
 from kasoku.memory.look import Call, Item, Log, chains, place_of, undisturbed, units, watch
 from kasoku.memory.ops import How
 from kasoku.memory.plan import Around, Choice, Plan, Setting, best, choices, lowest
@@ -92,7 +91,7 @@ class Network:
             self.ways.append(replace(way, first=way.first + offset, last=way.last + offset, need=takes))
         for i, part in enumerate(parts):
             self.starts.append(shape)
-            own = replace(setting, x=shape, data=setting.data or i > 0, how=replace(how, bf16=False, host=False))
+            own = replace(setting, x=shape, data=setting.data or i > 0, how=replace(how, bf16=False))
             full = next(choices([graphs[i]], own))
             shapes = full.program.graph.shapes(shape, how.half)
             work = sum(work_of(full.program, shapes, at) for at in range(len(full.program.graph.nodes)))
@@ -152,31 +151,15 @@ class Network:
         """Bytes of the lowest peak there is."""
         return lowest(len(self.units), self.ways, self.around).peak
 
-    def speed(self, x: Tensor) -> float:
-        """Multiply-adds a second of a forward of x: the planned ones over the time of all."""
-        taken = []
-        with undisturbed(self.job.model, x), torch.no_grad():
-            for _ in range(3):
-                started = now(x.device)
-                self.job.model.forward(x)
-                taken.append(now(x.device) - started)
-        return sum(unit.work for unit in self.units) / min(taken)
-
-    def charge(self, price: float) -> None:
-        """Adds to the work of each choice the multiply-adds of the time that its bytes take on the link, all of it."""
-        charged = (replace(way.need, work=way.need.work + price * way.need.link.crossed) for way in self.ways)
-        self.ways = [replace(way, need=need) for way, need in zip(self.ways, charged, strict=True)]
-
-    def put(self, plan: Plan, host: Host | None = None) -> None:
-        """Puts a plan in place; `host`: where it may lay values that are not on the device."""
-        away = host if any(choice.program.away for choice in plan.choices) else None
+    def put(self, plan: Plan) -> None:
+        """Puts a plan in place."""
         for item in self.items:
             item.plain()
         for choice in plan.choices:
             inside = [item for unit in self.units[choice.first : choice.last + 1] for item in unit.items]
             name = f"{inside[0].name} to {inside[-1].name}"
             inside[0].segment = Segment(
-                choice.program, self.units[choice.first].how, choice.chunk, name, inside[0].module, away
+                choice.program, self.units[choice.first].how, choice.chunk, name, inside[0].module
             )
             inside[0].length = len(inside)
             for place, item in enumerate(inside[1:], 1):
@@ -231,9 +214,6 @@ class Network:
             f"peak foreseen {_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
             f"time +{100 * self.longer(plan):.1f} %"
         )
-        away = sum(choice.need.link.away for choice in plan.choices)
-        if away:
-            head += f"; {_mib(away)} in host memory, charged as if none of its copies were hidden"
         return "\n".join([head, *lines])
 
 

@@ -28,13 +28,11 @@ class How:
         half: autocast computes convolutions in this type; None: no autocast.
         exact: what is computed again is computed by the same kernel, not by a faster one that rounds otherwise.
         bf16: what is held between forward and backward is held in bf16.
-        host: it may lie in host memory.
     """
 
     half: torch.dtype | None = None
     exact: bool = False
     bf16: bool = False
-    host: bool = False
 
 
 class Statistics(NamedTuple):

@@ -1,10 +1,10 @@
 """Chooses what each part of a network keeps: the least time under a budget, found exactly.
 
 Note: why it is exact. The network is a chain of units; a plan cuts it into segments and picks a program for each. What
-a segment's backward takes at most depends on its own program and on the bytes kept before it, no more, but for what the
-segment before has on its way to host memory or back. So going along the chain it is enough to remember, for each place,
-the triples of (bytes kept so far, work so far, bytes on their way) of which no other has less of all. A smaller budget
-can only take plans away, so the peak of the best plan falls with it or stays.
+a segment's backward takes at most depends on its own program and on the bytes kept before it, no more.
+So going along the chain it is enough to remember, for each place, the pairs of (bytes kept so far, work so far) of
+which no other has less of both. A smaller budget can only take plans away, so the peak of the best plan falls with it
+or stays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate
 
 from kasoku.core import InputError
 from kasoku.memory.graph import Graph, Shape
@@ -34,7 +34,7 @@ class Setting:
         how: precision.
         layout: of images in memory.
         there: what enters the first of them, and what leaves the last, lies there for others anyway, so that it is not
-            held in bf16, nor in host memory.
+            held in bf16.
     """
 
     x: Shape
@@ -112,21 +112,17 @@ def _of_stretch(graph: Graph, setting: Setting, place: tuple[int, int]) -> Itera
         if setting.how.exact or any(node.steers for node in graph.nodes)
         else [0, *(c for c in _CHUNKS if c < batch)]
     )
-    sends = [frozenset[int]()]
-    if setting.how.host:
-        sends.append(frozenset(range(1 if setting.there[0] else 0, graph.out)))
-    for (remedy, kept, hold), send in product(_keeps(graph, data), sends):
-        one = program(graph, kept, data=data, hold=hold, halve=halve, send=send)
-        remedy += ", in host memory" if one.away else ""
-        if (one.kept, one.away, one.backward) in seen:
+    for remedy, kept, hold in _keeps(graph, data):
+        one = program(graph, kept, data=data, hold=hold, halve=halve)
+        if (one.kept, one.backward) in seen:
             continue
-        seen.add((one.kept, one.away, one.backward))
-        for chunk in chunks if not one.away else [0]:
+        seen.add((one.kept, one.backward))
+        for chunk in chunks:
             way = Choice(*place, one, chunk, _need(one, shapes, setting, chunk), remedy + _in_parts(chunk))
             yield way
             other = one if setting.how.exact else over_inputs(one)
             takes = way.need if other == one else _need(other, shapes, setting, chunk)
-            if takes.backward < way.need.backward or takes.link.slack > way.need.link.slack:
+            if takes.backward < way.need.backward:
                 name = f"{remedy}, norm gradients in place{_in_parts(chunk)}"
                 over.append(replace(way, program=other, need=takes, remedy=name))
     yield from over
@@ -184,7 +180,6 @@ class _State:
     kept: int
     peak: int
     work: float
-    reach: int
     choices: tuple[Choice, ...]
 
 
@@ -205,42 +200,35 @@ def best(count: int, ways: Sequence[Choice], around: Around, budget: float) -> P
         if way.first == way.last:
             gradients[way.first] = way.need.gradients
     behind = [0, *accumulate(reversed(gradients))][::-1]  # of the units from i on
-    states: list[list[_State]] = [[_State(0, 0, 0.0, 0, ())]]
+    states: list[list[_State]] = [[_State(0, 0, 0.0, ())]]
     for end in range(count):
         found = []
         for way in by_end[end]:
             later = around.gradients + (behind[end + 1] if around.stays else 0)
+            most = max(way.need.backward + later, way.need.x + way.need.forward)
             for state in states[way.first]:
-                peak = max(around.fixed + state.kept + _most(way.need, state.reach, later), state.peak)
+                peak = max(around.fixed + state.kept + most, state.peak)
                 if peak <= budget:
                     kept, work = state.kept + way.need.kept + way.need.x, state.work + way.need.work
-                    found.append(_State(kept, peak, work, way.need.link.reach, (*state.choices, way)))
+                    found.append(_State(kept, peak, work, (*state.choices, way)))
         states.append(_undominated(found))
     ends = [_finished(state, around) for state in states[count]]
     ends = [plan for plan in ends if plan.peak <= budget]
     return min(ends, key=lambda plan: (plan.work, plan.peak), default=None)
 
 
-def _most(need: Need, reach: int, later: int) -> int:
-    """What a segment takes at most beside what is kept before it, where the one before reaches over to it."""
-    backward = max(need.backward, need.backward - need.link.slack + reach)
-    return max(backward + later, need.x + need.forward + reach)
-
-
 def _finished(state: _State, around: Around) -> Plan:
     held = state.kept + around.after
-    head = around.copies + max(around.head, state.reach)
-    return Plan(state.choices, held, max(state.peak, around.fixed + held + head), state.work)
+    peak = max(state.peak, around.fixed + held + around.copies + around.head)
+    return Plan(state.choices, held, peak, state.work)
 
 
 def _undominated(states: list[_State]) -> list[_State]:
-    """Those of which no other has as little kept, work and reach; of equals the one of the lowest peak."""
+    """Those of which no other has as little kept and work; of equals the one of the lowest peak."""
     found: list[_State] = []
-    least: dict[int, int] = {}  # reach -> the least kept so far
-    for state in sorted(states, key=lambda s: (s.work, s.kept, s.reach, s.peak)):
-        if all(state.kept < kept or state.reach < reach for reach, kept in least.items()):
+    for state in sorted(states, key=lambda s: (s.work, s.kept, s.peak)):
+        if not found or state.kept < found[-1].kept:
             found.append(state)
-            least[state.reach] = state.kept
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,26 +23,6 @@ class Layout:
     kind: str = "cpu"
 
 
-class Link(NamedTuple):
-    """What a segment has of host memory, in bytes.
-
-    Attributes:
-        away: that lie there.
-        crossed: out and back.
-        reach: that lie on the device in the next segment's forward, until they are copied out, or in its backward,
-            brought back ahead of their use: the larger of both.
-        slack: by which its backward takes less once the last one has come, and the segment before asks for its first.
-    """
-
-    away: int = 0
-    crossed: int = 0
-    reach: int = 0
-    slack: int = 0
-
-
-NO_LINK = Link()
-
-
 @dataclass(frozen=True)
 class Need:
     """What a segment takes, in bytes.
@@ -57,7 +36,6 @@ class Need:
         gradients: of its weights.
         work: what is computed again, and what gradients over inputs take more, in multiply-adds.
         rounding: what is rounded to bf16 and loaded, as the multiply-adds of the same time.
-        link: what it has of host memory.
     """
 
     kept: int
@@ -69,7 +47,6 @@ class Need:
     work: float
     rounding: float = 0.0
     out_is_in: bool = False
-    link: Link = NO_LINK
 
     def beside(self, given: bool, last: bool) -> Need:
         """The same where `given` images enter (they are there anyway), or `last` (nobody else counts the output)."""
@@ -89,22 +66,22 @@ def need(program: Program, shapes: list[Shape], *, how: How, layout: Layout, chu
     x, out, kept, kept_x, kept_out = (round(part * share) for part in whole)
     rounded = kept_out if program.graph.out in program.halved else 0  # beside the output, when all else is done
     if parts == 1:
-        forward = max(walk.forward() + walk.side, out + walk.kept + rounded + walk.leaving)
+        forward = max(walk.forward() + walk.side, out + walk.kept + rounded)
         backward = walk.backward(kept_out) + kept_x + out
     else:  # what is whole beside one part: the output, or the gradients that come and go
         dx = x if any(join for do in program.backward for join in _into_input(program, do)) else 0
         forward = out + kept + max(walk.forward(), rounded)
         twice = max((p.nbytes for node in program.graph.nodes for p in node.params), default=0)  # a part's, and the sum
         backward = kept_x + kept_out + out + kept + dx + walk.backward(0) - walk.kept + twice
-    if 0 in program.halved | program.away:  # it is there in forward, beside its bf16
-        forward += x + (walk.crossing(0) if 0 in program.halved & program.away else 0)
+    if 0 in program.halved:  # it is there in forward, beside its bf16
+        forward += x
     gradients = sum(p.nbytes for node in program.graph.nodes for p in node.params if p.requires_grad)
     work = sum(work_of(program, shapes, do.at) for do in program.backward if do.what == "make")
     work += sum(_work_over(program, shapes, do, layout) for do in program.backward)
-    loads = [do.at for do in program.backward if do.what == "load" and do.at in program.halved]
+    loads = [do.at for do in program.backward if do.what == "load"]
     passes = sum(1.5 * walk.sizes[v] for v in (*loads, *program.halved - {program.graph.out}))
     rounding = passes * _WORK_OF_A_BYTE * share
-    return Need(kept, kept_x, kept_out, forward, backward, gradients, work * share, rounding, link=walk.link)
+    return Need(kept, kept_x, kept_out, forward, backward, gradients, work * share, rounding)
 
 
 def work_of(program: Program, shapes: list[Shape], at: int) -> float:
@@ -138,7 +115,6 @@ class _Walk:
         self.ends = {0, graph.out}
         self.held = [self._held(v) for v in range(len(shapes))]
         self.sides = {i: self._side(node, i) for i, node in enumerate(graph.nodes)}
-        self.coming, self.leaving, self.slack = program.coming, 0, 0
 
     @cached_property
     def side(self) -> int:
@@ -150,19 +126,10 @@ class _Walk:
         """From forward to backward, without the ends."""
         return sum(self.held[v] for v in self.program.kept - self.ends) + self.side
 
-    @property
-    def link(self) -> Link:
-        """What lies in host memory; after `forward` and `backward`."""
-        away, coming = (sum(map(self.crossing, which)) for which in (self.program.away, self.program.coming))
-        first = sum(map(self.crossing, self.program.coming[:1]))
-        return Link(away, away + coming, max(self.leaving, first), self.slack)
-
     def _held(self, v: int) -> int:
         """Of a value, from forward to backward."""
-        return self.crossing(v) if v in self.program.kept - self.program.away else 0
-
-    def crossing(self, v: int) -> int:
-        """The same wherever it lies."""
+        if v not in self.program.kept:
+            return 0
         shape = self.shapes[v]
         return self.sizes[v] // shape.dtype.itemsize * 2 if v in self.program.halved else self.sizes[v]
 
@@ -178,20 +145,14 @@ class _Walk:
         """The most in forward, with the output."""
         graph = self.program.graph
         held = {0: 0}
-        live = most = leaving = 0
+        live = most = 0
         for do in self.program.forward:
             if do.what == "free":
-                ended, away = held.pop(do.at), do.at in self.program.away
-                if away:
-                    live -= leaving
-                    self.leaving = self.crossing(do.at)
-                    leaving = self.leaving if do.at else 0  # the input is the caller's
+                ended = held.pop(do.at)
                 if do.at in self.program.halved - self.ends:
-                    live += self.crossing(do.at)
+                    live += self.held[do.at]
                     most = max(most, live)
-                    live -= ended
-                elif not away:
-                    live -= ended
+                live -= ended
                 continue
             node = graph.nodes[do.at]
             held[do.at + 1] = self._made(do, held)
@@ -217,19 +178,16 @@ class _Walk:
         short = {v: 0 if v in self.ends else self.held[v] for v in program.halved}
         held = {v: 0 if v in self.ends else self.held[v] for v in program.kept - program.halved}
         (short if graph.out in program.halved else held)[graph.out] = out
-        live = most = self.kept + out + sum(map(self.crossing, self.coming[:1]))
-        early = 0
+        live = most = self.kept + out
         areas: dict[int, list[int]] = {graph.out: [0, 2]}  # value -> [bytes, who share it]
         for do in self.program.backward:
             if do.what == "free":
                 live -= held.pop(do.at, 0)
             elif do.what == "load":
-                more, less = self._load(do, held, short)
-                live += more
-                if do.at in program.away and not self.coming:
-                    early, most = most, 0
+                held[do.at] = self.sizes[do.at]
+                live += held[do.at]
                 most = max(most, live)
-                live -= less
+                live -= short.pop(do.at) if do.inplace else 0
             elif do.what == "make":
                 held[do.at + 1] = self._made(do, held)
                 live += held[do.at + 1] if not do.inplace else 0
@@ -238,21 +196,7 @@ class _Walk:
                 grown, peak = self._grad(do, areas, held)
                 most = max(most, live + peak)
                 live += grown
-        self.slack = max(early - most, 0)
-        return max(early, most)
-
-    def _load(self, do: Do, held: dict[int, int], short: dict[int, int]) -> tuple[int, int]:
-        """(bytes more while a value is loaded, bytes less after it); one from host memory was asked for before."""
-        size = held[do.at] = self.sizes[do.at]
-        if do.at not in self.program.away:
-            return size, short.pop(do.at) if do.inplace else 0
-        self.coming = self.coming[1:]
-        asked = sum(map(self.crossing, self.coming[:1]))
-        stays = do.inplace and do.at == 0  # for the segment before
-        if do.at in self.program.halved:
-            return size + asked, 0 if stays else self.crossing(do.at)
-        held[do.at] = 0 if stays else size
-        return asked, 0
+        return most
 
     def _grad(self, do: Do, areas: dict[int, list[int]], held: dict[int, int]) -> tuple[int, int]:
         """(bytes more after it, the most during it)."""

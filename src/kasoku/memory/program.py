@@ -7,9 +7,6 @@ Note: held in bf16. A value of more than 16 bits may lie in bf16 between forward
 last use in forward, so that outputs are what they are without it, and loaded into its own type where backward reads it;
 between reads that are far from one another only the bf16 is held. What enters and what leaves a segment its neighbours
 hold too: that is rounded once for both (segment.py).
-
-Note: in host memory. The same steps serve a value that lies in host memory, as it is or in bf16: it is copied out after
-its last use in forward. What leaves a segment is the next one's input: that one copies it out, or holds it, for both.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ _NEAR = 2  # gradient steps over which a cheap value computed again is held rath
 
 
 class Do(NamedTuple):
-    """One step: "make" a node's value, take the "grad" of a node, "free" a value, or "load" one held otherwise.
+    """One step: "make" a node's value, take the "grad" of a node, "free" a value, or "load" one held in bf16.
 
     Args:
         what: the kind.
         at: the node, or the value to free or load.
         inplace: the result takes the place of the first input (make), of the incoming gradient (grad of a ReLU), of the
-            input (grad of a norm), or of the bf16 or what is in host memory, which is not read again (load).
+            input (grad of a norm), or of the bf16, which is not read again (load).
         joins: for "grad", how the gradient of each input meets what has arrived there before: "set" (nothing has),
             "into new", "into old", "fresh" (a new tensor), or "" where the input needs none.
     """
@@ -51,7 +48,6 @@ class Program:
         forward: steps of the first forward.
         backward: steps of backward.
         halved: those of them that are held in bf16.
-        away: those of them that lie in host memory, never the output.
         again: the nodes computed again.
     """
 
@@ -60,12 +56,6 @@ class Program:
     forward: tuple[Do, ...] = field(repr=False)
     backward: tuple[Do, ...] = field(repr=False)
     halved: frozenset[int] = frozenset()
-    away: frozenset[int] = frozenset()
-
-    @property
-    def coming(self) -> list[int]:
-        """The values that come back from host memory, in order, one that is let go meanwhile twice."""
-        return [do.at for do in self.backward if do.what == "load" and do.at in self.away]
 
     @property
     def again(self) -> list[Node]:
@@ -114,7 +104,6 @@ def program(
     data: bool,
     hold: bool = True,
     halve: frozenset[int] = frozenset(),
-    send: frozenset[int] = frozenset(),
 ) -> Program:
     """The steps for a choice of values kept.
 
@@ -124,19 +113,18 @@ def program(
         data: the input needs a gradient.
         hold: hold what is computed again until its last use; False: cheap values only over the next few steps.
         halve: values that are held in bf16 if they are kept.
-        send: values that lie in host memory if they are kept.
     """
     needs = learning(graph, data=data)
     wanted = _Wanted(graph, needs, set(kept), hold)
     useful = frozenset(wanted.order())
-    halved, away = useful & halve, useful & send - {graph.out}
-    inner = halved - {0, graph.out} | away  # the other ends are rounded by the runner, when all is done
+    halved = useful & halve
+    inner = halved - {0, graph.out}  # the ends are rounded by the runner, when all is done
     backward = _with_frees(graph, wanted.steps, start=useful, stay=frozenset())
     order = [Do("make", i) for i in range(len(graph.nodes))]
     stay = (useful - inner) | {graph.out}
     forward = _with_frees(graph, order, start=frozenset({0}), stay=stay, whole=inner)
-    steps = _with_loads(graph, _joined(graph, needs, backward), halved | away)
-    return Program(graph, useful, tuple(forward), tuple(steps), halved, away)
+    steps = _with_loads(graph, _joined(graph, needs, backward), halved)
+    return Program(graph, useful, tuple(forward), tuple(steps), halved)
 
 
 class _Wanted:
@@ -214,7 +202,7 @@ def _with_frees(
 
 
 def _with_loads(graph: Graph, steps: list[Do], apart: frozenset[int]) -> list[Do]:
-    """The steps with values `apart`, in bf16 or host memory, loaded ahead of use, let go where the next one is far."""
+    """The steps with values `apart`, held in bf16, loaded ahead of use, let go where the next one is far."""
     passed = [0, *accumulate(do.what == "grad" for do in steps)]  # gradients taken before each step
     before: dict[int, list[Do]] = {}
     after: dict[int, list[Do]] = {}

@@ -13,7 +13,6 @@ from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.memory import dense
 from kasoku.memory.bound import Bound
 from kasoku.memory.dense import Straight
-from kasoku.memory.host import Host, reaches
 from kasoku.memory.instep import InStep
 from kasoku.memory.look import Item, another_way, half_of, install
 from kasoku.memory.network import Network, look, state_bytes
@@ -44,18 +43,12 @@ class SavedMemory(Technique):
         bf16: what is held from forward to backward in more than 16 bits is held in bf16, in half the bytes: lossy.
             Outputs and statistics stay as they are, gradients do not (see Maths). All of it, whatever the budget; what
             the network's own Python holds meanwhile (features for later) stays as it is, and is not foreseen.
-        host: on CUDA, what a stretch of layers keeps may lie in pinned host memory: copied out after its last use in
-            forward and back ahead of its use in backward, beside the computation. The plan takes it where that costs
-            less than to compute again, by the speed of the link and of the network, both measured in the look: the
-            copies are charged as if none of them were hidden. So the plan, and unless lossless the last bits, may
-            differ from run to run, and from rank to rank.
         in_backward: update each parameter as its gradient arrives, so that no gradients lie about. Where a technique
             needs all of them (Clip, LossScale), or ranks share them, they are kept as ever.
         show: print the plan.
 
     Saves: memory: what backward keeps, to half or less, and the gradients.
-    Costs: the time of what is computed again, or rounded and loaded, which the plan tells; with host up to twice as
-        many bytes of pinned host memory as lie there (torch pins powers of two, and keeps them for what comes next).
+    Costs: the time of what is computed again, or rounded and loaded, which the plan tells.
     Maths: the same gradients; bit for bit if lossless, else sums in another order. With bf16 they are off by (norm of
         the difference over the norm, all weights together, on small random networks): less than 1e-2 where values are
         kept; less than 0.1 where layers run again, for a ReLU made of rounded values may take another side near 0;
@@ -71,7 +64,6 @@ class SavedMemory(Technique):
     budget: str = ""
     lossless: bool = False
     bf16: bool = False
-    host: bool = False
     in_backward: bool = True
     show: bool = True
 
@@ -87,10 +79,6 @@ class SavedMemory(Technique):
 
     def apply(self, job: Job) -> None:
         """Stands in for the layers it knows; the plan is made at the first training forward."""
-        devices = {p.device for p in job.model.parameters()}
-        if self.host and not (len(devices) == 1 and all(map(reaches, devices))):
-            found = ", ".join(sorted(map(str, devices)))
-            raise InputError(f"SavedMemory: host=True on {found}: one CUDA device has memory of its own: leave it out")
         items = install(job)
         if not items:
             raise InputError(
@@ -98,8 +86,6 @@ class SavedMemory(Technique):
                 "MaxPool2d without hooks, or blocks of them"
             )
         planner = Planner(job, self, items)
-        if planner.host is not None:
-            job.undo(planner.host.close)
         job.undo(job.model.register_forward_pre_hook(planner.enter).remove)
         job.undo(job.model.register_forward_hook(planner.leave).remove)
 
@@ -129,7 +115,6 @@ class Planner(Bound):
         self.straight: list[Straight] = []
         if self.in_step is not None and not settings.lossless:
             self.straight = dense.install(job, self.in_step)
-        self.host = Host() if settings.host else None
         self.network: Network | None = None
         self.chosen: Plan | None = None
         self.key: Any = None
@@ -145,8 +130,6 @@ class Planner(Bound):
             return
         if self.in_step is not None:
             self.in_step.enter()
-        if self.host is not None:
-            self.host.begin()
         for item in self.items:
             item.trace_again()
         if len(args) != 1 or not isinstance(args[0], Tensor):
@@ -168,8 +151,6 @@ class Planner(Bound):
             if item.passed not in (0, item.length):
                 raise another_way(item)
             item.passed = 0
-        if self.host is not None and model is self.job.model:
-            self.host.settle()
 
     def key_of(self, x: Tensor) -> tuple[Any, ...]:
         """What a plan depends on, the batch first."""
@@ -193,19 +174,14 @@ class Planner(Bound):
     def plan(self, x: Tensor) -> None:
         """Looks at the network, chooses, and puts the choices in place."""
         freed = self.in_step is not None and self.in_step.active
-        how = How(exact=self.settings.lossless, bf16=self.settings.bf16, host=self.settings.host)
+        how = How(exact=self.settings.lossless, bf16=self.settings.bf16)
         network = look(self.job, self.items, x, how=how, freed=freed, straight=self.straight)
-        if self.host is not None:
-            self.host.clear()
-            network.charge(self.host.seconds_a_byte(x.device) * network.speed(x))
         if self.settings.budget:
             plan = network.choose(bytes_of(self.settings.budget), sure=SURE)
         else:
             plan = network.choose_for(self.settings.factor or 2.0)
-        network.put(plan, self.host)
+        network.put(plan)
         network.check(x)
-        if self.host is not None:
-            self.host.clear()  # of the few images of the check
         for one in self.straight:
             if one.active:
                 one.ready()

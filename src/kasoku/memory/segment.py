@@ -2,18 +2,13 @@
 
 Note: one bf16 for two. What leaves a segment enters the next one, and both hold it. So the bf16 of such a tensor is
 remembered as long as the tensor lives, and whoever holds it next takes the same one, unless it was written since.
-
-Note: one host copy for two. The segment that a tensor enters copies it out; the one that it left then lets go of its
-own, and reads the same copy. It comes back once: after its last load in the later segment's backward it stays on the
-device for the earlier one's, which is next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +18,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kasoku.core import InputError
 from kasoku.memory import ops
 from kasoku.memory.graph import Graph, tensors
-from kasoku.memory.host import Host, Ticket
 from kasoku.memory.program import Do, Program
 
 Gradients = dict[Tensor, Tensor]
 _rounded = WeakTensorKeyDictionary()  # tensor -> (its version, its bf16)
-_left = WeakTensorKeyDictionary()  # tensor that left a segment -> _Left
 
 
 @dataclass
@@ -40,9 +33,6 @@ class Held:
         halved: others, in bf16.
         dtypes: of all values, as they are in forward.
         sides: what nodes leave beside: statistics, codes.
-        away: others, in host memory.
-        coming: those that the steps load, in order.
-        before: what the segment holds that ran before this one.
         versions: of the ends, which others may write to.
     """
 
@@ -50,23 +40,12 @@ class Held:
     halved: dict[int, Tensor]
     dtypes: list[torch.dtype]
     sides: dict[int, Any] = field(default_factory=dict)
-    away: dict[int, Ticket] = field(default_factory=dict)
-    coming: list[Ticket] = field(default_factory=list)
-    before: ref[Held] | None = None
     versions: dict[int, int] = field(default_factory=dict)
 
     @property
     def written(self) -> bool:
         """An end that is held as it is was written to."""
         return any(v in self.values and self.values[v]._version != then for v, then in self.versions.items())
-
-
-class _Left(NamedTuple):
-    """Who holds a tensor that left a segment, as which value, and its version then."""
-
-    held: list[Held]
-    at: int
-    version: int
 
 
 @dataclass
@@ -79,7 +58,6 @@ class Segment:
         chunk: images at a time, 0: all at once. Only without BatchNorm over the batch.
         name: of its first and last layer, for errors and the printed plan.
         own: the module whose forward runs it: who waits for that has been told.
-        host: where values go that lie in host memory; None: no segment of the network has such.
     """
 
     program: Program
@@ -87,7 +65,6 @@ class Segment:
     chunk: int = 0
     name: str = ""
     own: nn.Module | None = None
-    host: Host | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The output for x, with a backward of our own."""
@@ -115,11 +92,10 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, segment: Segment, x: Tensor, *params: Tensor) -> Tensor:
         ctx.segment, ctx.params, ctx.held, ctx.images = segment, params, [], len(x)
-        graph, parts, host = segment.program.graph, segment.parts(len(x)), segment.host
+        graph, parts = segment.program.graph, segment.parts(len(x))
         whole: Tensor | None = None
-        leaving = host.leaving if host is not None else None
         for part in parts:
-            out, held = forward(segment.program, x if len(parts) == 1 else x[part], segment.how, host)
+            out, held = forward(segment.program, x if len(parts) == 1 else x[part], segment.how)
             if len(parts) > 1:
                 if whole is None:
                     whole = _of_more(out, len(x))
@@ -133,9 +109,6 @@ class _Run(torch.autograd.Function):
         for one in ctx.held:
             one.versions = {v: t._version for v, t in one.values.items() if v in (0, graph.out)}
         ctx.watched = [(t, t._version) for t in _settings(graph)]
-        if host is not None:
-            _in_line(host, ctx.held, leaving)
-            _left[out] = _Left(ctx.held, graph.out, out._version)
         return out
 
     @staticmethod
@@ -157,8 +130,6 @@ class _Run(torch.autograd.Function):
         dx: Tensor | None = None
         for part in parts:
             one = held.pop(0)
-            if segment.host is not None:
-                _fetch(segment.host, segment.program, one, part if len(parts) > 1 else None)
             dx = backward(segment, one, dy if len(parts) == 1 else dy[part], gradients)
             if data and len(parts) > 1 and dx is not None:
                 if whole is None:
@@ -169,7 +140,7 @@ class _Run(torch.autograd.Function):
 
 def _halve(program: Program, ends: dict[int, Tensor], held: Sequence[Held], parts: Sequence[slice]) -> None:
     """Input and output of a segment, if they are to be held in bf16."""
-    for v in program.halved & set(ends) - program.away:
+    for v in program.halved & set(ends):
         whole = _bf16_of(ends[v])
         for one, part in zip(held, parts, strict=True):
             del one.values[v]
@@ -185,68 +156,13 @@ def _bf16_of(x: Tensor) -> Tensor:
     return known[1]
 
 
-def _in_line(host: Host, held: Sequence[Held], leaving: object) -> None:
-    """Who comes before in backward's line; what was `leaving` when the segment began has had its time."""
-    before, host.latest = host.latest, ref(held[-1])
-    for one in held:
-        one.before = before
-    if leaving is not None and host.leaving is leaving:
-        host.settle()
-
-
-def _send(host: Host, x: Tensor, program: Program, at: int) -> Ticket:
-    """A value to host memory; who holds the same since it left another segment lets go of it."""
-    left: _Left | None = _left.get(x) if at == 0 else None  # type: ignore[no-untyped-call]
-    host.settle()
-    short = x
-    if at in program.halved:
-        short = _bf16_of(x) if at == 0 else x.to(torch.bfloat16)
-    ticket = host.put(short)
-    if left is None or left.version != x._version:
-        return ticket
-    for one in left.held:
-        for place in (one.halved, one.values):
-            if place.pop(left.at, None) is not None:
-                one.away[left.at] = ticket
-                ticket.readers += 1
-    return ticket
-
-
-def _fetch(host: Host, program: Program, held: Held, part: slice | None) -> None:
-    """The output, if it lies in host memory, and the first value to come: of the segment before, if this has none."""
-    ticket = held.away.pop(program.graph.out, None)
-    if ticket is not None:
-        out = host.get(ticket, last=True)
-        place = held.halved if program.graph.out in program.halved else held.values
-        place[program.graph.out] = out if part is None else out[part]
-    _ask(host, held)
-
-
-def _ask(host: Host, held: Held) -> None:
-    """For the next value to come, or the first one of the segment before."""
-    before = held.before() if held.before is not None else None
-    for ticket in (held.coming or (before.coming if before is not None else []))[:1]:
-        host.ahead(ticket)
-
-
-def _load(host: Host | None, held: Held, do: Do) -> Tensor:
-    """A value that is not held as it is; the next one from host memory sets out meanwhile."""
-    if host is None or do.at not in held.away:
-        return held.halved.pop(do.at) if do.inplace else held.halved[do.at]
-    found = host.get(held.coming.pop(0), last=do.inplace)
-    _ask(host, held)
-    return found
-
-
-def forward(program: Program, x: Tensor, how: ops.How, host: Host | None = None) -> tuple[Tensor, Held]:
-    """Runs the forward steps: the output, and what is held; the ends as they are, but for what is in host memory."""
-    values, halved, away, sides, dtypes = {0: x}, {}, {}, {}, [x.dtype]
+def forward(program: Program, x: Tensor, how: ops.How) -> tuple[Tensor, Held]:
+    """Runs the forward steps: the output, and what is held; the ends as they are."""
+    values, halved, sides, dtypes = {0: x}, {}, {}, [x.dtype]
     for do in program.forward:
         if do.what == "free":
             ended = values.pop(do.at)
-            if do.at in program.away and host is not None:
-                away[do.at] = _send(host, ended, program, do.at)
-            elif do.at in program.halved:
+            if do.at in program.halved:
                 halved[do.at] = ended.to(torch.bfloat16)
             del ended
             continue
@@ -258,8 +174,8 @@ def forward(program: Program, x: Tensor, how: ops.How, host: Host | None = None)
             sides[do.at] = side
         del made
     out = values[program.graph.out]
-    kept = {v: values[v].detach() for v in program.kept - halved.keys() - away.keys()}
-    return out, Held(kept, halved, dtypes, sides, away, [away[v] for v in program.coming])
+    kept = {v: values[v].detach() for v in program.kept - halved.keys()}
+    return out, Held(kept, halved, dtypes, sides)
 
 
 def backward(segment: Segment, held: Held, dy: Tensor, gradients: Gradients) -> Tensor | None:
@@ -272,7 +188,9 @@ def backward(segment: Segment, held: Held, dy: Tensor, gradients: Gradients) -> 
             values.pop(do.at, None)
             continue
         if do.what == "load":
-            values[do.at] = _load(segment.host, held, do).to(held.dtypes[do.at])
+            half = held.halved.pop(do.at) if do.inplace else held.halved[do.at]
+            values[do.at] = half.to(held.dtypes[do.at])
+            del half
             continue
         node = graph.nodes[do.at]
         if do.what == "make":
