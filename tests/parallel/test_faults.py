@@ -1,14 +1,15 @@
 """A rank that dies or hangs is named on all others, which end; ranks that hold different things do not begin."""
 
+import heapq
+import itertools
 import multiprocessing
 import os
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,15 +19,271 @@ import torch
 import torch.distributed as dist
 from ranks import context, on_processes
 
-from kasoku.core import Comm, InputError, Solo, Threads
+from kasoku.core import Comm, InputError, Solo, Threads, Work
+from kasoku.core.simulated import VirtualClock
 from kasoku.parallel import TorchComm
 from kasoku.parallel.agree import agree, facts_of_model, version_facts
-from kasoku.parallel.faults import EXIT_CODE, Watchdog
-from kasoku.parallel.watched import Watched, behind
+from kasoku.parallel.faults import EXIT_CODE, Watchdog, _Heart
+from kasoku.parallel.watched import Pulse, Watched, behind
+from started import port as free_port
 
 PROMISE_S = 15.0
 LIMIT_S = 60.0  # of what is not promised
 QUICK = Watchdog(beat_s=0.25, dead_s=3.0)
+ADVICE = "again with --continue --out DIR (torchrun --max-restarts N does it by itself)"
+HERE = f"(host {socket.gethostname()}, pid {os.getpid()})"
+
+
+# ---- on a virtual clock
+
+
+class DictStore(dict[str, bytes]):
+    """A store of three requests; one that is broken refuses them all."""
+
+    broken = False
+
+    def _check(self) -> None:
+        if self.broken:
+            raise RuntimeError("Connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:
+        self._check()
+        self[key] = value.encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._check()
+        return [self[key] for key in keys]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._check()
+        if self[key] == expected.encode():
+            self[key] = desired.encode()
+        return self[key]
+
+
+class Never(Solo):
+    """A collective that is never over: waiting for it ends only the test's own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def all_reduce(self, x: torch.Tensor, *, op: str = "sum") -> Work:
+        self.calls += 1
+        return self if self.calls > 6 else super().all_reduce(x, op=op)  # type: ignore[return-value]
+
+    def wait(self) -> None:
+        raise NeverError
+
+
+class NeverError(Exception):
+    pass
+
+
+class Hearts:
+    """The heartbeats of several ranks on one virtual clock.
+
+    Attributes: `lines`: what each rank said. `stopped`: ranks that do nothing. `silent`: no store answers.
+    """
+
+    def __init__(self, size: int, dog: Watchdog = QUICK, *, store_elsewhere: bool = False) -> None:
+        self.clock, self.store, self.dog = VirtualClock(), DictStore(), dog
+        self.store_elsewhere = store_elsewhere
+        self.lines: dict[int, list[str]] = {rank: [] for rank in range(size)}
+        self.said_at: dict[int, float] = {}
+        self.stopped: set[int] = set()
+        self.silent = False
+        self.hearts = Threads(size, self.clock).run(self._heart)
+        self._numbers = itertools.count()
+        self._queue: list[tuple[float, int, int, bool, Iterator[float]]] = []
+        for rank, heart in enumerate(self.hearts):
+            self._push(rank / 1000, rank, True, heart.watch())
+            self._push(rank / 1000, rank, False, heart.guard())
+
+    def _heart(self, comm: Comm) -> _Heart:
+        def said(line: str) -> None:
+            self.lines[comm.rank].append(line)
+            self.said_at[comm.rank] = self.clock.now()
+
+        pulse = Pulse(self.dog.hang_timeout_s, self.clock)
+        return _Heart(replace(self.dog, on_fault=said), pulse, comm, self.store, "127.0.0.1:1")
+
+    def _push(self, moment: float, rank: int, asks: bool, tick: Iterator[float]) -> None:
+        heapq.heappush(self._queue, (moment, next(self._numbers), rank, asks, tick))
+
+    def run(self, seconds: float) -> None:
+        """Lets so much time pass."""
+        until = self.clock.now() + seconds
+        while self._queue and self._queue[0][0] <= until:
+            moment, _, rank, asks, tick = heapq.heappop(self._queue)
+            self.clock.until(moment)
+            blocked = rank in self.stopped or (asks and self.silent)
+            pause_s = self.dog.beat_s / 10 if blocked else next(tick, None)
+            if pause_s is not None:
+                self._push(moment + pause_s, rank, asks, tick)
+            if self.hearts[0].over.is_set() and not self.store_elsewhere:
+                self.store.broken = True  # it ends with the process of rank 0
+        self.clock.until(until)
+
+    def step(self, *ranks: int) -> None:
+        for rank in ranks or range(len(self.hearts)):
+            self.hearts[rank].pulse.step()
+
+    def ended_silently(self) -> bool:
+        return all(heart.over.is_set() for heart in self.hearts) and not any(self.lines.values())
+
+    def only_line(self, rank: int) -> str:
+        (line,) = self.lines[rank]
+        assert line.endswith(ADVICE)
+        assert "\n" not in line
+        return line.removesuffix(f"; start all ranks {ADVICE}")
+
+
+@pytest.mark.parametrize("dog", [QUICK, Watchdog()], ids=["quick", "default"])
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_without_heartbeat_is_named_on_all_others(victim: int, dog: Watchdog) -> None:
+    ranks = Hearts(3, dog)
+    ranks.run(10 * dog.beat_s)
+    ranks.stopped.add(victim)
+    stopped_at = ranks.clock.now()
+    ranks.run(PROMISE_S)
+    for rank in {0, 1, 2} - {victim}:
+        assert ranks.only_line(rank) == f"rank {victim} {HERE} died: no heartbeat for {dog.dead_s:g} s"
+        assert dog.dead_s - dog.beat_s < ranks.said_at[rank] - stopped_at < dog.dead_s + 2 * dog.beat_s
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("killed", "is gone: the store at 127.0.0.1:1 does not answer"),
+        ("stopped", "is gone: the store at 127.0.0.1:1 does not answer"),
+        ("store elsewhere", "died: no heartbeat for 3 s"),
+    ],
+)
+def test_the_death_of_rank_0_is_named_on_all_others(how: str, line: str) -> None:
+    ranks = Hearts(3, store_elsewhere=how == "store elsewhere")
+    ranks.run(1)
+    ranks.stopped.add(0)
+    ranks.store.broken, ranks.silent = how == "killed", how == "stopped"
+    ranks.run(PROMISE_S)
+    for rank in (1, 2):
+        assert ranks.only_line(rank) == f"rank 0 {HERE} {line}"
+
+
+def test_ranks_that_die_together_are_named_together() -> None:
+    ranks = Hearts(4)
+    ranks.run(1)
+    ranks.stopped |= {1, 3}
+    ranks.run(PROMISE_S)
+    for rank in (0, 2):
+        assert ranks.only_line(rank) == f"ranks 1 {HERE} and 3 {HERE} died: no heartbeat for 3 s"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_that_was_announced_is_told_on_the_others(failing: int) -> None:
+    ranks = Hearts(3)
+    ranks.run(1)
+    ranks.hearts[failing].end("the disk\nis full")
+    ranks.run(LIMIT_S)
+    for rank in {0, 1, 2} - {failing}:
+        assert ranks.only_line(rank) == f"rank {failing} {HERE} failed: the disk is full"
+    assert not ranks.lines[failing]
+
+
+@pytest.mark.parametrize("sleeper", [0, 3])
+def test_a_rank_that_hangs_is_named_with_the_collective_it_did_not_join(sleeper: int) -> None:
+    ranks = Hearts(4, Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
+    comms = [Watched(Never(), heart.pulse) for heart in ranks.hearts]
+    for _ in range(3):
+        for comm in comms:
+            for n in (1000, 7):
+                comm.all_reduce(torch.ones(n)).wait()
+        ranks.run(0.5)
+        ranks.step()
+    for comm in comms:
+        if comm is not comms[sleeper]:
+            works = [comm.all_reduce(torch.ones(n)) for n in (1000, 7)]
+            with pytest.raises(NeverError):
+                works[0].wait()
+    ranks.run(2.0)
+    assert not any(ranks.lines.values())
+    ranks.run(1.0)
+    waiter = 1 if sleeper == 0 else 0
+    wanted = f"rank {sleeper} {HERE} has not joined all_reduce #7 of 1000 float32, which rank {waiter} {HERE} waits in"
+    for rank in range(4):
+        assert re.fullmatch(rf"no step for [23] s: {re.escape(wanted)}", ranks.only_line(rank))
+
+
+def test_no_rank_hangs_before_the_first_step_nor_while_one_is_busy() -> None:
+    ranks = Hearts(2, Watchdog(hang_timeout_s=1.0, beat_s=0.25, dead_s=10.0))
+    ranks.step(0)
+    ranks.run(3)  # rank 1 compiles
+    for _ in range(3):
+        ranks.step()
+        ranks.run(0.1)
+    with ranks.hearts[1].pulse.busy("evaluation"):
+        ranks.run(3)
+    ranks.run(0.9)
+    assert not any(ranks.lines.values())
+    ranks.run(1)
+    assert ranks.only_line(0).startswith("no step for ")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_a_normal_end_in_any_order_is_silent(order: tuple[int, ...]) -> None:
+    ranks = Hearts(3)
+    ranks.run(1)
+    for rank in order:
+        ranks.hearts[rank].end("")
+        ranks.run(0.7 * QUICK.dead_s)
+    ranks.run(LIMIT_S)
+    assert ranks.ended_silently()
+
+
+def test_ranks_that_were_all_stopped_for_a_while_accuse_nobody() -> None:
+    ranks = Hearts(3)
+    ranks.run(1)
+    ranks.stopped |= {0, 1, 2}
+    ranks.run(QUICK.dead_s + 1)
+    ranks.stopped.clear()
+    ranks.run(2 * QUICK.dead_s)
+    for heart in ranks.hearts:
+        heart.end("")
+    ranks.run(LIMIT_S)
+    assert ranks.ended_silently()
+
+
+def test_of_64_ranks_the_one_that_stops_is_named() -> None:
+    ranks = Hearts(64, Watchdog())
+    ranks.run(3)
+    ranks.stopped.add(17)
+    ranks.run(PROMISE_S)
+    assert {ranks.only_line(rank).partition(" (")[0] for rank in range(64) if rank != 17} == {"rank 17"}
+
+
+@pytest.mark.timing
+def test_64_hearts_beat_cheaply(capsys: pytest.CaptureFixture[str]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lines: list[str] = []
+
+    def act(comm: Comm) -> Watched:
+        return Watchdog(on_fault=lines.append).start(comm, ("127.0.0.1", store.port))
+
+    hearts = [watched.pulse.heart for watched in Threads(64).run(act)]
+    try:
+        began, used = time.monotonic(), time.process_time()
+        time.sleep(3)
+        a_beat = (time.process_time() - used) / (time.monotonic() - began) / 64
+        with capsys.disabled():
+            print(f"\n64 hearts with their store: {a_beat * 1e6:.0f} us of a core a beat and rank")
+        assert not lines
+        assert a_beat < 0.005
+    finally:
+        for heart in reversed(hearts):
+            heart.close("")
+
+
+# ---- between processes
 
 
 @dataclass
@@ -62,15 +319,18 @@ class Ranks:
                 found[rank] = (process.exitcode, "\n".join(lines))
         return found
 
+    def named(self, rank: int) -> str:
+        return f"rank {rank} (host {socket.gethostname()}, pid {self.processes[rank].pid})"
+
 
 Act = Callable[[Watched, Callable[[], None]], None]
 
 
-def _rank_main(rank: int, size: int, port: int, hosted: bool, folder: Path, dog: Watchdog, act: Act) -> None:
+def _rank_main(rank: int, size: int, port: int, folder: Path, dog: Watchdog, act: Act) -> None:
     out = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 2)
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0 and not hosted, timedelta(seconds=LIMIT_S))
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=LIMIT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
     comm = dog.start(TorchComm(), ("127.0.0.1", port))
     act(comm, lambda: (folder / f"ready-{rank}").touch())
@@ -80,20 +340,14 @@ def _rank_main(rank: int, size: int, port: int, hosted: bool, folder: Path, dog:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    """launch(size, act, watchdog, store_here=False): ranks over gloo on loopback, killed at the test's end."""
+    """launch(size, act, watchdog): ranks over gloo on loopback, killed at the test's end."""
     processes: list[multiprocessing.process.BaseProcess] = []
-    stores = []
 
-    def start(size: int, act: Act, dog: Watchdog = QUICK, *, store_here: bool = False) -> Ranks:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        if store_here:
-            stores.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+    def start(size: int, act: Act, dog: Watchdog = QUICK) -> Ranks:
+        where = free_port()
         for rank in range(size):
-            args = (rank, size, port, store_here, tmp_path, dog, act)
             (tmp_path / f"stderr-{rank}").touch()
-            processes.append(context.Process(target=_rank_main, args=args))
+            processes.append(context.Process(target=_rank_main, args=(rank, size, where, tmp_path, dog, act)))
             processes[-1].start()
         return Ranks(processes, tmp_path)
 
@@ -103,87 +357,42 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         process.join(LIMIT_S)
 
 
-def _wait_for(victim: int, comm: Watched, ready: Callable[[], None]) -> None:
+def _wait_or_compute(victim: int, comm: Watched, ready: Callable[[], None]) -> None:
+    """The victim sleeps, the last rank but it computes, the others wait in an all_reduce that nobody finishes."""
     comm.all_reduce(torch.ones(4)).wait()
     comm.pulse.step()
     ready()
-    if comm.rank != victim:
-        comm.all_reduce(torch.ones(1000)).wait()
+    if comm.rank == victim:
+        time.sleep(2 * LIMIT_S)
+    elif comm.rank == 1:
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            sum(range(1000))
+    comm.all_reduce(torch.ones(1000)).wait()
     time.sleep(2 * LIMIT_S)
 
 
-def all_wait_for(victim: int) -> Act:
-    """All but the victim wait in an all_reduce, which it never joins."""
-    return partial(_wait_for, victim)
-
-
-def pid_of(ranks: Ranks, rank: int) -> str:
-    return f"rank {rank} (host {socket.gethostname()}, pid {ranks.processes[rank].pid})"
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_death_is_named_on_all_others_while_they_wait_for_it(
-    launch: Callable[..., Ranks], victim: int, number: int
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("victim", "number", "verb"),
+    [
+        pytest.param(2, signal.SIGKILL, "died", marks=pytest.mark.smoke, id="killed"),
+        pytest.param(0, signal.SIGKILL, "is gone", marks=pytest.mark.timing, id="rank 0 killed"),
+        pytest.param(0, signal.SIGSTOP, "is gone", marks=pytest.mark.timing, id="rank 0 stopped"),
+    ],
+)
+def test_a_death_is_named_while_others_wait_and_compute(
+    launch: Callable[..., Ranks], victim: int, number: int, verb: str
 ) -> None:
-    dog = Watchdog() if (victim, number) == (2, signal.SIGKILL) else QUICK
-    ranks = launch(3, all_wait_for(victim), dog)
+    ranks = launch(3, partial(_wait_or_compute, victim))
     ranks.wait_until_ready()
     time.sleep(0.5)
     ranks.send(victim, number)
     for rank, (code, line) in ranks.end(PROMISE_S, but=(victim,)).items():
         assert code == EXIT_CODE, (rank, ranks.said(rank))
-        verb = "died" if victim else "is gone"
-        assert line.startswith(f"kasoku: {pid_of(ranks, victim)} {verb}: "), line
-        assert line.endswith("again with --continue --out DIR (torchrun --max-restarts N does it by itself)")
+        assert line.startswith(f"kasoku: {ranks.named(victim)} {verb}: "), line
+        assert line.endswith(ADVICE)
         assert line.count("\n") == 0
-
-
-def _compute(comm: Watched, ready: Callable[[], None]) -> None:
-    ready()
-    until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until:
-        sum(range(1000))
-
-
-def test_a_death_is_named_while_the_others_compute(launch: Callable[..., Ranks]) -> None:
-    ranks = launch(3, _compute)
-    ranks.wait_until_ready()
-    ranks.send(1, signal.SIGKILL)
-    for code, line in ranks.end(PROMISE_S, but=(1,)).values():
-        assert (code, f"{pid_of(ranks, 1)} died" in line) == (EXIT_CODE, True), line
-
-
-def test_ranks_that_die_together_are_named_together(launch: Callable[..., Ranks]) -> None:
-    ranks = launch(4, all_wait_for(3))
-    ranks.wait_until_ready()
-    for victim in (1, 3):
-        ranks.send(victim, signal.SIGSTOP)  # their connections stay open, as those of a host without power
-    for code, line in ranks.end(PROMISE_S, but=(1, 3)).values():
-        assert code == EXIT_CODE
-        assert re.search(r"ranks 1 \(.*\) and 3 \(.*\) died", line), line
-
-
-def test_where_the_store_outlives_rank_0_its_death_is_seen_by_its_heartbeat(launch: Callable[..., Ranks]) -> None:
-    ranks = launch(3, all_wait_for(0), store_here=True)
-    ranks.wait_until_ready()
-    ranks.send(0, signal.SIGKILL)
-    for code, line in ranks.end(PROMISE_S, but=(0,)).values():
-        assert (code, f"{pid_of(ranks, 0)} died" in line) == (EXIT_CODE, True), line
-
-
-def _fail(failing: int, comm: Watched, ready: Callable[[], None]) -> None:
-    if comm.rank == failing:
-        comm.pulse.close(failed="the disk is full")
-        os._exit(1)
-    comm.all_reduce(torch.ones(4)).wait()
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_that_was_announced_is_told_on_the_others(launch: Callable[..., Ranks], failing: int) -> None:
-    ranks = launch(3, partial(_fail, failing))
-    for code, line in ranks.end(LIMIT_S, but=(failing,)).values():
-        assert (code, f"{pid_of(ranks, failing)} failed: the disk is full" in line) == (EXIT_CODE, True), line
 
 
 def _sleep(sleeper: int, comm: Watched, ready: Callable[[], None]) -> None:
@@ -196,92 +405,17 @@ def _sleep(sleeper: int, comm: Watched, ready: Callable[[], None]) -> None:
         comm.pulse.step()
 
 
-@pytest.mark.parametrize("sleeper", [0, 3])
-def test_a_rank_that_hangs_is_named_with_the_collective_it_did_not_join(
-    launch: Callable[..., Ranks], sleeper: int
-) -> None:
-    ranks = launch(4, partial(_sleep, sleeper), Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
-    waiter = pid_of(ranks, 1 if sleeper == 0 else 0)
-    wanted = f"{pid_of(ranks, sleeper)} has not joined all_reduce #7 of 1000 float32, which {waiter} waits in; "
+@pytest.mark.process
+@pytest.mark.timing
+def test_a_process_that_hangs_is_named_with_its_collective(launch: Callable[..., Ranks]) -> None:
+    ranks = launch(4, partial(_sleep, 3), Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
+    wanted = f"{ranks.named(3)} has not joined all_reduce #7 of 1000 float32, which {ranks.named(0)} waits in; "
     for rank, (code, line) in ranks.end(LIMIT_S).items():
         assert (code, wanted in line) == (EXIT_CODE, True), (rank, line)
         assert re.match(r"kasoku: no step for \d+ s: ", line)
 
 
-def _busy(comm: Watched, ready: Callable[[], None]) -> None:
-    if comm.rank == 1:
-        time.sleep(3)  # compiles
-    for _ in range(3):
-        comm.all_reduce(torch.ones(4)).wait()
-        comm.pulse.step()
-    if comm.rank == 1:
-        with comm.pulse.busy("evaluation"):
-            time.sleep(3)
-    comm.all_reduce(torch.ones(4)).wait()
-    comm.pulse.step()
-
-
-def test_no_rank_hangs_before_the_first_step_nor_while_one_is_busy(launch: Callable[..., Ranks]) -> None:
-    ranks = launch(2, _busy, Watchdog(hang_timeout_s=1.0, beat_s=0.25, dead_s=10.0))
-    assert ranks.end(LIMIT_S) == {0: (0, ""), 1: (0, "")}
-
-
-def _end(order: tuple[int, ...], comm: Watched, ready: Callable[[], None]) -> None:
-    comm.all_reduce(torch.ones(4)).wait()
-    comm.pulse.step()
-    time.sleep(0.7 * QUICK.dead_s * order.index(comm.rank))
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_a_normal_end_in_any_order_is_silent(launch: Callable[..., Ranks], order: tuple[int, ...]) -> None:
-    ranks = launch(3, partial(_end, order))
-    assert ranks.end(LIMIT_S) == dict.fromkeys(range(3), (0, ""))
-
-
-def _rest(comm: Watched, ready: Callable[[], None]) -> None:
-    ready()
-    time.sleep(2 * QUICK.dead_s)
-    comm.all_reduce(torch.ones(4)).wait()
-
-
-def test_ranks_that_were_all_stopped_for_a_while_accuse_nobody(launch: Callable[..., Ranks]) -> None:
-    ranks = launch(3, _rest)
-    ranks.wait_until_ready()
-    for number, then_s in ((signal.SIGSTOP, QUICK.dead_s + 1), (signal.SIGCONT, 0.0)):
-        for rank in range(3):
-            ranks.send(rank, number)
-        time.sleep(then_s)
-    assert ranks.end(LIMIT_S) == dict.fromkeys(range(3), (0, ""))
-
-
-def test_64_hearts_beat_cheaply_and_name_the_one_that_stops(capsys: pytest.CaptureFixture[str]) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    lines: list[str] = []
-    all_told = threading.Event()
-
-    def tell(line: str) -> None:
-        lines.append(line)
-        if len(lines) == 63:
-            all_told.set()
-
-    def act(comm: Comm) -> Watched:
-        return Watchdog(on_fault=tell).start(comm, ("127.0.0.1", store.port))
-
-    hearts = [watched.pulse.heart for watched in Threads(64).run(act)]
-    try:
-        began, used = time.monotonic(), time.process_time()
-        time.sleep(3)
-        a_beat = (time.process_time() - used) / (time.monotonic() - began) / 64
-        with capsys.disabled():
-            print(f"\n64 hearts with their store: {a_beat * 1e6:.0f} us of a core a beat and rank")
-        assert not lines
-        assert a_beat < 0.005
-        hearts[17].beat = lambda state: None
-        assert all_told.wait(LIMIT_S)
-        assert {line.partition(" (")[0] for line in lines} == {"rank 17"}
-    finally:
-        for heart in reversed(hearts):
-            heart.close("")
+# ---- counted collectives
 
 
 def test_collectives_pass_through_unchanged_and_are_counted() -> None:
@@ -335,7 +469,7 @@ def test_who_is_behind(told: list[dict[str, object]], line: str) -> None:
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kasoku.parallel.faults._CONNECT", timedelta(seconds=1))
+    monkeypatch.setattr("kasoku.parallel.faults._CONNECT", timedelta(milliseconds=100))
     with socket.socket() as bound:  # not listening
         bound.bind(("127.0.0.1", 0))
         with pytest.raises(InputError, match="does not answer"):
@@ -396,8 +530,13 @@ def _same_facts(comm: Comm) -> None:
 
 
 def test_ranks_that_hold_the_same_begin() -> None:
-    assert on_processes(2, _same_facts) == [None, None]
+    assert Threads(2).run(_same_facts) == [None, None]
     agree(Solo(), {})
+
+
+@pytest.mark.process
+def test_processes_that_hold_the_same_begin() -> None:
+    assert on_processes(2, _same_facts) == [None, None]
 
 
 def test_facts_tell_shape_type_and_frozen() -> None:

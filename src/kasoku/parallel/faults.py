@@ -20,11 +20,11 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -77,60 +77,132 @@ class Watchdog:
             comm: of the ranks; what is to be watched goes through the one returned.
             store: host and port of a `torch.distributed.TCPStore` (MASTER_ADDR, MASTER_PORT).
         """
-        pulse = Pulse(self.hang_timeout_s)
+        pulse = Pulse(self.hang_timeout_s, comm.clock)
         if comm.size > 1:
-            pulse.heart = _Heart(self, pulse, comm, store)
+            heart = _Heart(self, pulse, comm, _connected(store), "{}:{}".format(*store))
+            heart.start()
+            pulse.heart = heart
         return Watched(comm, pulse)
 
 
-class _Heart:
-    """One rank's threads: one beats and reads what the others say, one sees when the store falls silent."""
+class Store(Protocol):
+    """The three requests of a `torch.distributed.TCPStore` that the heartbeats need."""
 
-    def __init__(self, setting: Watchdog, pulse: Pulse, comm: Comm, address: tuple[str, int]) -> None:
-        self.setting, self.pulse, self.rank, self.size = setting, pulse, comm.rank, comm.size
-        self.patience = round(setting.dead_s / setting.beat_s)  # so often the same heartbeat is a death
-        self.address = "{}:{}".format(*address)
-        self.store = _connected(address)
+    def set(self, key: str, value: str) -> None:
+        """Stores a value."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of several keys."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Stores `desired` where `expected` was stored; the value afterwards."""
+
+
+class Detector:
+    """Who is dead and whether the ranks hang, from the heartbeats that were read and a time.
+
+    Args:
+        ranks: that are watched.
+        patience: so often the same heartbeat is a death.
+        now: the time.
+    """
+
+    def __init__(self, ranks: Sequence[int], patience: int, now: float) -> None:
+        self.ranks, self.patience = [*ranks], patience
+        self.last = dict.fromkeys(self.ranks, b"")  # heartbeats
+        self.same = dict.fromkeys(self.ranks, 0)  # how often each was found again
+        self.calm = now  # when a rank was busy last, so that the others rightly waited
+
+    def read(self, found: Sequence[bytes]) -> None:
+        """Takes in one reading, a heartbeat a rank."""
+        for rank, heartbeat in zip(self.ranks, found, strict=True):
+            self.same[rank] = self.same[rank] + 1 if heartbeat == self.last[rank] else 0
+            self.last[rank] = heartbeat
+
+    def living(self) -> list[int]:
+        """The ranks that do not seem to have fallen silent."""
+        return [rank for rank in self.ranks if self.same[rank] < self.patience - 1]
+
+    def dead(self) -> list[int]:
+        """The ranks whose heartbeat stands still, and those that fell silent along with them, a reading later."""
+        ended = {rank for rank, last in self.last.items() if last[:1] in (_ENDED, _TOLD)}
+        silent = [rank for rank in self.ranks if rank not in {*self.living(), *ended}]
+        return silent if any(self.same[rank] >= self.patience for rank in silent) else []
+
+    def hangs(self, own: bytes, now: float, limit_s: float) -> bool:
+        """Whether a rank makes no step, and none was busy for so long; `own`: the state of the rank that watches."""
+        states = {own, *(heartbeat[:1] for heartbeat in self.last.values())}
+        if states & {BEGINS, BUSY}:
+            self.calm = now
+        return STILL in states and now - self.calm >= limit_s
+
+
+class _Heart:
+    """One rank's heartbeat and its watch over the others.
+
+    Args:
+        setting: of the watch.
+        pulse: what this rank tells.
+        comm: of the ranks; its clock tells the time.
+        store: the ranks' common store: set, multi_get and compare_set as a TCPStore has them.
+        where: of the store, for messages.
+    """
+
+    def __init__(self, setting: Watchdog, pulse: Pulse, comm: Comm, store: Store, where: str) -> None:
+        self.setting, self.pulse, self.rank, self.store, self.where = setting, pulse, comm.rank, store, where
+        self.clock = comm.clock
         name = f"kasoku/{comm.broadcast_object(uuid.uuid4().hex)}"  # a store may outlive a training
         self.keys = [f"{name}/{rank}" for rank in range(comm.size)]
         self.verdict = f"{name}/verdict"
         self.who = f"host {socket.gethostname()}, pid {os.getpid()}"
-        self.watched = list(range(1, comm.size)) if comm.rank == 0 else [0]
-        self.last = [b""] * len(self.watched)  # heartbeats
-        self.same = [0] * len(self.watched)  # how often each was found again
+        patience = round(setting.dead_s / setting.beat_s)  # so often the same heartbeat is a death
+        self.detector = Detector(range(1, comm.size) if comm.rank == 0 else [0], patience, self.clock.now())
         self.beats = self.answers = 0
         self.failed = ""
-        self.calm = time.monotonic()  # when a rank was busy last, so that the others rightly waited
         self.closing, self.over, self.told = threading.Event(), threading.Event(), threading.Lock()
         if comm.rank == 0:
             self.store.set(self.verdict, _NONE.decode())
         self.beat(pulse.state())
         self.whos = comm.gather_objects(self.who)  # from here on all keys are there
-        for f in (self.live, self.guard):
-            threading.Thread(target=f, name=f"kasoku {f.__name__}", daemon=True).start()
 
-    def live(self) -> None:
-        """Beats and looks until the end; the main function of a thread."""
+    def start(self) -> None:
+        """Starts the two threads: one beats and watches, one notices when the store falls silent."""
+        for f in (self._live, self._guard):
+            threading.Thread(target=f, name=f"kasoku {f.__name__.strip('_')}", daemon=True).start()
+
+    def _live(self) -> None:
+        for pause_s in self.watch():
+            time.sleep(pause_s) if self.closing.is_set() else self.closing.wait(pause_s)
+
+    def _guard(self) -> None:
+        for pause_s in self.guard():
+            self.over.wait(pause_s)
+
+    def watch(self) -> Iterator[float]:
+        """Beats and watches until the end; yields how many seconds to wait before it is resumed."""
         try:
-            while not self.closing.wait(self.setting.beat_s):
+            yield self.setting.beat_s
+            while not self.closing.is_set():
                 self.beat(self.pulse.state())
-                if self.look():
+                if (yield from self.look()):
                     return
+                yield self.setting.beat_s
             self.beat(_FAILED if self.failed else _ENDED)
             if self.rank == 0:
-                self.wait_for_others(self.setting.dead_s + 2 * self.setting.beat_s)
+                yield from self.wait_for_others(self.setting.dead_s + 2 * self.setting.beat_s)
         except RuntimeError:
             self.fault(self.gone())
         finally:
             self.over.set()
 
-    def guard(self) -> None:
-        """Sees when the store does not answer; the main function of a thread."""
+    def guard(self) -> Iterator[float]:
+        """Notices when the store does not answer; yields as `watch` does."""
         seen, same = 0, 0
-        while not self.over.wait(self.setting.beat_s):
+        while not self.over.is_set():
+            yield self.setting.beat_s
             same = same + 1 if self.answers == seen else 0
             seen = self.answers
-            if same > self.patience:
+            if same > self.detector.patience:
                 return self.fault(self.gone())
         return None
 
@@ -140,9 +212,9 @@ class _Heart:
         told = {"beat": self.beats, "who": self.who, "failed": self.failed, **self.pulse.told()}
         self.store.set(self.keys[self.rank], state.decode() + json.dumps(told))
 
-    def look(self) -> bool:
+    def look(self) -> Generator[float, None, bool]:
         """Reads the others' heartbeats and the verdict; True when there is nothing more to watch."""
-        *found, verdict = self.store.multi_get([self.keys[rank] for rank in self.watched] + [self.verdict])
+        *found, verdict = self.store.multi_get([self.keys[rank] for rank in self.detector.ranks] + [self.verdict])
         self.answers += 1
         line = self.judge(found) if verdict == _NONE else ""
         if line:
@@ -151,7 +223,7 @@ class _Heart:
             with suppress(RuntimeError):  # a store that breaks now changes nothing
                 self.beat(_TOLD)
                 if self.rank == 0:
-                    self.wait_for_others(3 * self.setting.beat_s)
+                    yield from self.wait_for_others(3 * self.setting.beat_s)
             self.fault(verdict.decode())
             return True
         if self.rank > 0 and found[0][:1] == _ENDED:
@@ -161,12 +233,14 @@ class _Heart:
 
     def judge(self, found: Sequence[bytes]) -> str:
         """The fault that these heartbeats show, or nothing."""
-        self.same = [n + 1 if a == b else 0 for n, a, b in zip(self.same, self.last, found, strict=True)]
-        self.last = [*found]
-        silent = [i for i, n in enumerate(self.same) if n >= self.patience - 1 and found[i][:1] not in (_ENDED, _TOLD)]
-        if any(self.same[i] >= self.patience for i in silent):  # and who fell silent along with it, a look later
-            return self.dead([self.watched[i] for i in silent], found[silent[0]])
-        return self.hang(found) if self.rank == 0 else ""
+        self.detector.read(found)
+        if dead := self.detector.dead():
+            return self.dead(dead, self.detector.last[dead[0]])
+        if self.rank > 0 or not self.detector.hangs(self.pulse.state(), self.clock.now(), self.pulse.limit_s):
+            return ""
+        told = [self.pulse.told(), *(json.loads(heartbeat[1:]) for heartbeat in found)]
+        still_s = max(rank["still_s"] for rank in told)
+        return f"no step for {still_s:.0f} s: {behind(told, self.names)}"
 
     def dead(self, ranks: Sequence[int], last: bytes) -> str:
         """The line for ranks whose heartbeats stand still."""
@@ -174,26 +248,13 @@ class _Heart:
             return f"{self.names(ranks)} failed: {json.loads(last[1:])['failed']}"
         return f"{self.names(ranks)} died: no heartbeat for {self.setting.dead_s:g} s"
 
-    def hang(self, found: Sequence[bytes]) -> str:
-        """The line for ranks that make no step, or nothing."""
-        own = self.pulse.state()
-        states = {own, *(heartbeat[:1] for heartbeat in found)}
-        now = time.monotonic()
-        if states & {BEGINS, BUSY}:
-            self.calm = now
-        if STILL not in states or now - self.calm < self.pulse.limit_s:
-            return ""
-        told = [self.pulse.told(), *(json.loads(heartbeat[1:]) for heartbeat in found)]
-        still_s = max(rank["still_s"] for rank in told)
-        return f"no step for {still_s:.0f} s: {behind(told, self.names)}"
-
     def gone(self) -> str:
         """The line for a store that does not answer."""
-        last = self.last[0] if self.rank > 0 else b""
+        last = self.detector.last.get(0, b"")
         if last[:1] == _FAILED:
             return self.dead([0], last)
         rank = f"{self.names([0])} is gone: " if self.rank > 0 else ""
-        return f"{rank}the store at {self.address} does not answer"
+        return f"{rank}the store at {self.where} does not answer"
 
     def names(self, ranks: Sequence[int]) -> str:
         """Ranks as a line names them."""
@@ -208,21 +269,25 @@ class _Heart:
             self.setting.on_fault(f"{line}; {_ADVICE}")
         self.over.set()
 
-    def wait_for_others(self, most_s: float) -> None:
+    def wait_for_others(self, most_s: float) -> Iterator[float]:
         """Until all others that live have said their last, for they need the store of this process; rank 0 only."""
-        until = time.monotonic() + most_s
-        keys = [self.keys[rank] for rank, same in zip(self.watched, self.same, strict=True) if same < self.patience - 1]
-        while keys and time.monotonic() < until:
+        until = self.clock.now() + most_s
+        keys = [self.keys[rank] for rank in self.detector.living()]
+        while keys and self.clock.now() < until:
             found = self.store.multi_get(keys)
             self.answers += 1
             keys = [key for key, last in zip(keys, found, strict=True) if last[:1] not in (_ENDED, _FAILED, _TOLD)]
             if keys:
-                time.sleep(self.setting.beat_s / 20)
+                yield self.setting.beat_s / 20
 
-    def close(self, failed: str) -> None:
+    def end(self, failed: str) -> None:
         """Says that this rank has come to its end, or failed."""
         self.failed = " ".join(failed.split())
         self.closing.set()
+
+    def close(self, failed: str) -> None:
+        """The same, and waits until the others may end too."""
+        self.end(failed)
         self.over.wait(self.setting.dead_s + 4 * self.setting.beat_s)
 
     def hear_out(self) -> None:
@@ -230,7 +295,7 @@ class _Heart:
         self.over.wait(self.setting.dead_s + 5 * self.setting.beat_s)
 
 
-def _connected(address: tuple[str, int]) -> Any:
+def _connected(address: tuple[str, int]) -> Any:  # a Store
     try:
         host, port = address
         client = dist.TCPStore  # type: ignore[attr-defined]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from kasoku.core import Comm, Work
+from kasoku.core import Clock, Comm, Wall, Work
 
 T = TypeVar("T")
 Label = tuple[str, int, object]  # what, elements (-1: not told), their type
@@ -44,20 +43,22 @@ class Pulse:
 
     Args:
         hang_timeout_s: without a step for so long a rank hangs; 0: the larger of 60 s and 10 median steps.
+        clock: the real one by default.
     """
 
-    def __init__(self, hang_timeout_s: float) -> None:
+    def __init__(self, hang_timeout_s: float, clock: Clock | None = None) -> None:
         self.hang_timeout_s = hang_timeout_s
+        self._clock = clock or Wall()
         self.steps = 0
         self.counts: list[_Count] = []
         self.spans: list[str] = []  # of busy, the innermost last
         self.heart: Heart | None = None
-        self._moved, self._until = time.monotonic(), math.inf
+        self._moved, self._until = self._clock.now(), math.inf
         self._took_s: deque[float] = deque(maxlen=64)
 
     def step(self) -> None:
         """To be called after each optimizer step."""
-        now = time.monotonic()
+        now = self._clock.now()
         self._took_s.append(now - self._moved)
         self._moved = now
         self.steps += 1
@@ -66,11 +67,11 @@ class Pulse:
     def busy(self, what: str, most_s: float = math.inf) -> Iterator[None]:
         """Evaluation, saving, compilation: while one rank is in it, for at most so long, no rank is said to hang."""
         self.spans.append(what)
-        self._until = time.monotonic() + most_s
+        self._until = self._clock.now() + most_s
         try:
             yield
         finally:
-            self._moved, self._until = time.monotonic(), math.inf
+            self._moved, self._until = self._clock.now(), math.inf
             self.spans.pop()
 
     def close(self, failed: str = "") -> None:
@@ -94,11 +95,11 @@ class Pulse:
     @property
     def still_s(self) -> float:
         """How long ago the last step was made, or the last busy span ended."""
-        return time.monotonic() - self._moved
+        return self._clock.now() - self._moved
 
     def state(self) -> bytes:
         """What this rank is doing."""
-        if self.spans and time.monotonic() < self._until:
+        if self.spans and self._clock.now() < self._until:
             return BUSY
         if not self.steps:
             return BEGINS
