@@ -1,8 +1,8 @@
-"""JPEGs of a batch that the GPU decodes (nvJPEG, through torchvision), cropped and resized there as `crop` does.
+"""JPEGs of a batch that the GPU decodes (torchvision's decode_jpeg: nvJPEG), crops and resizes as `crop` does.
 
-Note: never the only way. The thread that reads a file looks at its headers. What kasoku's own decoder would leave to
-Pillow (progressive, CMYK, turned by EXIF, cut off, no JPEG), pixels, and what nvJPEG fails on goes through `crop` on
-the CPU, image by image.
+Note: files for the CPU. The thread that reads a file looks at its headers. A file that kasoku's own decoder leaves to
+Pillow (progressive, CMYK, turned by EXIF, cut off, no JPEG), a very large one, pixels, and a file on which nvJPEG
+fails go through `crop` on the CPU.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -31,17 +30,15 @@ if TYPE_CHECKING:
 _LARGEST = 2**24  # pixels of an image; of a larger one the CPU decodes only what the crop needs
 _AT_ONCE = 64, 2**26  # images, and pixels of them all, that are decoded together: they lie in the device's memory
 
-Decode = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # the bytes of files -> pixels_CHW (uint8, RGB) of each
-
 
 @dataclass(frozen=True)
 class Decoding(Technique):
-    """Who decodes the training images: the CPU, or the GPU those that nvJPEG takes.
+    """Decodes the training images on the CPU, or those that nvJPEG takes on the GPU.
 
     Args:
         by: cpu, or nvjpeg (a CUDA device, and `pip install 'kasoku[nvjpeg]'`).
 
-    Saves: the CPU's time where it is short: reading is all that is left to it, for most files.
+    Saves: CPU time where it is short: most files are only read there.
     Costs: time and memory of the GPU; nothing decoded is kept; pixels differ by a level or two from the CPU's.
     Ref: nvJPEG, through torchvision.io.decode_jpeg. Not seen on a GPU yet.
     """
@@ -51,19 +48,17 @@ class Decoding(Technique):
     by: Literal["cpu", "nvjpeg"] = "cpu"
 
     def __post_init__(self) -> None:
-        """Checks the name."""
         if self.by not in ("cpu", "nvjpeg"):
             raise InputError(f"by={self.by}: cpu or nvjpeg")
 
     def apply(self, job: Job) -> None:
         """Sets the loader's `decoder`. Raises InputError where it decodes no files, or cannot so."""
         loader = job.plain_loader
-        if not hasattr(loader, "decoder"):
-            if self.by == "cpu":
-                return
+        if hasattr(loader, "decoder"):
+            check(self.by, loader.device)
+            job.patch(loader, "decoder", self.by)
+        elif self.by != "cpu":
             raise InputError(f"Decoding: {type(loader).__name__} decodes no files; leave the technique out")
-        check(self.by, loader.device)
-        job.patch(loader, "decoder", self.by)
 
 
 def check(decoder: str, device: torch.device) -> None:
@@ -80,18 +75,14 @@ def check(decoder: str, device: torch.device) -> None:
 
 
 @functools.cache
-def decoding(device: torch.device) -> Decode:
-    """How files are decoded on a device; a CPU does it too, by libjpeg. Raises InputError where torchvision cannot."""
-
-    def decode(files: list[torch.Tensor]) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = library.decode_jpeg(files, mode=library.ImageReadMode.RGB, device=device)
-        return found
-
+def decoding(device: torch.device) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Bytes of files -> pixels_CHW (uint8, RGB) of each; a CPU uses libjpeg. Raises InputError where it cannot work."""
     small = io.BytesIO()
     Image.new("RGB", (16, 16)).save(small, "JPEG")
     try:
         library: Any = importlib.import_module("torchvision.io")
-        decode([_tensor(small.getvalue())])
+        decode = functools.partial(library.decode_jpeg, mode=library.ImageReadMode.RGB, device=device)
+        decode([torch.frombuffer(small.getbuffer(), dtype=torch.uint8)])
     except ImportError as error:
         raise InputError('decoder=nvjpeg: needs torchvision: pip install "torchvision>=0.26"') from error
     except (AttributeError, OSError, RuntimeError) as error:  # built for another torch, or without nvJPEG
@@ -104,176 +95,101 @@ def decoding(device: torch.device) -> Decode:
 
 @dataclass(frozen=True)
 class _File:
-    data: bytes
-    size: tuple[int, int]  # width, height
+    data: torch.Tensor
+    pixels: int
     box: Box
-    again: Callable[[np.ndarray], None]  # crops it on the CPU
+    crop: Callable[[np.ndarray], None]  # on the CPU
 
 
 class Jpegs:
-    """The files of a batch that the GPU decodes, all at once when threads have offered what they read.
-
-    By sample index, which a batch has once. `size` is that of a crop: height, width.
-    """
+    """The files of a batch for the GPU, by sample index: reader threads `take` them, then all are decoded together."""
 
     def __init__(self, size: tuple[int, int], device: torch.device) -> None:
-        self.size, self.device = size, device
+        self.size, self.device = size, device  # of a crop: height, width
         self._files: dict[int, _File] = {}
-        self._crops: list[tuple[list[int], torch.Tensor]] = []  # sample indices, crops_NHWC
+        self._crops: dict[int, torch.Tensor] = {}
 
     def take(self, index: int, source: bytes | np.ndarray, box: Callable[[int, int], Box], *, name: str = "") -> bool:
-        """Whether this image will be decoded with its batch; else it is for `crop`, now."""
-        if not isinstance(source, bytes):
+        """Whether this image will be decoded with its batch; if not, the caller crops it now."""
+        size = jpeg.size(source) if isinstance(source, bytes) else None
+        if not isinstance(source, bytes) or size is None or size[0] * size[1] > _LARGEST:
             return False
-        size = jpeg.size(source)
-        if size is None or size[0] * size[1] > _LARGEST:
-            return False
-        self._files[index] = _File(source, size, box(*size), functools.partial(crop, source, box, name=name))
+        on_cpu = functools.partial(crop, source, box, name=name)
+        data = torch.frombuffer(bytearray(source), dtype=torch.uint8)  # a copy: torch wants memory it may write to
+        self._files[index] = _File(data, size[0] * size[1], box(*size), on_cpu)
         return True
 
     def decode(self, index_N: torch.Tensor, images_NHWC: torch.Tensor) -> dict[int, str]:
-        """Decodes and crops them on the device, on the current stream.
-
-        What nvJPEG fails on is cropped on the CPU, into its row of images_NHWC. Returns what is wrong with which row.
-        """
+        """Decodes on the device or, where that fails, on the CPU into images_NHWC; returns the errors by row."""
         bad: dict[int, str] = {}
         row_of = {index: row for row, index in enumerate(index_N.tolist())}
-        for part in _parts(self._files):
-            good: list[int] = []
-            pixels: list[torch.Tensor] = []
-            for index, x_CHW in zip(part, _decoded([self._files[i].data for i in part], self.device), strict=True):
-                if x_CHW is not None:
-                    good.append(index)
-                    pixels.append(x_CHW)
-                    continue
-                try:
-                    self._files[index].again(images_NHWC[row_of[index]].numpy())
-                except InputError as error:
-                    bad[row_of[index]] = str(error)
-            if good:
-                self._crops.append((good, cropped(pixels, [self._files[i].box for i in good], self.size)))
+        for index in self._failed(sorted(self._files)):
+            try:
+                self._files[index].crop(images_NHWC[row_of[index]].numpy())
+            except InputError as error:
+                bad[row_of[index]] = str(error)
         self._files.clear()
         return bad
 
     def fill(self, images_NHWC: torch.Tensor, index_N: torch.Tensor) -> None:
-        """Writes what was decoded into its rows of a batch on the device."""
-        row_of = {index: row for row, index in enumerate(index_N.tolist())}
-        for part, crops_NHWC in self._crops:
-            rows = torch.tensor([row_of[index] for index in part])
-            images_NHWC.index_copy_(0, _moved(rows, self.device), crops_NHWC)
+        """Writes the decoded crops into their rows of a batch on the device."""
+        for row, index in enumerate(index_N.tolist()):
+            if index in self._crops:
+                images_NHWC[row].copy_(self._crops[index])
 
+    def _failed(self, part: list[int]) -> list[int]:
+        """Decodes and crops a part together, or by halves if it is too large or fails; returns the images that failed.
 
-def _parts(files: dict[int, _File]) -> list[list[int]]:
-    """Sample indices, in order, of what is decoded together."""
-    parts: list[list[int]] = []
-    most, limit = _AT_ONCE
-    pixels = 0
-    for index, file in sorted(files.items()):
-        pixels += file.size[0] * file.size[1]
-        if not parts or len(parts[-1]) == most or pixels > limit:
-            parts.append([])
-            pixels = file.size[0] * file.size[1]
-        parts[-1].append(index)
-    return parts
-
-
-def _decoded(files: list[bytes], device: torch.device) -> list[torch.Tensor | None]:
-    """Pixels_CHW of each file; None for one that cannot be decoded, which fails those that are decoded with it.
-
-    Note: torchvision decodes on a stream of its own, and does not wait for this one before it writes. What it writes
-    to may be memory that work still waiting here reads (pytorch/vision, pull request 9606), so the host waits first.
-    It also waits for what it decodes; only after an error does it not.
-    """
-    decode = decoding(device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    try:
-        return list(decode([_tensor(data) for data in files]))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    if len(files) == 1:
-        return [None]
-    half = len(files) // 2
-    return _decoded(files[:half], device) + _decoded(files[half:], device)
+        Note: torchvision decodes on its own stream, into memory that work on this one may still read
+        (pytorch/vision#9606), so the host waits before; torchvision waits after, except when it raises.
+        """
+        files, cuda = [self._files[index] for index in part], self.device.type == "cuda"
+        if not files:
+            return []
+        if len(files) == 1 or (len(files) <= _AT_ONCE[0] and sum(file.pixels for file in files) <= _AT_ONCE[1]):
+            if cuda:
+                torch.cuda.current_stream(self.device).synchronize()
+            try:
+                pixels = decoding(self.device)([file.data for file in files])
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                if cuda:
+                    torch.cuda.synchronize(self.device)
+            else:
+                self._crops |= zip(part, cropped(pixels, [file.box for file in files], self.size), strict=True)
+                return []
+        half = len(part) // 2
+        return self._failed(part[:half]) + self._failed(part[half:]) if half else part
 
 
 def cropped(pixels: Sequence[torch.Tensor], boxes: Sequence[Box], size: tuple[int, int]) -> torch.Tensor:
-    """crops_NHWC (uint8): a part of each of pixels_CHW (uint8, on one device), resized to (height, width).
+    """crops_NHWC (uint8): the box of each of pixels_CHW (uint8, on one device), resized to (height, width).
 
-    Bilinear, antialiased, as Pillow's resize with a box: two products with the weights of its filter an image.
+    As Pillow's resize with a box (bilinear, antialiased): two products with the weights of its filter.
     """
-    height, width = size
-    device = pixels[0].device
-    crops_NHWC = torch.empty((len(pixels), height, width, 3), dtype=torch.uint8, device=device)
-    spans = [
-        (_span(left, right, x_CHW.shape[2], width), _span(top, bottom, x_CHW.shape[1], height))
-        for x_CHW, (left, top, right, bottom) in zip(pixels, boxes, strict=True)
-    ]
-    with torch.autocast(device.type, enabled=False), _exact():
-        weights_N2OK = _weights(spans, max(size), device)
-        for row, (x_CHW, (across, down)) in enumerate(zip(pixels, spans, strict=True)):
-            part_CHW = x_CHW[
-                :, down.first : down.first + down.count, across.first : across.first + across.count
-            ].float()
-            wide_KO = weights_N2OK[row, 0, :width, : across.count].T
-            high_OK = weights_N2OK[row, 1, :height, : down.count]
-            x_CHW = (high_OK @ (part_CHW @ wide_KO)).add_(0.5)  # cut off when written: rounded
-            crops_NHWC[row].copy_(x_CHW.permute(1, 2, 0))
+    crops_NHWC = torch.empty((len(pixels), *size, 3), dtype=torch.uint8, device=pixels[0].device)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # TF32 would round away a fifth of a level
+    try:
+        with torch.autocast(crops_NHWC.device.type, enabled=False):
+            for x_CHW, crop_HWC, (left, top, right, bottom) in zip(pixels, crops_NHWC, boxes, strict=True):
+                y, down_OK = _weights(top, bottom, x_CHW.shape[1], size[0], x_CHW.device)
+                x, across_OK = _weights(left, right, x_CHW.shape[2], size[1], x_CHW.device)
+                crop_CHW = down_OK @ (x_CHW[:, y, x].float() @ across_OK.T)
+                crop_HWC.copy_(crop_CHW.add_(0.5).permute(1, 2, 0))  # the copy cuts off: rounded
+    finally:
+        torch.set_float32_matmul_precision(precision)
     return crops_NHWC
 
 
-@contextmanager
-def _exact() -> Iterator[None]:
-    """Products of float32 as they are: TF32 would round away a fifth of a level."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@dataclass(frozen=True)
-class _Span:
-    """One side of a crop: the samples that its filter reaches, and where, counted from the first of them, it begins."""
-
-    first: int
-    count: int
-    start: float
-    scale: float
-
-
-def _span(start: float, stop: float, size: int, out: int) -> _Span:
-    """Of the stretch start..stop of `size` samples, resized to `out`."""
+def _weights(start: float, stop: float, size: int, out: int, device: torch.device) -> tuple[slice, torch.Tensor]:
+    """The samples within reach of start..stop, and weights_OK of each of them for each of `out` results."""
     scale = (stop - start) / out
     reach = max(scale, 1.0)
     first = max(0, int(start + 0.5 * scale - reach + 0.5))
     end = min(size, int(stop - 0.5 * scale + reach + 0.5))
-    return _Span(first, end - first, start - first, scale)
-
-
-def _weights(spans: Sequence[tuple[_Span, _Span]], out: int, device: torch.device) -> torch.Tensor:
-    """weights_N2OK: of each image, across and down, of each of `out` results (O) on each sample within reach (K)."""
-    numbers = torch.tensor([[(side.start, side.scale, side.count) for side in both] for both in spans])
-    start_N2, scale_N2, count_N2 = _moved(numbers, device).unbind(-1)
-    most = max(side.count for both in spans for side in both)
-    result_O = torch.arange(out, device=device) + 0.5
-    sample_K = torch.arange(most, device=device) + 0.5
-    centre_N2O = start_N2[..., None] + result_O * scale_N2[..., None]
-    away_N2OK = (sample_K - centre_N2O[..., None]).abs_()
-    weights_N2OK = away_N2OK.div_(-scale_N2.clamp(min=1)[..., None, None]).add_(1).clamp_(min=0)
-    weights_N2OK.mul_((sample_K < count_N2[..., None])[:, :, None])
-    # summed so finely that an image's weights do not depend on how many samples others reach
-    return weights_N2OK.div_(weights_N2OK.sum(-1, keepdim=True, dtype=torch.float64).float())
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # a copy: torch wants memory it may write to
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device; the host does not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    centre_O = (torch.arange(out, device=device) + 0.5) * scale + (start - first)
+    sample_K = torch.arange(end - first, device=device) + 0.5
+    weights_OK = (sample_K - centre_O[:, None]).abs_().div_(-reach).add_(1).clamp_(min=0)
+    return slice(first, end), weights_OK.div_(weights_OK.sum(-1, keepdim=True, dtype=torch.float64).float())
