@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from kasoku.core import Comm, Job, Solo, Threads
 from kasoku.recipe import Recipe, from_document
 from kasoku.sharing import shares_in, shares_of
 from kasoku.trainer import prepare
-from kasoku.tune import Found, Sample, Throughput, cached, minibatch
-from kasoku.tune.known import as_json, from_json
+from kasoku.tune import Throughput, minibatch
 
 
 def recipe(**more: Any) -> Recipe:
@@ -54,7 +52,7 @@ def test_tuning_tells_the_speed_of_each_rank():
     found, other = Threads(2).run(rank)
     assert found.speeds == other.speeds
     assert 2 < found.speeds[0] / found.speeds[1] < 3.5
-    assert from_json(json.loads(json.dumps(as_json(found)))).speeds == found.speeds
+    assert found.as_json()["speeds"] == found.speeds
 
 
 @pytest.mark.parametrize(
@@ -73,13 +71,6 @@ def test_a_run_goes_on_with_the_shares_it_began_with(kept: str, shares: tuple[in
     (tmp_path / "shares.json").write_text(kept)
     assert Threads(2).run(lambda comm: shares_in(tmp_path, comm, 32)) == [shares] * 2
     assert shares_in(tmp_path / "none", Solo(), 32) == ()
-
-
-def test_speeds_of_an_earlier_search_are_not_believed(tmp_path: Path):
-    found = Found(32, (Sample(32, 0.1, 0.1, 0.1),), "", 1.0, True, speeds=(100.0, 50.0))
-    assert cached({"a": 1}, lambda: found, cache=str(tmp_path)).speeds == found.speeds
-    known = cached({"a": 1}, lambda: pytest.fail("searched again"), cache=str(tmp_path))
-    assert (known.batch, known.speeds) == (32, ())
 
 
 def test_alone_there_is_no_speed_to_tell():

@@ -123,25 +123,6 @@ def test_photos_are_tuned_from_the_batch_their_rates_are_for_and_looked_at_once(
         assert photos_of.recipe_for(photos, None, settings=[setting]).reference_batch == 0
 
 
-def test_another_model_of_the_users_own_or_another_loss_is_searched_for_anew(auto, tmp_path, monkeypatch):
-    net = tmp_path / "own_net_of_sizing.py"
-    net.write_text(
-        "from kasoku.models import cifarnet\n\ndef own(num_classes, in_channels, image_size):\n"
-        "    return cifarnet(num_classes, in_channels=in_channels, widths=(8, 8))\n"
-    )
-    auto.write_text(auto.read_text().replace('"kasoku.models.cifarnet", widths = [8, 16]', '"own_net_of_sizing.own"'))
-    asked = planted(monkeypatch, 96)
-    loss = ["--set", "loss={use='kasoku.optim.cross_entropy', smoothing=0.1}"]
-
-    def train(name: str, *more: str) -> int:
-        assert main(["train", str(auto), "--quiet", "--out", str(tmp_path / name), *more]) == 0
-        return len(asked)
-
-    assert [train("a"), train("b"), train("c", *loss), train("d", *loss)] == [1, 1, 2, 2]
-    net.write_text(net.read_text() + "# other\n")
-    assert [train("e"), train("f")] == [3, 3]
-
-
 def test_what_was_compiled_for_tuning_is_forgotten_before_the_training(auto, tmp_path, monkeypatch):
     resets: list[int] = []
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(1))

@@ -218,22 +218,6 @@ def test_auto_tunes_first_and_the_run_keeps_the_number_with_its_rates(auto, tmp_
     assert json.loads((run / "result.json").read_text())["epochs"] == 2
 
 
-def test_what_was_found_before_on_this_machine_is_taken(auto, tmp_path, monkeypatch, capsys):
-    asked = planted(monkeypatch, 96)
-    for name in ("a", "b"):
-        assert main(["train", str(auto), "--quiet", "--out", str(tmp_path / name)]) == 0
-        assert json.loads((tmp_path / name / "tuning.json").read_text())["chosen"] == 96
-    assert len(asked) == 1
-    asked = planted(monkeypatch, 32)
-    assert main(["tune", str(auto)]) == 0  # asked for by name it measures
-    assert len(asked) == 1
-    assert "earlier" not in capsys.readouterr().out
-    assert main(["train", str(auto), "--out", str(tmp_path / "c")]) == 0  # and that is known from then on
-    assert json.loads((tmp_path / "c" / "tuning.json").read_text())["chosen"] == 32
-    assert len(asked) == 1
-    assert "0.5 s of 60, known from an earlier search" in " ".join(capsys.readouterr().out.split())
-
-
 def test_a_folder_that_holds_a_run_is_refused_before_it_tunes(auto, tmp_path, monkeypatch, refused):
     asked = planted(monkeypatch, 96)
     (tmp_path / "run").mkdir()

@@ -218,7 +218,7 @@ def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder, tu
     if not arguments.resume:
         describe(run, training, own_folders(arguments.recipe))
         if tuned:
-            tuned.save(run.path)
+            tuned.found.save(run.path / "tuning.json")
         keep_shares(run, training.job)
     elif arguments.set:
         run.write("recipe.toml", dumps(recipe))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kasoku.core import Comm, InputError
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
     from kasoku.tune.strategies import Strategy
 
 BUDGET_S = 60.0
-_INSTALLED = {"site-packages", "dist-packages"}  # folders of what is nobody's own
 _OF_A_STEP = (
     ArithmeticError,
     AssertionError,
@@ -37,21 +33,11 @@ _OF_A_STEP = (
 
 @dataclass(frozen=True)
 class Tuned:
-    """A recipe with the batch that was found, how it was found, and the data that was read for it.
-
-    `earlier`: by an earlier search on this machine; nothing was measured now.
-    """
+    """A recipe with the batch that was found, how it was found, and the data that was read for it."""
 
     recipe: Recipe
     found: Found
     dataset: Dataset
-    earlier: bool = False
-
-    def save(self, folder: Path) -> None:
-        """Writes tuning.json into a folder."""
-        from kasoku.tune import save
-
-        save(self.found, folder / "tuning.json")
 
 
 @dataclass(frozen=True)
@@ -63,14 +49,12 @@ class How:
         budget_s: seconds; the best so far when they are over.
         least: the smallest batch to try; 0: what the ranks can share, from 8 images each.
         most: the largest; 0: the largest that the recipe can train with, however many images a rank then takes.
-        fresh: measure even where the result is known from an earlier search on this machine.
     """
 
     strategy: Strategy | None = None
     budget_s: float = BUDGET_S
     least: int = 0
     most: int = 0
-    fresh: bool = False
 
 
 def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: How) -> Tuned:
@@ -87,7 +71,7 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: How) -
     """
     from kasoku.parallel.together import together
     from kasoku.trainer import prepare
-    from kasoku.tune import TimeToTarget, cached, facts, minibatch
+    from kasoku.tune import TimeToTarget, minibatch
 
     once = partial(_at_once, at)
     multiple = comm.size * max(1, recipe.accumulate) * max(1, recipe.norm_batch)
@@ -100,22 +84,16 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: How) -
         told = f"of batches from {how.least:,} to {how.most:,} those from {least:,} to {most:,}"
         print(f"kasoku: {told} can be shared by the ranks and trained with", file=sys.stderr)
     strategy = how.strategy or TimeToTarget(curve(at, least, most))
-    measured: list[Found] = []
 
     def search() -> Found:
         with plainly():
-            measured.append(minibatch(job, strategy, budget_s=how.budget_s, least=least, most=most, multiple=multiple))
-        return measured[0]
+            return minibatch(job, strategy, budget_s=how.budget_s, least=least, most=most, multiple=multiple)
 
-    def known() -> Found:
-        key = facts(job, strategy, least=least, most=most, multiple=multiple, recipe=_source(recipe))
-        return cached(key, search, comm=comm, fresh=how.fresh)
-
-    found = together(comm, known)
+    found = together(comm, search)
     job.close()
     tuned = once(found.batch, found.sample.parts)
     origin = ", ".join(text for text in (f"tuned by {found.strategy}", tuned.origin) if text)
-    return Tuned(replace(tuned, origin=origin), found, dataset, earlier=not measured)
+    return Tuned(replace(tuned, origin=origin), found, dataset)
 
 
 def _begin(at: Callable[[int], Recipe], batch: int, multiple: int) -> int:
@@ -186,31 +164,6 @@ def curve(at: Callable[[int], Recipe], least: int, most: int) -> tuple[tuple[int
     except InputError:
         return ()
     return pairs if len({epochs for _, epochs in pairs}) > 1 else ()
-
-
-def _source(recipe: Recipe) -> list[str]:
-    """What steps depend on beside the job's own facts: the settings of what is used, the user's own source.
-
-    Of that the modules which the recipe names, and what was imported from beside them.
-    """
-    used = (recipe.model, recipe.data, recipe.optimizer, recipe.loss)
-    roots = {one.use.partition(".")[0] for one in used}
-    roots |= {type(technique).__module__.partition(".")[0] for technique in recipe.techniques}
-    own = [module for name in roots - {"kasoku", "torch"} if (module := sys.modules.get(name))]
-    places = {Path(file).parent for module in own if (file := module.__dict__.get("__file__"))}
-    digest = hashlib.sha256()
-    for file in sorted(_files_below(places)):
-        with suppress(OSError):
-            digest.update(file.read_bytes())
-    return [*map(repr, used), digest.hexdigest()]
-
-
-def _files_below(places: set[Path]) -> set[Path]:
-    """The sources of all modules imported from these folders."""
-    named = [m.__dict__.get("__file__") for m in [*sys.modules.values()] if isinstance(m, ModuleType)]
-    files = [Path(file) for file in named if isinstance(file, str) and file.endswith(".py")]
-    below = {(file, file.relative_to(place)) for file in files for place in places if file.is_relative_to(place)}
-    return {file for file, path in below if not _INSTALLED & {*path.parts}}
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def _tune_batch(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
             print(" ".join(f"--set {setting}" for setting in settings))
             if arguments.out:
                 arguments.out.mkdir(parents=True, exist_ok=True)
-                tuned.save(arguments.out)
+                tuned.found.save(arguments.out / "tuning.json")
 
     together(comm, tell)
     return 0
@@ -169,7 +169,7 @@ def _tune_batch(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
 
 def _how(arguments: argparse.Namespace) -> How:
     least, most = _range(arguments.range, int) if arguments.range else (0, 0)
-    return How(_strategy(arguments.strategy), arguments.budget, least, most, fresh=True)
+    return How(_strategy(arguments.strategy), arguments.budget, least, most)
 
 
 def _fixed(arguments: argparse.Namespace, recipe: Recipe) -> list[str]:
@@ -219,7 +219,6 @@ def show(tuned: Tuned, *, memory: str = "") -> None:
     Console(highlight=False).print(rows)
     shares = ", ".join(f"{images:,}" for images in shares_of(recipe, found.speeds))
     rates = ", ".join(f"{path} {rate * recipe.rate_scale:.4g}" for path, rate in rates_of(recipe).items())
-    earlier = ", known from an earlier search" if tuned.earlier else ""
     print_table(
         "",
         {
@@ -229,7 +228,7 @@ def show(tuned: Tuned, *, memory: str = "") -> None:
             else f"{rates} ({recipe.origin})",
             **({"memory": memory} if memory else {}),
             **({"shares": f'{shares} images, by the speed of each rank, where batch = "auto"'} if shares else {}),
-            "tuning": f"{found.strategy}, {found.spent_s:.1f} s of {found.budget_s:g}{earlier}",
+            "tuning": f"{found.strategy}, {found.spent_s:.1f} s of {found.budget_s:g}",
         },
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import statistics
 import time
@@ -24,9 +23,8 @@ from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.models import cifarnet
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
 from kasoku.parallel import AllReduce, Overlap, VirtualRanks
-from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, cached, facts, minibatch, save
+from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, minibatch
 from kasoku.tune.copies import Copies, copied
-from kasoku.tune.known import from_json
 from kasoku.tune.memory import Memory
 from kasoku.tune.noise import Noise
 from kasoku.tune.sample import Found, Sample
@@ -341,23 +339,21 @@ def test_bad_settings_are_one_clear_line_each():
 # ---- what is kept
 
 
-def some(in_time: bool = True) -> Found:
+def test_tuning_json_has_what_the_page_shows(tmp_path: Path):
     samples = (
         Sample(8, 0.1, 0.09, 0.11, input_s=0.01, utilisation=0.5, noise=12.0),
         Sample(16, 0.15, 0.14, 0.16),
         Sample(32, failed="out of memory"),
     )
-    return Found(16, samples, "planted", 3.0, in_time, (1.0, 1.5, 2.5), "TimeToTarget", 60.0)
-
-
-def test_tuning_json_has_what_the_page_shows(tmp_path: Path):
-    save(some(), tmp_path / "tuning.json")
+    epochs, speeds = (1.0, 1.5, 2.5), (100.0, 50.0)
+    found = Found(16, samples, "planted", 3.0, True, epochs, "TimeToTarget", 60.0, speeds)
+    found.save(tmp_path / "tuning.json")
     text = (tmp_path / "tuning.json").read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
     told = json.loads(text)
     assert (told["what"], told["strategy"], told["chosen"]) == ("minibatch", "TimeToTarget", 16)
-    assert (told["spent_s"], told["budget_s"]) == (3.0, 60.0)
+    assert (told["spent_s"], told["budget_s"], told["speeds"]) == (3.0, 60.0, [100.0, 50.0])
     first, second, failed = told["samples"]
     keys = {"batch", "step_s", "low_s", "high_s", "images_per_s", "utilisation", "epochs", "goodput", "failed"}
     assert keys <= first.keys()
@@ -365,60 +361,3 @@ def test_tuning_json_has_what_the_page_shows(tmp_path: Path):
     assert second["goodput"] == pytest.approx(16 / 0.15 / 1.5)
     assert second["utilisation"] is None
     assert (failed["step_s"], failed["failed"]) == (None, "out of memory")
-
-
-def test_a_result_comes_back_from_its_file():
-    found = from_json(json.loads(json.dumps(json_of(some()))))
-    assert (found.batch, found.epochs, found.strategy, found.in_time) == (16, (1.0, 1.5, 2.5), "TimeToTarget", True)
-    assert found.samples[0] == some().samples[0]
-    assert math.isnan(found.samples[1].utilisation)
-    assert math.isinf(found.samples[2].step_s)
-
-
-def json_of(found: Found) -> dict[str, Any]:
-    from kasoku.tune.known import as_json
-
-    return as_json(found)
-
-
-def test_a_result_is_searched_once_for_each_key(tmp_path: Path):
-    searches: list[str] = []
-
-    def search(name: str, in_time: bool = True) -> Callable[[], Found]:
-        return lambda: searches.append(name) or some(in_time)
-
-    key, other = facts(make(), Throughput(), most=64), facts(make(), Throughput(), most=32)
-    for _ in range(2):
-        assert cached(key, search("a"), cache=str(tmp_path)).batch == 16
-    cached(other, search("b"), cache=str(tmp_path))
-    for _ in range(2):
-        cached(facts(make(EMA(decay=0.5)), Throughput()), search("c", in_time=False), cache=str(tmp_path))
-    assert searches == ["a", "b", "c", "c"], "what was cut short is not kept"
-    for file in (tmp_path / "tuning").iterdir():
-        file.write_text("{")
-    cached(key, search("again"), cache=str(tmp_path))
-    assert searches[-1] == "again"
-
-
-def test_of_several_ranks_all_search_or_none(tmp_path: Path):
-    def rank(comm: Comm) -> list[int]:
-        searches: list[int] = []
-        for _ in range(2):
-            found = cached({"k": 1}, lambda: searches.append(1) or some(), comm=comm, cache=str(tmp_path))
-            assert found.batch == 16
-            comm.gather_objects(None)  # rank 0 has written
-        return searches
-
-    assert Threads(2).run(rank) == [[1], [1]]
-
-
-def test_the_key_follows_what_a_result_depends_on():
-    def key(job: Job, strategy: Strategy | None = None) -> str:
-        return json.dumps(facts(job, strategy or Throughput()), default=str, sort_keys=True)
-
-    plain = key(make())
-    assert key(make()) == plain
-    assert key(make(model=Net(norm=False))) != plain
-    assert key(make(ChannelsLast())) != plain
-    assert key(make(accumulate=2)) != plain
-    assert key(make(), TimeToTarget()) != plain

@@ -1,6 +1,5 @@
 """Settings found by measuring: the minibatch, the rate, and searches over whole trainings."""
 
-from kasoku.tune.known import cached, facts, save
 from kasoku.tune.minibatch import minibatch
 from kasoku.tune.sample import Found, Limits, Sample
 from kasoku.tune.strategies import EpochTimeMinimize, GpuUsageMaximize, Strategy, Throughput, TimeToTarget
@@ -14,8 +13,5 @@ __all__ = [
     "Strategy",
     "Throughput",
     "TimeToTarget",
-    "cached",
-    "facts",
     "minibatch",
-    "save",
 ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from kasoku.core import Clock, InputError
+from kasoku.core.run import write_atomically
 
 STEPS, BRIEF = 20, 5  # of a size that are timed: in full, at a look
 LATE = "there is no time left for it"  # why a size was not tried; says nothing of the size
@@ -171,6 +175,24 @@ class Found:
     def sample(self) -> Sample:
         """The last one of the size found."""
         return next(s for s in reversed(self.samples) if s.batch == self.batch and not s.failed)
+
+    def as_json(self) -> dict[str, Any]:
+        """The contents of tuning.json; null stands for an unknown value."""
+        samples = []
+        for sample, epochs in zip(self.samples, self.epochs or [None] * len(self.samples), strict=True):
+            goodput = sample.images_per_s / epochs if epochs else None
+            derived = {"images_per_s": sample.images_per_s, "epochs": epochs, "goodput": goodput}
+            samples.append({k: _finite_or_none(v) for k, v in (asdict(sample) | derived).items()})
+        document = {"what": "minibatch", "chosen": self.batch, **asdict(self), "samples": samples}
+        return {k: _finite_or_none(v) for k, v in document.items() if k not in ("batch", "epochs")}
+
+    def save(self, path: Path) -> None:
+        """Writes tuning.json. Raises InputError where the file cannot be written."""
+        write_atomically(path, lambda part: part.write_text(json.dumps(self.as_json(), indent=1)))
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass
