@@ -217,7 +217,7 @@ def steps(watch: Meetings, caught: list[str]) -> Iterator[None]:
     while not watch.over and not watch.stopped:
         for x_NCHW, y_N in watch.batches(caught):
             loss = job.loss(job.model(x_NCHW), y_N)
-            loss.backward()  # type: ignore[no-untyped-call]
+            job.backward(loss)
             job.optimizer.step()
             job.optimizer.zero_grad()
             watch.took(loss)

@@ -230,7 +230,7 @@ def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
     while not watch.over and not watch.stopped:
         for x_NCHW, y_N in batches(job, watch.pulse, gate):
             loss = job.loss(job.model(x_NCHW), y_N)
-            (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            job.backward(loss)
             if not watch.whole(loss, len(y_N)):
                 yield
                 continue

@@ -119,11 +119,8 @@ class Job:
         if self._optimizer is None:
             made = self._make_optimizer
             self._optimizer = made if isinstance(made, Optimizer) else made(self.model)
-            for handle in (
-                self._optimizer.register_step_pre_hook(self._before),
-                self._optimizer.register_step_post_hook(self._after),
-            ):
-                self._undo.callback(handle.remove)
+            self._undo.callback(self._optimizer.register_step_pre_hook(self._before).remove)
+            self._undo.callback(self._optimizer.register_step_post_hook(self._after).remove)
         return self._optimizer
 
     @property
@@ -239,6 +236,10 @@ class Job:
             )
         self._updated([p for group in own.param_groups for p in group["params"] if p in wanted])
 
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of one batch: `optimizer.step()` then sees the mean over `accumulate` of them."""
+        (loss / self.accumulate if self.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+
     def hyper(self) -> Hyper:
         """The settings of each parameter group as they are now: rate, momentum, weight decay."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
@@ -343,9 +344,7 @@ class Job:
             for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
         )
         if theirs != ours:
-            raise InputError(
-                "checkpoint of another optimizer or of other parameter groups: resume with the run's recipe"
-            )
+            raise InputError("checkpoint of another optimizer or other parameter groups: resume with the run's recipe")
         self.optimizer.load_state_dict(state["optimizer"])
         for p, values in self.optimizer.state.items():
             values.update({k: laid_out_like(p, x) for k, x in values.items()})

@@ -140,7 +140,7 @@ class Profiler:
         for _ in range(job.accumulate):
             x_NCHW, y_N = next(self.batches)
             loss = job.loss(job.model(x_NCHW), y_N)
-            (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            job.backward(loss)
             after()
         job.optimizer.step()
         job.optimizer.zero_grad()

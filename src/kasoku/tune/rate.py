@@ -147,7 +147,7 @@ def _stepped(job: Job, batches: Iterator[Batch]) -> Tensor:
     for _ in range(job.accumulate):
         x_NCHW, y_N = next(batches)
         loss = job.loss(job.model(x_NCHW), y_N)
-        (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        job.backward(loss)
         total = total.to(loss.device) + loss.detach()
     job.optimizer.step()
     job.optimizer.zero_grad()

@@ -246,6 +246,11 @@ class Tries:
         return [good[batch] for batch in sorted(good)]
 
     @property
+    def first(self) -> Sample:
+        """The first one that did not fail."""
+        return next(s for s in self.samples if not s.failed)
+
+    @property
     def last(self) -> Sample | None:
         """The last one that did not fail."""
         return next((s for s in reversed(self.samples) if not s.failed), None)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from kasoku.core import InputError
 from kasoku.tune.climb import climb
@@ -30,130 +30,85 @@ class Strategy(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class GpuUsageMaximize:
-    """Grows the batch until the device is used enough, and shrinks it while that is too much, as [002] does.
+class _Look(NamedTuple):
+    settled_by: float  # converged when this changes by little in five loops
+    grow: bool
+    loss: float  # out of time, the size of least loss is taken
+    why: str
 
-    Utilisation is not speed, as [002] itself found; it is here to be compared with.
 
-    Args:
-        target: utilisation, 0 to 1.
-        near: converged where the size moved no more in five loops.
+class _Growth:
+    """The searches of [002]: each loop the step grows by one multiple, to ten at most. They are baselines.
 
-    Maths: below the target the step grows by one image each loop, to ten at most. How it shrinks is not known; here the
-        step starts at one again, and grows, wherever the direction turns. Utilisation is the mean of the higher half of
-        what was seen.
-    Ref: [002] 5, listing 2; the rule of growth was inferred from its results.
+    Ref: [002] 5, listings 2 and 3. The rule of growth was inferred from the results, and gives all sizes of listing 3.
+    How the size shrinks is not known; here the step starts at one again at each turn.
     """
+
+    near: ClassVar[float]
+
+    def search(self, measure: Measure, limits: Limits) -> Found:
+        """The size at which it converged, or the last one that worked; out of time, the best so far."""
+        tries, looks = Tries(measure, limits), dict[int, _Look]()
+        size, step, grow, checked = limits.begin, 1, True, math.nan
+        for loop in range(_LOOPS + 1):
+            if tries.over:
+                batch = min((s.batch for s in tries.good), key=lambda b: looks[b].loss)
+                return tries.found(batch, looks[batch].why, in_time=False)
+            before, sample = size, tries.take(size)
+            if tries.late:
+                continue
+            if sample.failed and looks:
+                break
+            if sample.failed:
+                size = max(limits.first, size // 2 // limits.multiple * limits.multiple)
+            else:
+                look = looks[size] = self._look(sample, tries.first, limits)
+                if loop % _CHECK == 0 or len(looks) == 1:
+                    if abs(look.settled_by - checked) <= self.near:
+                        return tries.found(size, f"{look.why}, converged in {loop} loops")
+                    checked = look.settled_by
+                step, grow = min(step + 1, _STEP) if look.grow == grow else 1, look.grow
+                size = min(max(size + (step if grow else -step) * limits.multiple, limits.first), tries.most)
+            if size == before:
+                break
+        last, end = tries.last or tries.good[-1], tries.samples[-1]  # `good` raises where no size worked
+        why = f"; batch {end.batch}: {end.failed}" if end.failed else f", after {len(tries.samples) - 1} loops"
+        return tries.found(last.batch, looks[last.batch].why + why)
+
+    def _look(self, sample: Sample, first: Sample, limits: Limits) -> _Look:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class GpuUsageMaximize(_Growth):
+    """Grows the batch until the device is used to `target`, 0 to 1. Utilization is not speed, as [002] found, too."""
 
     target: float = 0.99
-    near: int = 5
+    near: ClassVar[float] = 5  # multiples
+    needs: ClassVar[Needs] = Needs(watch_s=1.0)  # after a second NVML has renewed its figure
 
     def __post_init__(self) -> None:
-        if not 0 < self.target <= 1 or self.near < 0:
-            raise InputError(f"target={self.target}, near={self.near}: a share above 0 and at most 1; 0 images or more")
+        if not 0 < self.target <= 1:
+            raise InputError(f"target={self.target}: a share above 0 and at most 1")
 
-    @property
-    def needs(self) -> Needs:
-        """A second at each size, after which NVML has renewed its figure."""
-        return Needs(watch_s=1.0)
-
-    def search(self, measure: Measure, limits: Limits) -> Found:
-        """The size at which it converged; where time is over, that whose utilisation is nearest to the target."""
-        tries = Tries(measure, limits)
-        size = checked = limits.begin
-        step, direction = 1, 1
-        for loop in range(_LOOPS + 1):
-            if tries.over:
-                near = min(tries.good, key=lambda s: abs(s.utilisation - self.target))
-                return tries.found(near.batch, self._why(near), in_time=False)
-            sample = tries.take(size)
-            if tries.late:
-                continue
-            if sample.failed:
-                last = tries.last
-                if last:
-                    return tries.found(last.batch, f"{self._why(last)}; batch {size}: {sample.failed}")
-                half = size // 2 // limits.multiple * limits.multiple
-                if half < limits.first:
-                    break
-                size = checked = half
-                continue
-            _check_told(sample)
-            if loop and loop % _CHECK == 0:
-                if abs(size - checked) <= self.near * limits.multiple:
-                    return tries.found(size, f"{self._why(sample)}, converged in {loop} loops")
-                checked = size
-            turn = 1 if sample.utilisation < self.target else -1
-            step = min(step + 1, _STEP) if turn == direction else 1
-            direction = turn
-            wanted = min(max(size + direction * step * limits.multiple, limits.first), tries.most)
-            if wanted == size:
-                break
-            size = wanted
-        good = tries.good  # raises where there is none
-        last = tries.last or good[-1]
-        return tries.found(last.batch, f"{self._why(last)}, after {len(tries.samples) - 1} loops")
-
-    @staticmethod
-    def _why(sample: Sample) -> str:
-        return f"the device is used to {sample.utilisation:.0%}"
+    def _look(self, sample: Sample, first: Sample, limits: Limits) -> _Look:
+        used = sample.utilisation
+        if math.isnan(used):
+            raise InputError("GpuUsageMaximize: this device does not tell how much it is used: take Throughput")
+        far = abs(used - self.target)
+        return _Look(sample.batch / limits.multiple, used < self.target, far, f"the device is used to {used:.0%}")
 
 
 @dataclass(frozen=True)
-class EpochTimeMinimize:
-    """Grows the batch until the time of an epoch no longer falls, as [002] does.
+class EpochTimeMinimize(_Growth):
+    """Grows the batch until the time of an epoch no longer falls."""
 
-    Args:
-        near: converged where the ratio to the first epoch's time moved no more in five loops.
+    near: ClassVar[float] = 0.05  # of the first size's epoch
+    needs: ClassVar[Needs] = Needs()
 
-    Maths: ratio = epoch time / that of the first size; the step grows by one image each loop, to ten at most.
-    Ref: [002] 5, listing 3; the rule of growth was inferred from its results, and gives all of its sizes.
-    """
-
-    near: float = 0.05
-
-    def __post_init__(self) -> None:
-        if self.near < 0:
-            raise InputError(f"near={self.near}: a share of the first epoch's time, 0 or more")
-
-    @property
-    def needs(self) -> Needs:
-        """Nothing beside the time."""
-        return Needs()
-
-    def search(self, measure: Measure, limits: Limits) -> Found:
-        """The size at which it converged, or the last one that worked; where time is over, the fastest so far."""
-        tries = Tries(measure, limits)
-        size, step, checked = limits.begin, 1, 1.0
-        end = f"after {_LOOPS} loops"
-        for loop in range(_LOOPS + 1):
-            if tries.over:
-                fastest = min(tries.good, key=lambda s: s.epoch_s(limits.images))
-                return tries.found(fastest.batch, self._why(fastest, tries), in_time=False)
-            sample = tries.take(size)
-            if tries.late:
-                continue
-            if sample.failed:
-                last = tries.good[-1]
-                return tries.found(last.batch, f"{self._why(last, tries)}; batch {size}: {sample.failed}")
-            ratio = sample.epoch_s(limits.images) / tries.samples[0].epoch_s(limits.images)
-            if loop and loop % _CHECK == 0:
-                if abs(ratio - checked) <= self.near:
-                    return tries.found(size, f"{self._why(sample, tries)}, converged in {loop} loops")
-                checked = ratio
-            if size == limits.last:
-                end = "the largest that was allowed"
-                break
-            step = min(step + 1, _STEP)
-            size = min(size + step * limits.multiple, limits.last)
-        last = tries.samples[-1]
-        return tries.found(last.batch, f"{self._why(last, tries)}, {end}")
-
-    @staticmethod
-    def _why(sample: Sample, tries: Tries) -> str:
-        first = tries.samples[0]
-        return f"an epoch takes {first.images_per_s / sample.images_per_s:.2f} times as long as with {first.batch}"
+    def _look(self, sample: Sample, first: Sample, limits: Limits) -> _Look:
+        ratio = first.images_per_s / sample.images_per_s
+        return _Look(ratio, True, ratio, f"an epoch takes {ratio:.2f} times as long as with {first.batch}")
 
 
 @dataclass(frozen=True)
@@ -276,11 +231,6 @@ def _scale(samples: Sequence[Sample]) -> float | None:
 def _most(best: Sample, tries: Tries) -> str:
     good = tries.good
     return f"{best.images_per_s:,.0f} images/s, the most of {len(good)} sizes from {good[0].batch} to {good[-1].batch}"
-
-
-def _check_told(sample: Sample) -> None:
-    if math.isnan(sample.utilisation):
-        raise InputError("GpuUsageMaximize: this device does not tell how much it is used: take Throughput")
 
 
 def _check_gain(least_gain: float) -> None:

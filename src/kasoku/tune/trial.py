@@ -127,7 +127,7 @@ class Trial:
             loss = job.loss(job.model(x_NCHW), y_N)
             if look:
                 self.memory.look()
-            (loss / job.accumulate if job.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            job.backward(loss)
         job.optimizer.step()
         job.optimizer.zero_grad()
         self.copies.steps += 1
