@@ -186,3 +186,26 @@ def test_a_plan_is_made_anew_when_the_rule_keeps_more_than_foreseen():
         plans.append(planner.chosen)
     assert plans[0] is not plans[1] is plans[2]
     assert plans[1].peak == plans[0].peak + sum(p.nbytes for p in job.model.parameters())
+
+
+class Gated(nn.Module):
+    """A gate as large as the images, made of one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1, 8, 1, 1))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.gate.expand(len(x), 8, *x.shape[2:]))
+
+
+def test_what_is_computed_of_a_repeated_weight_grows_with_the_batch():
+    def an_image(block):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), block, nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
+        job = Job(model, lambda m: sgd(m, 0.1))
+        found = look(job, install(job), torch.zeros(64, 3, 16, 16), how=How(), freed=True)
+        job.close()
+        return (found.plain_bytes(64) - found.plain_bytes(32)) / 32
+
+    gate = 4 * 8 * 14 * 14
+    assert an_image(Gated()) - an_image(nn.Identity()) == pytest.approx(2 * gate, rel=0.05)  # and what it gives

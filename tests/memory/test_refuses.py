@@ -2,7 +2,9 @@
 
 import copy
 import io
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch.nn import functional
 from contracts import one_thread as one_thread
 from kasoku.core import InputError, Job
 from kasoku.memory import SavedMemory
+from kasoku.memory.trace import graph_of
 from kasoku.optim import sgd
 from memory.nets import assert_equal, images, one_step, plain_chain
 
@@ -129,32 +132,141 @@ def test_a_layer_that_is_left_out_later_is_told():
 class Dice(nn.Module):
     """Stochastic depth, and a count of its calls."""
 
-    def __init__(self, *, chance=0.5, counts=False):
+    def __init__(self, *beside, chance=0.5, counts=False):
         super().__init__()
         self.conv, self.act, self.chance, self.counts, self.calls = conv(8, 8), nn.ReLU(), chance, counts, 0
+        self.beside = nn.Sequential(*beside)
 
     def forward(self, x):
         if self.counts:
             self.calls += 1
         if self.chance and self.training and torch.rand(1).item() < self.chance:
             return self.act(x)
-        return self.act(self.conv(x))
+        return self.beside(self.act(self.conv(x)))
 
 
-def test_a_block_that_throws_dice_is_not_taken_as_it_fell_once():
-    job = a_job(classifier(nn.ReLU(), Dice()))
+def test_stochastic_depth_is_refused_when_it_is_applied():
+    model = classifier(nn.ReLU(), Dice(chance=0.0001))
+    before = torch.get_rng_state()
+    with pytest.raises(InputError, match=r"the forward of Dice draws random numbers, .*: leave SavedMemory out"):
+        a_job(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_stochastic_depth_that_no_trace_shows_is_refused_when_it_skips():
+    job = a_job(classifier(nn.ReLU(), Dice(nn.Dropout(0.1))))
     with pytest.raises(InputError, match="a network whose forward decides"):
         functional.cross_entropy(sum(job.model(images()[0]) for _ in range(20)), images()[1])
 
 
-def test_a_block_that_counts_its_calls_goes_on_counting():
+def test_a_block_that_counts_its_calls_is_refused_and_left_as_it_was():
     model = classifier(nn.ReLU(), Dice(chance=0, counts=True))
-    job = a_job(model)
+    with pytest.raises(InputError, match=r"the forward of Dice writes self\.calls, .*: leave SavedMemory out"):
+        a_job(model)
     assert model[2].calls == 0
-    job.model(images()[0])
-    calls = model[2].calls  # with those of the look
-    job.model(images()[0])
-    assert model[2].calls == calls + 1
+
+
+class Throws(Dice):
+    def __init__(self, throw, own=None):
+        super().__init__()
+        self.throw, self.own = [throw], own
+
+    def forward(self, x):
+        return self.conv(x) if self.throw[0](self) < 0.99 else self.act(x)
+
+
+THROWS = {
+    "numpy": (lambda block: np.random.rand(), None),
+    "python's own": (lambda block: block.own.random(), random.Random(0)),
+    "torch's own": (lambda block: torch.rand(1, generator=block.own).item(), torch.Generator().manual_seed(0)),
+    "numpy's own": (lambda block: block.own.random(), np.random.default_rng(0)),
+    "in a list": (lambda block: block.own[0].random(), [random.Random(0)]),
+}
+
+
+@pytest.mark.parametrize("name", THROWS)
+def test_random_numbers_from_anywhere_are_refused(name):
+    before = np.random.get_state()[2]
+    with pytest.raises(InputError, match=r"the forward of Throws (draws|can draw) random numbers"):
+        graph_of(Throws(*THROWS[name]))
+    assert np.random.get_state()[2] == before
+
+
+class Writes(Dice):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.by_name, self.names = [0], {"first": 1}, {"a"}
+
+    def forward(self, x):
+        self.seen.append(x)
+        self.seen[0] += 1
+        self.by_name["last"] = x
+        self.names.discard("a")
+        return self.conv(x)
+
+
+def test_what_a_forward_writes_while_it_is_traced_stays_in_the_trace():
+    block = Writes()
+    with pytest.raises(InputError, match=r"writes self\.seen"):
+        graph_of(block)
+    assert (block.seen, block.by_name, block.names) == ([0], {"first": 1}, {"a"})
+
+
+class Block(nn.Module):
+    """A convolution whose forward reads attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.act, self.skip, self.chance, self.plan = conv(8, 8), nn.ReLU(), False, 0.0, [1]
+
+    def forward(self, x):
+        if self.skip or (self.training and self.chance and torch.rand(1).item() < self.chance):
+            return self.act(x)
+        for _ in range(self.plan[0]):
+            x = self.act(x)
+        return self.conv(x)
+
+
+def skips(block):
+    block.skip = True
+
+
+def skips_by_numpy(block):
+    block.skip = np.bool_(True)
+
+
+def throws(block):
+    block.chance = 0.5
+
+
+def acts_twice(block):
+    block.plan[0] = 2
+
+
+def has_another_layer(block):
+    block.act = nn.Sigmoid()
+
+
+@pytest.mark.parametrize("change", [skips, skips_by_numpy, throws, acts_twice, has_another_layer])
+def test_a_forward_that_changes_after_the_plan_is_refused(change):
+    job = a_job(classifier(nn.ReLU(), Block()))
+    x, y = images()
+    job.loss(job.model(x), y).backward()
+    change(job.model[2])
+    with pytest.raises(InputError, match=r"the forward of Block .*: leave SavedMemory out"):
+        job.model(x)
+
+
+def test_an_attribute_that_the_forward_does_not_read_may_change():
+    plain = classifier(nn.ReLU(), Block())
+    ours = copy.deepcopy(plain)
+    a_job(ours)
+    x, y = images()
+    for steps in range(3):
+        for model in (plain, ours):
+            model[2].steps = steps
+            functional.cross_entropy(model(x), y).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
 
 
 class OverWritten(nn.Module):

@@ -25,7 +25,7 @@ from kasoku.core import InputError, Job
 from kasoku.memory.bound import Bound
 from kasoku.memory.graph import Graph, Shape
 from kasoku.memory.segment import Segment
-from kasoku.memory.trace import deciding, graph_of, settings_of
+from kasoku.memory.trace import attributes_of, changed, decides, graph_of, with_own_forward
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OURS = ("kasoku.parallel.", "kasoku.report.")  # hooks that read neither inputs nor outputs, and may be called twice
@@ -35,8 +35,6 @@ class Item(Bound):
     """What hangs on a layer or block whose forward we stand in for.
 
     Attributes:
-        known: its graph is what its forward does now; else it stays as plain PyTorch has it.
-        traces: times that what its forward does has changed.
         segment: it begins this one, in training.
         before: it lies within the segment that this item begins.
         place: its place there, from 0.
@@ -48,8 +46,8 @@ class Item(Bound):
 
     def __init__(self, name: str, model: nn.Module, module: nn.Module, graph: Graph) -> None:
         self.name, self.model, self.module, self.graph = name, model, module, graph
-        self.inside, self.deciding = tuple(module.modules()), deciding(module)
-        self.settings, self.known, self.traces = settings_of(self.deciding), True, 0
+        self.inside, self.deciding = tuple(module.modules()), with_own_forward(module)
+        self.attributes = attributes_of(self.deciding)
         self.segment: Segment | None = None
         self.before: Item | None = None
         self.log: Log | None = None
@@ -63,19 +61,15 @@ class Item(Bound):
         self.segment, self.before, self.made, self.whole = None, None, None, None
         self.place, self.length, self.passed = 0, 1, 0
 
-    def trace_again(self) -> None:
-        """Finds out what its forward does now, where settings that it may decide by have changed."""
-        settings = settings_of(self.deciding)
-        if settings == self.settings:
+    def check_forward(self) -> None:
+        """Raises InputError if its forward no longer computes what was traced, since an attribute has changed."""
+        attributes = attributes_of(self.deciding)
+        names = changed(self.attributes, attributes)
+        if not names:
             return
-        self.inside, self.deciding = tuple(self.module.modules()), deciding(self.module)
-        self.settings = settings_of(self.deciding)
-        touched = self.hooked or any("forward" in vars(m) for m in self.inside if m is not self.module)
-        graph = None if touched else graph_of(self.module)
-        known = graph is not None and bool(graph.nodes)
-        if known != self.known or (graph is not None and known and graph != self.graph):
-            self.traces += 1
-        self.known, self.graph = known, graph if graph is not None and known else self.graph
+        if graph_of(self.module) != self.graph:
+            raise decides(f"{type(self.module).__name__} ({self.name}) depends on self.{names[0]}, which has changed")
+        self.attributes = attributes
 
     @property
     def hooked(self) -> bool:
@@ -292,7 +286,7 @@ def chains(log: Log) -> list[tuple[list[Item], Call]]:
     found: list[tuple[list[Item], Call]] = []
     last: Call | None = None
     for call in log.calls:
-        if count[call.item] > 1 or call.item.hooked or not call.item.known or not _as_foreseen(call):
+        if count[call.item] > 1 or call.item.hooked or not _as_foreseen(call):
             last = None
             continue
         if last is None or last.out is not call.x or last.half is not call.half:

@@ -131,7 +131,7 @@ class Planner(Bound):
         if self.in_step is not None:
             self.in_step.enter()
         for item in self.items:
-            item.trace_again()
+            item.check_forward()
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise InputError("SavedMemory: the model takes one tensor of images, no more")
         key = self.key_of(args[0])
@@ -159,7 +159,7 @@ class Planner(Bound):
         learns = tuple(p.requires_grad for p in self.job.model.parameters())
         last = x.is_contiguous(memory_format=torch.channels_last)
         images = (x.shape[1:], x.dtype, x.device, x.requires_grad, last, half_of(x))
-        hooked = tuple((item.hooked, item.traces) for item in self.items)
+        hooked = tuple(item.hooked for item in self.items)
         at_once = self.in_step is not None and self.in_step.active
         steps = (self.job.needs_all, self.job.accumulate, at_once, tuple(one.fits for one in self.straight))
         return len(x), images, modes, learns, hooked, steps

@@ -1,22 +1,24 @@
-"""The graph of a layer or block, traced from its forward, and the settings it was traced under.
+"""The graph of a layer or block, traced by torch.fx from its forward.
 
-Note: one trace tells not all. A forward may decide by what its modules hold: plain settings (numbers, flags, names, and
-lists of them) are noted, and it is traced again when they change. Where it throws dice or writes down what it did there
-is no graph, and what it wrote is put back. What it decides by beside that, a global or a closure, is not seen.
+Note: a trace sees one run. A forward that draws random numbers, or writes to its module, may take another path next
+time, so it is refused. A forward may also read attributes that somebody sets later (a depth, a flag): when attributes
+have changed, it is traced again, and refused unless the graph is the same. Globals and closures are not watched.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
+import pickle
 import random
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
+from kasoku.core import InputError
 from kasoku.memory.graph import Graph, Node, op_of
 
 _FUNCTIONS: dict[Any, str] = {
@@ -30,154 +32,117 @@ _FUNCTIONS: dict[Any, str] = {
     "add": "add",
     "add_": "add",
 }
-_OWN = frozenset(vars(nn.Module()))  # what every module has
-_MOST = 64  # settings in a list
-Settings = list[tuple[Any, ...]]
+_MODULE = frozenset(vars(nn.Module())) - {"_modules"}  # attributes that every module has
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_DEPTH = 3  # of lists within lists whose items are compared
 
 
 class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # so that no buffer is written while we trace
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return bool(op_of(m)) or super().is_leaf_module(m, module_qualified_name)
 
 
 def graph_of(module: nn.Module) -> Graph | None:
-    """The graph of a layer, or of a block of layers and sums; None where something in it is unknown to us."""
+    """The graph of a layer, or of a block of layers and sums; None if it contains anything else.
+
+    Raises:
+        InputError: if the forward draws random numbers or writes to its module.
+    """
     op = op_of(module)
     if op:
         return Graph(()) if op == "identity" else Graph((Node(op, (0,), module),))
     if not list(module.children()) or isinstance(module, nn.Sequential | nn.ModuleList):
         return None
-    found = [_traced(module, training=training) for training in (True, False)]
-    return found[0] if found[0] == found[1] else None
+    training, evaluating = (_traced(module, training=training) for training in (True, False))
+    return training if training == evaluating else None
 
 
-def deciding(module: nn.Module) -> tuple[nn.Module, ...]:
+def with_own_forward(module: nn.Module) -> tuple[nn.Module, ...]:
     """The modules within whose forward is not torch's."""
     return tuple(m for m in module.modules() if not type(m).__module__.startswith("torch."))
 
 
-def settings_of(modules: Iterable[nn.Module]) -> Settings:
-    """What their forwards may decide by: the plain values that they hold, and the modules."""
-    found: Settings = []
-    for m in modules:
-        plain = [(name, _plain(value)) for name, value in vars(m).items() if name not in _OWN]
-        found.append((tuple(m._modules.values()), [one for one in plain if one[1] is not ...]))
-    return found
+def attributes_of(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """What the forwards of modules can read: their attributes and submodules, with the items of lists."""
+    return [{k: _items(v) for k, v in vars(m).items() if k not in _MODULE} for m in modules]
 
 
-def _plain(value: object, depth: int = 3) -> object:
-    """A value that cannot change by itself, of lists what they hold; ... for what is none."""
-    numpy = sys.modules.get("numpy")
-    numbers = () if numpy is None else (numpy.generic,)
-    if value is None or isinstance(value, (bool, int, float, str, Enum, torch.dtype, *numbers)):
+def changed(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of the attributes that differ."""
+    both = zip(before, now, strict=False)
+    found = [k for a, b in both for k in {**a, **b} if not _same(a.get(k, ...), b.get(k, ...))]
+    return found if len(before) == len(now) else [*found, "modules"]
+
+
+def _items(value: Any, depth: int = _DEPTH) -> Any:
+    """A list, tuple, set or dict as a tuple of its items; anything else as it is."""
+    if not depth or not isinstance(value, list | tuple | set | frozenset | dict):
         return value
-    if depth and isinstance(value, list | tuple | set | frozenset | dict) and len(value) <= _MOST:
-        inner = value.items() if isinstance(value, dict) else value
-        return tuple(_plain(one, depth - 1) for one in inner)
-    return ...
+    return tuple(_items(item, depth - 1) for item in (value.items() if isinstance(value, dict) else value))
 
 
-class _Before:
-    """What the forward of a module may change, as it is before it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.modules = [(m, dict(vars(m))) for m in module.modules()]
-        held = [v for _, own in self.modules for v in own.values()]
-        self.inner = [(v, _copy(v)) for v in held if isinstance(v, list | dict | set)]
-        self.buffers = [(t, t._version, t.detach().clone()) for t in module.buffers()]
-        self.dice = _dice()
-
-    @property
-    def same(self) -> bool:
-        """Nothing has changed but modes."""
-        modules = all(_same(own, {**vars(m), "training": own["training"]}) for m, own in self.modules)
-        inner = all(_same(old, _copy(v)) for v, old in self.inner)
-        buffers = all(t._version == version for t, version, _ in self.buffers)
-        return modules and inner and buffers and all(map(_equal, self.dice, _dice()))
-
-    def put_back(self) -> None:
-        """All is as it was."""
-        for m, own in self.modules:
-            vars(m).clear()
-            vars(m).update(own)
-        for v, old in self.inner:
-            if _same(old, _copy(v)):
-                continue
-            v.clear()
-            if isinstance(v, list):
-                v.extend(old.values())
-            else:
-                v.update(old)
-        for t, version, values in self.buffers:
-            if t._version != version:
-                t.copy_(values)
-        _throw_again(self.dice)
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except (RuntimeError, ValueError):  # tensors and arrays
+        return False
 
 
 def _traced(module: nn.Module, *, training: bool) -> Graph | None:
-    """The graph in a mode; None too where the forward throws dice or writes down what it did."""
-    if any(_is_dice(value) for m in module.modules() for value in _values(vars(m))):
-        return None
-    before = _Before(module)
+    """The graph in one mode. The trace runs on a copy of the module that shares its tensors."""
+    random_states = _random_states()
+    before = pickle.dumps(random_states)
     try:
-        for m, _ in before.modules:
+        twin = copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
+        for m in twin.modules():
             m.training = training
-        steps = list(_Tracer().trace(module).nodes)
-        return _from_fx(module, steps) if before.same else None
-    except Exception:  # whatever a user's forward does with what is not a tensor
+        modules = with_own_forward(twin)
+        attributes = attributes_of(modules)
+        graph = _from_fx(module, list(_Tracer().trace(twin).nodes))
+    except Exception:  # a user's forward may do anything with what is not a tensor
         return None
     finally:
-        before.put_back()
+        after = pickle.dumps(_random_states())
+        _set_random_states(random_states)
+    if graph is None:
+        return None
+    written = changed(attributes, attributes_of(modules))
+    own = [k for m in modules for k, v in vars(m).items() if any(isinstance(i, _GENERATORS) for i in _listed(v))]
+    seen = "draws random numbers" if before != after else f"writes self.{written[0]}" if written else ""
+    seen = seen or (f"can draw random numbers of self.{own[0]}" if own else "")
+    if seen:
+        raise decides(f"{type(module).__name__} {seen}")
+    return graph
 
 
-def _values(own: dict[str, Any]) -> Iterator[object]:
-    """What a module holds, and what lies in its lists."""
-    for value in own.values():
-        yield value
-        if isinstance(value, list | tuple | set | dict):
-            yield from value.values() if isinstance(value, dict) else value
+def decides(what: str) -> InputError:
+    """The refusal of a forward that may take another path next time."""
+    return InputError(
+        f"SavedMemory: the forward of {what}, so it may compute something else at the next step (stochastic depth), "
+        "and a plan cannot hold: leave SavedMemory out, or make this forward a fixed sequence of layers"
+    )
 
 
-def _is_dice(value: object) -> bool:
-    """A generator of random numbers of somebody's own."""
-    return isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random")
+def _listed(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, dict):
+        return tuple(value.values())
+    return tuple(value) if isinstance(value, list | tuple | set) else (value,)
 
 
-def _dice() -> list[Any]:
-    """The state of all that are everybody's: of torch (CPU, then the GPU), of Python, of numpy where it is loaded."""
-    found: list[Any] = [torch.get_rng_state(), None, random.getstate(), None]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found[1] = torch.cuda.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        found[3] = (kind, keys.tolist(), *rest)
-    return found
+def _random_states() -> tuple[Any, ...]:
+    """Of torch (CPU and the current GPU), of Python and of numpy."""
+    cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return torch.get_rng_state().numpy(), cuda, random.getstate(), np.random.get_state()
 
 
-def _throw_again(dice: Sequence[Any]) -> None:
-    torch.set_rng_state(dice[0])
-    if dice[1] is not None:
-        torch.cuda.set_rng_state(dice[1])
-    random.setstate(dice[2])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and dice[3] is not None:
-        numpy.random.set_state(dice[3])
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
-
-
-def _copy(held: list[Any] | dict[Any, Any] | set[Any]) -> dict[Any, Any]:
-    """What lies in it, by place or key."""
-    if isinstance(held, dict):
-        return dict(held)
-    return dict(enumerate(held)) if isinstance(held, list) else dict.fromkeys(held)
-
-
-def _same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(torch.from_numpy(states[0]))
+    if states[1] is not None:
+        torch.cuda.set_rng_state(torch.from_numpy(states[1]))
+    random.setstate(states[2])
+    np.random.set_state(states[3])
 
 
 def _from_fx(module: nn.Module, steps: Sequence[fx.Node]) -> Graph | None:
