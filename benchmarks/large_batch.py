@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +37,6 @@ from kasoku.device import Device, choose
 from kasoku.evaluate import evaluate
 from kasoku.optim import Rate, Trust, cross_entropy, lars, sgd
 from kasoku.parallel import Recalibrate, VirtualRanks
-from kasoku.report import Panel, draw
 
 EPOCHS = 32
 NORM_BATCH, LARGE = 256, 4096
@@ -252,8 +252,10 @@ def figure(results: dict[str, list[dict[str, Any]]]) -> None:
         for side, runs in results.items()
     }  # fmt: skip
     rates = {side: [point for point in runs[0]["rates"] if point[1] > 0] for side, runs in results.items()}
-    FIGURE.parent.mkdir(exist_ok=True)
-    panels = [Panel("top-1 of the test images, %", curves, marks=True), Panel("rate", rates, log=True)]
+    sys.path.insert(0, str(FIGURE.parent))
+    from svg import Panel, draw
+
+    panels = [Panel("top-1 of the test images, %", curves, markers=True), Panel("rate", rates, log=True)]
     draw(FIGURE, f"Fashion-MNIST, batch {NORM_BATCH} and {LARGE:,}", panels, x_label="epoch")
 
 

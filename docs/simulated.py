@@ -22,10 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from svg import Panel, draw
 
 from kasoku.models import alexnet, resnet50
 from kasoku.parallel import Graded, Layer, OneGroup
-from kasoku.report import Panel, draw
 from kasoku.simulate import Cluster, Jitter, Network, Sharing, Simulator, load, network
 from kasoku.simulate.cluster import Gpu, Node
 from kasoku.simulate.compute import units
@@ -57,7 +57,7 @@ def epochs(net: Network) -> None:
         lines[f"simulated, {name}"] = [(k, each + (abci.costs.first_epoch_s if k == 1 else 0.0)) for k in range(1, 11)]
     lines["published, MLPerf v0.6"] = [(1.0, FIRST_S), *((float(k), EPOCH_S) for k in range(2, 11))]
     title = f"ResNet-50 on {GPUS:,} V100 of ABCI, {GPUS * IMAGES:,} images a step"
-    draw(DOCS / "simulated_epochs.svg", title, [Panel("seconds an epoch", lines, marks=True)], x_label="epoch")
+    draw(DOCS / "simulated_epochs.svg", title, [Panel("seconds an epoch", lines, markers=True)], x_label="epoch")
 
 
 def batches(net: Network) -> None:
@@ -72,7 +72,7 @@ def batches(net: Network) -> None:
     rates["computing alone"] = [(n, GPUS * s.images_per_s / 1e6) for n, s in zip(shares, alone, strict=True)]
     rates["published, [000]"] = [(40, 1.73)]
     rates["published, MLPerf v0.6"] = [(42, 1.733)]
-    panels = [Panel("million images/s", rates, marks=True), Panel("exposed communication, ms", exposed, marks=True)]
+    panels = [Panel("million images/s", rates, markers=True), Panel("exposed communication, ms", exposed, markers=True)]
     draw(DOCS / "simulated_batches.svg", f"ResNet-50 on {GPUS:,} V100 of ABCI", panels, x_label="images a GPU")
 
 
@@ -111,7 +111,7 @@ def speedups(net: Network) -> None:
             lines[f"batch {batch:,}, {name}"] = [(n, n * share) for n, share in shares]
     lines["published, conventional"] = [(n, slow) for n, (_, slow) in SPEEDUPS.items()]
     lines["published, behind both"] = [(n, fast) for n, (fast, _) in SPEEDUPS.items()]
-    panel = Panel("speed over one GPU", lines, marks=True)
+    panel = Panel("speed over one GPU", lines, markers=True)
     draw(DOCS / "simulated_speedups.svg", "AlexNet on K20X, one a node; a batch shared by all", [panel], x_label="GPUs")
 
 

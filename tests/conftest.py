@@ -22,6 +22,18 @@ def real_data() -> Path:
     return Path(path)
 
 
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a short training on the digits, on one rank; not to be written to: copy it."""
+    from kasoku.cli import main
+
+    run = tmp_path_factory.mktemp("shared") / "digits-0"
+    short = ["epochs=4", "schedule.epochs=4", "evaluate.every=0.5", "evaluate.stop=false", "device.threads=1"]
+    settings = [part for setting in short for part in ("--set", setting)]
+    assert main(["train", str(ROOT / "recipes" / "digits_cnn_98.toml"), *settings, "--quiet", "--out", str(run)]) == 0
+    return run
+
+
 @pytest.fixture(autouse=True)
 def _caches_stay_in_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

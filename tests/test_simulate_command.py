@@ -91,9 +91,9 @@ def test_a_better_network_exposes_less_and_a_sweep_draws_each_way(tmp_path: Path
     assert all(n <= 8 or n % 8 == 0 for n, *_ in one)
     assert one[-1][1] > graded[-1][1] > better[-1][1]  # seconds a step at 512
     assert recipe[-1][1] <= graded[-1][1]
-    drawn = (tmp_path / "s" / "sweep.svg").read_text()
-    assert "one group after backward" in drawn
-    assert changes in drawn
+    drawn = (tmp_path / "s" / "sweep.html").read_text()
+    assert '"name":"one group after backward"' in drawn
+    assert f"; {changes.replace('/', chr(92) + 'u002f')}" in drawn
 
 
 def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
@@ -278,7 +278,7 @@ def test_a_share_in_parts_is_held_against_one_in_as_many_parts(tmp_path: Path) -
     assert sweep["parts"] == 8
     for points in sweep["points"].values():
         assert points[0][1] == pytest.approx(found["step_s"])
-    assert "320 images a GPU in 8 parts" in (tmp_path / "s" / "sweep.svg").read_text()
+    assert "320 images a GPU in 8 parts" in (tmp_path / "s" / "sweep.html").read_text()
 
 
 def test_a_sweep_leaves_out_what_an_algorithm_cannot_share(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--vary", action="append", default=[], metavar="PATH=V1,V2,...", help="with --members: a value for each"
     )
     train.add_argument("--dry-run", action="store_true", help="only print what the recipe would do")
-    train.add_argument("--plot", type=Path, metavar="FILE", help="draw rate, weight decay, momentum over epochs (SVG)")
+    train.add_argument("--plot", type=Path, metavar="FILE", help="draw rate, weight decay, momentum over epochs (HTML)")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
     train.set_defaults(run=_train)
     for beside in (launch, tuning, searching, profiling, simulating, planning, reporting):
@@ -298,8 +298,8 @@ def _check_train(arguments: argparse.Namespace) -> None:
         raise InputError(
             "--weights and --freeze go with --data; in a recipe use the technique kasoku.models.Pretrained"
         )
-    if arguments.plot and arguments.plot.suffix != ".svg":
-        raise InputError(f"--plot {arguments.plot}: an SVG file is drawn; give a name that ends in .svg")
+    if arguments.plot and arguments.plot.suffix != ".html":
+        raise InputError(f"--plot {arguments.plot}: an HTML page is written; give a name that ends in .html")
     if arguments.vary and not arguments.members:
         raise InputError("--vary without --members: a value for each member is wanted; give --members K")
     if arguments.members and arguments.resume:

@@ -14,7 +14,7 @@ from kasoku.data import PUBLISHED, Dataset, Facts, GrowBatch
 from kasoku.optim import Rate
 from kasoku.parallel.virtual import momentum
 from kasoku.recipe import Recipe, made, optimizer
-from kasoku.report import Panel, draw
+from kasoku.report.html import Panel
 
 _POINTS = 1000  # of a curve
 
@@ -90,7 +90,9 @@ def table(recipe: Recipe, facts: Facts, course: list[Moment]) -> dict[str, str]:
 
 
 def plot(path: Path, title: str, course: list[Moment]) -> None:
-    """Draws rate, weight decay and momentum over epochs, as [000] Fig. 5 draws the rate."""
+    """Writes a page of the rate, weight decay and momentum over epochs, as [000] Fig. 5 draws the rate."""
+    from kasoku.report.html.page import draw
+
     panels = [
         Panel("rate", {"rate": [(m.epoch, m.lr) for m in course]}),
         Panel("weight decay", {"weight decay": [(m.epoch, m.weight_decay) for m in course]}),

@@ -16,12 +16,12 @@ from kasoku.core import InputError
 
 if TYPE_CHECKING:
     from kasoku.core.cost import Plan, Sized
-    from kasoku.report.charts import Run
+    from kasoku.report.html import RunRecord
 
 _PARTS = ("ledger", "timeline", "tuning", "classes")
 _NO_RECIPE = ("seed", "origin", "save.")  # settings that make no other recipe
 
-Group = tuple[str, Sequence["Run"]]
+Group = tuple[str, Sequence["RunRecord"]]
 
 
 def add_parser(commands: Any) -> None:
@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from kasoku.report.page import page
+    from kasoku.report.html.page import page
     from kasoku.runs import members_of
 
     given = list(arguments.given)
@@ -68,15 +68,15 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read(paths: Sequence[Path]) -> list[Run]:
+def read(paths: Sequence[Path]) -> list[RunRecord]:
     """What the folders of runs hold. Raises InputError for a folder that is none."""
     names = [path.resolve().name for path in paths]
     unique = len(set(names)) == len(names)
     return [_read(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
 
 
-def _read(path: Path, name: str) -> Run:
-    from kasoku.report.charts import Run
+def _read(path: Path, name: str) -> RunRecord:
+    from kasoku.report.html import RunRecord
 
     damaged: list[str] = []
     try:
@@ -88,13 +88,13 @@ def _read(path: Path, name: str) -> Run:
     parts = {part: _json(path / f"{part}.json", damaged) for part in _PARTS}
     environment = _json(path / "environment.json", damaged)
     more: dict[str, Any] = {k: environment[k] for k in ("chosen", "command") if k in environment}
-    return Run(
+    return RunRecord(
         name,
         recipe,
         result=_json(path / "result.json", damaged),
         metrics=_metrics(path / "metrics.jsonl"),
         parts={part: found for part, found in parts.items() if found},
-        plan="" if len(parts["ledger"].get("ranks") or ()) == 1 else _plan(path),  # one rank has no groups
+        buckets="" if len(parts["ledger"].get("ranks") or ()) == 1 else _plan(path),  # one rank has no groups
         machine={**environment.get("machine", {}), **more},
         damaged=damaged,
     )
@@ -192,9 +192,9 @@ def _said(plan: Plan, tensors: Sequence[Sized]) -> str:
 # ---- groups of runs
 
 
-def by_recipe(runs: Sequence[Run]) -> list[Group]:
+def by_recipe(runs: Sequence[RunRecord]) -> list[Group]:
     """The runs whose recipes differ in nothing but the seed, with a name for them; in order of appearance."""
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[RunRecord]] = {}
     for run in runs:
         found.setdefault(json.dumps(_settings(run), sort_keys=True, default=str), []).append(run)
     return [(_label(some[0]), some) for some in found.values()]
@@ -216,7 +216,7 @@ def verdicts(groups: Sequence[Group]) -> list[str]:
     return lines
 
 
-def _top1_at_the_end(run: Run) -> float | None:
+def _top1_at_the_end(run: RunRecord) -> float | None:
     return None if run.result.get("stopped") else run.result.get("top1")
 
 
@@ -235,7 +235,7 @@ def _told_apart(groups: Sequence[Group]) -> list[Group]:
     return out
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: RunRecord) -> dict[str, Any]:
     """All settings of a run's recipe by their paths, but its seed and what changes no result."""
     return {key: value for key, value in _flat(run.recipe).items() if not key.startswith(_NO_RECIPE)}
 
@@ -251,7 +251,7 @@ def _flat(document: Any, prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _label(run: Run) -> str:
+def _label(run: RunRecord) -> str:
     """What a run's recipe is called: by its file, or by the run's folder without its number."""
     command = run.machine.get("command", [])
     file = next((word for word in command if isinstance(word, str) and word.endswith(".toml")), "")
@@ -259,15 +259,15 @@ def _label(run: Run) -> str:
     return Path(file).stem if file else re.sub(r"[-_]?(seed)?[-_]?\d+$", "", name) or name
 
 
-def _hardware(run: Run) -> dict[str, Any]:
+def _hardware(run: RunRecord) -> dict[str, Any]:
     return {k: run.machine.get(k) for k in ("cpu", "cores", "gpus")}
 
 
 # ---- files
 
 
-def _write_trace(runs: Sequence[Run], file: Path) -> None:
-    from kasoku.report.timeline import chrome
+def _write_trace(runs: Sequence[RunRecord], file: Path) -> None:
+    from kasoku.report.html.timeline import chrome_trace
 
     if len(runs) != 1:
         raise InputError(f"--trace: the timeline of one run is written; {len(runs)} are given")
@@ -275,7 +275,7 @@ def _write_trace(runs: Sequence[Run], file: Path) -> None:
     if timeline is None:
         raise InputError(f"--trace: {runs[0].name} has no timeline.json; train it anew, or give another run")
     try:
-        text = json.dumps(chrome(timeline))
+        text = json.dumps(chrome_trace(timeline))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"--trace: timeline.json of {runs[0].name} is damaged ({type(error).__name__}: {error}); train it anew"

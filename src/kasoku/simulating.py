@@ -1,7 +1,7 @@
 """kasoku simulate: what a recipe would take on a cluster that is not here, item by item, and over its sizes.
 
 Written into the folder: simulation.json (all figures), report.html (a step as a measured run's page draws it), and of a
-sweep sweep.svg (throughput and efficiency over the number of GPUs).
+sweep sweep.html (throughput and efficiency over the number of GPUs).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kasoku.core import InputError
 
 if TYPE_CHECKING:
-    from kasoku.report import Panel
+    from kasoku.report.html import Panel
     from kasoku.simulate import Step
     from kasoku.simulation import Case
 
@@ -45,7 +45,6 @@ def add_parser(commands: Any) -> None:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from kasoku.meetings import asked as as_trained
-    from kasoku.report import draw
     from kasoku.runs import own_folder, put
     from kasoku.simulate import reducing
     from kasoku.simulate.allreduce import fills
@@ -80,13 +79,14 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if over:
         found["sweep"], panels = swept(asked, over, step, what=(arguments.what_if, changed))
     folder = own_folder(arguments.out, arguments.recipe, "simulated")
-    if panels:
-        title = f"{on.name}, {found['sweep']['images_a_gpu']} images a GPU"
-        title += f" in {found['sweep']['parts']} parts" if found["sweep"]["parts"] > 1 else ""
-        draw(folder / "sweep.svg", title, panels, x_label="GPUs", x_log=True)
     put(folder / "simulation.json", json.dumps(found, indent=1) + "\n")
-    paged = _page(asked, step, folder, arguments.recipe.stem)
-    print(f"{folder}: simulation.json{paged}{', sweep.svg' if over else ''}")
+    try:
+        pages = _page(asked, step, folder, arguments.recipe.stem)
+        pages += _sweep_page(folder, on.name, found["sweep"], panels) if panels else ""
+    except InputError as error:
+        print(f"kasoku: no page: {error}", file=sys.stderr)
+        pages = ""
+    print(f"{folder}: simulation.json{pages}")
     return 0
 
 
@@ -125,11 +125,11 @@ def _range(given: str) -> tuple[int, int]:
 
 
 def _page(asked: Case, step: Step, folder: Path, name: str) -> str:
-    """Writes the page of a step, where there is plotly; says so in the list of files."""
+    """Writes the page of a step; returns what it adds to the list of files. Raises InputError without plotly."""
     from kasoku.core.toml import tables
     from kasoku.parallel.buckets import table
-    from kasoku.report.charts import Run
-    from kasoku.report.page import page
+    from kasoku.report.html import RunRecord
+    from kasoku.report.html.page import page
     from kasoku.runs import put
     from kasoku.simulate import timeline
 
@@ -138,18 +138,22 @@ def _page(asked: Case, step: Step, folder: Path, name: str) -> str:
     whole = sum(rows[kind] for kind in kinds)
     one = {kind: rows[kind] / whole * step.step_s for kind in kinds}
     device = asked.simulator.cluster.device.name
-    run = Run(
+    run = RunRecord(
         f"{name} on {step.gpus:,} {device}, simulated",
         tables(asked.recipe),
         result={"images_per_s": step.images_per_s, "seconds": sum(rows.values()), "epochs": asked.recipe.epochs},
         parts={"ledger": {"rows": rows, "step_s": one}, "timeline": timeline(step)},
-        plan=table(step.course.plan, step.course.tensors, what="updates" if step.course.apart else "gradients"),
+        buckets=table(step.course.plan, step.course.tensors, what="updates" if step.course.apart else "gradients"),
         machine={"chosen": f"{asked.simulator.cluster.name}, simulated"},
     )
-    try:
-        text = page([run])
-    except InputError as error:
-        print(f"kasoku: no report.html: {error}", file=sys.stderr)
-        return ""
-    put(folder / "report.html", text)
+    put(folder / "report.html", page([run]))
     return ", report.html"
+
+
+def _sweep_page(folder: Path, cluster: str, sweep: dict[str, Any], panels: list[Panel]) -> str:
+    from kasoku.report.html.page import draw
+
+    title = f"{cluster}, {sweep['images_a_gpu']} images a GPU"
+    title += f" in {sweep['parts']} parts" if sweep["parts"] > 1 else ""
+    draw(folder / "sweep.html", title, panels, x_label="GPUs", x_log=True)
+    return ", sweep.html"

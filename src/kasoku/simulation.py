@@ -24,7 +24,7 @@ from kasoku.parallel.batchnorm import norms
 from kasoku.parallel.buckets import Graded
 from kasoku.ranks import can_share, check_share
 from kasoku.recipe import Recipe, load, own_folders
-from kasoku.report import Panel
+from kasoku.report.html import Panel
 from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step, apart
 from kasoku.simulate.compute import Profile
 from kasoku.simulate.reducing import exchanges, flat

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from html import unescape
 from pathlib import Path
@@ -16,20 +15,12 @@ import browser
 from browser import Opened
 from kasoku.cli import main
 from kasoku.core.run import RunFolder, newest
-from kasoku.report.charts import Run
-from kasoku.report.page import page
+from kasoku.report.html import RunRecord
 from kasoku.reporting import read
 from kasoku.runs import load
 
-RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
-SHORT = ["epochs=4", "schedule.epochs=4", "evaluate.every=0.5", "evaluate.stop=false", "device.threads=1"]
 HOSTILE = ("<script>window.hacked = 1</script>", "<img src=x onerror='window.hacked=1'>", "</script><b>bold face")
-needs_plotly = pytest.mark.usefixtures("plotly_there")
-
-
-@pytest.fixture(scope="module")
-def plotly_there():
-    pytest.importorskip("plotly", reason='needs pip install "plotly>=6"')
+needs_plotly = pytest.mark.usefixtures("figures")
 
 
 @pytest.fixture(scope="module")
@@ -42,25 +33,15 @@ def chromium():
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory) -> Path:
-    """A short training on the digits, with all that it wrote; in a process of its own, whose time it tells."""
-    run = tmp_path_factory.mktemp("runs") / "digits-0"
-    settings = [part for setting in SHORT for part in ("--set", setting)]
-    command = [sys.executable, "-m", "kasoku", "train", str(RECIPE), *settings, "--quiet", "--out", str(run)]
-    subprocess.run(command, check=True, timeout=300)
-    return run
-
-
-@pytest.fixture(scope="module")
-def trained(real, tmp_path_factory) -> Path:
-    """The same with a ledger and a timeline of two ranks, and with what tuning found."""
-    run = shutil.copytree(real, tmp_path_factory.mktemp("runs") / "digits-1")
+def trained(digits_run, tmp_path_factory) -> Path:
+    """A run with a ledger and a timeline of two ranks, and with what tuning found."""
+    run = shutil.copytree(digits_run, tmp_path_factory.mktemp("runs") / "digits-1")
     shown.write(run, ledger=shown.ledger(), timeline=shown.timeline(), tuning=shown.tuning())
     return run
 
 
 @pytest.fixture(scope="module")
-def one(trained, plotly_there) -> Path:
+def one(trained, figures) -> Path:
     """The page of one run."""
     assert main(["report", str(trained)]) == 0
     return trained / "report.html"
@@ -71,15 +52,15 @@ def charts_of(file: Path) -> list[dict]:
 
 
 @needs_plotly
-def test_the_page_shows_the_ledger_and_the_steps_that_a_training_wrote(real, tmp_path):
+def test_the_page_shows_the_ledger_and_steps_of_a_training(digits_run, tmp_path):
     out = tmp_path / "page.html"
-    assert main(["report", str(real), "--out", str(out)]) == 0
-    ledger = json.loads((real / "ledger.json").read_text())
+    assert main(["report", str(digits_run), "--out", str(out)]) == 0
+    ledger = json.loads((digits_run / "ledger.json").read_text())
     charts = {chart["key"]: chart for chart in charts_of(out)}
     drawn = {trace["name"]: trace["x"][0] for trace in charts["ledger-0"]["data"]}
     assert drawn["forward"] == ledger["rows"]["forward"] > 0
     assert ledger["verdict"][0]["cause"] in text_of(out)
-    spans = json.loads((real / "timeline.json").read_text())["spans"]
+    spans = json.loads((digits_run / "timeline.json").read_text())["spans"]
     assert {trace["name"] for trace in charts["timeline-0"]["data"]} == {span["kind"] for span in spans} >= {"backward"}
 
 
@@ -160,7 +141,7 @@ def test_the_timeline_zooms_where_it_is_dragged_and_tells_of_a_span_under_the_mo
         assert opened.errors == []
 
 
-def test_what_a_user_named_is_shown_letter_by_letter_and_never_run(chromium, trained, tmp_path, plotly_there):
+def test_what_a_user_named_is_shown_letter_by_letter_and_never_run(chromium, trained, tmp_path, figures):
     run = shown.run_folder(tmp_path / "<b>run & <img src=x onerror='window.hacked=1'>")
     parts = {"ledger": shown.ledger(line=HOSTILE[1]), "timeline": shown.timeline(name=HOSTILE[0])}
     shown.write(run, tuning=shown.tuning(), classes=shown.classes(HOSTILE), **parts)
@@ -226,24 +207,24 @@ def test_the_chosen_batch_is_marked_with_its_interval(one):
 def test_the_verdict_and_the_medians_of_a_step_are_in_words_and_figures(one):
     said = re.sub(r"\s+", " ", text_of(one))
     assert "input-bound (12%): 12 % of a step waits for its images pack the images once" in said
-    assert "Beside others, so not in the bar: compiler 0.80 s." in said
+    assert "Overlapped with other work, so not in the bar: compiler 0.80 s." in said
     assert "2.000" in said  # ms of forward
 
 
-def test_what_a_run_lacks_or_has_damaged_is_left_out_and_said(tmp_path, plotly_there):
+def test_what_a_run_lacks_or_has_damaged_is_left_out_and_said(tmp_path, figures):
     run = shown.run_folder(tmp_path / "bare-1")
     shown.write(run, ledger="{", timeline={"spans": [{"kind": "forward"}]})
     out = tmp_path / "page.html"
     assert main(["report", str(run), "--out", str(out)]) == 0
     said = text_of(out)
     assert "Not in this run: tuning of the batch (tuning.json); accuracy by class, confusion, worst images" in said
-    assert "groups of gradients (of several ranks)" in said
+    assert "gradient buckets (of several ranks)" in said
     assert "ledger.json cannot be read" in said
     assert "timeline.json is not as expected (KeyError: 'start')" in said
     assert {chart["key"] for chart in charts_of(out)} == {"loss", "rate", "accuracy", "accuracy-time"}
 
 
-def test_a_run_that_has_no_result_yet_is_shown(tmp_path, plotly_there):
+def test_a_run_that_has_no_result_yet_is_shown(tmp_path, figures):
     run = shown.run_folder(tmp_path / "young-1")
     (run / "result.json").unlink()
     (run / "metrics.jsonl").unlink()
@@ -254,8 +235,11 @@ def test_a_run_that_has_no_result_yet_is_shown(tmp_path, plotly_there):
 
 
 @needs_plotly
-def test_the_groups_of_gradients_are_told_as_overlap_tells_them():
-    assert "group 0: 1.25 MiB of 3 tensors &lt;x&gt;" in page([Run("r", {}, plan="group 0: 1.25 MiB of 3 tensors <x>")])
+def test_the_gradient_buckets_are_shown_as_overlap_prints_them():
+    from kasoku.report.html.page import page
+
+    text = "group 0: 1.25 MiB of 3 tensors <x>"
+    assert text.replace("<x>", "&lt;x&gt;") in page([RunRecord("r", {}, buckets=text)])
 
 
 def test_the_plan_of_a_checkpoint_is_read_with_the_names_of_its_tensors(trained, tmp_path):
@@ -272,12 +256,12 @@ def test_the_plan_of_a_checkpoint_is_read_with_the_names_of_its_tensors(trained,
     state["job"]["kept"]["overlap"] = {"plan": plan, "reduce": []}
     with RunFolder(run, resume=True) as folder:
         folder.save(saved.step + 1, model, state)
-    text = read([run])[0].plan
+    text = read([run])[0].buckets
     assert "gradients in 2 groups, 2 pieces (searched), in this order:" in text
     assert f"of {last} tensors, {named[0][0]} to {named[-2][0]}" in text
     (run / "data.json").unlink()  # the network cannot be made: no names
-    assert f"in 1 pieces of {last} tensors" in read([run])[0].plan
-    assert read([trained])[0].plan == ""  # one rank
+    assert f"in 1 pieces of {last} tensors" in read([run])[0].buckets
+    assert read([trained])[0].buckets == ""  # one rank
 
 
 @needs_plotly
@@ -290,7 +274,7 @@ def test_members_of_an_ensemble_are_shown_as_runs(tmp_path):
     assert "member-2" in text_of(out)
 
 
-def test_many_classes_are_cut_to_those_with_the_most_mistakes(tmp_path, plotly_there):
+def test_many_classes_are_cut_to_those_with_the_most_mistakes(tmp_path, figures):
     run = shown.run_folder(tmp_path / "many-1")
     counts = [*([k, k, 50] for k in range(100)), [70, 30, 25]]
     shown.write(run, classes={"classes": [f"c{i}" for i in range(100)], "confusion": counts, "worst": []})
@@ -314,7 +298,9 @@ def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path, capsys):
 
 
 def test_without_plotly_the_line_says_what_to_install(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    for name in [name for name in sys.modules if name.startswith(("plotly", "kasoku.report.html."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     assert main(["report", str(shown.run_folder(tmp_path / "a-1"))]) == 2
     assert capsys.readouterr().err == 'kasoku: the page needs plotly: pip install "plotly>=6"\n'
 

@@ -6,7 +6,7 @@ import pytest
 import shown
 
 from kasoku.cli import main
-from kasoku.report.timeline import chart, chrome, depths
+from kasoku.report.html.timeline import chrome_trace, depths
 
 
 def test_the_trace_file_is_one_that_chrome_and_perfetto_take(tmp_path, capsys):
@@ -34,12 +34,12 @@ def test_the_trace_file_is_one_that_chrome_and_perfetto_take(tmp_path, capsys):
 
 def test_streams_may_be_numbers_or_missing():
     span = {"kind": "forward", "name": "", "start": 0.0, "stop": 1e-3}
-    events = chrome({"spans": [{**span, "stream": 7, "rank": 3}, span]})["traceEvents"]
+    events = chrome_trace({"spans": [{**span, "stream": 7, "rank": 3}, span]})["traceEvents"]
     assert [(e["pid"], e["tid"], e["name"]) for e in events if e["ph"] == "X"] == [(3, 0, "forward"), (0, 0, "forward")]
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"7", "main"}
 
 
-def test_a_span_inside_another_is_thinner_and_drawn_over_it():
+def test_a_span_inside_another_is_thinner_and_drawn_over_it(figures):
     def span(kind, start, stop, rank=0):
         return {"kind": kind, "name": kind, "start": start, "stop": stop, "rank": rank, "bytes": 0, "stream": "compute"}
 
@@ -48,20 +48,20 @@ def test_a_span_inside_another_is_thinner_and_drawn_over_it():
     ordered = sorted(spans, key=lambda s: (s["start"], -s["stop"]))
     found = {(s["kind"], s["rank"]): depth for s, depth in zip(ordered, depths(ordered), strict=True)}
     assert found == {("forward", 0): 0, ("wait", 0): 1, ("copy", 0): 2, ("update", 0): 0, ("wait", 1): 0}
-    traces = chart("t", {"spans": spans}).data
+    traces = figures.timeline("t", {"spans": spans}).figure.data
     names = [trace["name"] for trace in traces]
     assert names.index("forward") < names.index("wait") < names.index("copy")
     widths = {trace["name"]: trace["width"][0] for trace in traces}
     assert widths["forward"] > widths["copy"]
-    assert traces[names.index("forward")]["base"] == [0]
-    assert traces[names.index("forward")]["x"] == [4000]
+    assert traces[names.index("forward")]["base"] == (0,)
+    assert traces[names.index("forward")]["x"] == (4000,)
 
 
-def test_a_long_timeline_is_cut_and_that_is_said():
+def test_a_long_timeline_is_cut_and_the_page_says_so(figures):
     span = {"kind": "forward", "name": "", "rank": 0, "bytes": 0, "stream": "compute"}
     spans = [{**span, "start": i / 1000, "stop": (i + 0.5) / 1000} for i in range(9000)]
-    found = chart("t", {"spans": spans})
-    assert sum(len(trace["x"]) for trace in found.data) == 6000
+    found = figures.timeline("t", {"spans": spans})
+    assert sum(len(trace["x"]) for trace in found.figure.data) == 6000
     assert found.note.startswith("The first 6,000 spans of 9,000 are drawn.")
 
 

@@ -11,6 +11,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def test_all_figures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="needs pip install -e '.[dev]'")
+    monkeypatch.syspath_prepend(ROOT / "docs")
     spec = importlib.util.spec_from_file_location("simulated", ROOT / "docs" / "simulated.py")
     assert spec is not None
     assert spec.loader is not None

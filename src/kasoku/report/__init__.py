@@ -4,7 +4,6 @@ from kasoku.report.bar import Bar, print_table
 from kasoku.report.ledger import Ledger
 from kasoku.report.log import Log, NoLog
 from kasoku.report.machine import environment
-from kasoku.report.plot import Panel, draw
 from kasoku.report.steps import Timed
 from kasoku.report.verdict import Cause, Facts, facts_of
 
@@ -15,9 +14,7 @@ __all__ = [
     "Ledger",
     "Log",
     "NoLog",
-    "Panel",
     "Timed",
-    "draw",
     "environment",
     "facts_of",
     "print_table",

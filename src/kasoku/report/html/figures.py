@@ -1,0 +1,337 @@
+"""Plotly figures of runs: curves, where the time went, steps, tuning, accuracy by class, confusion.
+
+Note: text. Plotly interprets some HTML in labels, legends and hover texts, and placeholders in hover templates. So
+every text that comes from a run goes through `plain`, and reaches a hover text as `customdata`, never as a template.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kasoku.core import InputError
+from kasoku.report.html.content import Panel, RunRecord
+from kasoku.report.html.timeline import SpanRecord, depths, lane_of, lanes
+
+try:
+    import plotly.graph_objects as go
+except ImportError as error:
+    raise InputError('the page needs plotly: pip install "plotly>=6"') from error
+
+# Distinct under each colour blindness (after Okabe and Ito), readable on white and on near-black.
+COLOURS = ("#2f86c8", "#d5641c", "#14976f", "#c0659a", "#c98a00", "#58b4e0", "#8b6fc4", "#8a9a2b")
+MORE_COLOURS = ("#5b7c99", "#b04a4a", "#3d9b9b", "#9a7b4f")
+_ROW_COLOURS = {  # the same in all figures
+    "input": COLOURS[4],
+    "copy": MORE_COLOURS[3],
+    "forward": COLOURS[0],
+    "backward": COLOURS[5],
+    "exposed": COLOURS[1],
+    "update": COLOURS[2],
+    "compile": COLOURS[6],
+    "evaluate": COLOURS[3],
+    "save": COLOURS[7],
+    "other": MORE_COLOURS[1],
+    "other members": MORE_COLOURS[2],
+    "transfer": MORE_COLOURS[0],
+}
+_GREYS = ("#6b7079", "#8a8f98", "#a9adb5", "#c3c6cc")  # rows of the start, before the first step
+_GREY = "#8a8f98"
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_SHADES = [[0, "rgba(47,134,200,0)"], [0.02, "rgba(47,134,200,0.25)"], [0.2, "rgba(47,134,200,0.6)"], [1, "#2f86c8"]]
+HOVER = {"hovertemplate": "%{customdata}<extra></extra>"}
+_MAX_POINTS = 2000  # of a curve
+_MAX_RANKS = 16  # bars of a ledger
+_MAX_LEGEND_RUNS = 6
+_MIN_SHARE = 5e-4  # of a ledger, for a row to be drawn
+_MAX_SPANS, _MAX_LANES = 6000, 48  # of a timeline
+_MAX_CLASSES = 40
+_MAX_CLASSES_WITH_COUNTS = 14  # more would leave no room for numbers in the cells
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure with its `key` in the page, its title and a note below it."""
+
+    key: str
+    title: str
+    figure: go.Figure
+    note: str = ""
+
+
+def plain(text: object, max_letters: int = 0) -> str:
+    """Text that plotly shows letter by letter; cut to `max_letters` (0: not cut)."""
+    letters = str(text)
+    if max_letters and len(letters) > max_letters:
+        letters = letters[: max_letters - 1] + "…"
+    return html.escape(letters, quote=False)
+
+
+def new_figure(
+    traces: Sequence[Any], height: int, x: Mapping[str, Any], y: Mapping[str, Any], **layout: Any
+) -> go.Figure:
+    """A figure in the style of the page: `height` in pixels, as wide as its place, the legend above."""
+    axis = {"automargin": True, "zeroline": False, "title_standoff": 8}
+    legend = {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"}
+    margin = {"l": 8, "r": 12, "t": 8, "b": 8}
+    shared = {"template": {}, "height": height, "margin": margin, "legend": legend}
+    return go.Figure(list(traces), go.Layout(**shared, xaxis={**axis, **x}, yaxis={**axis, **y}, **layout))
+
+
+# ---- curves
+
+
+def curves(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Loss, learning rate and accuracy over epochs, and accuracy over time, as far as there are values."""
+    test = "" if len(runs) > 1 else "test images"
+    loss = _lines(runs, "epoch", {"loss": "" if len(runs) > 1 else "training", "test_loss": "test images"})
+    rate = _lines(runs, "epoch", {"lr": ""})
+    accuracy, by_time = (_lines(runs, x, {"test_top1": test}) for x in ("epoch", "seconds"))
+    percent = {"title_text": "accuracy", "tickformat": "~%"}
+    rates = {"title_text": "learning rate", "exponentformat": "power"}
+    charts = [
+        ("loss", "Loss", loss, "epoch", {"title_text": "loss"}),
+        ("rate", "Learning rate", rate, "epoch", rates),
+        ("accuracy", "Accuracy", accuracy + _targets(runs, accuracy), "epoch", percent),
+        ("accuracy-time", "Accuracy over time", by_time + _targets(runs, by_time), "seconds from start", percent),
+    ]
+    return [
+        Chart(key, title, new_figure(traces, 320, {"title_text": x}, y, showlegend=_has_legend(runs, traces)))
+        for key, title, traces, x, y in charts
+        if traces
+    ]
+
+
+def _has_legend(runs: Sequence[RunRecord], traces: Sequence[Any]) -> bool:
+    return len(runs) <= _MAX_LEGEND_RUNS and len(traces) > 1  # a longer legend would leave no room for the curves
+
+
+def _lines(runs: Sequence[RunRecord], x: str, names: Mapping[str, str]) -> list[Any]:
+    """A line for each run and each of its metrics in `names`; the second metric of a run is dotted."""
+    traces = []
+    for i, run in enumerate(runs):
+        for number, (metric, name) in enumerate(names.items()):
+            xs, ys = _points(run, x, metric)
+            label = ", ".join(text for text in (plain(run.name, 40) if len(runs) > 1 else "", name) if text)
+            dash = "dot" if number else _DASHES[i // len(COLOURS) % len(_DASHES)]
+            mode = "lines+markers" if len(xs) <= 60 else "lines"
+            line = {"color": COLOURS[i % len(COLOURS)], "dash": dash, "width": 2}
+            if xs:
+                traces.append(go.Scatter(x=xs, y=ys, name=label, mode=mode, line=line, marker_size=5))
+    return traces
+
+
+def _points(run: RunRecord, x: str, metric: str) -> tuple[list[float], list[float]]:
+    """The values of a metric over epochs or seconds, thinned to the number that can be seen."""
+    rows = [row for row in run.metrics if isinstance(row.get(metric), int | float) and math.isfinite(row[metric])]
+    every = -(-len(rows) // _MAX_POINTS)
+    kept = [row for i, row in enumerate(rows) if i % every == 0 or i == len(rows) - 1]
+    since = run.metrics[0]["time_s"] if run.metrics else 0.0  # for runs older than `seconds` in metrics.jsonl
+    xs = [row["epoch"] if x == "epoch" else row.get("seconds", row["time_s"] - since) for row in kept]
+    return xs, [row[metric] for row in kept]
+
+
+def _targets(runs: Sequence[RunRecord], traces: Sequence[Any]) -> list[Any]:
+    """A dashed line for each target accuracy, as long as the curves."""
+    xs = [x for trace in traces for x in trace.x]
+    targets = sorted({run.target for run in runs if run.target}) if xs else []
+    line = {"color": _GREY, "dash": "dash", "width": 1.5}
+    return [
+        go.Scatter(x=[min(xs), max(xs)], y=[t, t], name=f"target {100 * t:.4g} %", mode="lines", line=line)
+        for t in targets
+    ]
+
+
+def panels(charts: Sequence[Panel], x_label: str, *, x_log: bool = False) -> list[Chart]:
+    """A chart for each panel; a name has one colour in all of them. Refuses lines that cannot be drawn."""
+    order = list(dict.fromkeys(name for panel in charts for name in panel.lines))
+    return [Chart(f"panel-{i}", p.label, _panel(p, order, x_label, x_log=x_log)) for i, p in enumerate(charts)]
+
+
+def _panel(panel: Panel, order: Sequence[str], x_label: str, *, x_log: bool) -> go.Figure:
+    traces = []
+    for name, points in panel.lines.items():
+        finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+        if not finite:
+            raise InputError(f"line {name!r} of {panel.label!r}: {len(points)} points, none finite: give 1 or more")
+        x, y = min(x for x, _ in finite), min(y for _, y in finite)
+        if (x_log and x <= 0) or (panel.log and y <= 0):
+            raise InputError(f"line {name!r} of {panel.label!r} goes down to ({x:g}, {y:g}): log axes take values > 0")
+        i = order.index(name)
+        line = {"color": COLOURS[i % len(COLOURS)], "dash": _DASHES[i // len(COLOURS) % len(_DASHES)], "width": 2}
+        mode = "lines+markers" if panel.markers or len(finite) == 1 else "lines"
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        traces.append(go.Scatter(x=xs, y=ys, name=plain(name), mode=mode, line=line))
+    if not traces:
+        raise InputError(f"panel {panel.label!r} has no lines: give 1 or more")
+    x_axis = {"title_text": plain(x_label), "type": "log" if x_log else "linear"}
+    y_axis = {"title_text": plain(panel.label), "type": "log" if panel.log else "linear", "exponentformat": "power"}
+    return new_figure(traces, 340, x_axis, y_axis, showlegend=len(traces) > 1)
+
+
+# ---- where the time went
+
+
+def row_colour(row: str, rows: Sequence[str]) -> str:
+    """The colour of a ledger's row or of a kind of span; a grey for rows that are no part of a step."""
+    rest = [other for other in rows if other not in _ROW_COLOURS]
+    return _ROW_COLOURS.get(row) or _GREYS[rest.index(row) % len(_GREYS)]
+
+
+def ledgers(key: str, bars: Sequence[tuple[str, Mapping[str, float]]], note: str = "") -> Chart:
+    """Where the time went: one bar for each (name, seconds by row), stacked in the order of the rows."""
+    totals = [sum(rows.values()) for _, rows in bars]
+    parts = [(row, s, total) for (_, rows), total in zip(bars, totals, strict=True) for row, s in rows.items()]
+    names = list(dict.fromkeys(row for row, s, total in parts if s > _MIN_SHARE * total))
+    positions = list(range(len(bars)))
+    traces = []
+    for row in names:
+        seconds = [float(rows.get(row, 0.0)) for _, rows in bars]
+        shares = [s / total if total else 0.0 for s, total in zip(seconds, totals, strict=True)]
+        hover = [
+            f"{plain(row)}<br>{s:.3f} s, {share:.1%} of {total:.1f} s"
+            for s, share, total in zip(seconds, shares, totals, strict=True)
+        ]
+        bar = go.Bar(
+            x=seconds, y=positions, name=plain(row), orientation="h", marker_color=row_colour(row, names),
+            text=[f"{share:.0%}" if share > 0.07 else "" for share in shares], textposition="inside",
+            insidetextanchor="middle", textangle=0, customdata=hover, **HOVER,
+        )  # fmt: skip
+        traces.append(bar)
+    y = {"tickvals": positions, "ticktext": [plain(name, 24) for name, _ in bars], "autorange": "reversed"}
+    y["showticklabels"] = len(bars) > 1
+    layout = {"barmode": "stack", "dragmode": False, "showlegend": False}
+    figure = new_figure(traces, 90 + 34 * len(bars), {"title_text": "seconds"}, y, **layout)
+    return Chart(key, "Where the time went", figure, note)
+
+
+def ledger(key: str, document: Mapping[str, Any]) -> Chart:
+    """The ledger of one run, with a bar for each rank if there are several."""
+    ranks = document.get("ranks") or []
+    left = len(ranks) - _MAX_RANKS
+    note = f"{left} more ranks are not drawn." if left > 0 else ""
+    if len(ranks) > 1:
+        return ledgers(key, [(f"rank {i}", rows) for i, rows in enumerate(ranks[:_MAX_RANKS])], note)
+    return ledgers(key, [("", document["rows"])])
+
+
+def timeline(key: str, document: Mapping[str, Any]) -> Chart:
+    """A lane for each rank and stream, in milliseconds; a span inside another is thinner."""
+    spans = sorted(document["spans"], key=lambda s: (float(s["start"]), -float(s["stop"])))
+    all_lanes = lanes(spans)
+    place = {lane: i for i, lane in enumerate(all_lanes[:_MAX_LANES])}
+    drawn = [s for s in spans if lane_of(s) in place][:_MAX_SPANS]
+    depth = depths(drawn)
+    kinds: dict[str, list[int]] = {}
+    for i, span in enumerate(drawn):
+        kinds.setdefault(str(span["kind"]), []).append(i)
+    # outer spans first, so that inner ones are drawn over them
+    outer_first = sorted(kinds, key=lambda kind: sum(depth[i] for i in kinds[kind]) / len(kinds[kind]))
+    traces = [
+        go.Bar(
+            base=[1e3 * drawn[i]["start"] for i in kinds[kind]],
+            x=[1e3 * (drawn[i]["stop"] - drawn[i]["start"]) for i in kinds[kind]],
+            y=[place[lane_of(drawn[i])] for i in kinds[kind]],
+            width=[max(0.2, 0.86 * 0.7 ** depth[i]) for i in kinds[kind]],
+            name=plain(kind, 30), orientation="h", marker={"color": row_colour(kind, [*kinds]), "line_width": 0},
+            customdata=[_span_hover(drawn[i]) for i in kinds[kind]], **HOVER,
+        )
+        for kind in outer_first
+    ]  # fmt: skip
+    one_rank = len({rank for rank, _ in all_lanes}) == 1
+    names = [(stream or "main") if one_rank else f"{rank} {stream}".rstrip() for rank, stream in place]
+    y = {"tickvals": list(range(len(names))), "ticktext": [plain(n, 24) for n in names], "autorange": "reversed"}
+    y["fixedrange"] = True
+    cut = f"The first {len(drawn):,} spans of {len(spans):,} are drawn. " if len(drawn) < len(spans) else ""
+    figure = new_figure(traces, 150 + 30 * len(names), {"title_text": "ms"}, y, barmode="overlay", bargap=0)
+    return Chart(key, "A few steps", figure, f"{cut}Drag to zoom in, double-click to see all again.")
+
+
+def _span_hover(span: SpanRecord) -> str:
+    kind, name = plain(span["kind"], 40), plain(span["name"], 60)
+    lines = [kind if not name or name == kind else f"{kind}: {name}", f"rank {lane_of(span)[0]}"]
+    lines.append(f"{1e3 * (span['stop'] - span['start']):.3f} ms, from {1e3 * span['start']:.3f} ms on")
+    if span.get("bytes"):
+        lines.append(f"{span['bytes'] / _MIB:.2f} MiB")
+    return "<br>".join(lines)
+
+
+# ---- classes
+
+
+def confusion_counts(document: Mapping[str, Any]) -> list[Counter[int]]:
+    """For each class, how many of its images were predicted as which class."""
+    counts: list[Counter[int]] = [Counter() for _ in document["classes"]]
+    for label, predicted, n in document["confusion"]:
+        counts[label][predicted] += n
+    return counts
+
+
+def accuracies(key: str, document: Mapping[str, Any]) -> Chart:
+    """The accuracy on each class, the worst class first."""
+    classes, counts = document["classes"], confusion_counts(document)
+    sums = [sum(row.values()) for row in counts]
+    order = sorted((k for k in range(len(classes)) if sums[k]), key=lambda k: counts[k][k] / sums[k])
+    worst = order[:_MAX_CLASSES]
+    shares = [counts[k][k] / sums[k] for k in worst]
+    hover = [
+        f"{plain(classes[k], 60)}<br>{counts[k][k]:,} of {sums[k]:,} images: {share:.2%}"
+        for k, share in zip(worst, shares, strict=True)
+    ]
+    bars = go.Bar(
+        x=shares, y=list(range(len(worst))), name="accuracy", orientation="h", marker_color=COLOURS[0],
+        text=[f"{share:.1%}" for share in shares], textposition="auto", textangle=0, customdata=hover, **HOVER,
+    )  # fmt: skip
+    x = {"title_text": "accuracy", "tickformat": "~%", "range": [0, 1]}
+    y = {**_class_axis([classes[k] for k in worst]), "autorange": "reversed"}
+    note = f"The {len(worst)} worst of {len(order)}." if len(worst) < len(order) else ""
+    return Chart(key, "Accuracy by class", new_figure([bars], 90 + 22 * len(worst), x, y, showlegend=False), note)
+
+
+def confusion(key: str, document: Mapping[str, Any]) -> Chart:
+    """The predictions for the images of each class: one row a class, shaded by the share of its images."""
+    classes, counts = document["classes"], confusion_counts(document)
+    mistakes = [0] * len(classes)  # of each class, as the label and as the prediction
+    for label, predicted, n in document["confusion"]:
+        if label != predicted:
+            mistakes[label] += n
+            mistakes[predicted] += n
+    shown = sorted(sorted(range(len(classes)), key=lambda k: -mistakes[k])[:_MAX_CLASSES])
+    sums = [max(1, sum(counts[k].values())) for k in shown]
+    places = list(range(len(shown)))
+    heatmap = go.Heatmap(
+        x=places, y=places, name="confusion", zmin=0, zmax=1, colorscale=_SHADES, showscale=False, xgap=1, ygap=1,
+        z=[[counts[k][other] / total for other in shown] for k, total in zip(shown, sums, strict=True)],
+        customdata=[
+            [_cell_hover(classes[k], classes[other], counts[k][other], total) for other in shown]
+            for k, total in zip(shown, sums, strict=True)
+        ], **HOVER,
+    )  # fmt: skip
+    traces = [heatmap]
+    if len(shown) <= _MAX_CLASSES_WITH_COUNTS:  # as a trace of its own: a heatmap's texts ignore the page's colours
+        cells = [(j, i, n) for i, k in enumerate(shown) for j, other in enumerate(shown) if (n := counts[k][other])]
+        xs, ys, numbers = ([cell[axis] for cell in cells] for axis in range(3))
+        traces.append(go.Scatter(x=xs, y=ys, mode="text", text=[str(n) for n in numbers], hoverinfo="skip"))
+    last = len(shown) - 0.5
+    names = _class_axis([classes[k] for k in shown])
+    angle = -90 if any(len(str(classes[k])) > 2 for k in shown) else 0
+    x = {**names, "title_text": "predicted", "range": [-0.5, last], "tickangle": angle}
+    y = {**names, "title_text": "true class", "range": [last, -0.5]}
+    figure = new_figure(traces, min(760, 220 + 26 * len(shown)), x, y, dragmode=False, showlegend=False)
+    note = f"The {len(shown)} classes with the most mistakes, of {len(classes)}." if len(shown) < len(classes) else ""
+    return Chart(key, "Confusion", figure, note)
+
+
+def _class_axis(names: Sequence[object]) -> dict[str, Any]:
+    ticks = {"tickvals": list(range(len(names))), "ticktext": [plain(name, 16) for name in names]}
+    return {"showgrid": False, **ticks}
+
+
+def _cell_hover(label: object, predicted: object, count: int, total: int) -> str:
+    outcome = "correct" if label == predicted else f"predicted as {plain(predicted, 40)}"
+    return f"{plain(label, 40)}<br>{outcome}: {count:,} of {total:,} ({count / total:.1%})"

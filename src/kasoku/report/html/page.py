@@ -1,0 +1,230 @@
+"""Renders the page: runs, or line charts, as one HTML file that holds all it shows and loads nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from kasoku.core import InputError
+from kasoku.core.run import write_atomically
+from kasoku.report.html import figures
+from kasoku.report.html.content import Panel, RunRecord
+from kasoku.report.html.figures import COLOURS, Chart
+from kasoku.report.html.tuning import tuning
+from kasoku.report.steps import STEP
+
+_PARTS = {
+    "ledger": "where the time went (ledger.json)",
+    "timeline": "a step by rank and stream (timeline.json)",
+    "tuning": "tuning of the batch (tuning.json)",
+    "classes": "accuracy by class, confusion, worst images (classes.json)",
+}
+_MAX_PAIRS = 10  # of classes that are mistaken for each other
+_EMPTY: dict[str, Any] = {"colours": [], "comparisons": [], "summary": None, "shared": None, "runs": []}
+_DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # column names, rows
+
+
+@dataclass
+class _RunView:
+    """The section of one run; `parts` holds, by name, what the template shows of each file."""
+
+    name: str
+    machine: str
+    buckets: str
+    parts: dict[str, Any] = field(default_factory=dict)
+    charts: list[Chart] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def page(runs: Sequence[RunRecord], comparisons: Sequence[str] = ()) -> str:
+    """The page of runs as HTML.
+
+    Args:
+        runs: the runs in their order on the page; the page names the parts that a run lacks.
+        comparisons: sentences that compare the runs.
+
+    Raises:
+        InputError: if plotly is not installed.
+    """
+    several = len(runs) > 1
+    curves = figures.curves(runs)
+    shared = _ledgers(runs) if several else None
+    views = [_view(i, run) for i, run in enumerate(runs)]
+    columns = ("run", "seed", "batch", "epochs", "accuracy", "best", "target", "time to target", "total", "images/s")
+    return _render(
+        title=f"{len(runs)} runs" if several else runs[0].name,
+        charts=[*curves, *([shared] if shared else []), *(chart for view in views for chart in view.charts)],
+        colours=[COLOURS[i % len(COLOURS)] for i in range(len(runs))],
+        comparisons=comparisons,
+        summary=(columns, [_summary(run) for run in runs]),
+        curves=curves,
+        shared=shared,
+        runs=views,
+    )
+
+
+def draw(path: Path, title: str, panels: Sequence[Panel], *, x_label: str = "", x_log: bool = False) -> None:
+    """Writes a page of line charts. Raises InputError for lines that cannot be drawn."""
+    if not panels:
+        raise InputError("no panels: give 1 or more")
+    charts = figures.panels(panels, x_label, x_log=x_log)
+    text = _render(title=title, charts=charts, **_EMPTY, curves=charts)
+    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8", errors="replace"))
+
+
+def _render(*, charts: Sequence[Chart], **content: Any) -> str:
+    from plotly.offline import get_plotlyjs
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.get_template("template.html.j2")
+    # to_json escapes "<", ">" and "/", so that no text ends the script element
+    drawn = ",".join(f'{{"key":"{chart.key}",{str(chart.figure.to_json())[1:]}' for chart in charts)
+    json = Markup(f"[{drawn}]")
+    return template.render(charts_json=json, plotly=Markup(get_plotlyjs()), ledger_key=_ledger_key, **content)
+
+
+# ---- all runs
+
+
+def _summary(run: RunRecord) -> list[str]:
+    result = run.result
+    state = "no result yet"
+    if result:
+        state = f"stopped by {result['stopped']}" if result.get("stopped") else ""
+    return [
+        f"{run.name} ({state})" if state else run.name,
+        str(run.seed),
+        _number(run.recipe.get("batch"), ","),
+        _number(result.get("epochs"), ".4g"),
+        _number(result.get("top1"), ".2%"),
+        _number(result.get("best_top1"), ".2%"),
+        _number(run.target or None, ".1%"),
+        _number(result.get("time_to_target_s"), ".1f", " s"),
+        _number(result.get("seconds"), ".1f", " s"),
+        _number(result.get("images_per_s"), ",.0f"),
+    ]
+
+
+def _ledgers(runs: Sequence[RunRecord]) -> Chart | None:
+    """The ledgers of several runs in one chart; None if fewer than two have one."""
+    bars = []
+    for run in runs:
+        rows = run.parts.get("ledger", {}).get("rows") or run.result.get("seconds_by")
+        if isinstance(rows, dict) and all(isinstance(s, int | float) for s in rows.values()):
+            bars.append((run.name, rows))
+    return figures.ledgers("ledgers", bars) if len(bars) > 1 else None
+
+
+def _ledger_key(chart: Chart, *, seconds: bool) -> list[tuple[str, str]]:
+    """(colour, text) of each row of a ledger, outside the figure, where it has room; with the first bar's seconds."""
+    bars = chart.figure.data
+    total = sum(bar.x[0] for bar in bars) or 1.0
+    values = [f" {bar.x[0]:.2f} s ({bar.x[0] / total:.0%})" if seconds else "" for bar in bars]
+    return [(bar.marker.color, Markup(bar.name) + value) for bar, value in zip(bars, values, strict=True)]
+
+
+# ---- one run
+
+
+def _view(number: int, run: RunRecord) -> _RunView:
+    view = _RunView(run.name, _machine(run.machine), run.buckets)
+    builders: dict[str, Callable[[str, Any], tuple[Any, list[Chart]]]] = {
+        "ledger": _ledger,
+        "timeline": lambda key, document: _one(figures.timeline(f"timeline-{key}", document)),
+        "tuning": lambda key, document: _one(tuning(f"tuning-{key}", document)),
+        "classes": _classes,
+    }
+    damaged = list(run.damaged)
+    for part, build in builders.items():
+        if part in run.parts:
+            try:
+                view.parts[part], charts = build(str(number), run.parts[part])
+                view.charts += charts
+            except _DAMAGED as error:
+                damaged.append(f"{part}.json is not as expected ({type(error).__name__}: {error})")
+    unreadable = " ".join(run.damaged)
+    lacks = [text for part, text in _PARTS.items() if part not in run.parts and f"{part}.json" not in unreadable]
+    lacks += [] if run.buckets else ["gradient buckets (of several ranks)"]
+    lacks += [] if run.metrics else ["curves (metrics.jsonl)"]
+    view.notes += [f"Not in this run: {'; '.join(lacks)}."] if lacks else []
+    view.notes += [f"Left out: {'; '.join(damaged)}."] if damaged else []
+    return view
+
+
+def _one(chart: Chart) -> tuple[Chart, list[Chart]]:
+    return chart, [chart]
+
+
+def _ledger(number: str, document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Chart]]:
+    """Bars, the bottlenecks in words, the medians of a step, and the bounds."""
+    chart = figures.ledger(f"ledger-{number}", document)
+    step = document.get("step_s") or {}
+    rows = [row for row in (*STEP, *(row for row in step if row not in STEP)) if step.get(row) is not None]
+    bounds = document.get("bounds") or {}
+    overlapped = document.get("beside") or {}
+    view = {
+        "chart": chart,
+        "bottlenecks": [
+            (str(b["cause"]), f"{float(b['share']):.0%}", str(b["line"]), str(b.get("remedy") or ""))
+            for b in document.get("verdict") or []
+        ],
+        "medians": (["a step, median", *rows], [["ms", *(f"{1e3 * step[r]:.3f}" for r in rows)]]) if rows else None,
+        "bounds": (["bound", ""], [[str(k), _value(v)] for k, v in bounds.items()]) if bounds else None,
+        "overlapped": ", ".join(f"{task} {float(s):.2f} s" for task, s in overlapped.items()),
+    }
+    return view, [chart]
+
+
+def _classes(number: str, document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Chart]]:
+    """Accuracy by class, confusion, the most frequent mistakes, the worst images."""
+    charts = [figures.accuracies(f"accuracies-{number}", document), figures.confusion(f"confusion-{number}", document)]
+    worst = [
+        {
+            **{name: str(image[name]) for name in ("name", "label", "predicted")},
+            "png": image["png"] if re.fullmatch(r"[A-Za-z0-9+/=]+", str(image.get("png") or "")) else "",
+            "loss": "" if image.get("loss") is None else f"loss {float(image['loss']):.2f}",
+        }
+        for image in document.get("worst") or []
+    ]
+    return {"charts": charts, "mistakes": _mistakes(document), "worst": worst}, charts
+
+
+def _mistakes(document: Mapping[str, Any]) -> Table | None:
+    classes, counts = document["classes"], figures.confusion_counts(document)
+    pairs = sorted((-n, label, predicted) for label, predicted, n in document["confusion"] if label != predicted)
+    rows = [
+        [str(classes[label]), str(classes[predicted]), f"{-n:,} of {sum(counts[label].values()):,}"]
+        for n, label, predicted in pairs[:_MAX_PAIRS]
+    ]
+    return (["class", "predicted as", "images"], rows) if rows else None
+
+
+def _number(value: Any, form: str, unit: str = "") -> str:
+    return f"{value:{form}}{unit}" if isinstance(value, int | float) else "-"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {_value(v)}" for k, v in value.items())
+    return str(value)
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    """The hardware in one line."""
+    gpus = machine.get("gpus") or []
+    gpu = f"{len(gpus)} x {gpus[0]}" if gpus else ""
+    cpu = f"{machine.get('cores', '?')} cores of {machine['cpu']}" if machine.get("cpu") else ""
+    return ", ".join(part for part in (gpu, cpu, str(machine.get("chosen", ""))) if part)

@@ -1,0 +1,119 @@
+"""The figures of tuning.json: images/s over the batch size, and the loss over learning rates of a range test."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from kasoku.report.html.figures import COLOURS, HOVER, MORE_COLOURS, Chart, new_figure, plain
+
+_MAX_TICKS = 9
+
+
+def tuning(key: str, document: Mapping[str, Any]) -> Chart:
+    """The measured images/s with their intervals over the batch size, the goodput, and the chosen batch."""
+    if document.get("what") == "lr":
+        return _range_test(key, document)
+    samples = sorted(document["samples"], key=lambda s: float(s["batch"]))
+    good = list({s["batch"]: s for s in samples if not s.get("failed")}.values())  # the last one of each size
+    failed = [s for s in samples if s.get("failed")]
+    chosen = [s for s in good if s["batch"] == document.get("chosen")][:1]
+    useful = [s for s in good if s.get("goodput") is not None]
+    traces = [_throughput("images/s", good, mode="lines+markers", line_width=2, marker_size=6)]
+    if useful:
+        line = {"color": COLOURS[2], "dash": "dot", "width": 2}
+        x, y = [s["batch"] for s in useful], [s["goodput"] for s in useful]
+        name, mode = "goodput (right)", "lines+markers"
+        traces.append(go.Scatter(x=x, y=y, yaxis="y2", name=name, mode=mode, line=line, marker_size=5))
+    if chosen:
+        marker = {"color": COLOURS[1], "size": 13, "symbol": "star"}
+        traces.append(_throughput(f"chosen: {chosen[0]['batch']}", chosen, mode="markers", marker=marker))
+    if failed:
+        hover = [f"batch {s['batch']}<br>{plain(s['failed'])}" for s in failed]
+        marker = {"symbol": "x", "size": 9, "color": MORE_COLOURS[1]}
+        x, y = [s["batch"] for s in failed], [0] * len(failed)
+        style = {"mode": "markers", "marker": marker, "cliponaxis": False}
+        traces.append(go.Scatter(x=x, y=y, name="failed", customdata=hover, **style, **HOVER))
+    ticks = _ticks(sorted({s["batch"] for s in samples}))
+    x_axis = {"title_text": "batch", "type": "log", "tickvals": ticks, "ticktext": [f"{size:,}" for size in ticks]}
+    right = {
+        "title": {"text": "goodput", "standoff": 8},
+        "overlaying": "y",
+        "side": "right",
+        "tickmode": "auto",
+        "showgrid": False,
+    }
+    right |= {"rangemode": "tozero", "automargin": True, "zeroline": False}
+    second = {"yaxis2": right} if useful else {}
+    drawn = new_figure(traces, 340, x_axis, {"title_text": "images/s", "rangemode": "tozero"}, **second)
+    return Chart(key, "Tuning of the batch", drawn, _summary(document))
+
+
+def _ticks(sizes: Sequence[int]) -> list[int]:
+    """The sizes that have room for their numbers on a log axis."""
+    least = (sizes[-1] / sizes[0]) ** (1 / _MAX_TICKS)  # ratio of two neighbours
+    ticks = [sizes[0]]
+    ticks += [size for size in sizes[1:-1] if size >= ticks[-1] * least and sizes[-1] >= size * least]
+    return ticks
+
+
+def _throughput(name: str, samples: Sequence[Mapping[str, Any]], **style: Any) -> Any:
+    """Images/s of samples, with intervals from those of their step times."""
+    rates = [_rate(s) for s in samples]
+    ends = [(s["batch"] / (s.get("low_s") or math.inf), s["batch"] / (s.get("high_s") or math.inf)) for s in samples]
+    up = [max(0.0, high - rate) for (high, _), rate in zip(ends, rates, strict=True)]
+    down = [max(0.0, rate - low) if low else 0.0 for (_, low), rate in zip(ends, rates, strict=True)]
+    error = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.5}
+    x, hover = [s["batch"] for s in samples], [_sample_hover(s) for s in samples]
+    colour = {} if "marker" in style else {"line_color": COLOURS[0], "marker_color": COLOURS[0]}
+    return go.Scatter(x=x, y=rates, error_y=error, name=name, customdata=hover, **colour, **style, **HOVER)
+
+
+def _rate(sample: Mapping[str, Any]) -> float:
+    rate = sample.get("images_per_s")
+    return float(rate if rate is not None else sample["batch"] / sample["step_s"])
+
+
+def _sample_hover(sample: Mapping[str, Any]) -> str:
+    lines = [f"batch {sample['batch']}: {_rate(sample):,.1f} images/s", _step(sample)]
+    busy = sample.get("utilisation")
+    return "<br>".join([*lines, *([f"device {busy:.0%} busy"] if busy is not None else [])])
+
+
+def _step(sample: Mapping[str, Any]) -> str:
+    low, high = sample.get("low_s"), sample.get("high_s")
+    unit, scale = ("s", 1.0) if sample["step_s"] >= 1 else ("ms", 1e3)
+    interval = f" ({scale * low:.3g} to {scale * high:.3g})" if low is not None and high is not None else ""
+    return f"{scale * sample['step_s']:.3g} {unit} a step{interval}"
+
+
+def _summary(document: Mapping[str, Any]) -> str:
+    """The result of tuning in one line."""
+    spent, budget = document.get("spent_s"), document.get("budget_s")
+    cost = f"; tuning took {spent:.1f} s" + (f" of {budget:g}" if budget else "") if spent is not None else ""
+    chosen = document.get("chosen")
+    if document.get("what") == "lr":
+        return f"Chosen: a learning rate of {chosen:.4g}{cost}." if chosen is not None else ""
+    samples = [s for s in document["samples"] if s["batch"] == chosen and not s.get("failed")][-1:]
+    by = f" by {document['strategy']}" if document.get("strategy") else ""
+    speed = f", {_rate(samples[0]):,.1f} images/s, {_step(samples[0])}" if samples else ""
+    why = f" {document['why']}." if document.get("why") else ""
+    return f"Chosen{by}: batch {chosen}{speed}{cost}.{why}"
+
+
+def _range_test(key: str, document: Mapping[str, Any]) -> Chart:
+    """The loss over rising learning rates, and the suggested rate."""
+    samples = [s for s in document["samples"] if s.get("lr") is not None and s.get("loss") is not None]
+    rates, losses = [s["lr"] for s in samples], [s["loss"] for s in samples]
+    traces = [go.Scatter(x=rates, y=losses, name="loss", mode="lines", line={"color": COLOURS[0], "width": 2})]
+    chosen = document.get("chosen")
+    if chosen is not None and samples:
+        nearest = min(samples, key=lambda s: abs(math.log(s["lr"] / chosen)))
+        star = {"symbol": "star", "size": 13, "color": COLOURS[1]}
+        name = f"suggested: {chosen:.4g}"
+        traces.append(go.Scatter(x=[chosen], y=[nearest["loss"]], name=name, mode="markers", marker=star))
+    x_axis = {"title_text": "learning rate", "type": "log", "exponentformat": "power"}
+    return Chart(key, "Range test", new_figure(traces, 320, x_axis, {"title_text": "loss"}), _summary(document))
