@@ -207,7 +207,7 @@ def test_transform_uses_no_global_generator():
     assert torch.random.get_rng_state().equal(state)
 
 
-def test_jitter_moves_brightness_and_contrast_of_each_image_by_at_most_what_it_says():
+def test_jitter_moves_brightness_and_contrast_by_at_most_its_setting():
     images_NHWC = torch.full((400, 4, 4, 3), 128, dtype=torch.uint8)
     index_N = torch.arange(400)
     plain = Transform(Augment(), 0, (0.5,) * 3, (0.25,) * 3)(images_NHWC, index_N, 0)

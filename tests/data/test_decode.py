@@ -84,6 +84,7 @@ def test_a_truncated_image_is_refused(tmp_path):
         decode(path)
 
 
+@pytest.mark.data
 def test_real_odd_files_are_decoded_or_refused_by_name(real_data):
     bad = {"not_an_image", "truncated_200bytes", "truncated_60pct", "zero_bytes"}
     for path in sorted((real_data / "odd" / "derived").glob("*.*")):

@@ -163,9 +163,7 @@ def test_fashion_mnist_stays_packed_and_is_read_by_root_and_by_kasoku_data(serve
         assert (len(dataset.train), len(dataset.test)) == (30, 10)
 
 
-def test_mnist_and_fashion_mnist_share_a_folder_though_their_files_share_names(
-    server, idx_files, tmp_path, monkeypatch
-):
+def test_mnist_and_fashion_mnist_of_the_same_file_names_share_a_folder(server, idx_files, tmp_path, monkeypatch):
     get(server, tmp_path / "data", "fashion-mnist")
     publish(server, monkeypatch, "mnist", {name: gzip.compress(body) for name, body in idx_files.items()})
     get(server, tmp_path / "data", "mnist")
@@ -337,7 +335,7 @@ def test_an_address_that_cannot_be_parsed_is_one_clear_line(server, tmp_path, so
         download("mnist", str(tmp_path), source=source)
 
 
-def test_a_damaged_byte_is_told_with_both_checksums_and_the_part_is_removed(server, cifar_body, tmp_path):
+def test_a_damaged_byte_shows_both_checksums_and_the_part_is_removed(server, cifar_body, tmp_path):
     wrong = bytearray(cifar_body)
     wrong[500] ^= 1
     server.files[ARCHIVE] = bytes(wrong)
@@ -533,6 +531,7 @@ def test_the_table_names_what_the_readers_look_for():
     assert RELEASES["cifar10"].unpacked_bytes == pytest.approx(unpacked_bytes, rel=0.01)
 
 
+@pytest.mark.data
 def test_the_table_knows_the_real_fashion_mnist(real_data):
     for name, (size_bytes, sha256) in RELEASES["fashion-mnist"].files.items():
         body = (real_data / "fashion_mnist" / name).read_bytes()

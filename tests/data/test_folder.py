@@ -189,6 +189,7 @@ def test_find_images_walks_a_folder_and_takes_a_file_as_it_is(tree):
         find_images(tree / "gone")
 
 
+@pytest.mark.data
 def test_real_imagenette_has_its_classes_and_counts(real_data):
     d = folder(str(real_data / "imagenette224"))
     assert (len(d.classes), len(d.train), len(d.test)) == (10, 1700, 600)

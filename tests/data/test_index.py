@@ -107,7 +107,7 @@ def test_times_put_back_and_folders_put_in_each_others_place_are_seen(tree, monk
     assert len(indexed(tree)["train"]["bee"]) == 5
 
 
-def test_folders_in_each_others_place_are_told_apart_where_only_contents_have_a_time(tree, monkeypatch):
+def test_swapped_folders_are_seen_where_only_contents_have_a_time(tree, monkeypatch):
     bee, cat, spare = (tree / "train" / name for name in ("bee", "cat", "spare"))
     fill(cat, 6)
     tell(monkeypatch, st_mtime_ns=S, st_ctime_ns=S)
@@ -196,9 +196,7 @@ def outcome(top, cache):
     return d.classes, [(part.paths, part.labels_N.tolist()) for part in (d.train, d.test)]
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.lists(st.tuples(EDITS, st.booleans()), min_size=2, max_size=12))
-def test_after_any_changes_the_result_is_that_of_listing_everything(steps):
+def check_after_changes(steps):
     now_ns, young = time.time_ns() + 1000 * S, False
     with tempfile.TemporaryDirectory() as home:
         top = Path(home) / "photos"
@@ -215,6 +213,22 @@ def test_after_any_changes_the_result_is_that_of_listing_everything(steps):
             young = soon
             with patch("time.time_ns", lambda: now_ns + (1 if young else 10) * S):  # noqa: B023 - called here
                 assert outcome(top, Path(home) / "kept") == outcome(top, Path(home) / f"fresh-{number}")
+
+
+steps_of = given(st.lists(st.tuples(EDITS, st.booleans()), min_size=2, max_size=12))
+
+
+@settings(max_examples=12, deadline=None)
+@steps_of
+def test_after_any_changes_the_result_is_that_of_listing_everything(steps):
+    check_after_changes(steps)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=80, deadline=None)
+@steps_of
+def test_after_many_changes_the_result_is_that_of_listing_everything(steps):
+    check_after_changes(steps)
 
 
 def test_a_list_of_paths_is_looked_at_as_a_tree_on_a_disk_is(tree):

@@ -70,6 +70,7 @@ def test_crops_have_the_pixels_that_pillow_gives(options, mode, shape):
             assert_near(got, by_pillow(data, box, size))
 
 
+@pytest.mark.data
 def test_crops_of_real_photos_have_the_pixels_that_pillow_gives(real_data):
     rng = np.random.default_rng(0)
     own = 0

@@ -19,6 +19,7 @@ from kasoku.data import (
     Augment,
     FilesLoader,
     Items,
+    Memory,
     MemoryLoader,
     digits,
     folder,
@@ -49,10 +50,16 @@ def photos(tmp_path_factory):
     return folder(str(root), size=16, validation=0.3, cache=str(tmp_path_factory.mktemp("index")))
 
 
+def few_digits():
+    data = digits()
+    train, test = (Memory(s.images_NHWC[:n], s.labels_N[:n]) for s, n in ((data.train, 150), (data.test, 53)))
+    return replace(data, train=train, test=test)
+
+
 @pytest.fixture(params=["memory", "files"])
 def made(request, photos):
     """A function that makes the same loader each time: of a split in memory, or of files."""
-    data, augment = (digits(), VARIED) if request.param == "memory" else (photos, CROPPED)
+    data, augment = (few_digits(), VARIED) if request.param == "memory" else (photos, CROPPED)
 
     def make(split="train", batch=8, **settings):
         batches = loader(data, split, batch, **settings)
@@ -144,7 +151,7 @@ def test_augmentation_does_not_depend_on_the_size_of_the_batch(made):
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2])
-def test_resuming_in_the_middle_of_an_epoch_gives_the_same_batches_bit_for_bit(made, stop):
+def test_resuming_within_an_epoch_gives_the_same_batches_bit_for_bit(made, stop):
     want = made()
     want = [*copies(want), *copies(want)]
     batches, got = made(), []
@@ -159,7 +166,7 @@ def test_resuming_in_the_middle_of_an_epoch_gives_the_same_batches_bit_for_bit(m
     assert equal(got, want)
 
 
-def test_position_moves_on_before_a_batch_is_used_and_the_epoch_with_its_last(made):
+def test_position_moves_before_a_batch_is_used_the_epoch_with_the_last(made):
     batches = made()
     seen = [(batches.epoch, batches.position) for _ in batches]
     assert seen == [(0, i) for i in range(1, len(batches))] + [(1, 0)]
@@ -226,6 +233,8 @@ def test_threads_end_with_the_epoch_with_a_break_and_with_an_error(photos):
     assert not decoders()
 
 
+@pytest.mark.smoke
+@pytest.mark.process
 def test_a_program_that_ends_in_the_middle_of_an_epoch_does_not_hang(photos):
     root = os.path.dirname(os.path.dirname(photos.train.paths[0]))
     code = f"from kasoku.data import folder, loader; b = iter(loader(folder({root!r}, size=16), 'train', 4)); next(b)"
@@ -271,7 +280,7 @@ def test_each_image_of_a_set_that_fits_the_cache_is_decoded_once(photos, monkeyp
     assert len(decoded) == 3 * len(photos.test)
 
 
-def test_what_is_kept_is_known_from_the_set_alone_not_from_what_was_decoded(photos):
+def test_what_is_kept_depends_on_the_set_not_on_what_was_decoded(photos):
     batches = loader(photos, "train", 4)
     side = images.stored_side(16)
     for most, keeps in ((batches.images * 4 * side * side, True), (batches.images * 4 * side * side - 1, False)):
@@ -318,7 +327,7 @@ def with_bad(photos, tmp_path, count, split="train", **more):
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 2**30])
-def test_in_place_of_a_bad_image_training_shows_the_next_good_one_with_its_label(photos, tmp_path, cache_bytes):
+def test_a_bad_image_is_replaced_by_the_next_good_one_with_its_label(photos, tmp_path, cache_bytes):
     bad, places = with_bad(photos, tmp_path, 3, max_bad_fraction=0.2)
     paths, labels_N = list(photos.train.paths), photos.train.labels_N.clone()
     for i in places:
@@ -391,7 +400,8 @@ def test_a_data_set_of_the_users_own_is_a_split(kind):
     torch.testing.assert_close(values, torch.stack([10.0 * order_N, (order_N % 3).float()]))
 
 
-@pytest.mark.parametrize("kind", ["pillow", "bytes"])
+@pytest.mark.process
+@pytest.mark.parametrize("kind", [pytest.param("pillow", marks=pytest.mark.smoke), "bytes"])
 def test_processes_give_the_batches_of_threads(kind):
     runs = []
     for settings in ({}, {"processes": 2}):
@@ -449,8 +459,9 @@ def resident_bytes():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no /proc/self/statm: resident memory is not told")
-def test_resident_memory_does_not_grow_over_epochs_by_half_a_batch_an_epoch(tmp_path):
+def test_resident_memory_grows_by_less_than_half_a_batch_an_epoch(tmp_path):
     rng = np.random.default_rng(0)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

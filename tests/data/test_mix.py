@@ -94,7 +94,7 @@ def test_shares_of_mixup_have_the_mean_and_variance_of_their_distribution():
     assert shares.var() == pytest.approx(1 / (4 * (2 * 0.5 + 1)), abs=0.01)
 
 
-def test_boxes_of_cutmix_lie_inside_and_reach_every_pixel_and_both_are_drawn_as_often():
+def test_cutmix_boxes_lie_inside_reach_every_pixel_and_come_half_the_time():
     pairings = [BOTH.draw(np.random.default_rng(i), 16, (20, 30)) for i in range(4000)]
     boxes = [p.box for p in pairings if p.box]
     assert len(boxes) == pytest.approx(2000, abs=130)  # four standard deviations
@@ -109,7 +109,7 @@ def test_boxes_of_cutmix_lie_inside_and_reach_every_pixel_and_both_are_drawn_as_
 
 
 @every_kind
-def test_under_accumulation_each_part_is_mixed_in_itself_and_has_its_labels(mix: Mix):
+def test_under_accumulation_each_part_is_mixed_within_itself(mix: Mix):
     job = job_on(marked(), mix, accumulate=2)
     seen = set()
     for number, (x, y) in enumerate(job.loader):

@@ -117,6 +117,7 @@ def test_a_crop_has_the_same_bits_whatever_it_is_made_with():
     assert alone.equal(nvjpeg.cropped(pixels, boxes, SIZE))
 
 
+@pytest.mark.data
 def test_crops_of_real_photos_are_the_cpus(real_data, in_its_place):
     photos = [path.read_bytes() for path in sorted((real_data / "imagenet_fullsize").rglob("*.JPEG"))[::3]]
     got, taken, bad = made(photos, boxes_of(len(photos)), (224, 224))
@@ -184,7 +185,7 @@ def test_grey_and_every_subsampling_are_decoded_in_the_batch(in_its_place):
     assert within >= 0.999
 
 
-def test_a_file_that_nvjpeg_fails_on_is_decoded_by_the_cpu_and_the_others_stay(monkeypatch):
+def test_only_the_file_that_nvjpeg_fails_on_is_decoded_by_the_cpu(monkeypatch):
     files = [file(photo(seed=seed)) for seed in range(9)]
     calls = []
 
@@ -205,6 +206,7 @@ def test_a_file_that_nvjpeg_fails_on_is_decoded_by_the_cpu_and_the_others_stay(m
     assert calls == [9, 4, 5, 2, 1, 1, 3]  # halves
 
 
+@pytest.mark.data
 def test_every_odd_file_has_the_cpus_pixels_or_its_refusal(real_data, in_its_place):
     files = [path for path in sorted((real_data / "odd").glob("*/*")) if path.is_file()]
     sources = [path.read_bytes() for path in files]
@@ -254,7 +256,7 @@ def stand_in(in_its_place, monkeypatch):
     monkeypatch.setattr(nvjpeg, "check", lambda decoder, device: None)
 
 
-def test_a_loader_gives_the_same_images_in_the_same_order_as_one_on_the_cpu(photos, stand_in):
+def test_a_loader_gives_the_images_of_one_on_the_cpu_in_its_order(photos, stand_in):
     want, _ = epochs(photos)
     got, batches = epochs(photos, decoder="nvjpeg", cache_bytes=2**30)
     assert [y.tolist() for _, y in got] == [y.tolist() for _, y in want]
@@ -264,7 +266,7 @@ def test_a_loader_gives_the_same_images_in_the_same_order_as_one_on_the_cpu(phot
     assert levels.max() <= 8
 
 
-def test_batches_do_not_depend_on_how_many_threads_read_nor_on_where_it_goes_on(photos, stand_in):
+def test_batches_depend_on_neither_threads_nor_where_it_resumes(photos, stand_in):
     want, _ = epochs(photos, decoder="nvjpeg", threads=1)
     got, _ = epochs(photos, decoder="nvjpeg", threads=5)
     later, _ = epochs(photos, decoder="nvjpeg", threads=2, count=1, position=2)
@@ -352,7 +354,7 @@ def test_a_missing_torchvision_is_one_line_with_what_to_install(monkeypatch):
     one_line(e)
 
 
-def test_a_torchvision_without_nvjpeg_is_one_line_and_no_image_goes_the_slow_way_unsaid(monkeypatch):
+def test_a_torchvision_without_nvjpeg_is_refused_in_one_line(monkeypatch):
     class Without:
         class ImageReadMode:
             RGB = 3
@@ -379,6 +381,7 @@ def test_without_the_piece_of_c_nvjpeg_is_refused_in_one_line(monkeypatch):
 # ---- on a GPU
 
 
+@pytest.mark.data
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_a_gpu_decodes_real_photos_to_nearly_the_cpus_pixels(real_data):
     try:

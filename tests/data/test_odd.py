@@ -37,6 +37,7 @@ def odd_files(real_data):
     return [p for p in sorted((real_data / "odd").glob("*/*")) if p.is_file() and p.name not in NO_IMAGES]
 
 
+@pytest.mark.data
 def test_every_odd_file_is_decoded_to_the_right_pixels_or_refused_by_name(real_data):
     files = odd_files(real_data)
     assert len(files) > 30

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from data.made import fill
-from data.test_store import serving, web
+from data.web import serving, web
 from kasoku import cli
 from kasoku.core import InputError, Threads
 from kasoku.data import folder
@@ -89,7 +89,7 @@ def test_who_asks_early_waits_and_who_asks_for_no_folder_does_not(tree, scans):
     assert len(found[0].train) == 12
 
 
-def test_several_folders_go_by_their_roots_and_one_that_rank_0_did_not_want_is_listed_here(tree, scans, listings):
+def test_folders_go_by_their_roots_and_one_unknown_to_rank_0_is_listed(tree, scans, listings):
     roots = [str(tree / part) for part in ("train", "val")]
     first = scans[0].during(lambda: [folder(root) for root in roots])
     for scan in scans:
@@ -261,11 +261,13 @@ def started(comm, recipe, overlap):
     return found[True], training.dataset.train.paths[0].removeprefix(str(recipe.parent))
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.process
+@pytest.mark.parametrize("overlap", [pytest.param(True, marks=pytest.mark.smoke), False])
 def test_of_two_ranks_with_data_of_their_own_one_lists_it(recipe, overlap):
     assert on_processes(2, started, recipe, overlap) == [(3, "/0/a/0.png"), (0, "/1/a/0.png")]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("gone", "line"), [(0, "root=$PHOTOS: no such folder"), (1, "rank 1: root=$PHOTOS: no such")])
 def test_a_root_that_one_rank_lacks_is_told_once(recipe, overlap, gone, line):
@@ -302,11 +304,13 @@ def looked_ahead(comm, photos):
     return found[True]
 
 
+@pytest.mark.process
 def test_of_two_ranks_that_train_on_a_folder_without_a_recipe_one_lists_it(recipe):
     first, second = on_processes(2, looked_ahead, recipe.parent / "0")
     assert (first >= 3, second) == (True, 0)
 
 
+@pytest.mark.process
 def test_a_folder_without_images_is_told_once_without_a_recipe_too(tmp_path):
     fill(tmp_path / "photos" / "void", 0)
     (told, said), (silent, _) = on_processes(2, looked_ahead, tmp_path / "photos")

@@ -69,7 +69,7 @@ def test_a_pack_read_as_a_folder_of_photos_is_told_what_reads_it(photos, tmp_pat
 
 
 @pytest.mark.parametrize("side", [0, 32, 500])
-def test_a_jpeg_pack_has_the_files_encoded_anew_with_their_labels_and_names(photos, tmp_path, side):
+def test_a_jpeg_pack_has_reencoded_files_with_their_labels_and_names(photos, tmp_path, side):
     line = pack(str(photos), str(tmp_path / "p"), side=side, shard_bytes=SMALL)
     d, was = shards(str(tmp_path / "p"), 64), folder(str(photos))
     assert line.startswith(f"{tmp_path / 'p'}: 32 images of 2 classes, ")
@@ -303,7 +303,7 @@ def test_scraps_of_a_jpeg_are_not_taken_for_a_baseline_one(body):
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 30), (256, 341), (16, 16), (500, 17)])
-def test_every_64_pixels_of_a_packed_jpeg_have_their_marker_and_the_pixels_are_those_without(width, height):
+def test_markers_every_64_pixels_of_a_packed_jpeg_change_no_pixel(width, height):
     pixels_HWC = np.asarray(picture(3, width, height))
     got = Form(0, "jpeg", 90).encoded(pixels_HWC, "x")
     scan = got[got.index(b"\xff\xda") :]
@@ -490,6 +490,7 @@ def test_no_more_than_a_window_of_images_is_in_flight(photos, tmp_path, monkeypa
     assert most[0] <= 2 * 4 + 2
 
 
+@pytest.mark.data
 def test_real_photos_come_back_from_a_pack(real_data, tmp_path):
     source = real_data / "imagenette224"
     for part, count in (("train", 4), ("val", 2)):

@@ -29,10 +29,16 @@ def accuracy(dataset, epochs=8):
         return evaluate(judged, loader(dataset, "test", 100)).top1
 
 
+@pytest.fixture(scope="module")
+def from_files(real_data):
+    return accuracy(folder(str(real_data / "imagenette224"), 32))
+
+
+@pytest.mark.data
 @pytest.mark.parametrize("form", ["jpeg", "raw"])
-def test_training_on_a_pack_of_real_photos_is_as_accurate_as_on_the_files(real_data, tmp_path, form):
+def test_training_on_a_pack_is_as_accurate_as_on_the_files(real_data, from_files, tmp_path, form):
     root = real_data / "imagenette224"
     pack(str(root), str(tmp_path / "pack"), side=64, format=form, quiet=True)
-    from_files, from_pack = accuracy(folder(str(root), 32)), accuracy(shards(str(tmp_path / "pack"), 32))
+    from_pack = accuracy(shards(str(tmp_path / "pack"), 32))
     assert from_files > 0.5
     assert abs(from_pack - from_files) < 0.05, (from_pack, from_files)

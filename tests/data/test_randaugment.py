@@ -91,6 +91,7 @@ def test_each_change_is_pillows(op: str, magnitude: float, down: bool):
         )
 
 
+@pytest.mark.data
 def test_real_photos_change_as_pillow_changes_them(real_data):
     paths = sorted((real_data / "imagenette224" / "val").glob("*/*"))[::97][:6]
     assert paths
@@ -190,7 +191,7 @@ def test_it_comes_before_augment():
     assert not torch.equal(next(iter(varied))[0], next(iter(job_on(Augment(flip="random")).loader))[0])
 
 
-def test_test_images_and_those_that_statistics_are_measured_on_are_not_varied():
+def test_images_for_tests_and_statistics_are_not_varied():
     source, plain = job_on(RandAugment()).loader, job_on().loader
     assert torch.equal(torch.cat([x for x, _ in source.survey()]), torch.cat([x for x, _ in plain.survey()]))
     test, plain_test = (loader(source.dataset, "test", 60) for _ in range(2))

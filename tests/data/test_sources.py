@@ -80,6 +80,7 @@ def test_official_sizes_are_the_official_ones():
     assert (CIFAR10.label_bytes, CIFAR100.label_bytes) == (1, 2)
 
 
+@pytest.mark.data
 def test_real_cifar10_survives_the_binary_format(tmp_path, monkeypatch, real_data):
     mosaic = np.asarray(Image.open(real_data / "cifar10" / "test_00.webp").convert("RGB"))
     tiles_N3HW = mosaic.reshape(20, 32, 50, 32, 3).transpose(0, 2, 4, 1, 3).reshape(1000, 3, 32, 32)
@@ -199,6 +200,7 @@ def test_idx_plain_and_gz_are_equal(tmp_path):
     assert (plain.classes, packed.classes) == (("0", "1", "2"), ("a", "b", "c"))
 
 
+@pytest.mark.data
 def test_real_fashion_mnist(real_data):
     d = fashion_mnist(str(real_data / "fashion_mnist"))
     assert (len(d.train), len(d.test), d.image_size, d.channels) == (60_000, 10_000, (28, 28), 1)

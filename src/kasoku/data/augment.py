@@ -50,7 +50,6 @@ class Augment(Technique):
     scale_min: float = 0.25
 
     def __post_init__(self) -> None:
-        """Checks each value."""
         for name, allowed in (("flip", ("none", "random", "alternating")), ("crop", ("center", "random_resized"))):
             if getattr(self, name) not in allowed:
                 raise InputError(f"{name}={getattr(self, name)}: one of {', '.join(allowed)}")
@@ -100,7 +99,6 @@ class Transform:
         return x_NCHW
 
     def _flipped(self, index_N: torch.Tensor, epoch: int) -> torch.Tensor | None:
-        """Which images are mirrored."""
         if self.augment.flip == "random":
             return draws(self.seed, epoch, index_N, _FLIP) < 0.5
         if self.augment.flip == "alternating":

@@ -166,7 +166,6 @@ class FilesLoader(Loader):
     # ---- a batch
 
     def _started(self, crew: Crew, index_N: torch.Tensor, epoch: int) -> _Batch:
-        """Has a new batch filled."""
         pin = self.device.type == "cuda"
         images_NHWC = torch.empty((len(index_N), *self.dataset.image_size, 3), dtype=torch.uint8, pin_memory=pin)
         out_NHWC = images_NHWC.numpy()
@@ -183,7 +182,6 @@ class FilesLoader(Loader):
         return _Batch(images_NHWC, index_N, cuts, filled, jpegs)
 
     def _boxes(self, index_N: torch.Tensor, epoch: int) -> list[_Place]:
-        """Which part of each image is shown."""
         if self.train and self.augment.crop == "random_resized":
             u_N4: list[list[float]] = box_draws(self.seed, epoch, index_N).tolist()
             return [_Place(self.dataset.image_size, u_4, self.augment.scale_min) for u_4 in u_N4]
@@ -227,7 +225,6 @@ class FilesLoader(Loader):
         return waited_s
 
     def _moving(self, batch: _Batch, epoch: int, copies: Copies) -> Moving:
-        """A batch on its way to the device."""
         with torch.cuda.stream(copies.stream) if copies.stream else nullcontext():
             return copies.start(*self._whole(batch, epoch), batch.jpegs)
 

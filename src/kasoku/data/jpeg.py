@@ -96,7 +96,6 @@ def resize(pixels_HWC: np.ndarray, box: Box, out_HWC: np.ndarray) -> bool:
 
 
 def _own() -> _Decoder:
-    """This thread's decoder."""
     decoder: _Decoder | None = getattr(_LOCAL, "decoder", None)
     if decoder is None:
         decoder = _LOCAL.decoder = _Decoder()

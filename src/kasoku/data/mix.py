@@ -44,7 +44,6 @@ class Mix(Technique):
     cutmix: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks both values."""
         for name, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
             if not 0 <= alpha < math.inf:
                 raise InputError(f"{name}={alpha}: 0 (off) or more, the alpha of a Beta distribution")
@@ -132,7 +131,6 @@ class _Mixing:
         return own if share == 1 else share * own + (1 - share) * self.inner(outputs, partners_N)
 
     def _random(self) -> np.random.Generator:
-        """The generator of the next batch."""
         job = self.job
         # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
         self.micro = self.micro + 1 if job.steps == self.step else 0

@@ -67,7 +67,6 @@ class RandAugment(Technique):
     magnitude: float = 9.0
 
     def __post_init__(self) -> None:
-        """Checks both values."""
         if self.count < 0:
             raise InputError(f"count={self.count}: 0 (none) or more changes an image")
         if not 0 <= self.magnitude <= _TOP:
@@ -169,7 +168,6 @@ def _affine(op: str, share: float, size: tuple[int, int]) -> list[int]:
 
 
 def _table(op: str, share: float) -> list[int]:
-    """The row of `table_KV`."""
     if op == "solarize":
         return [v if v < 256 * (1 - abs(share)) else 255 - v for v in range(256)]
     if op == "posterize":
@@ -232,7 +230,6 @@ def _looked_up(strength: Strength, images_NCHW: Tensor, change_N: Tensor, *, alo
 
 
 def _counted(value_NCP: Tensor, op_N: Tensor) -> Tensor:
-    """Tables from histograms, of the two changes that have one."""
     count_NCV = torch.zeros(*value_NCP.shape[:2], 256, dtype=torch.int32, device=value_NCP.device)
     count_NCV.scatter_add_(2, value_NCP, torch.ones_like(count_NCV[:, :, :1]).expand(value_NCP.shape))
     return torch.where((op_N == _EQUALIZE)[:, None, None], _equalised(count_NCV), _stretched(count_NCV))

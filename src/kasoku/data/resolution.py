@@ -39,7 +39,6 @@ class LowResolution(Technique):
     multiple: int = 32
 
     def __post_init__(self) -> None:
-        """Checks what belongs together."""
         if self.multiple < 1:
             raise InputError(f"multiple={self.multiple}: at least 1 pixel")
         if isinstance(self.side, Schedule):
