@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kasoku.core import Comm
+from kasoku.core import Comm, Threads
 from kasoku.parallel import TorchComm
 from started import port
 
@@ -33,6 +33,13 @@ def _rank_main(rank: int, size: int, port: int, f: Callable[..., Any], args: tup
         results.put((rank, b"", repr(error)))
     finally:
         dist.destroy_process_group()
+
+
+def on_ranks(where: str, size: int, f: Callable[..., Any], *args: Any) -> list[Any]:
+    """Results of f(comm, *args) in rank order, on "threads" of this process or on "processes"."""
+    if where == "threads":
+        return Threads(size).run(lambda comm: f(comm, *args))
+    return on_processes(size, f, *args)
 
 
 def on_processes(size: int, f: Callable[..., Any], *args: Any) -> list[Any]:

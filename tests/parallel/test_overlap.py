@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_processes
+from ranks import on_processes, on_ranks
 from torch import Tensor, nn
 
 import contracts
@@ -86,20 +86,38 @@ def both(comm: Comm, rule: str, policy: Any, accumulate: int) -> list[dict[str, 
     ]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("rule", "accumulate"), [("sgd", 1), ("sgd", 2), ("lars", 1), ("lars", 2), ("adamw", 1)])
-def test_overlap_is_bit_identical_to_the_step_that_waits(size: int, rule: str, accumulate: int) -> None:
-    policy = POLICIES[(size + accumulate + len(rule)) % len(POLICIES)]
-    for plain, hidden, barrier in on_processes(size, both, rule, policy, accumulate):
+def check_bits(ranks: list[list[dict[str, Tensor]]]) -> None:
+    for plain, hidden, barrier in ranks:
         contracts.assert_same(plain, hidden)
         contracts.assert_same(plain, barrier)
+
+
+@pytest.mark.parametrize(
+    ("size", "rule", "accumulate"), [(2, "sgd", 2), (4, "lars", 1), (2, "lars", 2), (4, "adamw", 1)]
+)
+def test_overlap_is_bit_identical_to_the_step_that_waits(size: int, rule: str, accumulate: int) -> None:
+    policy = POLICIES[(size + accumulate + len(rule)) % len(POLICIES)]
+    check_bits(Threads(size).run(lambda comm: both(comm, rule, policy, accumulate)))
+
+
+@pytest.mark.process
+@pytest.mark.smoke
+def test_overlap_is_bit_identical_on_two_processes() -> None:
+    check_bits(on_processes(2, both, "lars", Fixed(2000, 500), 2))
+
+
+@pytest.mark.process
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("rule", "accumulate"), [("sgd", 1), ("sgd", 2), ("lars", 1), ("lars", 2), ("adamw", 1)])
+def test_overlap_is_bit_identical_on_processes(size: int, rule: str, accumulate: int) -> None:
+    policy = POLICIES[(size + accumulate + len(rule)) % len(POLICIES)]
+    check_bits(on_processes(size, both, rule, policy, accumulate))
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
 def test_every_policy_trains_to_the_same_bits_in_threads(policy: Any) -> None:
-    for plain, hidden, barrier in Threads(3).run(lambda comm: both(comm, "sgd", policy, 1)):
-        contracts.assert_same(plain, hidden)
-        contracts.assert_same(plain, barrier)
+    check_bits(Threads(3).run(lambda comm: both(comm, "sgd", policy, 1)))
 
 
 def planned(comm: Comm, accumulate: int = 1) -> list[dict[str, Tensor]]:
@@ -117,10 +135,14 @@ def planned(comm: Comm, accumulate: int = 1) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_planned_groups_train_to_the_same_bits_on_two_ranks(accumulate: int) -> None:
-    for plain, found in [
-        *on_processes(2, planned, accumulate),
-        *Threads(2).run(lambda comm: planned(comm, accumulate)),
-    ]:
+    for plain, found in Threads(2).run(lambda comm: planned(comm, accumulate)):
+        contracts.assert_same(plain, found)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_planned_groups_train_to_the_same_bits_on_two_processes(accumulate: int) -> None:
+    for plain, found in on_processes(2, planned, accumulate):
         contracts.assert_same(plain, found)
 
 
@@ -152,7 +174,7 @@ def test_of_a_short_epoch_few_steps_are_measured(batches: int, accumulate: int, 
 
 @pytest.mark.parametrize("reducer", [Wire(), LowRank(rank=2, min_elements=100)], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("steps", range(1, 6))
-def test_a_training_may_end_or_be_saved_at_any_step_of_the_measuring(
+def test_a_training_may_end_or_be_saved_while_it_measures(
     steps: int, reducer: Reducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kasoku.parallel.probe._SHARE", 1)  # as in a long epoch
@@ -393,7 +415,7 @@ class Inner(nn.Module):
         return nn.functional.linear(x, self.layer.weight, self.layer.bias) if self.training else self.layer(x)
 
 
-def test_a_layer_that_its_block_uses_without_a_call_is_waited_for_with_the_block() -> None:
+def test_a_layer_used_without_a_call_is_waited_for_with_its_block() -> None:
     def judge(job: Job, _: int) -> None:
         with job.evaluation() as judged, torch.no_grad():
             judged(torch.zeros(2, 192))
@@ -407,7 +429,7 @@ def test_a_layer_that_its_block_uses_without_a_call_is_waited_for_with_the_block
         contracts.assert_same(waits, hides)
 
 
-def test_units_are_layers_also_under_autocast_and_blocks_where_they_are_compiled() -> None:
+def test_units_are_layers_also_under_autocast_and_blocks_if_compiled() -> None:
     def units(*more: Technique) -> list[str]:
         return [name for name, _ in Units(contracts.make(*more).model).modules]
 
@@ -448,14 +470,15 @@ def stopped_and_resumed(comm: Comm, reducer: Reducer) -> list[dict[str, Tensor]]
     contracts.train(first, STEPS - 3)
     states = comm.gather_objects(contracts.through_a_file(first.state_dict()))
     second.model.load_state_dict(first.model.state_dict())
-    second.load_state_dict(states[0])  # one rank's checkpoint, for all
+    second.load_state_dict(contracts.through_a_file(states[0]))  # one rank's checkpoint, for all
     contracts.train(second, 3)
     return [contracts.weights(whole), contracts.weights(second)]
 
 
+@pytest.mark.parametrize("where", ["threads", pytest.param("processes", marks=pytest.mark.process)])
 @pytest.mark.parametrize("reducer", [Wire(), LowRank(rank=2, min_elements=100)], ids=lambda r: type(r).__name__)
-def test_what_a_reducer_has_not_sent_yet_is_in_the_checkpoint_for_every_rank(reducer: Reducer) -> None:
-    for whole, resumed in on_processes(2, stopped_and_resumed, reducer):
+def test_a_reducers_unsent_rest_is_in_the_checkpoint_for_every_rank(reducer: Reducer, where: str) -> None:
+    for whole, resumed in on_ranks(where, 2, stopped_and_resumed, reducer):
         contracts.assert_same(whole, resumed)
 
 
@@ -463,7 +486,7 @@ def test_what_a_reducer_has_not_sent_yet_is_in_the_checkpoint_for_every_rank(red
 
 
 @pytest.mark.parametrize("used_in", [(0,), (1,), (0, 1)])
-def test_a_block_that_some_of_the_accumulated_passes_left_out_keeps_its_gradient(used_in: tuple[int, ...]) -> None:
+def test_a_block_left_out_by_some_accumulated_passes_keeps_its_gradient(used_in: tuple[int, ...]) -> None:
     def run(comm: Comm, buckets: Any) -> dict[str, Tensor]:
         model = Shared()
         job = contracts.make(model=model, comm=comm, accumulate=2)
@@ -497,7 +520,7 @@ def test_a_parameter_unfrozen_after_apply_is_told() -> None:
         Threads(2).run(run)
 
 
-def test_a_model_whose_own_forward_is_not_seen_keeps_its_first_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_whose_forward_is_not_seen_keeps_its_first_groups(capsys: pytest.CaptureFixture[str]) -> None:
     def run(comm: Comm) -> bool:
         job = contracts.make(Overlap(Planned(warm=0, measure=1)), comm=comm)
         job.model.eval()

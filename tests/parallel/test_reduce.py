@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_processes
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
 from contracts import one_thread as one_thread
-from kasoku.core import Comm, InputError, Solo, Threads, Work
+from kasoku.core import Comm, InputError, Solo, Work
 from kasoku.core.toml import parse, table
 from kasoku.data import digits
-from kasoku.parallel.reduce import Hierarchical, LowRank, Mean, Reduce, Reducer, Wire
 from kasoku.ranks import place
+from kasoku.parallel.reduce import Hierarchical, LowRank, Mean, Reduce, Reducer, Wire
 
 LENGTHS = (4096, 3001, 5, 1)
 PLAIN = Wire(sums="wire")
@@ -25,15 +25,15 @@ LOW = LowRank(min_elements=100)
 ALL = [Mean(), Wire(), Wire("fp16"), Wire(feedback=False), PLAIN, LOW, Hierarchical(2), Hierarchical(2, Wire())]
 
 
-def on_ranks(where: str, size: int, f: Callable[..., Any], *args: Any) -> list[Any]:
-    """f(comm, *args) on each rank, of this process or with a process each."""
-    if where == "threads":
-        return Threads(size).run(lambda comm: f(comm, *args))
-    return on_processes(size, f, *args)
-
-
+PROCESSES = pytest.param("processes", marks=pytest.mark.process)
 everywhere = pytest.mark.parametrize(
-    ("where", "size"), [("threads", 2), ("threads", 4), ("processes", 2), ("processes", 4)]
+    ("where", "size"),
+    [
+        ("threads", 2),
+        ("threads", 4),
+        pytest.param("processes", 2, marks=pytest.mark.process),
+        pytest.param("processes", 4, marks=[pytest.mark.process, pytest.mark.exhaustive]),
+    ],
 )
 
 
@@ -76,7 +76,15 @@ def unit(reducer: Reducer, n: int) -> float:
     return 2**-11 if reducer == Wire("fp16") else 1.0 if isinstance(reducer, LowRank) else 2**-8
 
 
-@everywhere
+@pytest.mark.parametrize(
+    ("where", "size"),
+    [
+        ("threads", 2),
+        ("threads", 4),
+        pytest.param("processes", 2, marks=[pytest.mark.process, pytest.mark.smoke]),
+        pytest.param("processes", 4, marks=[pytest.mark.process, pytest.mark.exhaustive]),
+    ],
+)
 def test_all_ranks_get_the_same_bits_near_the_mean(where: str, size: int):
     ranks = on_ranks(where, size, every_reducer)
     for which, reducer in enumerate(ALL):
@@ -275,7 +283,7 @@ def all_stopped_and_resumed(comm: Comm) -> None:
         stopped_and_resumed(comm, reducer)
 
 
-@pytest.mark.parametrize("where", ["threads", "processes"])
+@pytest.mark.parametrize("where", ["threads", PROCESSES])
 def test_a_checkpoint_continues_bit_for_bit(where: str):
     on_ranks(where, 4, all_stopped_and_resumed)
 
@@ -285,7 +293,7 @@ def two_orders(comm: Comm) -> list[Any]:
     return [(steps(comm, reducer, 3), steps(comm, reducer, 3, orders)) for reducer in (*ALL, Hierarchical(2, LOW))]
 
 
-@pytest.mark.parametrize("where", ["threads", "processes"])
+@pytest.mark.parametrize("where", ["threads", PROCESSES])
 def test_the_order_of_waiting_does_not_matter(where: str):
     for rank in on_ranks(where, 4, two_orders):
         for straight, crossed in rank:
@@ -431,10 +439,11 @@ def digits_accuracy(comm: Comm, reducer: Reducer, seed: int) -> float:
     return 100 * float((model(x_test).argmax(1) == y_test).float().mean())
 
 
-def test_networks_are_as_good():
-    """Digits, 360 test images, mean of three seeds."""
+@pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_networks_are_as_good(seeds: int):
+    """Digits, 360 test images, mean over seeds."""
     plain, wire, low = (
-        sum(on_ranks("threads", 2, digits_accuracy, reducer, seed)[0] for seed in range(3)) / 3
+        sum(on_ranks("threads", 2, digits_accuracy, reducer, seed)[0] for seed in range(seeds)) / seeds
         for reducer in (Mean(), Wire(), LowRank(min_elements=0))
     )
     assert min(plain, wire) > 95.5, (plain, wire, low)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from ranks import on_processes
+from ranks import on_processes, on_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -63,6 +63,7 @@ def test_four_virtual_ranks_on_two_ranks():
         torch.testing.assert_close(ranks[0][name], x, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.process
 def test_four_virtual_ranks_are_four_gloo_processes():
     alone = result(parts=4)
     ranks = on_processes(4, result)
@@ -72,6 +73,8 @@ def test_four_virtual_ranks_are_four_gloo_processes():
         torch.testing.assert_close(ranks[0][name], x, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.process
+@pytest.mark.smoke
 def test_two_virtual_ranks_are_two_gloo_processes_bit_for_bit():
     """Of two numbers there is one order of summation."""
     alone = result(parts=2, norm_batch=16)
@@ -105,7 +108,7 @@ def test_one_group_is_torchs_own_norm():
             assert torch.equal(weights(grouped)[name], x)
 
 
-def test_running_statistics_move_once_an_update_by_the_total_variance():
+def test_running_statistics_move_once_an_update_by_total_variance():
     job = job_on(parts=4, techniques=[VirtualRanks(8)], dropout=0.0)
     norm, conv = job.model.stage[0].norm, copy.deepcopy(job.model.stage[0].conv)
     x = torch.cat([x for x, _ in loader(images(), "train", BATCH, seed=1)][:1])
@@ -190,13 +193,16 @@ def test_recalibrated_statistics_are_those_of_the_whole_set():
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
 
 
-def test_recalibrated_statistics_have_the_same_bits_on_every_rank():
-    for ranks in (Threads(4).run(lambda comm: statistics_of(comm, 1)), on_processes(2, statistics_of, 2)):
-        for measured, _ in ranks[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(measured, ranks[0][0], strict=True))
-        first, exact = ranks[0]
-        assert torch.allclose(first[0].double(), exact[0], rtol=1e-5, atol=1e-6)  # what groups it has matters not
-        assert torch.allclose(first[1].double(), exact[1], rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    ("where", "size", "parts"), [("threads", 4, 1), pytest.param("processes", 2, 2, marks=pytest.mark.process)]
+)
+def test_recalibrated_statistics_have_the_same_bits_on_every_rank(where: str, size: int, parts: int):
+    ranks = on_ranks(where, size, statistics_of, parts)
+    for measured, _ in ranks[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(measured, ranks[0][0], strict=True))
+    first, exact = ranks[0]
+    assert torch.allclose(first[0].double(), exact[0], rtol=1e-5, atol=1e-6)  # the groups make no difference
+    assert torch.allclose(first[1].double(), exact[1], rtol=1e-5, atol=1e-6)
 
 
 def test_recalibration_does_not_change_training():
@@ -241,8 +247,13 @@ def test_each_update_is_measured_anew():
     assert not torch.equal(before[0], after[0])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("images_measured", [129, 130, 133, 150])
+PAIRS = [(1, 129), (2, 129), (4, 129), (4, 130), (2, 133), (1, 150)]
+OTHER_PAIRS = [(1, 130), (2, 130), (1, 133), (4, 133), (2, 150), (4, 150)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "images_measured"), [*PAIRS, *(pytest.param(*p, marks=pytest.mark.exhaustive) for p in OTHER_PAIRS)]
+)
 def test_any_number_of_images_is_measured(ranks: int, images_measured: int):
     """Also a remainder of one image, or of fewer than there are ranks, and norms of one pixel."""
 
