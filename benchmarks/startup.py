@@ -140,7 +140,8 @@ def two_epochs(recipe: Path) -> None:
     """A rank: trains two epochs, and prints how long each took."""
     start_s = time.perf_counter()
     sys.path.append(str(recipe.parent))
-    from kasoku.ranks import joined, place
+    from kasoku.parallel.environment import place
+    from kasoku.ranks import joined
     from kasoku.start import Start
 
     start = Start(began=start_s)

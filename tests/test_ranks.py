@@ -17,8 +17,9 @@ from kasoku.core import InputError, Threads
 from kasoku.core.comm import Comm
 from kasoku.data import digits, loader
 from kasoku.evaluate import evaluate
+from kasoku.parallel.environment import Place, place
 from kasoku.parallel.together import ToldElsewhereError, together
-from kasoku.ranks import Place, Rounds, can_share, check_share, most_ranks, place
+from kasoku.ranks import Rounds, can_share, check_share, most_ranks
 from kasoku.recipe import load
 from started import KASOKU, RECIPE, TORCHRUN, ended, largest_difference, options, started
 

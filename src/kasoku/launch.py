@@ -11,19 +11,22 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from kasoku.core import InputError
 from kasoku.core.hardware import cores
 from kasoku.core.run import write_atomically
-from kasoku.manifest import manifest, sbatch
-from kasoku.ranks import Place, check_share, most_ranks
+from kasoku.manifest import KubernetesSpec, LaunchSpec, SlurmSpec, manifest, sbatch
+from kasoku.parallel.environment import Place
+from kasoku.ranks import check_share, most_ranks
 from kasoku.recipe import Recipe, load, own_folders
 from kasoku.spawn import spawn, train_arguments
 
+S = TypeVar("S", bound=LaunchSpec)
 PORT = 29500
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
@@ -44,13 +47,15 @@ def add_parser(commands: Any) -> None:
 
     slurm = _common(places, "slurm", "write an sbatch script", _slurm)
     slurm.add_argument("--port", type=int, metavar="P", help="of rank 0 (default: from the job's number)")
-    slurm.add_argument("--cpus-per-gpu", type=int, default=8, metavar="C", help="(default: %(default)s)")
+    slurm.add_argument(
+        "--cpus-per-gpu", type=int, default=SlurmSpec.cpus_per_gpu, metavar="C", help="(default: %(default)s)"
+    )
     slurm.add_argument("--partition", metavar="NAME", help="(default: the cluster's)")
     slurm.add_argument("--account", metavar="NAME", help="(default: yours)")
-    slurm.add_argument("--time", default="1-00:00:00", metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
+    slurm.add_argument("--time", default=SlurmSpec.time, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
 
     kubernetes = _common(places, "kubernetes", "write a manifest: Indexed Job, headless Service, recipe", _kubernetes)
-    kubernetes.add_argument("--image", default="kasoku:latest", help="with kasoku in it (default: %(default)s)")
+    kubernetes.add_argument("--image", default=KubernetesSpec.image, help="with kasoku in it (default: %(default)s)")
     kubernetes.add_argument(
         "--mount", action="append", default=[], metavar="CLAIM:DIR", help="a volume claim for the run, the data, ..."
     )
@@ -121,9 +126,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
             raise InputError(f'--{option} "{given}": letters, digits, "_", "-" and "."; give the name Slurm knows')
     if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}", arguments.time):
         raise InputError(f'--time "{arguments.time}": D-HH:MM:SS, HH:MM:SS or minutes')
-    name = _name(arguments, 63)
-    script = sbatch(arguments, name, each, on_gpus=recipe.device.kind != "cpu")
-    return _written(script, arguments.write)
+    return _written(sbatch(_spec(SlurmSpec, arguments, recipe, name=_name(arguments, 63), each=each)), arguments.write)
 
 
 def _kubernetes(arguments: argparse.Namespace) -> int:
@@ -143,8 +146,14 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
         print(
             f"kasoku: {out} is lost with its pod: give a volume claim, as --mount CLAIM:{out.parent}", file=sys.stderr
         )
-    text = manifest(arguments, name, each, out, on_gpus=recipe.device.kind != "cpu")
-    return _written(text, arguments.write)
+    spec = _spec(KubernetesSpec, arguments, recipe, name=name, each=each, out=out)
+    return _written(manifest(spec), arguments.write)
+
+
+def _spec(kind: type[S], arguments: argparse.Namespace, recipe: Recipe, **known: Any) -> S:
+    """What the arguments of the same names and these say."""
+    given = {f.name: getattr(arguments, f.name) for f in fields(kind) if hasattr(arguments, f.name)}
+    return kind(**{**given, "on_gpus": recipe.device.kind != "cpu", **known})
 
 
 def _recipe(arguments: argparse.Namespace) -> Recipe:

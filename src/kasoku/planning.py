@@ -377,17 +377,12 @@ def _write(chosen: Choice, folder: Path, planned: Path) -> None:
 
 def _script(recipe: Path, chosen: Choice) -> str:
     """As `kasoku launch slurm` writes it; its limit is twice what may be needed."""
-    from kasoku.launch import add_parser as add_launch
-    from kasoku.manifest import sbatch
+    from kasoku.manifest import SlurmSpec, sbatch
 
     nodes = chosen.case.simulator.cluster.nodes_for(chosen.step.gpus)
     minutes = max(10, round(2 * chosen.late_s / 60))
     limit = f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
-    parser = argparse.ArgumentParser()
-    add_launch(parser.add_subparsers())
-    each = chosen.step.gpus // nodes
-    words = ["--nodes", str(nodes), "--gpus-per-node", str(each), "--time", limit]
     plain = re.sub(r"[^a-z0-9]+", "-", recipe.stem.lower()).strip("-")
-    name = plain if plain[:1].isalpha() else f"kasoku-{plain}"  # a job's begins with a letter
-    arguments = parser.parse_args(["launch", "slurm", str(recipe), *words])
-    return sbatch(arguments, name[:63].strip("-"), each, on_gpus=chosen.case.recipe.device.kind != "cpu")
+    name = (plain if plain[:1].isalpha() else f"kasoku-{plain}")[:63].strip("-")  # a job's begins with a letter
+    each, on_gpus = chosen.step.gpus // nodes, chosen.case.recipe.device.kind != "cpu"
+    return sbatch(SlurmSpec(name=name, recipe=recipe, nodes=nodes, each=each, on_gpus=on_gpus, time=limit))

@@ -1,8 +1,4 @@
-"""The ranks of one training: which of them this process is, how they meet, what they agree on, and who starts them.
-
-Note: what a launcher says. torchrun (and what does as it does) sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE;
-srun sets SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID and SLURM_NTASKS_PER_NODE. MASTER_ADDR and MASTER_PORT say where
-rank 0 is. A batch script has Slurm's variables too; what it runs without srun and without MASTER_ADDR is alone.
+"""The ranks of one training: how they meet, and what they agree on.
 
 Note: a group of two engines. Tensors on a CPU travel by gloo, tensors on a GPU by NCCL. So what ranks agree on (a
 signal, an error, a file's name) goes past the GPU, and nobody waits for it.
@@ -13,9 +9,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -28,9 +23,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from kasoku.core import Comm, InputError, Solo, Work
-from kasoku.core.hardware import cores
 from kasoku.core.run import RunFolder
 from kasoku.parallel import TorchComm
+from kasoku.parallel.environment import Place
 from kasoku.parallel.faults import Watchdog
 from kasoku.parallel.together import SHARED, raised, together
 from kasoku.recipe import Recipe
@@ -44,64 +39,6 @@ _was_rank: list[object] = []
 
 class LostRankError(RuntimeError):
     """Another rank is gone; it said why, or died."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process stands among the ranks: in all, and on its host."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    bound: bool = False  # to cores of its own: those it may use are not shared with the others on its host
-    launched: bool = False  # by something that said so; else alone by default
-
-    @property
-    def sharing(self) -> int:
-        """How many processes share the cores that this one may use."""
-        return 1 if self.bound else self.local_size
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size or not 0 <= self.local_rank < self.local_size <= self.size:
-            raise InputError(
-                f"rank {self.rank} of {self.size}, {self.local_rank} of {self.local_size} on this host: ranks count "
-                "from 0 to below their number; start them with kasoku launch, torchrun or srun"
-            )
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables that tell a process its place, as torchrun sets them."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return dict(zip(names, map(str, (self.rank, self.size, self.local_rank, self.local_size)), strict=True))
-
-
-def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """This process's place, from what its launcher set; alone without one. Raises InputError for half of it."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-        local_rank = _number(environment, "LOCAL_RANK", 0)
-        return Place(rank, size, local_rank, _number(environment, "LOCAL_WORLD_SIZE", local_rank + 1), launched=True)
-    if "SLURM_PROCID" in environment and ("MASTER_ADDR" in environment or "SLURM_STEP_ID" in environment):
-        rank, size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
-        local_rank = _number(environment, "SLURM_LOCALID")
-        a_node = size // max(1, _number(environment, "SLURM_NNODES", 1))
-        local_size = _number(environment, "SLURM_NTASKS_PER_NODE", max(a_node, local_rank + 1))
-        if torch.cuda.device_count() == 1:  # Slurm shows each task a GPU of its own
-            local_rank = 0
-        bound = cores() <= _number(environment, "SLURM_CPUS_PER_TASK", 0)
-        launched = size > 1 or "MASTER_ADDR" in environment
-        return Place(rank, size, local_rank, min(size, local_size), bound=bound, launched=launched)
-    return Place()
-
-
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    given = environment.get(name, default)
-    try:
-        return int(given)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        said = f'{name}="{given}"' if given is not None else f"no {name}"
-        raise InputError(f"{said} beside other variables of a launcher: a number is wanted; launch anew") from None
 
 
 @contextmanager

@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kasoku.core import Comm
+from kasoku.parallel.environment import Place, place
 from kasoku.parallel.together import ToldElsewhereError
-from kasoku.ranks import LostRankError, Place, joined, place
+from kasoku.ranks import LostRankError, joined
 from kasoku.start import Start
 
 STARTED = "KASOKU_STARTED"  # when the command was typed, on the clock of time.perf_counter, which processes share

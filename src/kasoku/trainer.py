@@ -28,8 +28,9 @@ from kasoku.models import check_fits
 from kasoku.optim import Rate
 from kasoku.parallel import AllReduce, Asynchronous, Overlap, Recalibrate, VirtualRanks
 from kasoku.parallel.agree import agree, facts_of_model
+from kasoku.parallel.environment import Place, place
 from kasoku.parallel.together import SHARED, together
-from kasoku.ranks import Gate, Place, check_share, place
+from kasoku.ranks import Gate, check_share
 from kasoku.recipe import Recipe, made, optimizer
 from kasoku.report import Timed
 from kasoku.result import Result

@@ -19,9 +19,10 @@ from kasoku.core.run import Checkpoint, RunFolder, save_weights
 from kasoku.data import Dataset, FilesLoader, Loader
 from kasoku.device import Chosen
 from kasoku.evaluate import Scores, evaluate
+from kasoku.parallel.environment import place
 from kasoku.parallel.together import in_the_end, together
 from kasoku.parallel.watched import Pulse
-from kasoku.ranks import Rounds, place
+from kasoku.ranks import Rounds
 from kasoku.recipe import Recipe
 from kasoku.report import Bar, Cause, Facts, Ledger, Log, NoLog, facts_of
 from kasoku.report.confusion import Judged

@@ -16,7 +16,7 @@ from contracts import one_thread as one_thread
 from kasoku.core import Comm, InputError, Solo, Work
 from kasoku.core.toml import parse, table
 from kasoku.data import digits
-from kasoku.ranks import place
+from kasoku.parallel.environment import place
 from kasoku.parallel.reduce import Hierarchical, LowRank, Mean, Reduce, Reducer, Wire
 
 LENGTHS = (4096, 3001, 5, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import zlib
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from kasoku.core import Comm, InputError, Work
 from kasoku.parallel.chain import Chain, Runner
+from kasoku.parallel.environment import ranks_on_host
 
 _WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -154,7 +154,7 @@ class Hierarchical(Reducer):
 
     def bind(self, comm: Comm) -> Reduce:
         """Makes the groups of ranks. Mean where all are in one node, `across` alone where each has its own."""
-        node = self.node or _local_ranks()
+        node = self.node or _ranks_of_node()
         if comm.size % node:
             raise InputError(f"Hierarchical: {comm.size} ranks in nodes of {node}: the nodes must be equal in size")
         if node == comm.size:
@@ -162,17 +162,11 @@ class Hierarchical(Reducer):
         return self.across.bind(comm) if node == 1 else _Hierarchical(comm, node, self.across)
 
 
-def _local_ranks() -> int:
-    """As torchrun says it, or else srun (kasoku.ranks.place reads the same): its tasks a node, or an equal share."""
-    said = os.environ.get
-    text = said("LOCAL_WORLD_SIZE", "")
-    if not text and "SLURM_PROCID" in os.environ:
-        text, tasks, nodes = (said(f"SLURM_{name}", "") for name in ("NTASKS_PER_NODE", "NTASKS", "NNODES"))
-        if not text and tasks.isdigit() and nodes.isdigit() and int(nodes) and int(tasks) % int(nodes) == 0:
-            text = str(int(tasks) // int(nodes))
-    if not text.isdigit() or int(text) < 1:
-        raise InputError(f'$LOCAL_WORLD_SIZE = "{text}": ranks of a node are wanted: give Hierarchical(node=...)')
-    return int(text)
+def _ranks_of_node() -> int:
+    node = ranks_on_host()
+    if not node or node < 1:
+        raise InputError(f'$LOCAL_WORLD_SIZE = "{node or ""}": ranks of a node are wanted: give Hierarchical(node=...)')
+    return node
 
 
 class _Mean:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from kasoku.parallel.environment import ranks_on_host
+
 _SHARE = 0.9  # of what is free, that may be taken: the rest is for others, and for what a line does not tell
 _SAID = (
     "out of memory",
@@ -71,7 +73,7 @@ class Memory:
             now = torch.cuda.memory_allocated(self.device)
             unused = torch.cuda.memory_reserved(self.device) - now
             return wanted - now <= _SHARE * (free_bytes + unused)
-        free, sharing = available_bytes(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # ranks that grow alike
+        free, sharing = available_bytes(), ranks_on_host() or 1  # ranks that grow alike
         return free is None or sharing * (wanted - resident_bytes()) <= _SHARE * free
 
 
