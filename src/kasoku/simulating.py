@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kasoku.core import InputError
 
 if TYPE_CHECKING:
+    from kasoku.parallel import Asynchronous
     from kasoku.report.html import Panel
     from kasoku.simulate import Step
     from kasoku.simulation import Case
@@ -92,7 +93,6 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _show(asked: Case, step: Step, found: dict[str, Any], *, title: str) -> None:
     from kasoku.report import print_table
-    from kasoku.simulate.apart import told
 
     largest = max(step.course.sizes(), default=0.0)
     choice = getattr(step.course.link, "choice", lambda _: "")(largest)
@@ -102,7 +102,7 @@ def _show(asked: Case, step: Step, found: dict[str, Any], *, title: str) -> None
     sent, free = "exchanges" if pace else "all-reduces", pace and pace.max_staleness is None
     rows = {
         "GPUs": f"{step.gpus:,} {device.name}, {step.images / step.gpus:g} images each",
-        **({"asynchronous": told(pace)} if pace else {}),
+        **({"asynchronous": _asynchronous(pace)} if pace else {}),
         "step": f"{_MS * step.step_s:.2f} ms",
         "computing": f"{_MS * step.compute_s:.2f} ms on the middle GPU",
         "the slowest rank": "not waited for" if free else f"{_MS * step.jitter_s:.2f} ms more",
@@ -114,6 +114,16 @@ def _show(asked: Case, step: Step, found: dict[str, Any], *, title: str) -> None
         "source": device.source or "the cluster's file",
     }
     print_table(title, rows)
+
+
+def _asynchronous(pace: Asynchronous) -> str:
+    """The technique's settings in a line."""
+    most, often = pace.max_staleness, pace.every if pace.hidden else max(1, pace.every)
+    ahead = "any number of steps" if most is None else f"at most {most} step{'s' if most > 1 else ''}"
+    when = {0: "when the last are through", 1: "after each step"}.get(often, f"after every {often} steps")
+    groups = ", one group at a time" if pace.stream else ""
+    shown = "beside computing" if pace.hidden else "waited for at once"
+    return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}{groups}, {shown}"
 
 
 def _range(given: str) -> tuple[int, int]:

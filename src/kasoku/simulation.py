@@ -25,7 +25,7 @@ from kasoku.parallel.buckets import Graded
 from kasoku.ranks import can_share, check_share
 from kasoku.recipe import Recipe, load, own_folders
 from kasoku.report.html import Panel
-from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step, apart
+from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step
 from kasoku.simulate.compute import Profile
 from kasoku.simulate.reducing import exchanges, flat
 from kasoku.simulate.sweep import efficiency, scaled
@@ -227,7 +227,7 @@ def _apart(recipe: Recipe, pace: Asynchronous, algorithm: str) -> Sharing:
             raise InputError(f"techniques {name} and Asynchronous cannot be combined: leave one of them out")
     if algorithm:
         raise InputError(f"--allreduce {algorithm}: ranks at their own pace send no all-reduces: leave it out")
-    return Sharing(pace.buckets, next_forward=False, wire_bytes=apart.wire_bytes(pace), apart=pace)
+    return Sharing(pace.buckets, next_forward=False, apart=pace)
 
 
 def _profile(arguments: argparse.Namespace, net: Network) -> Profile:

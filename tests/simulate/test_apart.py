@@ -195,7 +195,7 @@ def test_a_faster_network_shows_less_of_an_exchange() -> None:
 )
 def test_what_is_no_exchange_among_equals_is_one_clear_line(pace: Asynchronous, parts: int) -> None:
     simulator = Simulator(ideal(8), small(), Sharing(apart=pace))
-    with pytest.raises(InputError, match="ranks at their own pace are simulated where") as caught:
+    with pytest.raises(InputError, match="asynchronous ranks are simulated") as caught:
         simulator.step(8, 800, parts=parts)
     assert "\n" not in str(caught.value)
     assert replace(simulator, sharing=Sharing(apart=Asynchronous())).step(8, 800).step_s > 0

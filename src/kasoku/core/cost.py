@@ -1,12 +1,13 @@
-"""The cost model of data-parallel training: what a step takes, and what of its communication shows.
+"""The cost model of data-parallel training: the time of a step, and how much of its communication is exposed.
 
-The planner of gradient groups and the simulator of clusters both use it. All times in seconds, sizes in bytes.
+`forecast` is the one recursion: the search for gradient groups, the simulator and its timelines all call it, and tests
+hold the real `Overlap` on a virtual clock against it. All times are in seconds, all sizes in bytes.
 
-Note: two streams of work. Compute does the backward of every unit from the last to the first, then updates and runs
-the units forward from the first to the last, and waits where a unit's gradients have not arrived. The link moves one
-piece at a time, in one static order, each as soon as its group is ready and the piece before it has arrived. While
-both work, each may slow the other down (a CPU that computes also moves the bytes): `compute_share` and `link_share`
-are the speeds that are left.
+Note: two streams of work. The compute stream runs the backward of every unit from the last to the first. Then it
+updates the units and runs their forward from the first to the last, and waits where a unit's gradients have not
+arrived. The link sends one piece at a time, in one static order, as soon as the piece's group is ready and the piece
+before it has arrived. While both streams work, each may slow down the other (a CPU that computes also moves the
+bytes): `compute_share` and `link_share` are the fractions of their speeds that remain.
 """
 
 from __future__ import annotations
@@ -14,27 +15,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kasoku.core.trace import Span
+
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce of n bytes takes: latency_s + n / bytes_per_s; and what is left of the speeds in company.
+    """The time of an all-reduce of n bytes, latency_s + n / bytes_per_s, and the speeds while both streams work.
 
-    bytes_per_s is that of the whole collective (a ring over p ranks moves 2 (p - 1) / p of the bytes on every link).
+    `bytes_per_s` is the rate of the whole collective: a ring of p ranks sends 2 (p - 1) / p of the bytes on each link.
     """
 
     latency_s: float
     bytes_per_s: float
-    compute_share: float = 1.0  # speed of computing while a transfer is under way
-    link_share: float = 1.0  # speed of a transfer while the device computes
+    compute_share: float = 1.0  # speed of compute during a transfer
+    link_share: float = 1.0  # speed of a transfer during compute
 
     def seconds(self, size: float) -> float:
-        """An all-reduce of `size` bytes, alone."""
+        """The time of an all-reduce of `size` bytes while nothing else runs."""
         return self.latency_s + size / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a model that runs as one: its times on one device."""
+    """A part of the model that runs as a whole, with its times on one device."""
 
     name: str
     forward_s: float
@@ -44,7 +47,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Sized:
-    """One tensor of gradients: whose it is, and how large. `kind`: tensors of one kind may share a buffer."""
+    """One gradient tensor: the index of its unit, and its size. Tensors of the same `kind` may share a buffer."""
 
     unit: int
     elements: int
@@ -54,13 +57,13 @@ class Sized:
 
     @property
     def width(self) -> float:
-        """Bytes of an element."""
+        """Bytes per element."""
         return self.size / self.elements
 
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """What is sent at once: a stretch of a group's flat buffer, in elements."""
+    """A slice of a group's flat buffer that is sent at once, in elements."""
 
     group: int
     start: int
@@ -69,7 +72,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """Groups of tensors (indices), each one flat buffer, and the order in which their pieces are sent."""
+    """Groups of tensors (by index), each in one flat buffer, and the order in which their pieces are sent."""
 
     groups: tuple[tuple[int, ...], ...]
     order: tuple[Piece, ...]
@@ -78,51 +81,64 @@ class Plan:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the cost model says of a plan. `arrived_s`: of each group, counted from the start of backward."""
+    """The times of a step under a plan.
+
+    `backward_s`: when backward ends. `arrived_s`: when each group has arrived. Both count from the start of backward.
+    `spans`: the timeline from the start of backward to the end of forward, where it was asked for; its kinds are those
+    of a measured run.
+    """
 
     step_s: float
     compute_s: float
     link_s: float
-    backward_s: float = 0.0  # until backward has ended
+    backward_s: float = 0.0
     arrived_s: tuple[float, ...] = field(repr=False, default=())
+    spans: tuple[Span, ...] = field(repr=False, default=())
 
     @property
     def bound_s(self) -> float:
-        """No order can be faster than the slower of computing alone and communicating alone."""
+        """The lower bound of every order: the slower of compute alone and communication alone."""
         return max(self.compute_s, self.link_s)
 
     @property
     def exposed_s(self) -> float:
-        """What communication adds to computing."""
+        """The time that communication adds to compute."""
         return self.step_s - self.compute_s
 
 
 def forecast(
-    units: Sequence[Unit], tensors: Sequence[Sized], plan: Plan, link: Link, *, next_forward: bool = True
+    units: Sequence[Unit],
+    tensors: Sequence[Sized],
+    plan: Plan,
+    link: Link,
+    *,
+    next_forward: bool = True,
+    timeline: bool = False,
 ) -> Forecast:
     """The step under a plan, in the steady state.
 
     Args:
         units: in forward order.
-        tensors: what the plan's indices mean.
+        tensors: the tensors that the plan's indices refer to.
         plan: the groups and the order of their pieces.
-        link: the link.
+        link: sends the pieces.
         next_forward: a unit's update and next forward wait for its own groups only; False: for all groups.
+        timeline: fill `Forecast.spans`.
     """
     homes = [sorted({tensors[i].unit for i in group}) for group in plan.groups]
     width = [tensors[group[0]].width for group in plan.groups]
-    pieces = [(p.group, link.seconds((p.stop - p.start) * width[p.group])) for p in plan.order]
+    sizes = [(p.group, (p.stop - p.start) * width[p.group]) for p in plan.order]
     last = [0] * len(plan.groups)
-    for i, (group, _) in enumerate(pieces):
+    for i, (group, _) in enumerate(sizes):
         last[group] = i
     ready_after = [len(units) - home[0] for home in homes]  # backward tasks that must have ended
-    streams = _Streams(link, pieces, ready_after, last)
+    streams = _Streams(link, sizes, ready_after, last, timeline=timeline)
     wanted = _wanted(units, homes, next_forward)
     return streams.run(units, wanted, _updates(units, tensors, plan), barrier=not next_forward)
 
 
 def _updates(units: Sequence[Unit], tensors: Sequence[Sized], plan: Plan) -> list[float]:
-    """Seconds to update each group: of each unit the share of its elements."""
+    """Seconds to update each group; a unit's update time is divided among its tensors by their elements."""
     whole = [0] * len(units)
     for t in tensors:
         whole[t.unit] += t.elements
@@ -131,7 +147,7 @@ def _updates(units: Sequence[Unit], tensors: Sequence[Sized], plan: Plan) -> lis
 
 
 def _wanted(units: Sequence[Unit], homes: Sequence[Sequence[int]], next_forward: bool) -> list[list[int]]:
-    """The groups that the forward of each unit is the first to wait for."""
+    """For each unit the groups whose first reader is its forward."""
     wanted: list[list[int]] = [[] for _ in units]
     for group, home in enumerate(homes):
         wanted[home[0] if next_forward else 0].append(group)
@@ -139,56 +155,78 @@ def _wanted(units: Sequence[Unit], homes: Sequence[Sequence[int]], next_forward:
 
 
 class _Streams:
-    """Compute and link, moved on together from event to event."""
+    """The compute stream and the link, advanced together from event to event."""
 
     def __init__(
-        self, link: Link, pieces: list[tuple[int, float]], ready_after: Sequence[int], last: Sequence[int]
+        self,
+        link: Link,
+        sizes: Sequence[tuple[int, float]],
+        ready_after: Sequence[int],
+        last: Sequence[int],
+        *,
+        timeline: bool,
     ) -> None:
-        self.link, self.pieces, self.ready_after, self.last = link, pieces, ready_after, last
+        self.link, self.sizes, self.ready_after, self.last = link, sizes, ready_after, last
+        self.pieces = [(group, link.seconds(size)) for group, size in sizes]
         self.now, self.sent, self.ended = 0.0, 0, 0  # time, pieces arrived, backward tasks ended
-        self.left = pieces[0][1] if pieces else 0.0
+        self.left = self.pieces[0][1] if self.pieces else 0.0
+        self.started: float | None = None  # when the transfer under way began
         self.arrived = [0.0] * len(last)
+        self.spans: list[Span] | None = [] if timeline else None
 
     def run(
         self, units: Sequence[Unit], wanted: Sequence[Sequence[int]], update_s: Sequence[float], *, barrier: bool
     ) -> Forecast:
         """The whole step; with a barrier no group is updated before all have arrived."""
         for unit in reversed(units):
-            self.compute(unit.backward_s)
+            self.compute(unit.backward_s, "backward", unit.name)
             self.ended += 1
         backward_s = self.now
         for unit, groups in zip(units, wanted, strict=True):
             ordered = sorted(groups, key=lambda g: self.last[g])
             if barrier and ordered:
-                self.wait(ordered[-1])
+                self.wait(ordered[-1], unit.name)
             for group in ordered:
-                self.wait(group)
-                self.compute(update_s[group])
-            self.compute(unit.forward_s)
+                self.wait(group, unit.name)
+                self.compute(update_s[group], "update", group)
+            self.compute(unit.forward_s, "forward", unit.name)
         compute_s = sum(unit.backward_s + unit.forward_s + unit.update_s for unit in units)
-        return Forecast(
-            self.now, compute_s, sum(seconds for _, seconds in self.pieces), backward_s, tuple(self.arrived)
-        )
+        link_s = sum(seconds for _, seconds in self.pieces)
+        return Forecast(self.now, compute_s, link_s, backward_s, tuple(self.arrived), tuple(self.spans or ()))
 
     def sending(self) -> bool:
         return self.sent < len(self.pieces) and self.ready_after[self.pieces[self.sent][0]] <= self.ended
 
-    def compute(self, work_s: float) -> None:
+    def compute(self, work_s: float, kind: str, what: str | int) -> None:
+        start = self.now
         while self.sending() and work_s > 0:
             mine, theirs = work_s / self.link.compute_share, self.left / self.link.link_share
             span = min(mine, theirs)
             work_s = 0.0 if mine <= theirs else work_s - span * self.link.compute_share
             self.transfer(span, span * self.link.link_share if mine < theirs else self.left)
         self.now += max(0.0, work_s)
+        self.draw(kind, what, start)
 
-    def wait(self, group: int) -> None:
+    def wait(self, group: int, unit: str) -> None:
+        start = self.now
         while self.sent <= self.last[group]:
             self.transfer(self.left, self.left)
+        self.draw("exposed", f"before {unit}", start)
 
     def transfer(self, span: float, done: float) -> None:
+        if self.started is None:
+            self.started = self.now
         self.now += span
         self.left -= done
         if self.left <= 0:
-            self.arrived[self.pieces[self.sent][0]] = self.now
-            self.sent += 1
+            group, size = self.sizes[self.sent]
+            self.draw("transfer", group, self.started, round(size))
+            self.arrived[group] = self.now
+            self.sent, self.started = self.sent + 1, None
             self.left = self.pieces[self.sent][1] if self.sent < len(self.pieces) else 0.0
+
+    def draw(self, kind: str, what: str | int, start: float, size: int = 0) -> None:
+        """Adds a span that ends now to the timeline; a number is a group's."""
+        if self.spans is not None and self.now > start:
+            name = what if isinstance(what, str) else f"group {what}"
+            self.spans.append(Span(kind, name, start, self.now, bytes=size))

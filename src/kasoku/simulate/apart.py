@@ -1,11 +1,9 @@
-"""Ranks at their own pace (`Asynchronous`): what their exchanges take, what of it shows, what each stream does when.
+"""Steps of asynchronous ranks (`Asynchronous`): how long their exchanges take, and how much of that is exposed.
 
-Note: the busiest link. Each of N ranks sends every owner an Nth of its update and gets as much back; all ranks are
-owners. So every rank sends every other the same bytes, once as pushes and once as answers: two all-to-alls, of which
-the busiest link sets the seconds (`allreduce.exchange`).
+Note: the busiest link. Each of N ranks owns an Nth of the weights. It sends every owner that part of its update and
+receives as many bytes: two all-to-alls, whose time the busiest link sets (`allreduce.exchange`).
 
-Note: what is left out. Only links are simulated: not what an owner takes to add, nor the way between a GPU and its
-host, nor the word a step that a rank has with the one who deals the data.
+Note: what is not simulated: the owners' additions, copies between a GPU and its host, the request for data of a step.
 """
 
 from __future__ import annotations
@@ -20,132 +18,85 @@ from kasoku.core import InputError, Span
 from kasoku.core.cost import Forecast, Piece, Plan, Sized, Unit
 from kasoku.parallel import Asynchronous
 from kasoku.parallel.pieces import most_alone
-from kasoku.parallel.wires import WIRES
 from kasoku.simulate.allreduce import ALONE, Fastest, exchange, fastest
 from kasoku.simulate.cluster import Cluster
 
-_DRAWN = 6000  # spans of computing, of a timeline
+_DRAWN = 1000  # steps in a timeline; of more, several are drawn as one
 
 
 def check(pace: Asynchronous, parts: int) -> None:
-    """Raises InputError for settings whose exchanges are others than these."""
+    """Raises InputError for settings under which ranks exchange in another way."""
     if pace.servers or pace.max_staleness == 0 or parts > 1:
         raise InputError(
-            f"servers={pace.servers}, max_staleness={pace.max_staleness}, {parts} parts: ranks at their own pace are "
-            "simulated where all own and train (servers=0), may be ahead, and take their share at once"
+            f"servers={pace.servers}, max_staleness={pace.max_staleness}, {parts} parts: asynchronous ranks are "
+            "simulated with servers=0, max_staleness above 0 and a share in one part"
         )
 
 
 @lru_cache(maxsize=1024)
 def link(cluster: Cluster, gpus: int) -> Fastest:
-    """What an exchange takes, of the bytes that a rank sends: a question, its answer, and all bytes both ways."""
-    cluster.nodes_for(gpus)
-    if gpus == 1:
-        return ALONE
+    """The time of an exchange, by the bytes of a rank's update: requests, replies, and those bytes both ways."""
     once = exchange(cluster, gpus)
-    return fastest(cluster, [("exchange", once + once)])
-
-
-def wire_bytes(pace: Asynchronous) -> int:
-    """Of an element under way, either way."""
-    return WIRES[pace.wire].dtype.itemsize
+    return fastest(cluster, [("exchange", once + once)]) if gpus > 1 else ALONE
 
 
 def plan(pace: Asynchronous, tensors: Sequence[Sized]) -> Plan:
-    """The groups of its policy, whole, in the order in which they are sent; `tensors` in order of definition."""
+    """The groups of its policy, each sent whole, in order; `tensors` in order of definition."""
     made = pace.buckets.plan(tensors)
     sizes = [sum(tensors[i].elements for i in group) for group in made.groups]
     return Plan(made.groups, tuple(Piece(g, 0, size) for g, size in enumerate(sizes)), made.policy)
 
 
-def settled(pace: Asynchronous, units: Sequence[Unit], exchange_s: float, groups: int) -> Asynchronous:
-    """The pace with its number of steps between exchanges, where that is as many as one lasts (every=0).
-
-    `exchange_s`: of all groups.
-    """
+def settled(pace: Asynchronous, units: Sequence[Unit], groups: Sequence[tuple[float, float]]) -> Asynchronous:
+    """Replaces every=0 by the number of steps that an exchange lasts; `groups`: seconds and bytes of each."""
     if pace.every:
         return pace
-    between_s = _whole(units) * (groups if pace.stream else 1)
-    steps = math.ceil(exchange_s / between_s - 1e-9) if pace.hidden and between_s else 1
+    between_s = sum(_phases(units).values()) * (len(groups) if pace.stream else 1)
+    steps = math.ceil(sum(s for s, _ in groups) / between_s - 1e-9) if pace.hidden and between_s else 1
     return replace(pace, every=min(most_alone(pace.max_staleness), max(1, steps)))
 
 
-def turn(pace: Asynchronous, groups: int) -> int:
-    """Steps in which every group is exchanged once."""
-    return pace.every * (groups if pace.stream else 1)
-
-
-def forecast(pace: Asynchronous, units: Sequence[Unit], link_s: float) -> Forecast:
-    """A step of a rank, in the steady state; `link_s`: seconds of exchanges a step, on the mean."""
-    compute_s = _whole(units)
+def forecast(
+    pace: Asynchronous, units: Sequence[Unit], groups: Sequence[tuple[float, float]], *, timeline: bool = False
+) -> Forecast:
+    """The mean step of a rank in the steady state; the timeline shows as many steps as exchange every group once."""
+    compute_s = sum(_phases(units).values())
+    link_s = sum(s for s, _ in groups) / (pace.every * (len(groups) if pace.stream else 1))
     exposed_s = max(0.0, link_s - compute_s) if pace.hidden else link_s
-    return Forecast(compute_s + exposed_s, compute_s, link_s)
+    spans = _spans(pace, _phases(units), groups) if timeline else ()
+    return Forecast(compute_s + exposed_s, compute_s, link_s, spans=spans)
 
 
-def spans(pace: Asynchronous, units: Sequence[Unit], groups: Sequence[tuple[float, float]]) -> list[Span]:
-    """The steady state over a turn, from an exchange on; `groups`: seconds and bytes of each.
+def _phases(units: Sequence[Unit]) -> dict[str, float]:
+    """The seconds of a step's compute by kind."""
+    return {kind: sum(getattr(u, f"{kind}_s") for u in units) for kind in ("forward", "backward", "update")}
 
-    The first step is drawn layer by layer, the others as wholes.
-    """
-    every = list(enumerate(groups))
-    rounds = [[one] for one in every] if pace.stream else [every]
-    seconds = [sum(s for _, (s, _) in some) for some in rounds]
-    behind = pace.hidden and sum(seconds) > len(rounds) * pace.every * _whole(units)
-    # until when each round of the turn before is under way: the link is either never free, or waited for by nobody
-    until = [x - sum(seconds) if behind else -math.inf for x in itertools.accumulate(seconds)]
-    out: list[Span] = []
-    now, free, zero = until[0] if behind else 0.0, 0.0, 0.0
-    for i, some in enumerate([*rounds, *rounds]):  # the second turn is like all that follow
+
+def _spans(pace: Asynchronous, phases: dict[str, float], groups: Sequence[tuple[float, float]]) -> tuple[Span, ...]:
+    numbered = list(enumerate(groups))
+    rounds = [[group] for group in numbered] if pace.stream else [numbered]
+    drawn = min(pace.every, max(1, _DRAWN // len(rounds)))
+    ends = list(itertools.accumulate(sum(s for _, (s, _) in members) for members in rounds))
+    # when the exchanges of the previous turn end: either the link is never free, or no step waits for them
+    busy = pace.hidden and ends[-1] > len(rounds) * pace.every * sum(phases.values())
+    ends = [end - ends[-1] if busy else -math.inf for end in ends]
+    spans: list[Span] = []
+
+    def draw(kind: str, name: str, start: float, stop: float, size: float = 0) -> float:
+        if stop > start:
+            spans.append(Span(kind, name, start, stop, bytes=round(size)))
+        return max(start, stop)
+
+    now, free, zero = ends[0] if busy else 0.0, 0.0, 0.0
+    for i, members in enumerate([*rounds, *rounds]):  # the second turn is in the steady state
         if i == len(rounds):
-            out, zero = [], now
-        for g, (s, size) in some:
-            start = max(now, free)
-            free = start + s
-            if s:
-                out.append(Span("transfer", f"group {g}", start, free, bytes=round(size)))
-        until.append(free)
-        if not pace.hidden:
-            now = _wait(out, now, free)
-        for k in range(pace.every):
-            now = _step(out, units if i == len(rounds) and k == 0 else [_one(units)], now)
-        if pace.hidden:
-            now = _wait(out, now, until[i + 1])
-    return [Span(s.kind, s.name, s.start - zero, s.stop - zero, bytes=s.bytes) for s in out]
-
-
-def told(pace: Asynchronous) -> str:
-    """What it does, in a line."""
-    most = pace.max_staleness
-    ahead = "any number of steps" if most is None else f"at most {most} step{'s' if most > 1 else ''}"
-    often = {0: "when the last are through", 1: "after each step"}
-    when = often.get(pace.every if pace.hidden else max(1, pace.every), f"after every {pace.every} steps")
-    some = ", one group at a time" if pace.stream else ""
-    shown = "beside computing" if pace.hidden else "waited for at once"
-    return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}{some}, {shown}"
-
-
-def _wait(out: list[Span], now: float, until: float) -> float:
-    if until > now:
-        out.append(Span("exposed", "fresh weights", now, until))
-    return max(now, until)
-
-
-def _step(out: list[Span], units: Sequence[Unit], now: float) -> float:
-    """Draws a step, unless there are too many; returns its end."""
-    parts = [("forward", u.name, u.forward_s) for u in units]
-    parts += [("backward", u.name, u.backward_s) for u in reversed(units)]
-    parts += [("update", u.name, u.update_s) for u in units if u.update_s]
-    for kind, name, s in parts:
-        if len(out) < _DRAWN:
-            out.append(Span(kind, name, now, now + s))
-        now += s
-    return now
-
-
-def _one(units: Sequence[Unit]) -> Unit:
-    forward_s, backward_s = sum(u.forward_s for u in units), sum(u.backward_s for u in units)
-    return Unit("all layers", forward_s, backward_s, sum(u.update_s for u in units))
-
-
-def _whole(units: Sequence[Unit]) -> float:
-    return sum(u.forward_s + u.backward_s + u.update_s for u in units)
+            zero = now
+            spans.clear()
+        for group, (s, size) in members:
+            free = draw("transfer", f"group {group}", max(now, free), max(now, free) + s, size)
+        ends.append(free)
+        now = now if pace.hidden else draw("exposed", "fresh weights", now, free)
+        for _, (kind, s) in itertools.product(range(drawn), phases.items()):
+            now = draw(kind, "all layers", now, now + s * pace.every / drawn)
+        now = draw("exposed", "fresh weights", now, ends[i + 1]) if pace.hidden else now
+    return tuple(replace(span, start=span.start - zero, stop=span.stop - zero) for span in spans)

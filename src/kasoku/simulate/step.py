@@ -1,30 +1,30 @@
-"""One step of data-parallel training on a cluster: what it takes, item by item, and what each stream does when.
+"""One step of data-parallel training on a cluster: its time, item by item, and its timeline.
 
-Note: whose order. Groups and their order are those of the policies in `parallel.buckets` that `Overlap` goes by, and
-the step is core's recursion (`cost.forecast`), which `Overlap` on a `SimComm` takes to 1e-12 (tests/parallel). `spans`
-replays the same recursion for the timeline; both agree to 1e-9 (tests/simulate/test_step.py). Ranks at their own pace
-wait for no all-reduce: their steps are those of `apart`. What is sent of a gradient may be less than it is in memory:
-see `reducing`.
+Note: one recursion. The groups and their order come from the policies in `parallel.buckets`, as in `Overlap`. Times
+and timelines come from core's recursion (`cost.forecast`), which `Overlap` on a virtual clock takes to 1e-12
+(tests/parallel). Asynchronous ranks wait for no all-reduce: see `apart`. Gradients may be sent in fewer bytes than they
+have in memory: see `reducing`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kasoku.core import InputError, Span
 from kasoku.core.cost import Forecast, Link, Plan, Sized, Unit, forecast
 from kasoku.parallel import Asynchronous, Reducer
 from kasoku.parallel.buckets import Graded, OneGroup, Planned, Policy, search
+from kasoku.parallel.wires import WIRES
 from kasoku.simulate import allreduce, apart, compute, reducing
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.compute import Network, Profile
 from kasoku.simulate.jitter import Jitter
 
 _FP32 = 4  # bytes of an element
-_TRIES = 1000  # to improve each of the plans that a search found: the same on a fast machine and a slow one
+_TRIES = 1000  # to improve each plan of a search: a number and no time limit, so that every machine finds the same plan
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,11 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Course:
-    """What a step goes through. `late`: groups are waited for by the next forward; else by the step.
+    """The inputs of a step's forecast.
 
-    `apart`: the pieces are updates that ranks exchange at their own pace; None: gradients that they all-reduce.
+    Attributes:
+        late: the next forward waits for a unit's groups; False: the step waits for all groups.
+        apart: the pieces are updates that asynchronous ranks exchange; None: gradients in all-reduces.
     """
 
     units: Sequence[Unit]
@@ -66,30 +68,34 @@ class Course:
     apart: Asynchronous | None = None
 
     def sizes(self) -> list[float]:
-        """Bytes of each piece, in the order they are sent; of a reducer those of the gradients, as it is given them."""
+        """Bytes of each piece in the order of sending; with a reducer, before its compression."""
         width = [self.tensors[group[0]].width for group in self.plan.groups]
         return [(p.stop - p.start) * width[p.group] for p in self.plan.order]
 
-    @property
-    def link_s(self) -> float:
-        """Seconds that the link is busy, a step."""
-        steps = apart.turn(self.apart, len(self.plan.groups)) if self.apart else 1
-        return sum(self.link.seconds(size) for size in self.sizes()) / steps
+    def timed(self) -> list[tuple[float, float]]:
+        """Seconds and bytes of each piece."""
+        return [(self.link.seconds(size), size) for size in self.sizes()]
 
-    def forecast(self) -> Forecast:
-        """Its time, in the steady state."""
+    def forecast(self, *, timeline: bool = False) -> Forecast:
+        """The step in the steady state."""
         if self.apart:
-            return apart.forecast(self.apart, self.units, self.link_s)
-        return forecast(self.units, self.tensors, self.plan, self.link, next_forward=self.late)
+            return apart.forecast(self.apart, self.units, self.timed(), timeline=timeline)
+        given = self.units, self.tensors, self.plan, self.link
+        return forecast(*given, next_forward=self.late, timeline=timeline)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What was found. Seconds; `compute_s` of the middle GPU, `jitter_s` more until the slowest has computed.
+    """The times of a step in seconds; of an asynchronous rank, the mean of its own steps.
 
-    Of ranks at their own pace: what each of them takes for its own step, on the mean. `norms_s` of `exposed_s`: what
-    BatchNorms wait for the statistics of other ranks.
-    `course`: of a batch in parts that of the last one, which communication can hide behind.
+    Attributes:
+        compute_s: of the GPU of median speed.
+        jitter_s: the additional time until the slowest GPU has computed.
+        exposed_s: communication that nothing hides.
+        input_s: waiting for decoded images.
+        link_s: all communication, hidden or not.
+        course: of a batch in parts, the last part, which communication can hide behind.
+        norms_s: the part of `exposed_s` in which BatchNorms wait for the statistics of other ranks.
     """
 
     gpus: int
@@ -98,23 +104,19 @@ class Step:
     jitter_s: float
     exposed_s: float
     input_s: float
+    link_s: float
     course: Course = field(repr=False)
     norms_s: float = 0.0
 
     @property
     def step_s(self) -> float:
-        """All of it."""
+        """The whole step."""
         return self.compute_s + self.jitter_s + self.exposed_s + self.input_s
 
     @property
     def images_per_s(self) -> float:
         """Of all GPUs together."""
         return self.images / self.step_s
-
-    @property
-    def link_s(self) -> float:
-        """All-reduces or exchanges alone, hidden or not."""
-        return self.course.link_s
 
 
 @dataclass(frozen=True)
@@ -148,10 +150,10 @@ class Simulator:
             raise InputError(f"batch={batch} on {gpus} GPUs: at least 1 image each; raise batch, or take fewer GPUs")
         images = -(-batch // (gpus * parts))  # the GPU with the most sets the time
         jitter = self.jitter if self.jitter is not None else Jitter(self.cluster.device.spread)
-        pace = self.sharing.apart
-        if pace and gpus > 1:
+        pace = self.sharing.apart if gpus > 1 else None
+        if pace:
             apart.check(pace, parts)
-        # with a bound slow GPUs, which stay slow, hold up all others in the end
+        # slow GPUs stay slow, so where ranks may be only so far ahead, all wait for the slowest in the end
         slower = 1.0 if pace and pace.max_staleness is None else jitter.slowest(gpus)
         compute_s = _computing(self.units(images), parts)
         slow = self.units(images, slower=slower)
@@ -163,17 +165,16 @@ class Simulator:
         norms_s = _computing(course.units, parts) - slowest_s
         exposed = norms_s + max(0.0, seen.exposed_s)  # rounding may leave less than nothing
         waits = max(0.0, fed - slowest_s - exposed)
-        return Step(gpus, batch, compute_s, slowest_s - compute_s, exposed, waits, course, norms_s)
+        return Step(gpus, batch, compute_s, slowest_s - compute_s, exposed, waits, seen.link_s, course, norms_s)
 
     def _course(self, units: Sequence[Unit], gpus: int) -> Course:
         """The gradients, their groups, what they go over, and whether the next forward waits for them."""
         sharing, late = self.sharing, self.sharing.next_forward and not self.sharing.needs_all
         if sharing.apart:
-            tensors, _ = self.net.carried(apart.wire_bytes(sharing.apart))
-            plan = apart.plan(sharing.apart, self.net.defined)  # groups do not depend on what is sent of an element
+            tensors, _ = self.net.carried(WIRES[sharing.apart.wire].dtype.itemsize)
+            plan = apart.plan(sharing.apart, self.net.defined)  # by fp32, whatever type is sent
             course = Course(units, tensors, plan, apart.link(self.cluster, gpus), False, sharing.apart)
-            exchange_s = sum(course.link.seconds(size) for size in course.sizes())
-            return replace(course, apart=apart.settled(sharing.apart, units, exchange_s, len(plan.groups)))
+            return replace(course, apart=apart.settled(sharing.apart, units, course.timed()))
         if sharing.reducer:
             link = reducing.link(self.cluster, gpus, sharing.reducer, sharing.algorithm)
             tensors, defined = self.net.carried(_FP32)
@@ -222,57 +223,17 @@ def _computing(units: Sequence[Unit], parts: int) -> float:
     return sum(parts * (u.forward_s + u.backward_s) + u.update_s for u in units)
 
 
-def spans(step: Step) -> list[Span]:
-    """The steady state from the start of backward to the end of forward; the kinds are those of a measured run.
+def spans(step: Step) -> Sequence[Span]:
+    """The timeline of the steady state from the start of backward to the end of forward.
 
-    Of ranks at their own pace: from an exchange on, over the steps in which every group is exchanged once.
+    Of asynchronous ranks: from the start of an exchange on, over the steps that exchange every group once.
     """
-    course = step.course
-    if course.apart:
-        return apart.spans(course.apart, course.units, [(course.link.seconds(size), size) for size in course.sizes()])
-    out: list[Span] = []
-    now, ready = 0.0, {}
-    for i in reversed(range(len(course.units))):
-        out.append(Span("backward", course.units[i].name, now, now + course.units[i].backward_s))
-        now = ready[i] = now + course.units[i].backward_s
-    arrived, free = {}, 0.0
-    for piece, size in zip(course.plan.order, course.sizes(), strict=True):
-        start = max(free, ready[min(course.tensors[i].unit for i in course.plan.groups[piece.group])])
-        arrived[piece.group] = free = start + course.link.seconds(size)
-        if free > start:
-            out.append(Span("transfer", f"group {piece.group}", start, free, bytes=round(size)))
-    waiting = dict(arrived)
-    for i, unit in enumerate(course.units):
-        mine = [g for g in waiting if not course.late or i in {course.tensors[t].unit for t in course.plan.groups[g]}]
-        late = max((waiting.pop(g) for g in mine), default=0.0)
-        if late > now:
-            out.append(Span("exposed", f"before {unit.name}", now, late))
-            now = late
-        if unit.update_s:
-            out.append(Span("update", unit.name, now, now + unit.update_s))
-            now += unit.update_s
-        out.append(Span("forward", unit.name, now, now + unit.forward_s))
-        now += unit.forward_s
-    return out
+    return step.course.forecast(timeline=True).spans
 
 
 def timeline(step: Step) -> dict[str, Any]:
-    """The spans as a page of a measured run draws them; see `spans` for where a step begins."""
-    link = {"transfer"}
-    return {
-        "spans": [
-            {
-                "kind": span.kind,
-                "name": span.name,
-                "start": span.start,
-                "stop": span.stop,
-                "rank": 0,
-                "bytes": span.bytes,
-                "stream": "link" if span.kind in link else "compute",
-            }
-            for span in spans(step)
-        ]
-    }
+    """The spans in the form that the page of a measured run draws."""
+    return {"spans": [{**asdict(s), "stream": "link" if s.kind == "transfer" else "compute"} for s in spans(step)]}
 
 
-WITHOUT = Sharing(policy=OneGroup(), next_forward=False)  # nothing hidden: what [000] calls baseline
+WITHOUT = Sharing(policy=OneGroup(), next_forward=False)  # no communication is hidden: the baseline of [000]
