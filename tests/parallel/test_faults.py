@@ -20,11 +20,11 @@ import torch.distributed as dist
 from ranks import context, on_processes
 
 from kasoku.core import Comm, InputError, Solo, Threads, Work
-from kasoku.core.simulated import VirtualClock
 from kasoku.parallel import TorchComm
 from kasoku.parallel.agree import agree, facts_of_model, version_facts
 from kasoku.parallel.faults import EXIT_CODE, Watchdog, _Heart
 from kasoku.parallel.watched import Pulse, Watched, behind
+from kasoku.simulate.virtual_comm import VirtualClock
 from started import port as free_port
 
 PROMISE_S = 15.0

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from kasoku.core import Job
 from kasoku.core.blocks import blocks
 from kasoku.core.cost import Link, Piece, Plan, Sized, Unit, forecast
-from kasoku.core.simulated import Emulate, SimComm
 from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
 from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Planned, Policy
 from kasoku.parallel.buckets import search
 from kasoku.parallel.probe import shares
 from kasoku.parallel.units import Units
+from kasoku.simulate.virtual_comm import Emulate, SimComm
 
 LINK = Link(latency_s=1e-3, bytes_per_s=1e9)
 

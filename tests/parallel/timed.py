@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kasoku.core import Comm, Threads, comm
-from kasoku.core.simulated import VirtualClock
+from kasoku.simulate.virtual_comm import VirtualClock
 
 T = TypeVar("T")
 

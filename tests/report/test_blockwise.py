@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from kasoku.core import Job
 from kasoku.core.cost import Link
-from kasoku.core.simulated import SimComm, VirtualClock
 from kasoku.optim import sgd
 from kasoku.report import Timed
 from kasoku.report.verdict import verdict
+from kasoku.simulate.virtual_comm import SimComm, VirtualClock
 
 
 class Ticking(nn.Linear):

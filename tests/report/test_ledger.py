@@ -19,11 +19,11 @@ from contracts import Batches, Net, make, rule, train
 from contracts import one_thread as one_thread
 from kasoku.core import Comm, Job, Solo, Threads, Trace
 from kasoku.core.cost import Link, Unit
-from kasoku.core.simulated import Emulate, SimComm, VirtualClock
 from kasoku.optim import sgd
 from kasoku.parallel import AllReduce, Layer, Overlap
 from kasoku.report import Facts, Ledger, Timed
 from kasoku.report.steps import STEP, Steps
+from kasoku.simulate.virtual_comm import Emulate, SimComm, VirtualClock
 from kasoku.start import Start
 
 ROOT = Path(__file__).parent.parent.parent

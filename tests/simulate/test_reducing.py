@@ -12,7 +12,6 @@ import torch
 from helpers.grids import covering
 from kasoku.core import InputError, Job
 from kasoku.core.cost import Link
-from kasoku.core.simulated import Emulate, SimComm
 from kasoku.models import cifar_resnet18
 from kasoku.optim import sgd
 from kasoku.parallel import (
@@ -33,6 +32,7 @@ from kasoku.parallel.buckets import search
 from kasoku.simulate import Cluster, Network, Sharing, Simulator, allreduce, load, network, reducing
 from kasoku.simulate.cluster import Gpu, Node, Protocol
 from kasoku.simulate.step import spans
+from kasoku.simulate.virtual_comm import Emulate, SimComm
 
 MIB = 2**20
 GPUS = 64

@@ -12,7 +12,6 @@ import torch
 
 from helpers.grids import covering
 from kasoku.core import InputError, Job
-from kasoku.core.simulated import Emulate, SimComm
 from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
 from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Planned, Policy
@@ -21,6 +20,7 @@ from kasoku.simulate import Jitter, Network, Sharing, Simulator, allreduce, load
 from kasoku.simulate.cluster import Node
 from kasoku.simulate.compute import Profile
 from kasoku.simulate.step import Step, spans
+from kasoku.simulate.virtual_comm import Emulate, SimComm
 
 
 @cache
