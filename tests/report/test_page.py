@@ -81,8 +81,9 @@ def within(opened: Opened, width: int) -> None:
 # ---- in the browser
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
-def test_a_page_is_drawn_whole_without_an_error_a_scroll_bar_or_the_network(chromium, one, width, dark):
+@pytest.mark.browser
+@pytest.mark.parametrize(("width", "dark"), [pytest.param(1280, False, marks=pytest.mark.smoke), (400, True)])
+def test_a_page_is_drawn_whole_without_errors_or_the_network(chromium, one, width, dark):
     with Opened(chromium, one, width=width, dark=dark) as opened:
         for chart in charts_of(one):
             assert opened.page.locator(f"#{chart['key']} .main-svg").count() > 0, chart["key"]
@@ -96,6 +97,7 @@ def test_a_page_is_drawn_whole_without_an_error_a_scroll_bar_or_the_network(chro
         assert {url.split(":")[0] for url in opened.asked} <= {"file", "data", "blob"}
 
 
+@pytest.mark.browser
 def test_the_theme_follows_the_system_until_the_button_is_pressed(chromium, one):
     ink = "getComputedStyle(document.body).color"
     drawn = "getComputedStyle(document.querySelector('#accuracy .xtick text')).fill"
@@ -112,6 +114,7 @@ def test_the_theme_follows_the_system_until_the_button_is_pressed(chromium, one)
             assert opened.errors == []
 
 
+@pytest.mark.browser
 def test_a_click_on_a_legend_hides_its_line(chromium, one):
     with Opened(chromium, one) as opened:
         hidden = "document.getElementById('accuracy').data.filter(t => t.visible === 'legendonly').length"
@@ -121,7 +124,8 @@ def test_a_click_on_a_legend_hides_its_line(chromium, one):
         assert opened.errors == []
 
 
-def test_the_timeline_zooms_where_it_is_dragged_and_tells_of_a_span_under_the_mouse(chromium, one):
+@pytest.mark.browser
+def test_the_timeline_zooms_and_shows_the_span_under_the_mouse(chromium, one):
     with Opened(chromium, one) as opened:
         place = opened.page.locator("#timeline-0")
         place.scroll_into_view_if_needed()
@@ -141,7 +145,9 @@ def test_the_timeline_zooms_where_it_is_dragged_and_tells_of_a_span_under_the_mo
         assert opened.errors == []
 
 
-def test_what_a_user_named_is_shown_letter_by_letter_and_never_run(chromium, trained, tmp_path, figures):
+@pytest.mark.browser
+@pytest.mark.smoke
+def test_names_given_by_users_are_shown_and_never_run(chromium, trained, tmp_path, figures):
     run = shown.run_folder(tmp_path / "<b>run & <img src=x onerror='window.hacked=1'>")
     parts = {"ledger": shown.ledger(line=HOSTILE[1]), "timeline": shown.timeline(name=HOSTILE[0])}
     shown.write(run, tuning=shown.tuning(), classes=shown.classes(HOSTILE), **parts)

@@ -49,11 +49,11 @@ def chrome_trace(timeline: Mapping[str, Any]) -> dict[str, Any]:
     for span in spans:
         lane = lane_of(span)
         event = {
+            "ts": round(1e6 * span["start"], 3),
+            "dur": round(max(0.0, 1e6 * (span["stop"] - span["start"])), 3),
             "name": str(span["name"] or span["kind"]),
             "cat": str(span["kind"]),
             "ph": "X",
-            "ts": round(1e6 * span["start"], 3),
-            "dur": round(max(0.0, 1e6 * (span["stop"] - span["start"])), 3),
             "pid": lane[0],
             "tid": threads[lane],
         }
