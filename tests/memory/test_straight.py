@@ -11,7 +11,7 @@ from contracts import one_thread as one_thread
 from contracts import through_a_file
 from kasoku.core import InputError, Job
 from kasoku.memory import SavedMemory
-from kasoku.memory.dense import Straight
+from kasoku.memory.dense import LinearInBackward
 from kasoku.optim import EMA, sgd
 from memory.nets import images
 
@@ -46,15 +46,15 @@ def assert_near(a: nn.Module, b: nn.Module):
 
 
 @pytest.fixture
-def moved(monkeypatch) -> list[Straight]:
+def moved(monkeypatch) -> list[LinearInBackward]:
     """Who has moved a weight in backward."""
-    found, update = [], Straight.update
+    found, update = [], LinearInBackward.update
 
     def noted(self, *gradients):
         found.append(self)
         update(self, *gradients)
 
-    monkeypatch.setattr(Straight, "update", noted)
+    monkeypatch.setattr(LinearInBackward, "update", noted)
     return found
 
 

@@ -234,11 +234,17 @@ class Job:
                 f"optimizer {type(own).__name__} keeps {what} outside state[p], so a part of the model cannot be "
                 "updated alone: use a rule that keeps its state per parameter, or leave the technique out"
             )
-        self._updated([p for group in own.param_groups for p in group["params"] if p in wanted])
+        self.updated([p for group in own.param_groups for p in group["params"] if p in wanted])
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of one batch: `optimizer.step()` then sees the mean over `accumulate` of them."""
         (loss / self.accumulate if self.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+
+    def updated(self, params: Sequence[Tensor]) -> None:
+        """Runs the `after_update` hooks; a technique that updates parameters without `update` calls it."""
+        if params:
+            for f in self._on_update:
+                f(params)
 
     def hyper(self) -> Hyper:
         """The settings of each parameter group as they are now: rate, momentum, weight decay."""
@@ -381,11 +387,6 @@ class Job:
         self._depth -= 1
         if self._depth == 0:
             self.steps += 1
-            self._updated(self._moving)
+            self.updated(self._moving)
             for f in self._on_stepped:
                 f()
-
-    def _updated(self, params: Sequence[Tensor]) -> None:
-        if params:
-            for f in self._on_update:
-                f(params)

@@ -1,11 +1,10 @@
-"""The gradient of a large linear layer added straight to its momentum: it never lies anywhere by itself.
+"""SGD with momentum for a large Linear in its own backward: dy^T x is added to the momentum, not stored by itself.
 
-Ref: [003], fully connected layers: the data's error first, then the weights' over the area of the weights.
+Ref: [003], fully connected layers: the gradient of the data first, then the weights' over the area of the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 from weakref import WeakSet
@@ -15,165 +14,100 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kasoku.core import InputError, Job
+from kasoku.core.torch_internals import accumulates, gradient_hooks, version
 from kasoku.memory.bound import Bound
 from kasoku.memory.instep import InStep
+from kasoku.memory.look import half_of
 
-_LARGE = 2**20  # bytes of weights from which on it is worth it
+_LARGE = 2**20  # bytes of weights; smaller ones are not worth it
 
 
-class Pass:
-    """A forward whose backward may come; `shared`: there was another one then, so neither alone has the gradient."""
+class _Pass:
+    """A forward whose backward has not come; `shared`: there were two at once, so neither has the whole gradient."""
 
     shared = False
 
 
-class Straight(Bound):
-    """What hangs on a linear layer whose weight moves in its own backward.
+class LinearInBackward(Bound):
+    """Updates one Linear in its backward, where nothing else needs its gradient.
 
     Attributes:
-        once: the look saw it called once in a forward.
-        calls: since the last look began.
-        waiting: forwards whose backward has not come; one that is dropped leaves by itself.
-        room: zeros that the first step takes as its momentum, and their version.
-        closed: the job is: what is still on its way goes as in plain PyTorch.
+        calls: in the inspection; only a layer that is called once is updated.
     """
 
     def __init__(self, layer: nn.Linear, in_step: InStep) -> None:
         self.layer, self.in_step = layer, in_step
-        self.once, self.calls, self.closed = False, 0, False
-        self.waiting: WeakSet[Pass] = WeakSet()
-        self.room: tuple[Tensor, int] | None = None
-
-    def look(self) -> None:
-        """A look begins: it runs as torch's own, and is counted."""
-        self.once, self.calls = False, 0
+        self.calls, self.inspected = 0, False
+        self.passes: WeakSet[_Pass] = WeakSet()
 
     @property
     def active(self) -> bool:
-        """Whether this backward is the step."""
-        return self.once and self.fits
+        """Whether the backward of a forward now updates the weight."""
+        return self.inspected and self.calls == 1 and self.group is not None
 
     @property
-    def fits(self) -> bool:
-        """Whether it may be: of plain SGD with momentum, and alone."""
-        job = self.in_step.job
-        return (
-            self.in_step.active
-            and job.accumulate == 1
-            and self.layer.weight.requires_grad
-            and self.layer.training
-            and torch.is_grad_enabled()
-            and not self.watched
-        )
-
-    @property
-    def watched(self) -> bool:
-        """Somebody else waits for the weight's gradient, or the rule makes more of it."""
-        job, weight = self.in_step.job, self.layer.weight
-        whole: Any = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
-        hooks = (*(weight._backward_hooks or {}).values(), *whole.values())
-        return any(getattr(f, "__self__", None) is not job for f in hooks) or _group(job, weight) is None
-
-    def ready(self) -> None:
-        """Takes the room for the momentum: zeros, which the first step would leave as it is."""
-        state = self.in_step.job.optimizer.state
-        weight = self.layer.weight
-        if "momentum_buffer" not in state[weight]:
-            zeros = torch.zeros_like(weight, memory_format=torch.preserve_format)
-            state[weight]["momentum_buffer"], self.room = zeros, (zeros, zeros._version)
-
-    def begin(self) -> Pass:
-        """A forward begins."""
-        mine = Pass()
-        self.waiting.add(mine)
-        if len(self.waiting) > 1:
-            for one in self.waiting:
-                one.shared = True
-        return mine
-
-    def close(self) -> None:
-        """The room goes where no step has been: torch wants the momentum of all weights or of none."""
-        self.closed = True
-        job, weight = self.in_step.job, self.layer.weight
-        held = job.state_of(weight)
-        if self.room is not None and held.get("momentum_buffer") is self.room[0]:
-            zeros, version = self.room
-            if zeros._version == version:
-                del held["momentum_buffer"]
-            if not held:
-                del job.optimizer.state[weight]
+    def group(self) -> dict[str, Any] | None:
+        """The weight's parameter group; None unless the rule is SGD with momentum and only the job needs gradients."""
+        job, layer, step = self.in_step.job, self.layer, self.in_step
+        ours = vars(layer).get("saved_memory") is self and all(_of(h, job) for h in gradient_hooks(layer.weight))
+        alone = ours and step.active and job.accumulate == 1 and layer.training and layer.weight.requires_grad
+        if not alone or type(job.optimizer) is not torch.optim.SGD:
+            return None
+        group = next((g for g in job.optimizer.param_groups if any(p is layer.weight for p in g["params"])), None)
+        if group is None or not group["momentum"] or any(group[k] for k in ("nesterov", "dampening", "maximize")):
+            return None
+        return group
 
     @torch.no_grad()
-    def update(self, dy_NK: Tensor, x_NC: Tensor) -> None:
-        """The step of SGD, with the gradient dy^T x added to the momentum as it is computed."""
+    def update(self, group: dict[str, Any], dy_NK: Tensor, x_NC: Tensor) -> None:
+        """The step of SGD; the gradient dy^T x is added to the momentum as it is computed."""
         job, weight = self.in_step.job, self.layer.weight
-        group = _group(job, weight)
-        if group is None:
-            return
-        self.ready()
-        momentum = job.optimizer.state[weight]["momentum_buffer"].mul_(group["momentum"])
+        state = job.optimizer.state[weight]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        momentum = state["momentum_buffer"].mul_(group["momentum"])
         if group["weight_decay"]:
             momentum.add_(weight, alpha=group["weight_decay"])
         momentum.addmm_(dy_NK.to(weight.dtype).t(), x_NC.to(weight.dtype))
         weight.add_(momentum, alpha=-float(group["lr"]))
         self.in_step.take(weight)
-        job._updated([weight])
+        job.updated([weight])
 
 
-def install(job: Job, in_step: InStep) -> list[Straight]:
-    """Stands in for the forward of every large linear layer, until the job is closed."""
+def _of(hook: Any, job: Job) -> bool:
+    return getattr(hook, "__self__", None) is job
+
+
+def install(job: Job, in_step: InStep) -> list[LinearInBackward]:
+    """Replaces the forward of every large Linear that owns its weight, until the job is closed."""
     found = []
-    for layer in _linear(job.model):
-        straight = Straight(layer, in_step)
-        job.patch(layer, "saved_memory", straight)
-        job.patch(layer, "forward", MethodType(_forward, layer))
-        job.undo(straight.close)
-        found.append(straight)
+    owned = [p for _, p in job.model.named_parameters(remove_duplicate=False)]
+    for layer in [m for m in job.model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]:
+        once = sum(p is layer.weight for p in owned) == 1  # none of a pruned one, whose weight is no parameter
+        if once and layer.weight.nbytes >= _LARGE:
+            found.append(LinearInBackward(layer, in_step))
+            job.patch(layer, "saved_memory", found[-1])
+            job.patch(layer, "forward", MethodType(_forward, layer))
     return found
 
 
-def _linear(model: nn.Module) -> Iterator[nn.Linear]:
-    """Layers with a large weight of their own."""
-    owners: dict[Tensor, int] = {}
-    for module in model.modules():
-        for p in module.parameters(recurse=False):
-            owners[p] = owners.get(p, 0) + 1
-    for module in model.modules():
-        if not isinstance(module, nn.Linear) or type(module) is not nn.Linear or "forward" in vars(module):
-            continue
-        if module.weight.nbytes >= _LARGE and owners.get(module.weight) == 1:  # pruned ones are no parameters
-            yield module
-
-
-def _group(job: Job, weight: Tensor) -> dict[str, Any] | None:
-    """The weight's parameter group where the rule is SGD with momentum as torch has it; else None."""
-    if type(job.optimizer) is not torch.optim.SGD:
-        return None
-    for group in job.optimizer.param_groups:
-        if any(p is weight for p in group["params"]):
-            plain = not (group["nesterov"] or group["dampening"] or group["maximize"])
-            return group if plain and group["momentum"] else None
-    return None
-
-
 def _forward(layer: Any, x: Tensor) -> Tensor:
-    straight: Straight = layer.saved_memory
-    if straight.layer is layer:
-        straight.calls += 1
-    if straight.layer is not layer or not x.requires_grad or not straight.active:
-        plain: Tensor = type(layer).forward(layer, x)
-        return plain
-    half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-    out: Tensor = _Linear.apply(x, layer.weight, layer.bias, straight, half)  # type: ignore[no-untyped-call]
+    owner: LinearInBackward = layer.saved_memory
+    owner.calls += owner.layer is layer and not owner.inspected
+    if owner.layer is not layer or not x.requires_grad or not owner.active:  # another layer: a deep copy
+        return nn.Linear.forward(layer, x)
+    out: Tensor = _Linear.apply(x, layer.weight, layer.bias, owner, half_of(x))  # type: ignore[no-untyped-call]
     return out
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, straight: Straight, half: torch.dtype | None
-    ) -> Tensor:
-        ctx.straight, ctx.half, ctx.version, ctx.own = straight, half, weight._version, straight.begin()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, owner: LinearInBackward, half: Any) -> Tensor:
+        ctx.owner, ctx.half, ctx.version, ctx.own = owner, half, version(weight), _Pass()
+        owner.passes.add(ctx.own)
+        if len(owner.passes) > 1:
+            for one in owner.passes:
+                one.shared = True
         ctx.save_for_backward(x if half is None else x.to(half))
         return nn.functional.linear(x, weight, bias)
 
@@ -181,40 +115,22 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        straight: Straight = ctx.straight
-        layer = straight.layer
-        straight.waiting.discard(ctx.own)
-        if layer.weight in straight.in_step.taken:
+        owner: LinearInBackward = ctx.owner
+        weight, bias = owner.layer.weight, owner.layer.bias
+        owner.passes.discard(ctx.own)
+        if weight in owner.in_step.taken:
             raise InputError(
                 "SavedMemory: a second backward through a Linear whose weight has moved in the first one: say "
                 "in_backward = false"
             )
-        if layer.weight._version != ctx.version:
+        if version(weight) != ctx.version:
             raise InputError("SavedMemory: the weight of a Linear was written over between forward and backward")
-        weight = layer.weight if ctx.half is None else layer.weight.to(ctx.half)
-        flat = dy.reshape(-1, dy.shape[-1])
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
-        del weight
-        db = None
-        if layer.bias is not None and layer.bias.requires_grad:
-            db = flat.sum(0).to(layer.bias.dtype)
-        x_NC, dw = x.reshape(-1, x.shape[-1]), None
-        if _asked(ctx.next_functions[1][0]) or ctx.own.shared or straight.closed or straight.watched:
-            dw = (flat.t() @ x_NC).to(layer.weight.dtype)
-        elif _reached(ctx.next_functions[1][0]):
-            straight.update(flat, x_NC)
-        return dx, dw, db, None, None
-
-
-def _reached(node: Any) -> bool:
-    """This backward adds to the gradient that the node stands for; torch.autograd.grad of others does not."""
-    return bool(torch._C._will_engine_execute_node(node))
-
-
-def _asked(node: Any) -> bool:
-    """This backward was asked for that gradient itself, by torch.autograd.grad: it goes to the caller."""
-    try:
-        _reached(node)
-    except RuntimeError:
-        return True
-    return False
+        flat, x_NC = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = dy @ (weight if ctx.half is None else weight.to(ctx.half)) if ctx.needs_input_grad[0] else None
+        db = flat.sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None
+        adds, group = accumulates(ctx.next_functions[1][0]), owner.group
+        if adds is None or ctx.own.shared or group is None:
+            return dx, (flat.t() @ x_NC).to(weight.dtype), db, None, None
+        if adds:
+            owner.update(group, flat, x_NC)
+        return dx, None, db, None, None

@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
+from kasoku.core.torch_internals import module_hooks
 from kasoku.memory.bound import Bound
 from kasoku.memory.graph import Graph, Shape
 from kasoku.memory.segment import Segment
 from kasoku.memory.trace import attributes_of, changed, decides, graph_of, with_own_forward
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OURS = ("kasoku.parallel.", "kasoku.report.")  # hooks that read neither inputs nor outputs, and may be called twice
 
 
@@ -74,7 +74,7 @@ class Item(Bound):
     @property
     def hooked(self) -> bool:
         """Somebody waits for what goes in or out of its layers."""
-        found = (hook for m in self.inside for name in _HOOKS for hook in getattr(m, name).values())
+        found = (hook for m in self.inside for hook in module_hooks(m))
         return any(not str(getattr(hook, "__module__", "")).startswith(_OURS) for hook in found)
 
     def begin(self, segment: Segment, x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def _known(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Graph
 
 def _is_touched(module: nn.Module) -> bool:
     """Somebody hooked it, or put a forward of their own there."""
-    return "forward" in vars(module) or any(getattr(module, name, None) for name in _HOOKS)
+    return "forward" in vars(module) or bool(module_hooks(module))
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +252,7 @@ def undisturbed(model: nn.Module, x: Tensor) -> Iterator[None]:
     try:
         with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
             for module, _ in modes:
-                if module._buffers:
+                if any(True for _ in module.buffers(recurse=False)):
                     module.training = False
             yield
     finally:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
-from kasoku.memory.dense import Straight
+from kasoku.memory.dense import LinearInBackward
 from kasoku.memory.graph import Graph, Shape
 from kasoku.memory.look import Call, Item, Log, chains, place_of, undisturbed, units, watch
 from kasoku.memory.ops import How
@@ -218,7 +218,7 @@ class Network:
 
 
 def look(
-    job: Job, items: Sequence[Item], x: Tensor, *, how: How, freed: bool, straight: Sequence[Straight] = ()
+    job: Job, items: Sequence[Item], x: Tensor, *, how: How, freed: bool, straight: Sequence[LinearInBackward] = ()
 ) -> Network:
     """Looks at the job's network on the first images of a batch.
 
@@ -236,7 +236,7 @@ def look(
     for item in items:
         item.plain()
     for one in straight:
-        one.look()
+        one.calls, one.inspected = 0, False
     images = x[:_LOOK].detach().requires_grad_(x.requires_grad)
     log, outputs = watch(job.model, items, images)
     try:
@@ -252,7 +252,7 @@ def look(
             "let it give tensors, or a tuple, list or dict of them"
         )
     for one in straight:
-        one.once = one.calls == 1
+        one.inspected = True
     network.around = _around(
         network, log, x, freed=freed, straight=[one.layer.weight for one in straight if one.active]
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.memory import dense
 from kasoku.memory.bound import Bound
-from kasoku.memory.dense import Straight
+from kasoku.memory.dense import LinearInBackward
 from kasoku.memory.instep import InStep
 from kasoku.memory.look import Item, another_way, half_of, install
 from kasoku.memory.network import Network, look, state_bytes
@@ -112,7 +112,7 @@ class Planner(Bound):
     def __init__(self, job: Job, settings: SavedMemory, items: list[Item]) -> None:
         self.job, self.settings, self.items = job, settings, items
         self.in_step = InStep(job, show=settings.show) if settings.in_backward else None
-        self.straight: list[Straight] = []
+        self.straight: list[LinearInBackward] = []
         if self.in_step is not None and not settings.lossless:
             self.straight = dense.install(job, self.in_step)
         self.network: Network | None = None
@@ -161,7 +161,12 @@ class Planner(Bound):
         images = (x.shape[1:], x.dtype, x.device, x.requires_grad, last, half_of(x))
         hooked = tuple(item.hooked for item in self.items)
         at_once = self.in_step is not None and self.in_step.active
-        steps = (self.job.needs_all, self.job.accumulate, at_once, tuple(one.fits for one in self.straight))
+        steps = (
+            self.job.needs_all,
+            self.job.accumulate,
+            at_once,
+            tuple(one.group is not None for one in self.straight),
+        )
         return len(x), images, modes, learns, hooked, steps
 
     def grown(self) -> bool:
@@ -182,9 +187,6 @@ class Planner(Bound):
             plan = network.choose_for(self.settings.factor or 2.0)
         network.put(plan)
         network.check(x)
-        for one in self.straight:
-            if one.active:
-                one.ready()
         self.network, self.chosen = network, plan
         if self.settings.show and self.job.comm.rank == 0:
             print(f"kasoku: {network.table(plan)}", flush=True)

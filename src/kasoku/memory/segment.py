@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kasoku.core import InputError
+from kasoku.core.torch_internals import forward_pre_hooks, version
 from kasoku.memory import ops
 from kasoku.memory.graph import Graph, tensors
 from kasoku.memory.program import Do, Program
@@ -45,7 +46,7 @@ class Held:
     @property
     def written(self) -> bool:
         """An end that is held as it is was written to."""
-        return any(v in self.values and self.values[v]._version != then for v, then in self.versions.items())
+        return any(v in self.values and version(self.values[v]) != then for v, then in self.versions.items())
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Segment:
 def _enter(layer: nn.Module | None, x: Tensor) -> None:
     """Tells whoever waits for a layer's forward (its update may be due before it) that it begins."""
     if layer is not None:
-        for hook in layer._forward_pre_hooks.values():
+        for hook in forward_pre_hooks(layer):
             hook(layer, (x,))
 
 
@@ -107,8 +108,8 @@ class _Run(torch.autograd.Function):
         _halve(segment.program, {0: x, graph.out: out if whole is None else whole}, ctx.held, parts)
         out = out if whole is None else whole
         for one in ctx.held:
-            one.versions = {v: t._version for v, t in one.values.items() if v in (0, graph.out)}
-        ctx.watched = [(t, t._version) for t in _settings(graph)]
+            one.versions = {v: version(t) for v, t in one.values.items() if v in (0, graph.out)}
+        ctx.watched = [(t, version(t)) for t in _settings(graph)]
         return out
 
     @staticmethod
@@ -117,7 +118,7 @@ class _Run(torch.autograd.Function):
         segment: Segment = ctx.segment
         if ctx.held is None:
             raise InputError(f"SavedMemory: a second backward through {segment.name}: it is let go in the first one")
-        if any(one.written for one in ctx.held) or any(t._version != version for t, version in ctx.watched):
+        if any(one.written for one in ctx.held) or any(version(t) != then for t, then in ctx.watched):
             raise InputError(
                 f"SavedMemory: what enters or leaves {segment.name}, or a weight of it, was written before backward"
             )
@@ -150,8 +151,8 @@ def _halve(program: Program, ends: dict[int, Tensor], held: Sequence[Held], part
 def _bf16_of(x: Tensor) -> Tensor:
     """See the note."""
     known: tuple[int, Tensor] | None = _rounded.get(x)  # type: ignore[no-untyped-call]
-    if known is None or known[0] != x._version:
-        known = (x._version, x.detach().to(torch.bfloat16))
+    if known is None or known[0] != version(x):
+        known = (version(x), x.detach().to(torch.bfloat16))
         _rounded[x] = known
     return known[1]
 

@@ -1,0 +1,45 @@
+"""Private attributes of torch without a public equivalent, each with the torch version it was checked on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def version(x: Tensor) -> int:
+    """How often x was written in place (2.13)."""
+    return x._version
+
+
+def module_hooks(module: nn.Module) -> list[Any]:
+    """Its forward and backward hooks of all kinds (2.13)."""
+    return [hook for name in _MODULE_HOOKS for hook in getattr(module, name).values()]
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """Its forward pre-hooks, in the order in which they run (2.13)."""
+    return [*module._forward_pre_hooks.values()]
+
+
+def gradient_hooks(p: Tensor) -> list[Any]:
+    """The hooks on its gradient, before and after it is accumulated (2.13)."""
+    after: dict[int, Any] = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+    return [*(p._backward_hooks or {}).values(), *after.values()]
+
+
+def accumulates(node: Any) -> bool | None:
+    """Whether the backward that is running adds to the `.grad` of a leaf (2.13).
+
+    Args:
+        node: the leaf's AccumulateGrad node.
+
+    None: `torch.autograd.grad` returns this gradient to its caller. Only within a backward.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch raises it for a gradient that was asked for
+        return None
