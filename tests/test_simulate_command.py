@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from pathlib import Path
@@ -11,9 +10,10 @@ import pytest
 
 from helpers.inspected import remember_networks
 from kasoku.cli import main
+from kasoku.recipe import load as load_recipe
 from kasoku.simulate import load
 from kasoku.simulate.sweep import sizes
-from kasoku.simulation import case
+from kasoku.simulation import scenario
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 RECORD = RECIPES / "imagenet_resnet50_81920.toml"
@@ -247,10 +247,10 @@ def test_a_profile_is_extrapolated_or_refused_beyond_its_batches(
     [
         (["model.stem=cifar"], "resnet50, 63.6 G, is taken by its work"),
         (["data.size=192"], "resnet50, 3 G, is taken by its work"),
-        (["device.precision=fp32"], "precision = fp32: the times of A100 are of bf16"),
-        (["techniques=[{use='kasoku.memory.SavedMemory', factor=4}]"], "SavedMemory: what it computes again"),
+        (["device.precision=fp32"], "precision = fp32: A100 was measured in bf16"),
+        (["techniques=[{use='kasoku.memory.SavedMemory', factor=4}]"], "SavedMemory: its recomputation"),
         (["techniques=[{use='kasoku.data.LowResolution', side=96, until=10}]"], "LowResolution: its epochs"),
-        (["norm_batch=80"], "norm_batch=80, more than a rank has at once: BatchNorms wait for all ranks"),
+        (["norm_batch=80"], "norm_batch=80 is more than a rank has at once: BatchNorms wait for all ranks"),
     ],
 )
 def test_what_these_times_are_not_of_is_told(
@@ -265,8 +265,8 @@ def test_what_these_times_are_not_of_is_told(
 
 @pytest.mark.parametrize(("precision", "late"), [("auto", False), ("fp16", False), ("bf16", True)])
 def test_loss_scaling_lets_no_forward_begin_before_all_groups_have_arrived(precision: str, late: bool) -> None:
-    given = argparse.Namespace(recipe=RECORD, set=[*GRADED[1::2], f"device.precision={precision}"])
-    assert case(given, "abci").step(2048).course.late == late  # auto is fp16 on V100
+    recipe = load_recipe(RECORD, [*GRADED[1::2], f"device.precision={precision}"])
+    assert scenario(recipe, load("abci")).step(2048).course.late == late  # auto is fp16 on V100
 
 
 def test_a_share_in_parts_is_held_against_one_in_as_many_parts(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_ranks_at_their_own_pace_are_simulated_as_such(tmp_path: Path, capsys: p
     assert "at most 4 steps ahead of the slowest; updates in bf16 after every 2 steps, waited for at once" in shown
     assert "ms of exchanges" in shown
     assert "all-reduces" not in shown
-    assert "(warmup=1, finish=0) are not simulated apart" in said.err
+    assert "(warmup=1, finish=0) are simulated as asynchronous ones" in said.err
     assert found["exposed_s"] == pytest.approx(found["exchange_s"], rel=1e-9) != 0
     assert "all_reduce_s" not in found
     assert found["images_per_s"] == pytest.approx(81920 / found["step_s"], rel=1e-9)  # type: ignore[operator]

@@ -1,7 +1,7 @@
-"""kasoku simulate: what a recipe would take on a cluster that is not here, item by item, and over its sizes.
+"""kasoku simulate: the time and cost of a recipe on a described cluster, item by item, and its scaling.
 
-Written into the folder: simulation.json (all figures), report.html (a step as a measured run's page draws it), and of a
-sweep sweep.html (throughput and efficiency over the number of GPUs).
+It writes simulation.json (all figures), report.html (a step, drawn as on the page of a measured run) and, with --sweep,
+sweep.html (throughput and efficiency over the number of GPUs).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from kasoku.core import InputError
 
 if TYPE_CHECKING:
     from kasoku.parallel import Asynchronous
-    from kasoku.report.html import Panel
     from kasoku.simulate import Step
-    from kasoku.simulation import Case
+    from kasoku.simulation import Scenario
 
 _MS = 1e3
 
@@ -46,44 +45,49 @@ def add_parser(commands: Any) -> None:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from kasoku.meetings import asked as as_trained
+    from kasoku.recipe import load, own_folders
     from kasoku.runs import own_folder, put
-    from kasoku.simulate import reducing
+    from kasoku.simulate import load as load_cluster
+    from kasoku.simulate import profile_of, reducing
     from kasoku.simulate.allreduce import fills
     from kasoku.simulate.sweep import sizes
-    from kasoku.simulation import case, document, swept
+    from kasoku.simulation import scenario, sweep
 
-    arguments.what_if = ",".join(arguments.what_if)
-    asked = case(arguments, arguments.cluster)
-    on = asked.simulator.cluster
-    gpus = arguments.gpus if arguments.gpus is not None else min(on.node.gpus, asked.recipe.batch)
-    changed = on.altered(arguments.what_if) if arguments.what_if else None
-    if changed and changed.device != on.device and asked.simulator.profile:
-        raise InputError(f"--what-if {arguments.what_if}: a profile gives the GPU's times: leave gpu or --profile out")
+    sys.path.extend(own_folders(arguments.recipe))
+    batch = [f"batch={arguments.batch}"] if arguments.batch is not None else []
+    recipe, cluster = load(arguments.recipe, [*arguments.set, *batch]), load_cluster(arguments.cluster)
+    profiles = [profile_of(given) for given in arguments.profile]
+    asked = scenario(recipe, cluster, algorithm=arguments.allreduce, profiles=profiles)
+    gpus = arguments.gpus if arguments.gpus is not None else min(cluster.node.gpus, recipe.batch)
+    what_if = ",".join(arguments.what_if)
+    changed = cluster.altered(what_if) if what_if else None
+    if changed and changed.device != cluster.device and profiles:
+        raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave gpu or --profile out")
     shared = asked.simulator.sharing
 
     def fits(gpus: int) -> bool:
         return fills(shared.algorithm, gpus) and reducing.fills(shared.reducer, gpus)
 
-    over = sizes(on, *_range(arguments.sweep), fits=fits) if arguments.sweep else []
-    as_trained(asked.recipe, max(over, default=1))  # raises for what so many at their own pace cannot have
+    over = sizes(cluster, *_range(arguments.sweep), fits=fits) if arguments.sweep else []
+    as_trained(recipe, max(over, default=1))  # raises for what so many asynchronous ranks refuse
     step = asked.step(gpus)
-    for line in asked.said(step):
+    for line in asked.remarks(step):
         print(f"kasoku: {line}", file=sys.stderr)
-    found = document(asked, step)
-    _show(asked, step, found, title=on.name)
+    found = asked.document(step)
+    _show(asked, step, found, title=cluster.name)
     if changed:
         other = replace(asked, simulator=replace(asked.simulator, cluster=changed))
         then = other.step(gpus)
-        found["what_if"] = {arguments.what_if: document(other, then)}
-        _show(other, then, found["what_if"][arguments.what_if], title=f"{on.name}, {arguments.what_if}")
-    panels: list[Panel] = []
-    if over:
-        found["sweep"], panels = swept(asked, over, step, what=(arguments.what_if, changed))
+        found["what_if"] = {what_if: other.document(then)}
+        _show(other, then, found["what_if"][what_if], title=f"{cluster.name}, {what_if}")
+    lines = sweep(asked, over, step, (what_if, changed) if changed else None) if over else {}
+    if lines:
+        found["sweep"] = _sweep_document(asked, step, lines)
     folder = own_folder(arguments.out, arguments.recipe, "simulated")
     put(folder / "simulation.json", json.dumps(found, indent=1) + "\n")
     try:
         pages = _page(asked, step, folder, arguments.recipe.stem)
-        pages += _sweep_page(folder, on.name, found["sweep"], panels) if panels else ""
+        pages += _sweep_page(folder, cluster.name, found["sweep"], lines) if lines else ""
     except InputError as error:
         print(f"kasoku: no page: {error}", file=sys.stderr)
         pages = ""
@@ -91,7 +95,14 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(asked: Case, step: Step, found: dict[str, Any], *, title: str) -> None:
+def _sweep_document(asked: Scenario, step: Step, lines: dict[str, list[Step]]) -> dict[str, Any]:
+    from kasoku.simulation import images_each
+
+    points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
+    return {"images_a_gpu": images_each(asked, step), "parts": asked.recipe.parts(step.gpus), "points": points}
+
+
+def _show(asked: Scenario, step: Step, found: dict[str, Any], *, title: str) -> None:
     from kasoku.report import print_table
 
     largest = max(step.course.sizes(), default=0.0)
@@ -104,7 +115,7 @@ def _show(asked: Case, step: Step, found: dict[str, Any], *, title: str) -> None
         "GPUs": f"{step.gpus:,} {device.name}, {step.images / step.gpus:g} images each",
         **({"asynchronous": _asynchronous(pace)} if pace else {}),
         "step": f"{_MS * step.step_s:.2f} ms",
-        "computing": f"{_MS * step.compute_s:.2f} ms on the middle GPU",
+        "computing": f"{_MS * step.compute_s:.2f} ms on the median GPU",
         "the slowest rank": "not waited for" if free else f"{_MS * step.jitter_s:.2f} ms more",
         "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {sent}",
         "waiting for input": f"{_MS * step.input_s:.2f} ms",
@@ -134,7 +145,7 @@ def _range(given: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def _page(asked: Case, step: Step, folder: Path, name: str) -> str:
+def _page(asked: Scenario, step: Step, folder: Path, name: str) -> str:
     """Writes the page of a step; returns what it adds to the list of files. Raises InputError without plotly."""
     from kasoku.core.toml import tables
     from kasoku.parallel.buckets import table
@@ -160,9 +171,15 @@ def _page(asked: Case, step: Step, folder: Path, name: str) -> str:
     return ", report.html"
 
 
-def _sweep_page(folder: Path, cluster: str, sweep: dict[str, Any], panels: list[Panel]) -> str:
+def _sweep_page(folder: Path, cluster: str, sweep: dict[str, Any], lines: dict[str, list[Step]]) -> str:
+    from kasoku.report.html import Panel
     from kasoku.report.html.page import draw
+    from kasoku.simulate.sweep import efficiency
 
+    rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
+    counts = {name: [s.gpus for s in steps] for name, steps in lines.items()}
+    shares = {name: list(zip(counts[name], efficiency(steps), strict=True)) for name, steps in lines.items()}
+    panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
     title = f"{cluster}, {sweep['images_a_gpu']} images a GPU"
     title += f" in {sweep['parts']} parts" if sweep["parts"] > 1 else ""
     draw(folder / "sweep.html", title, panels, x_label="GPUs", x_log=True)

@@ -1,11 +1,9 @@
-"""A recipe on a simulated cluster: how its ranks share gradients, its steps, its training, its curves over sizes."""
+"""A recipe on a simulated cluster: how its ranks share gradients, its steps, its training, its scaling."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +21,54 @@ from kasoku.parallel import AllReduce, Asynchronous, OneGroup, Overlap, Policy, 
 from kasoku.parallel.batchnorm import norms
 from kasoku.parallel.buckets import Graded
 from kasoku.ranks import can_share, check_share
-from kasoku.recipe import Recipe, load, own_folders
-from kasoku.report.html import Panel
+from kasoku.recipe import Recipe
 from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step
-from kasoku.simulate.compute import Profile
 from kasoku.simulate.reducing import exchanges, flat
-from kasoku.simulate.sweep import efficiency, scaled
+from kasoku.simulate.sweep import scaled
 
-_FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer are told of; as many are advised
+_FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer get a remark, which advises at least _ENOUGH
 
 
 @dataclass(frozen=True)
-class EachAlone(Policy):
-    """What AllReduce does: a collective a parameter, in their order, so none before the end of backward."""
+class PerParameter(Policy):
+    """The collectives of AllReduce: one for each parameter, in their order, so none before the end of backward."""
 
     def plan(self, tensors: Sequence[Sized]) -> Plan:
-        """The input's parameters first."""
+        """The parameters near the input come first."""
         order = tuple(Piece(i, 0, t.elements) for i, t in enumerate(tensors))
         return Plan(tuple((i,) for i in range(len(tensors))), order, "a parameter")
 
 
 @dataclass(frozen=True)
-class Case:
-    """A recipe on a cluster: what its command, its sweep and its plan ask. `norms`: BatchNorm modules of its model."""
+class GivenPlan(Policy):
+    """A plan that was searched before: a search at each size of a sweep would take minutes."""
+
+    given: Plan
+
+    def plan(self, tensors: Sequence[Sized]) -> Plan:
+        """The plan, whatever the tensors."""
+        return self.given
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A recipe on a cluster. `notes`: remarks on its data; `norms`: the number of its model's BatchNorms."""
 
     recipe: Recipe
     facts: Facts
     simulator: Simulator
-    remarks: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
     norms: int = 0
 
+    def with_sharing(self, sharing: Sharing) -> Scenario:
+        """The same scenario with gradients shared in another way."""
+        return replace(self, simulator=replace(self.simulator, sharing=sharing))
+
     def step(self, gpus: int) -> Step:
-        """A step of the recipe's batch on so many GPUs."""
+        """A step of the recipe's batch. Raises InputError where the GPUs cannot share it."""
         self.simulator.cluster.nodes_for(gpus)
         check_share(self.recipe, gpus)
-        meetings.asked(self.recipe, gpus)  # raises for what ranks at their own pace cannot have
+        meetings.asked(self.recipe, gpus)  # raises for what asynchronous ranks refuse
         if updates(self.recipe, self.facts.images) < 1:
             raise InputError(
                 f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}: not one update of {self.facts.images:,} "
@@ -66,80 +77,92 @@ class Case:
         return self.simulator.step(gpus, self.recipe.batch, parts=self.recipe.parts(gpus))
 
     def rows(self, step: Step) -> dict[str, float]:
-        """Seconds of the whole training by item, as a measured run's ledger has them."""
+        """Seconds of the whole training by item; the items are rows of a measured run's ledger."""
         total = updates(self.recipe, self.facts.images)
-        costs, parts = self.simulator.cluster.costs, step.compute_s + step.jitter_s
+        costs, compute_s = self.simulator.cluster.costs, step.compute_s + step.jitter_s
         forward = sum(u.forward_s for u in step.course.units)
-        backward = sum(u.backward_s for u in step.course.units)
-        share = forward / (forward + backward)
-        tested = self.simulator.evaluation_s(step.gpus, self._tested())
+        share = forward / (forward + sum(u.backward_s for u in step.course.units))
         return {
             "start": costs.setup_s,
             "first epoch": costs.first_epoch_s,
             "input": total * step.input_s,
-            "forward": total * share * parts,
-            "backward": total * (1 - share) * parts,
+            "forward": total * share * compute_s,
+            "backward": total * (1 - share) * compute_s,
             "exposed": total * step.exposed_s,
-            "evaluate": evaluations(self.recipe) * tested,
+            "evaluate": evaluations(self.recipe) * self.simulator.evaluation_s(step.gpus, self._evaluated_images()),
         }
 
-    def _tested(self) -> int:
-        """Forwards of an evaluation: of the test images as often as their views take, and of those for BatchNorm."""
+    def document(self, step: Step) -> dict[str, Any]:
+        """All figures of a step and of the training, for a JSON file."""
+        rows = self.rows(step)
+        parts = self.recipe.parts(step.gpus)
+        alone = self.simulator.step(1, max(parts, self.recipe.batch // step.gpus), parts=parts)
+        training_s = sum(rows.values())
+        return {
+            "gpus": step.gpus,
+            "batch": step.images,
+            "step_s": step.step_s,
+            "compute_s": step.compute_s,
+            "jitter_s": step.jitter_s,
+            "exposed_s": step.exposed_s,
+            "input_s": step.input_s,
+            "exchange_s" if step.course.apart else "all_reduce_s": step.link_s,
+            "images_per_s": step.images_per_s,
+            "efficiency": step.images_per_s / step.gpus / alone.images_per_s,
+            "rows": rows,
+            "training_s": training_s,
+            "usd": self.usd(step, training_s),
+        }
+
+    def usd(self, step: Step, seconds: float) -> float:
+        """The rent of a step's GPUs for so many seconds; 0 where the price is unknown."""
+        return seconds / 3600 * step.gpus * self.simulator.cluster.device.usd_hour
+
+    def _evaluated_images(self) -> int:
+        """Forward passes of an evaluation: the test images in each view, and the images that recalibrate BatchNorm."""
         from kasoku.evaluate import PASSES
 
-        anew = [
-            t.images or self.facts.images for t in self.recipe.techniques if isinstance(t, Recalibrate) and self.norms
-        ]
-        return round(PASSES[self.recipe.evaluate.views] * self.facts.tested) + min(sum(anew), self.facts.images)
+        again = sum(t.images or self.facts.images for t in self.recipe.techniques if isinstance(t, Recalibrate))
+        tested = round(PASSES[self.recipe.evaluate.views] * self.facts.tested)
+        return tested + (min(again, self.facts.images) if self.norms else 0)
 
-    def said(self, step: Step) -> list[str]:
-        """What to know about the times of a step."""
-        images = step.images / (step.gpus * self.recipe.parts(step.gpus))
-        simulator, pace = self.simulator, step.course.apart if step.gpus > 1 else None
-        more = []
-        if pace:
-            more.append("Asynchronous: links alone are simulated, not what an owner takes to add, nor copies to a host")
-        if pace and (pace.warmup or pace.finish):
-            more.append(
-                f"Asynchronous: epochs of steps together (warmup={pace.warmup:g}, finish={pace.finish:g}) are not "
-                "simulated apart: they are taken as the others"
-            )
+    def remarks(self, step: Step) -> list[str]:
+        """The limits of these times, a line each."""
+        recipe, simulator = self.recipe, self.simulator
+        gpu, profile, precision = simulator.cluster.device, simulator.profile, recipe.device.precision
+        images = step.images / (step.gpus * recipe.parts(step.gpus))
+        lines = list(self.notes)
+        if (exchange := step.course.apart) and step.gpus > 1:
+            lines.append("Asynchronous: only links are simulated, not the owners' additions or copies to a host")
+            if exchange.warmup or exchange.finish:
+                epochs = f"warmup={exchange.warmup:g}, finish={exchange.finish:g}"
+                lines.append(f"Asynchronous: its synchronous epochs ({epochs}) are simulated as asynchronous ones")
         if step.norms_s:
-            more.append(
-                f"norm_batch={self.recipe.norm_batch}, more than a rank has at once: BatchNorms wait for all ranks, "
+            lines.append(
+                f"norm_batch={recipe.norm_batch} is more than a rank has at once: BatchNorms wait for all ranks, "
                 f"{1e3 * step.norms_s:.2f} ms of the exposed communication"
             )
-        known = simulate.remarks(simulator.net, simulator.cluster.device, images, simulator.profile)
-        return self.remarks + more + self._else() + self._few(step.gpus) + known
-
-    def _else(self) -> list[str]:
-        """A line for each setting whose time is not in these steps, or in other ones than the recipe takes."""
-        out, recipe, gpu = [], self.recipe, self.simulator.cluster.device
         if any(isinstance(t, LowResolution) for t in recipe.techniques):
-            out.append("LowResolution: its epochs of small images are taken as of whole ones, which take longer")
-        if self.simulator.profile:
-            return out
-        if recipe.device.precision not in ("auto", "fp16", gpu.precision):
-            asked = recipe.device.precision
-            out.append(f"precision = {asked}: the times of {gpu.name} are of {gpu.precision}; profile it to be sure")
-        if any(isinstance(t, SavedMemory) for t in recipe.techniques):
-            out.append("SavedMemory: what it computes again is not simulated; profile it to be sure")
-        return out
+            lines.append("LowResolution: its epochs of small images are simulated at full size, which takes longer")
+        if not profile and precision not in ("auto", "fp16", gpu.precision):
+            lines.append(f"precision = {precision}: {gpu.name} was measured in {gpu.precision}; a profile is surer")
+        if not profile and any(isinstance(t, SavedMemory) for t in recipe.techniques):
+            lines.append("SavedMemory: its recomputation is not simulated; a profile includes it")
+        return lines + self._few_images(step.gpus) + simulate.remarks(simulator.net, gpu, images, profile)
 
-    def _few(self, gpus: int) -> list[str]:
-        """A line where so few images share BatchNorm statistics that the training may miss its accuracy."""
-        once = self.recipe.batch // (gpus * self.recipe.parts(gpus))
-        seen = self.recipe.norm_batch or once
-        if not self.norms or seen >= _FEW:
+    def _few_images(self, gpus: int) -> list[str]:
+        """A remark where BatchNorm statistics of so few images may cost accuracy."""
+        shared = self.recipe.norm_batch or self.recipe.batch // (gpus * self.recipe.parts(gpus))
+        if not self.norms or shared >= _FEW:
             return []
         return [
-            f"BatchNorm over {seen} image{'s' if seen > 1 else ''} at once: of so few its statistics are noisy, and "
-            "accuracy is lost (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He 2018, "
-            f"arXiv 1803.08494): {self._remedy(gpus, self._norm_batch(gpus, seen))}"
+            f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of so few are noisy and "
+            "cost accuracy (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He 2018, "
+            f"arXiv 1803.08494): {self._remedy(gpus, self._norm_batch(gpus, shared))}"
         ]
 
     def _remedy(self, gpus: int, enough: int) -> str:
-        """What makes more images share statistics; `enough`: the norm_batch that does, 0: there is none."""
+        """Settings under which more images share statistics; `enough`: such a norm_batch, or 0."""
         recipe = self.recipe
         own = recipe.batch // (gpus * max(1, recipe.accumulate))  # a larger group spans ranks
         waits = " (ranks then wait for statistics)" if enough > own else ""
@@ -150,159 +173,104 @@ class Case:
             return " or ".join([*ways, *(["fewer GPUs"] if gpus > 1 else [])])
         return " or ".join(ways) + ("" if enough else ", and then a larger norm_batch")
 
-    def _norm_batch(self, gpus: int, seen: int) -> int:
-        """The least norm_batch that is enough and that so many GPUs can share; 0: there is none."""
+    def _norm_batch(self, gpus: int, shared: int) -> int:
+        """The least norm_batch that is enough and that the GPUs can share; 0 where there is none."""
         recipe = self.recipe
         if recipe.device.graphs or meetings.own_pace(recipe, gpus):
-            return 0  # neither goes with statistics of several ranks
+            return 0  # statistics of several ranks work with neither
         most = recipe.batch // max(1, recipe.accumulate)
-        sizes = (n for n in range(max(_ENOUGH, seen + 1), most + 1) if recipe.batch % n == 0)
+        sizes = (n for n in range(max(_ENOUGH, shared + 1), most + 1) if recipe.batch % n == 0)
         return next((n for n in sizes if can_share(replace(recipe, norm_batch=n), gpus)), 0)
 
-    def usd(self, step: Step, seconds: float) -> float:
-        """What the GPUs of a step cost for so long; 0 where no price is known."""
-        return seconds / 3600 * step.gpus * self.simulator.cluster.device.usd_hour
 
+def scenario(
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    algorithm: str = "",
+    profiles: Sequence[tuple[Path, int]] = (),
+    like: Scenario | None = None,
+) -> Scenario:
+    """The recipe on the cluster. Raises InputError for settings that are not simulated.
 
-def case(arguments: argparse.Namespace, cluster: str, *, like: Case | None = None) -> Case:
-    """The recipe on the cluster. Raises InputError for whatever cannot be simulated.
-
-    `like`: of the same arguments with other settings; what these left as it was is not looked at again.
+    Args:
+        recipe: its batch, model, data and techniques count.
+        cluster: its nodes, network and GPUs.
+        algorithm: of the all-reduces; "": the fastest.
+        profiles: folders of `kasoku profile`, and the images of the steps profiled there.
+        like: another recipe on the same cluster; where model and data are equal, they are not inspected again.
     """
-    if not like:
-        sys.path.extend(own_folders(arguments.recipe))
-    batch = [f"batch={arguments.batch}"] if getattr(arguments, "batch", None) is not None else []
-    recipe = load(arguments.recipe, [*arguments.set, *batch])
     if recipe.auto_batch:
         raise InputError('batch = "auto": give --set batch=B, or the recipe of a run that was tuned')
     if any(isinstance(t, GrowBatch) for t in recipe.techniques):
         raise InputError("technique GrowBatch: a batch that grows is not simulated: leave it out, and give one batch")
-    on = like.simulator.cluster if like else simulate.load(cluster)
-    shared = sharing(recipe, getattr(arguments, "allreduce", ""))
-    precision = on.device.precision if recipe.device.precision == "auto" else recipe.device.precision
-    shared = replace(shared, needs_all=precision == "fp16")
+    precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
+    shared = replace(sharing(recipe, algorithm), needs_all=precision == "fp16")
     if like and (like.recipe.model, like.recipe.data) == (recipe.model, recipe.data):
         other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
         return replace(like, recipe=recipe, simulator=other)
-    facts, remark = ahead(recipe)
-    net, found = _inspect(recipe.model, facts)
-    profile = _profile(arguments, net) if getattr(arguments, "profile", None) else None
-    simulator = simulate.Simulator(on, net, shared, profile=profile, norm_batch=recipe.norm_batch)
-    return Case(recipe, facts, simulator, [remark] if remark else [], found)
+    facts, note = ahead(recipe)
+    net, batch_norms = _inspect(recipe.model, facts)
+    profile = simulate.profiled(profiles, net) if profiles else None
+    simulator = Simulator(cluster, net, shared, profile=profile, norm_batch=recipe.norm_batch)
+    return Scenario(recipe, facts, simulator, (note,) if note else (), batch_norms)
 
 
 def _inspect(model: Factory, facts: Facts) -> tuple[Network, int]:
-    """The network of a recipe, and how many BatchNorms it has."""
+    """The network of a recipe, and the number of its BatchNorms."""
     with torch.device("meta"):
         made = model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
-        found = len(norms(made))
-    return simulate.network(model.use.rpartition(".")[2], made, (facts.channels, facts.side, facts.side)), found
+        batch_norms = len(norms(made))
+    return simulate.network(model.use.rpartition(".")[2], made, (facts.channels, facts.side, facts.side)), batch_norms
 
 
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
-    """How a recipe's ranks share gradients. Raises InputError for what no simulation knows."""
+    """How a recipe's ranks share gradients. Raises InputError for techniques that are not simulated."""
     techniques = meetings.asked(recipe, 1)
-    pace = next((t for t in techniques if isinstance(t, Asynchronous)), None)
-    if pace:
-        return _apart(recipe, pace, algorithm)
+    if exchange := next((t for t in techniques if isinstance(t, Asynchronous)), None):
+        for name in [type(t).__name__ for t in recipe.techniques] + ["Graphs"] * bool(recipe.device.graphs):
+            if name in exchange.refuses:
+                raise InputError(f"techniques {name} and Asynchronous cannot be combined: leave one of them out")
+        if algorithm:
+            raise InputError(f"--allreduce {algorithm}: asynchronous ranks send no all-reduces: leave it out")
+        return Sharing(exchange.buckets, apart=exchange)
     if any(isinstance(t, AllReduce) for t in techniques) or recipe.device.graphs:
-        return Sharing(EachAlone(), next_forward=False, wire_bytes=4, algorithm=algorithm or "auto")
+        return Sharing(PerParameter(), wire_bytes=4, algorithm=algorithm or "auto")
     overlap = next((t for t in techniques if isinstance(t, Overlap)), Overlap())
     late = overlap.next_forward and not any(isinstance(t, Clip | LossScale) for t in techniques)
-    alike = flat(overlap.reducer)  # raises for what no simulation knows
-    if algorithm not in ("", "auto") and exchanges(alike):
+    between = flat(overlap.reducer)  # raises for a reducer that is not simulated
+    if algorithm not in ("", "auto") and exchanges(between):
         raise InputError(
             f'--allreduce {algorithm}: reducer Wire with sums="fp32" makes no all-reduce, but an all-to-all and an '
             'all-gather: leave it out, or give Wire sums="wire"'
         )
-    reducer = alike if algorithm else overlap.reducer
+    reducer = between if algorithm else overlap.reducer
     return Sharing(overlap.buckets, late, algorithm=algorithm or "auto", reducer=reducer)
 
 
-def _apart(recipe: Recipe, pace: Asynchronous, algorithm: str) -> Sharing:
-    """Updates that ranks exchange at their own pace. Raises InputError for what a training refuses beside them."""
-    names = [type(t).__name__ for t in recipe.techniques] + ["Graphs"] * bool(recipe.device.graphs)
-    for name in names:
-        if name in pace.refuses:
-            raise InputError(f"techniques {name} and Asynchronous cannot be combined: leave one of them out")
-    if algorithm:
-        raise InputError(f"--allreduce {algorithm}: ranks at their own pace send no all-reduces: leave it out")
-    return Sharing(pace.buckets, next_forward=False, apart=pace)
+def sweep(
+    asked: Scenario, gpus: Sequence[int], step: Step, changed: tuple[str, Cluster] | None = None
+) -> dict[str, list[Step]]:
+    """Steps at each number of GPUs with the images a GPU of `step`, under each way to share gradients.
 
-
-def _profile(arguments: argparse.Namespace, net: Network) -> Profile:
-    folders: list[Path] = []
-    batches: list[int] = []
-    for given in arguments.profile:
-        folder, _, images = given.rpartition(":")
-        if not folder or not images.isdecimal() or int(images) < 1:
-            raise InputError(f"--profile {given}: DIR:IMAGES is wanted, the folder and the images of its steps")
-        folders.append(Path(folder))
-        batches.append(int(images))
-    return simulate.profiled(folders, net, batches)
-
-
-def document(asked: Case, step: Step) -> dict[str, Any]:
-    """All figures of a step and of the training."""
-    rows = asked.rows(step)
-    parts = asked.recipe.parts(step.gpus)
-    alone = asked.simulator.step(1, max(parts, asked.recipe.batch // step.gpus), parts=parts)
-    whole = sum(rows.values())
-    return {
-        "gpus": step.gpus,
-        "batch": step.images,
-        "step_s": step.step_s,
-        "compute_s": step.compute_s,
-        "jitter_s": step.jitter_s,
-        "exposed_s": step.exposed_s,
-        "input_s": step.input_s,
-        "exchange_s" if step.course.apart else "all_reduce_s": step.link_s,
-        "images_per_s": step.images_per_s,
-        "efficiency": step.images_per_s / step.gpus / alone.images_per_s,
-        "rows": rows,
-        "training_s": whole,
-        "usd": asked.usd(step, whole),
-    }
-
-
-def swept(
-    asked: Case, gpus: Sequence[int], step: Step, *, what: tuple[str, Cluster | None]
-) -> tuple[dict[str, Any], list[Panel]]:
-    """Throughput and efficiency over the number of GPUs, each with the images of `step`: points, and curves of them."""
+    `changed`: a name and another cluster, on which the last way is simulated too.
+    """
     simulator, parts = asked.simulator, asked.recipe.parts(step.gpus)
-    images = max(parts, step.images // step.gpus)
-    lines = {
-        name: scaled(replace(simulator, sharing=way), gpus, images=images, parts=parts)
-        for name, way in _ways(simulator.sharing, step).items()
-    }
-    change, cluster = what
-    if cluster is not None:
-        lines[f"{list(lines)[-1]}; {change}"] = scaled(
-            replace(simulator, cluster=cluster, sharing=list(_ways(simulator.sharing, step).values())[-1]),
-            gpus,
-            images=images,
-            parts=parts,
-        )
-    rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
-    shares = {name: list(zip(gpus, efficiency(steps), strict=True)) for name, steps in lines.items()}
-    panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
-    points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
-    return {"images_a_gpu": images, "parts": parts, "points": points}, panels
+    images = images_each(asked, step)
+    simulators = {name: replace(simulator, sharing=way) for name, way in _ways(simulator.sharing, step).items()}
+    if changed:
+        last = list(simulators)[-1]
+        simulators[f"{last}; {changed[0]}"] = replace(simulators[last], cluster=changed[1])
+    return {name: scaled(each, gpus, images=images, parts=parts) for name, each in simulators.items()}
 
 
-@dataclass(frozen=True)
-class Found(Policy):
-    """A plan that was made already: a search at each size of a sweep would take minutes."""
-
-    made: Plan
-
-    def plan(self, tensors: Sequence[Sized]) -> Plan:
-        """That plan."""
-        return self.made
+def images_each(asked: Scenario, step: Step) -> int:
+    """Images a GPU of a step, at least one for each of its parts."""
+    return max(asked.recipe.parts(step.gpus), step.images // step.gpus)
 
 
 def _ways(shared: Sharing, step: Step) -> dict[str, Sharing]:
-    """Ways to share gradients that a sweep compares: nothing hidden, behind backward, and as the recipe has it."""
+    """The ways that a sweep compares: nothing hidden, hidden behind backward, and the recipe's own."""
     ways = {
         "one group after backward": replace(shared, policy=OneGroup(), next_forward=False, apart=None),
         "graded groups behind backward": replace(shared, policy=Graded(), next_forward=False, apart=None),
@@ -312,12 +280,12 @@ def _ways(shared: Sharing, step: Step) -> dict[str, Sharing]:
     plan, late = step.course.plan, step.course.late
     if step.gpus > 1:
         name = f"{plan.policy}{', also behind the next forward' if late else ''}"
-        ways[name] = replace(shared, policy=Found(plan), next_forward=late)
+        ways[name] = replace(shared, policy=GivenPlan(plan), next_forward=late)
     return ways
 
 
 def evaluations(recipe: Recipe) -> int:
-    """How many there are: every so many epochs from the start on, and at the end."""
+    """The number of evaluations: every so many epochs from the start on, and at the end."""
     every, start = recipe.evaluate.every, recipe.evaluate.start
     inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
     return len(inside) + 1

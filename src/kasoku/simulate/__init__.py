@@ -2,7 +2,7 @@
 
 from kasoku.simulate.allreduce import ALGORITHMS
 from kasoku.simulate.cluster import Cluster, load
-from kasoku.simulate.compute import Network, network, profiled, remarks
+from kasoku.simulate.compute import Network, network, profile_of, profiled, remarks
 from kasoku.simulate.jitter import Jitter
 from kasoku.simulate.step import WITHOUT, Sharing, Simulator, Step, timeline
 
@@ -17,6 +17,7 @@ __all__ = [
     "Step",
     "load",
     "network",
+    "profile_of",
     "profiled",
     "remarks",
     "timeline",

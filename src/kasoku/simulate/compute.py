@@ -169,10 +169,22 @@ def remarks(net: Network, gpu: Gpu, images: float, profile: Profile | None = Non
     return out
 
 
-def profiled(folders: Sequence[Path], net: Network, batches: Sequence[int]) -> Profile:
-    """Reads what `kasoku profile` wrote. Raises InputError where its blocks are not the network's."""
+def profile_of(given: str) -> tuple[Path, int]:
+    """The folder of a profile and the images of its steps, from DIR:IMAGES."""
+    folder, _, images = given.rpartition(":")
+    if not folder or not images.isdecimal() or int(images) < 1:
+        raise InputError(f"--profile {given}: DIR:IMAGES is wanted, the folder and the images of its steps")
+    return Path(folder), int(images)
+
+
+def profiled(profiles: Sequence[tuple[Path, int]], net: Network) -> Profile:
+    """Reads the folders that `kasoku profile` wrote, each with the images of its steps.
+
+    Raises:
+        InputError: where the blocks of a profile are not the network's.
+    """
     measured, updates = [], []
-    for folder, images in zip(folders, batches, strict=True):
+    for folder, images in profiles:
         try:
             found = json.loads((folder / "profile.json").read_text())["blocks"]
             times = {str(b["name"]): (float(b["forward_s"]), float(b["backward_s"])) for b in found}
