@@ -231,7 +231,27 @@ def test_no_rank_waits_for_another_between_meetings(tmp_path, monkeypatch):
     assert inside == [False, False]
 
 
-def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(tmp_path):
+def test_a_signal_to_one_rank_stops_all_and_resuming_goes_on(tmp_path, monkeypatch):
+    wished, run, asked = Meetings._wished, tmp_path / "run", recipe("epochs=1")
+
+    def signalled(self: Meetings, caught: list[str]) -> int:
+        late = self.job.comm.rank == 1 and self.job.plain_loader.dealt >= 10
+        return wished(self, ["SIGTERM"] if late else caught)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Meetings, "_wished", signalled)
+        stopped, first = fitted(asked, run)
+    assert [result.stopped for result in stopped] == ["SIGTERM"] * 2
+    (run / "recipe.toml").write_text(dumps(asked))
+    results, rest = fitted(asked, run, resume=True)
+    assert [result.epochs for result in results] == [1.0] * 2
+    every = [index for rank in (*first, *rest) for index in rank]
+    assert 5 * 64 <= sum(map(len, first)) < 22 * 64
+    assert len(every) == len(set(every)) == 22 * 64
+
+
+@pytest.mark.process
+def test_a_signal_to_the_process_of_one_rank_stops_all(tmp_path):
     run = tmp_path / "run"
     settings = [s for x in (*SETTINGS, f"techniques=[{{use='{OURS}'}}]") for s in ("--set", x)]
     endless = [*settings, "--set", "epochs=10000", "--set", "evaluate.every=1", "--set", "save.every_steps=5"]

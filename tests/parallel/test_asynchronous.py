@@ -46,8 +46,11 @@ def _on_two(comm: Comm, f: Callable[..., Any], *args: Any) -> Any:
     return found
 
 
-both = pytest.mark.parametrize("on_ranks", [by_turns, by_processes])
-each_way = pytest.mark.parametrize("on_ranks", [by_turns, by_processes, by_hosts])
+process = pytest.mark.process
+both = pytest.mark.parametrize("on_ranks", [by_turns, pytest.param(by_processes, marks=process)])
+each_way = pytest.mark.parametrize(
+    "on_ranks", [by_turns, pytest.param(by_processes, marks=process), pytest.param(by_hosts, marks=process)]
+)
 
 
 def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tuple[dict[str, Tensor], Counter[int]]:
@@ -99,7 +102,7 @@ def test_every_update_is_counted_with_its_staleness(on_ranks):
 @pytest.mark.parametrize(
     "technique",
     [
-        Asynchronous(buckets=GROUPS, servers=1, every=1),
+        pytest.param(Asynchronous(buckets=GROUPS, servers=1, every=1), marks=pytest.mark.smoke),
         Asynchronous(buckets=GROUPS, servers=1, hidden=False),
         Asynchronous(buckets=GROUPS, servers=1, hidden=False, remedies=Remedies(predict=1.0)),
         Asynchronous(buckets=GROUPS, servers=1, wire="bf16", every=1),
@@ -107,6 +110,7 @@ def test_every_update_is_counted_with_its_staleness(on_ranks):
     ],
     ids=["default", "in place", "predicting", "bf16", "int8"],
 )
+@process
 def test_one_worker_and_a_server_come_to_the_same_bits_by_whatever_way(technique: Asynchronous):
     turns, near = Threads(2).run(lambda comm: _not_random(comm, technique)), on_processes(2, _not_random, technique)
     for a, b in zip(turns, near, strict=True):
@@ -209,7 +213,7 @@ def _seldom(comm: Comm) -> tuple[bool, dict[int, str]]:
         model(torch.ones(7)).backward()
         job.optimizer.step()
         job.optimizer.zero_grad()
-        time.sleep(2.5)
+        time.sleep(1.5)
     dead = dict(job.kept("asynchronous").dead)
     job.drain()
     found = bool((model.w == -2.0).all()), dead
@@ -217,6 +221,9 @@ def _seldom(comm: Comm) -> tuple[bool, dict[int, str]]:
     return found
 
 
+@process
+@pytest.mark.timing
+@pytest.mark.smoke
 def test_ranks_that_meet_seldom_live_on():
     assert on_processes(SIZE, _seldom) == [(True, {})] * SIZE
 
@@ -418,7 +425,7 @@ class Seeing(torch.optim.SGD):
 @pytest.mark.parametrize(
     "technique", [Asynchronous(every=1), Asynchronous(hidden=False, remedies=Remedies(predict=1.0))], ids=["2", "1"]
 )
-def test_an_optimizer_steps_from_the_weights_and_not_from_where_they_are_expected(technique: Asynchronous):
+def test_an_optimizer_steps_from_the_weights_not_from_the_prediction(technique: Asynchronous):
     def rank(comm: Comm) -> list[float]:
         model, at_forward, at_step = Counting(1), [], []
         job = Job(model, Seeing(model.parameters(), at_step), comm=comm).apply(technique)

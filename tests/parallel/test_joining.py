@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import context
-from test_survivors import LIMIT_S, PROMISE_S, Counting, N, wait_for
 from torch import nn
 
+from helpers.survival import LIMIT_S, PROMISE_S, Counting, N, wait_for
 from kasoku.core import Comm, Job
 from kasoku.parallel import Asynchronous, TorchComm, life
 from started import port
@@ -88,11 +88,21 @@ def _trained(name: int, old: int, ports: list[int], folder: Path, technique: Asy
     return found
 
 
+DEFAULT, BF16 = Asynchronous(), Asynchronous(hidden=False, wire="bf16")
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
-    "technique", [Asynchronous(), Asynchronous(hidden=False, wire="bf16")], ids=["default", "bf16"]
-)
-@pytest.mark.parametrize(
-    ("old", "victim"), [(2, None), (3, 1), (3, 0)], ids=["beside", "replaces", "replaces the first"]
+    ("old", "victim", "technique"),
+    [
+        (2, None, DEFAULT),
+        pytest.param(3, 1, BF16, marks=pytest.mark.smoke),
+        (3, 0, DEFAULT),
+        pytest.param(2, None, BF16, marks=pytest.mark.exhaustive),
+        pytest.param(3, 1, DEFAULT, marks=pytest.mark.exhaustive),
+        pytest.param(3, 0, BF16, marks=pytest.mark.exhaustive),
+    ],
+    ids=["beside", "replaces, bf16", "replaces the first", "beside, bf16", "replaces", "replaces the first, bf16"],
 )
 def test_another_rank_joins(old: int, victim: int | None, technique: Asynchronous, tmp_path: Path):
     ports = [port(), port()]

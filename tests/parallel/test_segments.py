@@ -21,6 +21,7 @@ from kasoku.parallel.segments import PLACE, Segments
 from kasoku.parallel.torchcomm import TorchComm
 
 SIZE = 3
+process = pytest.mark.process
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not hasattr(os, "memfd_create"), reason="this system has no memory to give to others"
 )
@@ -59,6 +60,8 @@ def _near(comm: Comm) -> tuple[set[int], list[int], list[int], int]:
     return set(ours.near), read, wrote, before - _memory_files()
 
 
+@process
+@pytest.mark.smoke
 def test_ranks_of_one_host_read_and_write_each_others_memory():
     for rank, (near, read, wrote, closed) in enumerate(on_processes(SIZE, _near)):
         assert near == set(range(SIZE)) - {rank}
@@ -77,6 +80,7 @@ def _far(comm: Comm, which: int) -> tuple[int, bool]:
     return len(ours.near), bool(ours.place(ours.zeros(5, torch.float32)))
 
 
+@process
 def test_a_rank_of_another_host_is_not_near():
     assert on_processes(SIZE, _far, 1) == [(1, True), (0, False), (1, True)]
 
@@ -90,6 +94,7 @@ def _none(comm: Comm) -> tuple[int, bool]:
     return len(ours.near), bool(ours.place(ours.zeros(5, torch.float32)))
 
 
+@process
 def test_a_system_without_such_memory_sends_bytes():
     assert on_processes(SIZE, _none) == [(0, False), (1, True), (1, True)]
 
@@ -105,6 +110,7 @@ def _hidden(comm: Comm) -> int:
     return len(Segments(comm).near)
 
 
+@process
 def test_a_rank_that_cannot_open_the_others_memory_is_not_near():
     assert on_processes(SIZE, _hidden) == [0, 1, 1]
 
@@ -160,7 +166,14 @@ def _sent(comm: Comm, technique: Asynchronous, hosts: int) -> tuple[int, int]:
     return sum(sent), opened[-1] - opened[0]
 
 
-@pytest.mark.parametrize("technique", [Asynchronous(every=1), Asynchronous(every=1, hidden=False, wire="int8")])
+@process
+@pytest.mark.parametrize(
+    "technique",
+    [
+        Asynchronous(every=1),
+        pytest.param(Asynchronous(every=1, hidden=False, wire="int8"), marks=pytest.mark.smoke),
+    ],
+)
 def test_only_heads_are_sent_to_ranks_that_are_near(technique: Asynchronous):
     near, far = (on_processes(2, _sent, technique, hosts) for hosts in (1, 2))
     assert all(sent < 2000 and grown <= 0 for sent, grown in near)
@@ -192,6 +205,7 @@ def _with_few_files(comm: Comm) -> tuple[list[float], dict[int, str], int]:
     return found
 
 
+@process
 def test_where_no_more_files_can_be_opened_bytes_are_sent():
     assert on_processes(2, _with_few_files) == [([-4.0], {}, 1)] * 2
 
@@ -223,10 +237,11 @@ def _fails(comm: Comm, technique: Asynchronous, which: Sequence[int]) -> str:
     return "went on"
 
 
+@process
 @pytest.mark.parametrize(
     ("technique", "which"),
     [
-        (Asynchronous(servers=1, every=1), [0]),
+        pytest.param(Asynchronous(servers=1, every=1), [0], marks=pytest.mark.smoke),
         (Asynchronous(every=1), [0, 1, 2]),
         (Asynchronous(hidden=False, max_staleness=1), [1]),
         (Asynchronous(hidden=False, max_staleness=1), [0, 2]),
@@ -267,5 +282,6 @@ def _left(comm: Comm, knows: Path) -> dict[int, str]:
     return job.kept("asynchronous").dead
 
 
-def test_a_rank_whose_memory_cannot_be_opened_any_more_is_dead_and_the_others_go_on(tmp_path):
+@process
+def test_a_rank_whose_memory_cannot_be_opened_any_more_is_dead(tmp_path):
     assert [list(dead) for dead in on_processes(SIZE, _left, tmp_path / "knows")] == [[1]] * SIZE

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,34 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import context
-from torch import Tensor, nn
+from torch import Tensor
 
+from helpers.survival import LIMIT_S, PROMISE_S, Counting, N, wait_for
 from kasoku.core import InputError, Job
 from kasoku.parallel import Asynchronous, TorchComm, life, segments, shards
 from started import port
 
-SIZE, N = 4, 4099
-PROMISE_S, LIMIT_S = 10.0, 60.0
-
-
-class Counting(nn.Module):
-    """Its gradient is what it is given: so updates are known exactly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.v = nn.Parameter(torch.zeros(N)), nn.Parameter(torch.zeros(5))
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean += 1.0
-        return (self.w * x).sum() + (self.v * x[:5]).sum()
-
-
-def wait_for(file: Path) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not file.exists():
-        assert time.monotonic() < until, file.name
-        time.sleep(0.01)
+SIZE = 4
+pytestmark = pytest.mark.process
 
 
 def _main(
@@ -99,31 +80,28 @@ def _trained(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]
         return {"error": str(error)}
 
 
-CASES = [
-    (2, signal.SIGKILL, Asynchronous()),
-    (0, signal.SIGKILL, Asynchronous(hidden=False, max_staleness=2)),
-    (1, signal.SIGSTOP, Asynchronous(hidden=False)),
-    (3, signal.SIGSTOP, Asynchronous(wire="bf16", max_staleness=1)),
-    (1, signal.SIGKILL, Asynchronous(wire="int8")),
-    (1, signal.SIGKILL, Asynchronous(servers=2, hidden=False, wire="bf16")),
-    (0, signal.SIGKILL, Asynchronous(servers=1)),
-]
+KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
+CASES = {
+    "killed": (2, KILLED, Asynchronous()),
+    "first killed": (0, KILLED, Asynchronous(hidden=False, max_staleness=2)),
+    "stopped": (1, STOPPED, Asynchronous(hidden=False)),
+    "stopped, bounded": (3, STOPPED, Asynchronous(wire="bf16", max_staleness=1)),
+    "killed, int8": (1, KILLED, Asynchronous(wire="int8")),
+    "server killed": (1, KILLED, Asynchronous(servers=2, hidden=False, wire="bf16")),
+    "only server killed": (0, KILLED, Asynchronous(servers=1)),
+}
+NETWORKED = ("first killed", "stopped, bounded", "server killed")  # the others of one host, or all in both ways
 
 
-@pytest.mark.parametrize(
-    ("victim", "number", "technique"),
-    CASES,
-    ids=[
-        "killed",
-        "first killed",
-        "stopped",
-        "stopped, bounded",
-        "killed, int8",
-        "server killed",
-        "only server killed",
-    ],
-)
-@pytest.mark.parametrize("hosts", [1, SIZE])
+def _cases() -> Iterator[Any]:
+    for name, case in CASES.items():
+        for hosts in (1, SIZE):
+            full = (hosts > 1) != (name in NETWORKED)
+            marks = [pytest.mark.exhaustive] * full + [pytest.mark.smoke] * (name == "killed" and hosts == 1)
+            yield pytest.param(*case, hosts, marks=marks, id=f"{name}, {hosts} hosts")
+
+
+@pytest.mark.parametrize(("victim", "number", "technique", "hosts"), [*_cases()])
 def test_the_others_go_on_and_end_with_equal_weights(
     victim: int, number: int, technique: Asynchronous, hosts: int, tmp_path: Path
 ):
@@ -211,7 +189,11 @@ def _while_one_sleeps(rank: int, folder: Path, technique: Asynchronous) -> dict[
 
 @pytest.mark.parametrize(
     "technique",
-    [Asynchronous(), Asynchronous(hidden=False), Asynchronous(hidden=False, wire="int8")],
+    [
+        pytest.param(Asynchronous(), marks=pytest.mark.smoke),
+        Asynchronous(hidden=False),
+        Asynchronous(hidden=False, wire="int8"),
+    ],
     ids=["default", "in place", "int8"],
 )
 def test_an_owner_that_wakes_up_in_an_answer_harms_nobody(technique: Asynchronous, tmp_path: Path):

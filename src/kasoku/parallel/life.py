@@ -26,7 +26,9 @@ from kasoku.core import Comm, InputError, Work
 BEAT_S, DEAD_S = 1.0, 5.0
 _SLOWEST_S = 10.0  # the pause between beats of many ranks; three of them in silence are a death
 BEAT, MEET = 1, 8  # tags; of a meeting one for each number of dead
+_LONG, _SHORT = 0, 1  # lanes; from there on one for each attempt of a meeting
 _MOST = 1 << 12  # attempts of one meeting
+Pause = Callable[[threading.Event, float], bool]
 
 
 class LostError(RuntimeError):
@@ -54,22 +56,29 @@ class Pending:
 class Life:
     """One rank's view of who is alive, between `start()` and `stop()`.
 
-    Attributes: `dead`: why, by rank. `on_death`: called once for each. `small`: a channel for short messages, which
-        wait for no long one.
+    Args:
+        comm: sends the heartbeats, on channels of its own.
+        on_death: called once for each dead rank.
+        pause: waits for an event or a number of seconds, as `threading.Event.wait` does; a test gives time of its own.
+
+    Attributes: `dead`: why, by rank. `small`: a channel for short messages, which
+        wait for no long one. `meeting`: the ranks of this attempt; one that dies later is among them until the next.
     """
 
-    def __init__(self, comm: Comm, on_death: Callable[[int], object]) -> None:
-        self.comm, self.on_death = comm, on_death
+    def __init__(self, comm: Comm, on_death: Callable[[int], object], pause: Pause = threading.Event.wait) -> None:
+        self.comm, self.on_death, self._pause = comm, on_death, pause
         self.small = comm.channel(patient=True)
         self.dead: dict[int, str] = {}
         self.changed = threading.Condition(threading.RLock())
-        self._lines: dict[tuple[int, bool], queue.SimpleQueue[Pending | None]] = {}
+        self._lines: dict[tuple[int, int], queue.SimpleQueue[Pending | None]] = {}
         self._pending: dict[int, list[Pending]] = {}
-        self._waiting: dict[tuple[int, bool], threading.Thread] = {}
+        self._waiting: dict[tuple[int, int], threading.Thread] = {}
         self._hearing: dict[int, threading.Thread] = {}
         self._silent: dict[int, int] = {}  # beats of ours since we heard of a rank
         self._told: dict[int, list[int]] = {}  # by each rank: attempt, bye, and who is dead
         self._attempt, self._number, self._met = 0, 0, 0
+        self.meeting: list[int] = []
+        self._attempted: list[Pending] = []  # of this attempt
         self._out = self._said_bye = False
         self._beat_s = min(_SLOWEST_S, BEAT_S * max(1.0, comm.size / 8))  # as each beats to all
         self._ending = threading.Event()
@@ -87,7 +96,7 @@ class Life:
         self._lines.clear()
         for rank in self._others():
             self._pending[rank], self._silent[rank], self._told[rank] = [], 0, [0] * (2 + self.comm.size)
-            self._line(rank, False)
+            self._line(rank, _LONG)
         for rank in self._others():
             thread = threading.Thread(target=self._listen, args=(rank,), name=f"kasoku hears {rank}", daemon=True)
             self._hearing[rank] = thread
@@ -100,9 +109,10 @@ class Life:
         self._beat(bye=1)
         for rank, thread in self._hearing.items():
             self.join(rank, thread)
-        for (rank, small), thread in self._waiting.items():
-            self._lines[rank, small].put(None)
-            self.join(rank, thread)
+        for (rank, lane), thread in self._waiting.items():
+            self._lines[rank, lane].put(None)
+            if lane <= _SHORT or lane == self._lane:  # in an attempt that failed, a message may never have been sent
+                self.join(rank, thread)
         self._ending.set()
         self._heart.join()
         self._hearing.clear()
@@ -115,27 +125,41 @@ class Life:
 
     # ---- waits
 
-    def pending(self, rank: int, works: Sequence[Work], *, small: bool = False) -> Pending:
-        """Has these waited for, in order; `small`: not behind what else is waited for."""
+    def pending(self, rank: int, works: Sequence[Work], *, small: bool = False, meets: bool = False) -> Pending:
+        """Waits for these in a thread, in order.
+
+        Args:
+            rank: the rank at the other end.
+            works: what is sent to it and received from it.
+            small: they do not wait for longer messages.
+            meets: they belong to this attempt of a meeting, and are lost with any rank that dies.
+        """
         found = Pending(rank, works)
         with self.changed:
             self.check()
-            if rank in self.dead:
+            if rank in self.dead or (meets and len(self.dead) > self._met):
                 found.over.set()
             else:
                 self._pending[rank].append(found)
-                self._line(rank, small).put(found)
+                if meets:
+                    self._attempted.append(found)
+                self._line(rank, self._lane if meets else _SHORT if small else _LONG).put(found)
         return found
 
-    def _line(self, rank: int, small: bool) -> queue.SimpleQueue[Pending | None]:
+    @property
+    def _lane(self) -> int:
+        """Of this attempt's messages: a failed attempt's may never come, and must not hold up the next."""
+        return _SHORT + 1 + self._met
+
+    def _line(self, rank: int, lane: int) -> queue.SimpleQueue[Pending | None]:
         """What is waited for of a rank, one after the other; its thread begins with it."""
-        if (rank, small) not in self._lines:
-            line = self._lines[rank, small] = queue.SimpleQueue()
+        if (rank, lane) not in self._lines:
+            line = self._lines[rank, lane] = queue.SimpleQueue()
             name = f"kasoku waits for {rank}"
             thread = threading.Thread(target=self._wait, args=(rank, line), name=name, daemon=True)
-            self._waiting[rank, small] = thread
+            self._waiting[rank, lane] = thread
             thread.start()
-        return self._lines[rank, small]
+        return self._lines[rank, lane]
 
     def _wait(self, rank: int, line: queue.SimpleQueue[Pending | None]) -> None:
         """The main function of a thread."""
@@ -159,7 +183,7 @@ class Life:
             if rank in self.dead or self._out or rank == self.comm.rank or self._told[rank][1]:
                 return
             self.dead[rank] = why
-            for found in self._pending.get(rank, ()):
+            for found in [*self._pending.get(rank, ()), *self._attempted]:
                 found.over.set()
             self.changed.notify_all()
         self._beat(also=rank)
@@ -184,11 +208,11 @@ class Life:
                 held = Pending(rank, [work, Held(told)])
                 self._pending[rank].append(held)  # kept for ever where nobody reads it yet
                 if rank not in self.dead:
-                    self._line(rank, False).put(held)
+                    self._line(rank, _LONG).put(held)
 
     def _beat_on(self) -> None:
         """The main function of a thread."""
-        while not self._ending.wait(self._beat_s):
+        while not self._pause(self._ending, self._beat_s):
             self._beat()
             with self.changed:
                 for rank in self.living:
@@ -240,7 +264,8 @@ class Life:
         """Waits until all that live take the same ranks for dead."""
 
         def same() -> bool:
-            self._met = len(self.dead)
+            self._met, self.meeting = len(self.dead), self.living
+            self._attempted.clear()
             return all(self._told[rank][2:] == self._flags() for rank in self._others())
 
         self._until(same)

@@ -46,7 +46,7 @@ class Survivors:
     """The ranks that live as an attempt to meet begins; LostError where one of them dies meanwhile."""
 
     def __init__(self, comm: Comm, life: Life) -> None:
-        self._comm, self._life, self.ranks, self._tag = comm, life, life.living, life.tag
+        self._comm, self._life, self.ranks, self._tag = comm, life, life.meeting, life.tag
 
     def swap(self, sent: Mapping[int, Tensor], come: Mapping[int, Tensor]) -> None:
         """Sends to each and receives from each, and waits for both; nothing to or from this rank itself."""
@@ -59,7 +59,7 @@ class Survivors:
                 except RuntimeError as error:
                     self._life.lose(rank, "its connection broke")
                     raise LostError(rank) from error
-                pending.append(self._life.pending(rank, works))
+                pending.append(self._life.pending(rank, works, meets=True))
         for one in pending:
             one.wait()
 
