@@ -58,6 +58,7 @@ def test_two_ranks_train_to_the_weights_of_one(whole):
         assert result(one)[name] == result(two)[name]
     assert result(one)["loss"] == pytest.approx(result(two)["loss"], rel=1e-5)
     assert result(one)["epochs"] == result(two)["epochs"]
+    assert "gradients in " in json.loads((two / "buckets.json").read_text())["text"]
 
 
 def test_the_loss_that_is_logged_is_that_of_the_whole_batch(whole):

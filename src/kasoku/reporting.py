@@ -9,13 +9,11 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from kasoku.core import InputError
 
 if TYPE_CHECKING:
-    from kasoku.core.cost import Plan, Sized
     from kasoku.report.html import RunRecord
 
 _PARTS = ("ledger", "timeline", "tuning", "classes")
@@ -94,7 +92,7 @@ def _read(path: Path, name: str) -> RunRecord:
         result=_json(path / "result.json", damaged),
         metrics=_metrics(path / "metrics.jsonl"),
         parts={part: found for part, found in parts.items() if found},
-        buckets="" if len(parts["ledger"].get("ranks") or ()) == 1 else _plan(path),  # one rank has no groups
+        buckets=str(_json(path / "buckets.json", damaged).get("text", "")),
         machine={**environment.get("machine", {}), **more},
         damaged=damaged,
     )
@@ -134,59 +132,6 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _plan(path: Path) -> str:
-    """The groups of gradients that the newest checkpoint keeps, as text; empty where it keeps none."""
-    import torch
-
-    from kasoku.core.cost import Piece, Plan
-    from kasoku.core.run import newest
-
-    saved = newest(path, warn=lambda line: None)
-    if saved is None:
-        return ""
-    try:
-        state = torch.load(saved.folder / "state.pt", weights_only=True, map_location="cpu", mmap=True)
-        made = state["job"]["kept"]["overlap"]["plan"]
-        groups = tuple(tuple(int(i) for i in group) for group in made["groups"])
-        plan = Plan(groups, tuple(Piece(*piece) for piece in made["order"]), str(made["policy"]))
-    except (KeyError, TypeError, ValueError, OSError, RuntimeError, UnpicklingError):
-        return ""  # damaged, one rank, or gradients that are shared in another way
-    return _said(plan, _tensors(path))
-
-
-def _tensors(path: Path) -> list[Sized]:
-    """The gradients of a run's network as planners see them; none where the network cannot be made here."""
-    import torch
-
-    from kasoku import recipe as recipes
-    from kasoku.parallel.units import Units
-    from kasoku.runs import allow_own_modules
-
-    allow_own_modules(path)
-    try:
-        facts = json.loads((path / "data.json").read_text())
-        shape = {"in_channels": facts["channels"], "image_size": facts["image_size"][0]}
-        with torch.device("meta"):
-            model = recipes.load(path / "recipe.toml").model(num_classes=len(facts["classes"]), **shape)
-        return Units(model).tensors
-    except Exception:  # a user's own network, perhaps not here any more: the groups are told without names
-        return []
-
-
-def _said(plan: Plan, tensors: Sequence[Sized]) -> str:
-    from kasoku.parallel.buckets import table
-
-    if sorted(i for group in plan.groups for i in group) == list(range(len(tensors))):
-        return table(plan, tensors)
-    lines = [f"gradients in {len(plan.groups)} groups, {len(plan.order)} pieces ({plan.policy}), in this order:"]
-    for group in dict.fromkeys(piece.group for piece in plan.order):
-        pieces = [piece for piece in plan.order if piece.group == group]
-        elements = sum(piece.stop - piece.start for piece in pieces)
-        parts = f"in {len(pieces)} pieces of {len(plan.groups[group])} tensors"
-        lines.append(f"  group {group}: {elements:,} elements {parts}")
-    return "\n".join(lines)
 
 
 # ---- groups of runs

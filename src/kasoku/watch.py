@@ -189,17 +189,16 @@ class Watch:
             with self._doing("evaluate"):
                 classes = self._judged.found(self.training.dataset, self.job.comm)
             self._write(lambda run: run.write("classes.json", json.dumps(classes) + "\n"))
-        progress = self.progress
         with self._doing("save"):
             facts = self._facts()
         ledger, timeline = self.ledger.document(self.job.comm, facts)
         result = Result(
-            top1=progress.scores.get("top1"),
-            top5=progress.scores.get("top5"),
-            loss=progress.scores.get("loss"),
-            best_top1=progress.best,
+            top1=self.progress.scores.get("top1"),
+            top5=self.progress.scores.get("top5"),
+            loss=self.progress.scores.get("loss"),
+            best_top1=self.progress.best,
             target=self.recipe.evaluate.target,
-            time_to_target_s=progress.reached_s,
+            time_to_target_s=self.progress.reached_s,
             seconds_by={row: round(s, 3) for row, s in ledger["rows"].items()},
             images_per_s=round(self._images_per_s(), 1),
             epochs=round(self.job.progress, 4),
@@ -207,6 +206,7 @@ class Watch:
         )
         whole = {**asdict(result), "seconds": round(result.seconds, 3), "steps": self.job.steps}
         documents = {"result.json": whole, "ledger.json": ledger, "timeline.json": timeline}
+        documents |= {name: build() for name, build in self.job.documents.items()}
 
         def write(run: RunFolder) -> None:
             for name, document in documents.items():

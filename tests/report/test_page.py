@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import shown
-import torch
 
 import browser
 from browser import Opened
+from contracts import make, train
 from kasoku.cli import main
-from kasoku.core.run import RunFolder, newest
+from kasoku.core import Comm, Threads
+from kasoku.parallel import OneGroup, Overlap
 from kasoku.report.html import RunRecord
 from kasoku.reporting import read
-from kasoku.runs import load
 
 HOSTILE = ("<script>window.hacked = 1</script>", "<img src=x onerror='window.hacked=1'>", "</script><b>bold face")
 needs_plotly = pytest.mark.usefixtures("figures")
@@ -224,7 +224,7 @@ def test_what_a_run_lacks_or_has_damaged_is_left_out_and_said(tmp_path, figures)
     assert main(["report", str(run), "--out", str(out)]) == 0
     said = text_of(out)
     assert "Not in this run: tuning of the batch (tuning.json); accuracy by class, confusion, worst images" in said
-    assert "gradient buckets (of several ranks)" in said
+    assert "gradient buckets (of several ranks, buckets.json)" in said
     assert "ledger.json cannot be read" in said
     assert "timeline.json is not as expected (KeyError: 'start')" in said
     assert {chart["key"] for chart in charts_of(out)} == {"loss", "rate", "accuracy", "accuracy-time"}
@@ -248,26 +248,27 @@ def test_the_gradient_buckets_are_shown_as_overlap_prints_them():
     assert text.replace("<x>", "&lt;x&gt;") in page([RunRecord("r", {}, buckets=text)])
 
 
-def test_the_plan_of_a_checkpoint_is_read_with_the_names_of_its_tensors(trained, tmp_path):
-    run = tmp_path / "two-ranks"
-    shutil.copytree(trained, run)
-    model = load(run).job.model
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    last = len(named) - 1
-    groups = [list(range(last)), [last]]
-    order = [[1, 0, named[-1][1].numel()], [0, 0, sum(p.numel() for _, p in named[:-1])]]
-    saved = newest(run, warn=print)
-    state = torch.load(saved.folder / "state.pt", weights_only=True)
-    plan = {"groups": groups, "order": order, "policy": "searched", "late": True}
-    state["job"]["kept"]["overlap"] = {"plan": plan, "reduce": []}
-    with RunFolder(run, resume=True) as folder:
-        folder.save(saved.step + 1, model, state)
-    text = read([run])[0].buckets
-    assert "gradients in 2 groups, 2 pieces (searched), in this order:" in text
-    assert f"of {last} tensors, {named[0][0]} to {named[-2][0]}" in text
-    (run / "data.json").unlink()  # the network cannot be made: no names
-    assert f"in 1 pieces of {last} tensors" in read([run])[0].buckets
-    assert read([trained])[0].buckets == ""  # one rank
+def test_overlap_gives_its_buckets_with_tensor_names_to_the_run_folder(digits_run):
+    def rank(comm: Comm) -> tuple[dict, list[str]]:
+        job = make(Overlap(OneGroup(), show=False), comm=comm)
+        train(job, 1)
+        names = [name for name, p in job.model.named_parameters() if p.requires_grad]
+        return {name: build() for name, build in job.documents.items()}, names
+
+    for documents, names in Threads(2).run(rank):
+        text = documents["buckets.json"]["text"]
+        assert text.startswith("gradients in 1 groups, 1 pieces")
+        assert f"of {len(names)} tensors, {names[0]} to {names[-1]}" in text
+    assert not (digits_run / "buckets.json").exists()  # one rank
+
+
+def test_buckets_are_read_from_the_run_folder(tmp_path):
+    run = shown.run_folder(tmp_path / "two-1")
+    shown.write(run, buckets={"text": "group 0: 1.25 MiB"})
+    assert read([run])[0].buckets == "group 0: 1.25 MiB"
+    shown.write(run, buckets="{")
+    assert read([run])[0].buckets == ""
+    assert read([run])[0].damaged[0].startswith("buckets.json cannot be read")
 
 
 @needs_plotly

@@ -93,6 +93,7 @@ class Job:
         self._since = (0, 0.0)  # steps and epochs when the loader last took its present length
         self.needs_all = False  # set by techniques that need every gradient before any update
         self.applied: list[Technique] = []
+        self.documents: dict[str, Callable[[], object]] = {}
         self._make_optimizer = optimizer
         self._optimizer: Optimizer | None = None
         self._depth = 0
@@ -293,6 +294,11 @@ class Job:
             raise ValueError(f"keep({name!r}): the name is taken; give the part another one")
         self._kept[name] = stateful
         self.undo(lambda: self._kept.pop(name))
+
+    def document(self, name: str, build: Callable[[], object]) -> None:
+        """Adds a JSON file to the run folder; it is built when the training ends."""
+        self.documents[name] = build
+        self.undo(lambda: self.documents.pop(name))
 
     def kept(self, name: str) -> Any:
         """The part that was put there by `keep`."""

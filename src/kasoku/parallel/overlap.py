@@ -170,6 +170,7 @@ class Engine:
         job.after_step(self.stepped)
         job.on_drain(self.drain)
         job.keep("overlap", self)
+        job.document("buckets.json", lambda: {"text": table(self.plan, self.units.tensors)})
         self.units.before(job, self.enter)
         saving: Any = job.model.register_state_dict_pre_hook
         job.undo(saving(lambda *_: self.drain()).remove)
@@ -376,11 +377,10 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that was searched, and what the reducer keeps."""
-        plan = self.plan
         made = {} if self.probe is not None else {
-            "groups": [list(group) for group in plan.groups],
-            "order": [[p.group, p.start, p.stop] for p in plan.order],
-            "policy": plan.policy,
+            "groups": [list(group) for group in self.plan.groups],
+            "order": [[p.group, p.start, p.stop] for p in self.plan.order],
+            "policy": self.plan.policy,
             "late": self.late,
         }  # fmt: skip
         own = self.reduce.state_dict()  # errors not sent yet are each rank's own, and only one writes the checkpoint

@@ -155,7 +155,7 @@ def _view(number: int, run: RunRecord) -> _RunView:
                 damaged.append(f"{part}.json is not as expected ({type(error).__name__}: {error})")
     unreadable = " ".join(run.damaged)
     lacks = [text for part, text in _PARTS.items() if part not in run.parts and f"{part}.json" not in unreadable]
-    lacks += [] if run.buckets else ["gradient buckets (of several ranks)"]
+    lacks += [] if run.buckets else ["gradient buckets (of several ranks, buckets.json)"]
     lacks += [] if run.metrics else ["curves (metrics.jsonl)"]
     view.notes += [f"Not in this run: {'; '.join(lacks)}."] if lacks else []
     view.notes += [f"Left out: {'; '.join(damaged)}."] if damaged else []
