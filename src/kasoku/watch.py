@@ -205,7 +205,7 @@ class Watch:
             stopped=stopped,
         )
         whole = {**asdict(result), "seconds": round(result.seconds, 3), "steps": self.job.steps}
-        documents = {"result.json": whole, "ledger.json": ledger, "timeline.json": timeline}
+        documents: dict[str, object] = {"result.json": whole, "ledger.json": ledger, "timeline.json": timeline}
         documents |= {name: build() for name, build in self.job.documents.items()}
 
         def write(run: RunFolder) -> None:
