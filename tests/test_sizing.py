@@ -41,7 +41,7 @@ def mlperf(batch: int) -> recipes.Recipe:
 # ---- which sizes
 
 
-def test_tuning_begins_at_a_size_that_the_ranks_can_share_and_the_recipe_has_settings_for():
+def test_tuning_begins_at_a_size_that_ranks_can_share_within_the_points():
     assert sizing._begin(mlperf, 1632, 32) == 1632
     assert sizing._begin(mlperf, 1632, 256) == 1792, "1,536 lies below the recipe's points"
     assert sizing._begin(mlperf, 4096, 3 * 32) == 4032
@@ -57,7 +57,7 @@ def test_tuning_begins_at_a_size_that_the_ranks_can_share_and_the_recipe_has_set
         ((2000, 3000), (2016, 2976)),
     ],
 )
-def test_sizes_beyond_the_recipes_settings_are_cut_off_where_these_end_and_epochs_still_follow(asked, found):
+def test_sizes_are_cut_off_where_the_points_end_and_epochs_follow_them(asked, found):
     how = sizing.How(None, 60.0, *asked)
     for begin in (1632, 4096):
         assert sizing.limits(mlperf, how, images=IMAGENET, multiple=32, begin=begin, few=8) == found
@@ -108,7 +108,7 @@ def test_the_parts_in_which_a_size_was_measured_are_those_it_is_trained_in(small
 # ---- before a training
 
 
-def test_photos_are_tuned_from_the_batch_their_rates_are_for_and_looked_at_once(tmp_path, monkeypatch):
+def test_photos_are_tuned_from_their_rates_batch_and_listed_once(tmp_path, monkeypatch):
     photos, looks = coloured_photos(tmp_path / "photos"), []
     folder = photos_of.folder
     monkeypatch.setattr(photos_of, "folder", lambda root: looks.append(root) or folder(root))
@@ -153,6 +153,7 @@ def ended(arguments: list[str], codes: tuple[int, ...]) -> list[str]:
     return said
 
 
+@pytest.mark.process
 def test_two_ranks_tune_and_train_with_the_batch_they_found(auto, tmp_path):
     out = tmp_path / "run"
     ended(["train", str(auto), "--out", str(out), "--set", "epochs=2"], (0, 0))
@@ -178,7 +179,8 @@ def failing(tmp_path: Path, name: str, condition: str) -> str:
     return str(path)
 
 
-def test_a_rank_that_fails_in_the_midst_of_the_range_test_ends_the_others_which_name_it(tmp_path):
+@pytest.mark.process
+def test_a_rank_that_fails_amid_the_range_test_is_named_by_the_others(tmp_path):
     recipe = failing(tmp_path, "fails_later", "rank == 1 and self.step == 4")
     first, second = ended(["tune", recipe, "--what", "lr"], (4, 2))
     assert "kasoku: no step can be made (RuntimeError: planted): mend" in second
@@ -186,6 +188,7 @@ def test_a_rank_that_fails_in_the_midst_of_the_range_test_ends_the_others_which_
     assert "Traceback" not in first + second
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("condition", ["True", "rank == 1"])
 def test_what_a_rank_cannot_do_at_all_is_told_once(tmp_path, condition):
     recipe = failing(tmp_path, "fails_at_once", condition)

@@ -7,6 +7,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from contracts import Net
 from kasoku.tune.sample import BRIEF, STEPS, Limits, Sample, interval
 
 WARM = 1  # steps thrown away at each look
@@ -32,6 +35,21 @@ class Hand:
 
     def now(self) -> float:
         return self.now_s
+
+    def __deepcopy__(self, memo: object) -> Hand:
+        return self  # copies of a model share it
+
+
+class Slow(Net):
+    """A network whose forward takes the planted seconds for so many images, on a clock that is moved by hand."""
+
+    def __init__(self, clock: Hand, seconds: Callable[[int], float]) -> None:
+        super().__init__(norm=False, dropout=0)
+        self.clock, self.seconds = clock, seconds
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        self.clock.now_s += self.seconds(len(x_NCHW))
+        return super().forward(x_NCHW)
 
 
 @dataclass

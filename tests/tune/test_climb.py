@@ -24,6 +24,10 @@ MORE: dict[str, Callable[[int], float]] = {
 }
 
 
+OFTEN = {"a line", "a cliff at 300", "tiles of 32", "slower and slower"}
+EVERY = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.exhaustive) for name in CURVES | MORE]
+
+
 def rate(batch: int, step_s: float) -> float:
     return batch / step_s
 
@@ -33,8 +37,8 @@ def sample(batch: int, images_per_s: float, error: float, steps: int = STEPS) ->
     return Sample(batch, step_s, step_s * (1 - 2 * error), step_s * (1 + 2 * error), steps=steps)
 
 
-@pytest.mark.parametrize("name", CURVES | MORE)
-def test_19_of_20_searches_are_within_3_percent_in_a_quarter_of_a_sweeps_time(name: str):
+@pytest.mark.parametrize("name", EVERY)
+def test_19_of_20_searches_lose_3_percent_in_a_quarter_of_a_sweep(name: str):
     curve = (CURVES | MORE)[name]
     lost, shares = [], []
     for seed in range(SEEDS):
@@ -49,7 +53,7 @@ def test_19_of_20_searches_are_within_3_percent_in_a_quarter_of_a_sweeps_time(na
 
 
 @pytest.mark.parametrize("name", ["a line", "the input alone", "tiles of 32"])
-def test_where_steps_halt_now_and_then_a_search_still_takes_no_more_than_half_a_sweep(name: str):
+def test_where_steps_halt_a_search_takes_at_most_half_a_sweep(name: str):
     curve, shares = CURVES[name], []
     for seed in range(100):
         device = Planted(curve, jitter=4 * JITTER, halts=0.2, seed=seed, brief=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from planted import Hand
+from planted import Hand, Slow
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from contracts import Batches, Net, assert_same, make, rule, train, weights
-from contracts import one_thread as one_thread
 from kasoku.core import Comm, Constant, InputError, Job, Solo, Stage, Step, Technique, Threads
 from kasoku.data import Dataset, GrowBatch, Items, LowResolution, digits, folder, loader
 from kasoku.device import Compile
@@ -28,6 +27,8 @@ from kasoku.tune.copies import Copies, undisturbed
 from kasoku.tune.memory import Memory
 from kasoku.tune.sample import Needs
 from kasoku.tune.trial import Trial
+
+pytestmark = pytest.mark.usefixtures("ticking")
 
 
 def tuned(job: Job, **more: Any) -> Found:
@@ -56,7 +57,7 @@ def any_side(technique: Technique, shapes: list[tuple[int, ...]]) -> Job:
         (GrowBatch(Step(milestones=(1,), gamma=2)), 15),  # it has grown
     ],
 )
-def test_what_grows_with_the_epochs_is_left_out_and_goes_on_as_if_nothing_had_been_tried(technique, before):
+def test_growing_batches_and_images_are_left_out_and_go_on_as_before(technique, before):
     jobs = []
     for tries in (False, True):
         shapes: list[tuple[int, ...]] = []
@@ -113,7 +114,8 @@ def own_loader(**more: Any) -> Any:
     return DataLoader(images, 16, shuffle=True, generator=torch.Generator().manual_seed(5), **more)
 
 
-def test_the_workers_of_a_torch_loader_stay_and_it_draws_the_order_it_would_have_drawn():
+@pytest.mark.process
+def test_the_workers_and_the_order_of_a_torch_loader_stay():
     def seen(tries: bool, begun: bool) -> list[int]:
         batches = own_loader(num_workers=1, persistent_workers=True)
         first = []
@@ -167,7 +169,7 @@ def decoders() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "kasoku-decode"]
 
 
-def test_a_loader_of_files_knows_nothing_of_what_was_tried_and_its_threads_end(photos: Dataset):
+def test_a_loader_of_files_keeps_no_trace_and_its_threads_end(photos: Dataset):
     job, before = photo_job(photos), len(decoders())
     plain = job.plain_loader
     assert tuned(job).batch <= 32
@@ -197,6 +199,7 @@ class Pixels:
         return np.full((8, 8, 3), 7 * index, np.uint8), index % 4
 
 
+@pytest.mark.process
 def test_processes_that_read_for_copies_end_with_them():
     like = {"image_size": (8, 8), "channels": 3, "mean": (0.5,) * 3, "std": (0.25,) * 3}
     dataset = replace(digits(), train=Items(Pixels(), processes=1), **like)
@@ -290,7 +293,7 @@ def test_one_and_two_groups_foretell_what_a_large_first_size_takes(monkeypatch: 
     assert Bounded.shown[0] == 8
 
 
-def test_nothing_is_split_without_groups_nor_where_parts_were_chosen_nor_below_a_group():
+def test_only_whole_groups_are_split_and_only_where_parts_were_not_chosen():
     samples = tuned(Job(Bounded(16), rule, loader=Batches()), least=16, most=64).samples
     assert {s.parts for s in samples} == {1}
     assert any(s.failed == "out of memory" for s in samples)
@@ -313,30 +316,13 @@ def test_ranks_take_the_same_parts_as_the_one_with_the_least_memory():
 # ---- time
 
 
-class Moved(Hand):
-    """A clock that copies of a model share."""
-
-    def __deepcopy__(self, memo: object) -> Moved:
-        return self
-
-
-class Slow(Net):
-    """A step takes as many seconds as planted, on a clock of its own."""
-
-    def __init__(self, clock: Moved, seconds: Callable[[int], float]) -> None:
-        super().__init__(norm=False, dropout=0)
-        self.clock, self.seconds = clock, seconds
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        self.clock.now_s += self.seconds(len(x_NCHW))
-        return super().forward(x_NCHW)
-
-
 @pytest.mark.parametrize("strategy", [Throughput(), TimeToTarget(), EpochTimeMinimize()])
-@pytest.mark.parametrize("budget_s", [30.0, 100.0, 200.0, 400.0, 2000.0])
+@pytest.mark.parametrize(
+    "budget_s", [100.0, 400.0, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (30.0, 200.0, 2000.0))]
+)
 @pytest.mark.parametrize("base_s", [0.0, 10.0])
 def test_a_budget_is_kept_but_for_the_first_size(strategy, budget_s, base_s):
-    clock = Moved()
+    clock = Hand()
     job = Job(Slow(clock, lambda images: base_s + images), rule, loader=Batches(), comm=Solo(clock))
     found = tuned(job, strategy=strategy, most=64, budget_s=budget_s)
     assert clock.now_s <= budget_s or len(found.samples) == 1
@@ -347,7 +333,7 @@ def test_a_budget_is_kept_but_for_the_first_size(strategy, budget_s, base_s):
 
 
 def test_the_noise_is_left_out_where_it_would_come_too_late():
-    clock = Moved()
+    clock = Hand()
     job = Job(Slow(clock, float), rule, loader=Batches(), comm=Solo(clock))
     trial = Trial(job, Needs(noise=True, brief=True))
     assert trial.run(8, 5, allowed_s=100.0).noise is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planted import Hand, Slow
 from torch import Tensor, nn
 
 from contracts import Batches, Net, assert_same, judged, make, rule, train, weights
-from contracts import one_thread as one_thread
-from kasoku.core import Comm, DeadlockError, InputError, Job, Linear, Technique, Threads
+from kasoku.core import Comm, DeadlockError, InputError, Job, Linear, Solo, Technique, Threads
 from kasoku.data import Augment, Mix, digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.models import cifarnet
@@ -30,6 +29,8 @@ from kasoku.tune.noise import Noise
 from kasoku.tune.sample import Found, Sample
 from kasoku.tune.strategies import Strategy
 from kasoku.tune.trial import Trial
+
+pytestmark = pytest.mark.usefixtures("ticking")
 
 SETS: dict[str, tuple[Technique, ...]] = {
     "nothing": (),
@@ -50,8 +51,15 @@ def random_states() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", SETS)
+WHOLE = {"as the trainer does", "statistics", "compiled"}  # sets that are tried without accumulation by default
+PAIRS = [
+    pytest.param(name, parts, marks=[] if (parts == 1) == (name in WHOLE) else pytest.mark.exhaustive)
+    for name in SETS
+    for parts in (1, 2)
+]
+
+
+@pytest.mark.parametrize(("name", "accumulate"), PAIRS)
 def test_a_training_goes_on_bit_for_bit_as_if_nothing_had_been_tried(name: str, accumulate: int):
     jobs = []
     for tries in (False, True):
@@ -123,44 +131,43 @@ def test_a_torch_loader_draws_the_order_it_would_have_drawn():
     assert first(True) == first(False)
 
 
-class Sleepy(Net):
-    """A step takes 4 ms whatever the batch, and more beyond a cliff."""
-
-    def __init__(self, cliff: int = 10**9) -> None:
-        super().__init__(norm=False, dropout=0)
-        self.cliff = cliff
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        time.sleep(0.004 if len(x_NCHW) <= self.cliff else 0.04)
-        return super().forward(x_NCHW)
+def slow_job(clock: Hand, cliff: int = 10**9, *, loader: Batches | None = None) -> Job:
+    """A step takes 4 ms whatever the batch, and 40 ms beyond a cliff."""
+    model = Slow(clock, lambda images: 0.004 if images <= cliff else 0.04)
+    return Job(model, rule, loader=loader or Batches(), comm=Solo(clock))
 
 
 def test_throughput_finds_the_largest_where_steps_take_the_same():
-    found = tuned(Job(Sleepy(), rule, loader=Batches()), Throughput(), most=64)
+    found = tuned(slow_job(Hand()), Throughput(), most=64)
     assert found.batch == 64
     assert found.strategy == "Throughput"
-    assert found.sample.step_s >= 0.004
+    assert found.sample.step_s == pytest.approx(0.004)
     assert found.sample.low_s <= found.sample.step_s <= found.sample.high_s
 
 
 def test_throughput_stays_below_a_cliff():
-    found = tuned(Job(Sleepy(cliff=32), rule, loader=Batches()), Throughput(), most=64)
-    assert found.batch == 32
+    assert tuned(slow_job(Hand(), cliff=32), Throughput(), most=64).batch == 32
 
 
 class SlowInput(Batches):
+    """16 images take 5 ms to come."""
+
+    def __init__(self, clock: Hand) -> None:
+        super().__init__()
+        self.clock = clock
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in super().__iter__():
-            time.sleep(0.005)  # for 16 images
+            self.clock.now_s += 0.005
             yield batch
 
 
 def test_waiting_for_input_is_told_apart():
-    sample = tuned(Job(Net(), rule, loader=SlowInput()), Throughput(), least=32, most=32).samples[0]
-    assert 0.01 <= sample.input_s <= sample.step_s
-    quick = tuned(Job(Sleepy(), rule, loader=Batches()), Throughput(), least=32, most=32).samples[0]
-    assert quick.input_s < 0.002
-    assert quick.step_s >= 0.004
+    clock = Hand()
+    sample = tuned(slow_job(clock, loader=SlowInput(clock)), Throughput(), least=32, most=32).samples[0]
+    assert (sample.input_s, sample.step_s) == pytest.approx((0.010, 0.014))
+    quick = tuned(slow_job(Hand()), Throughput(), least=32, most=32).samples[0]
+    assert (quick.input_s, quick.step_s) == pytest.approx((0.0, 0.004))
 
 
 @pytest.mark.parametrize("strategy", [Throughput(), TimeToTarget(), EpochTimeMinimize(), GpuUsageMaximize()])

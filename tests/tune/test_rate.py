@@ -42,7 +42,7 @@ def planted(rate: float = 1.0, **more: object) -> Job:
     return Job(model, torch.optim.SGD(model.parameters(), lr=rate), **given)
 
 
-def test_it_finds_where_a_planted_problem_diverges_and_suggests_a_rate_below():
+def test_it_finds_where_a_planted_problem_diverges_and_suggests_less():
     found = range_test(planted(), low=1e-4, high=100.0)
     limit = 2 / CURVATURE
     assert limit < found.diverged < 10 * limit
@@ -127,7 +127,7 @@ def same(a: object, b: object) -> bool:
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_it_leaves_no_trace_in_weights_optimizer_techniques_data_order_or_random_states(steps):
+def test_it_leaves_no_trace_in_weights_states_data_order_or_random_numbers(steps):
     plain, tried = digits_job(), digits_job()
     for job in (plain, tried):
         train(job, steps)

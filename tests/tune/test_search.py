@@ -102,6 +102,7 @@ def test_the_same_search_goes_on_where_it_ended_with_other_proposals(plan, tmp_p
     assert search(plan(ACCURACY, 4), say=quiet) == both  # nothing is left to do
 
 
+@pytest.mark.process
 def test_a_trial_below_the_median_is_ended_by_sigterm_while_it_runs(plan, tmp_path):
     """Five good ones first: fewer make no median."""
     space = {"top1": OneOf((0.9,))}
@@ -154,7 +155,7 @@ def test_a_search_that_was_killed_goes_on(plan, tmp_path):
     assert [one.how for one in outcomes] == ["done", "done"]
 
 
-def test_a_trial_that_diverges_or_cannot_run_is_in_the_table_and_the_search_goes_on(plan):
+def test_the_search_goes_on_after_a_trial_that_diverges_or_cannot_run(plan):
     search(plan(ACCURACY, 1, about="a"), say=quiet)
     search(plan(ACCURACY, 2, "code=3", about="a"), say=quiet)
     outcomes = search(plan(ACCURACY, 3, "code=2", about="a"), say=quiet)
@@ -166,7 +167,7 @@ def test_where_no_trial_can_run_the_search_ends_with_what_they_say(plan):
         search(plan(ACCURACY, 50, "code=2"), say=quiet)
 
 
-def test_few_trials_that_all_fail_are_an_error_too_also_when_nothing_is_left_to_do(plan):
+def test_few_trials_that_all_fail_are_an_error_each_time(plan):
     for _ in range(2):
         with pytest.raises(InputError, match=r"all 2 trials failed: batch=0: at least 1 image: mend that"):
             search(plan(ACCURACY, 2, "code=2", about="a"), say=quiet)

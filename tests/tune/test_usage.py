@@ -22,7 +22,7 @@ class NVMLError(Exception):
         (NVMLError("Driver Not Loaded"), r"cannot be read \(Driver Not Loaded\): take the strategy Throughput"),
     ],
 )
-def test_what_is_missing_is_one_line_where_it_is_needed_and_nan_where_it_is_not(monkeypatch, error, pattern):
+def test_unreadable_utilization_is_one_line_if_needed_and_else_nan(monkeypatch, error, pattern):
     def missing(device: torch.device) -> int:
         raise error
 
