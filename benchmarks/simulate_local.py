@@ -40,8 +40,8 @@ from kasoku.optim import sgd
 from kasoku.parallel import Graded
 from kasoku.report import print_table
 from kasoku.report.profile import Profiler
-from kasoku.simulate import Cluster, Jitter, Sharing, Simulator, network, profiled
-from kasoku.simulate.cluster import Gpu, Node, Protocol
+from kasoku.simulate import Cluster, Sharing, Simulator, Stragglers, model_costs, profiled
+from kasoku.simulate.cluster import ClusterNode, Gpu, Protocol
 
 CORES = len(os.sched_getaffinity(0))
 SHARE = 0.9 * CORES / 8  # of a core, of each host
@@ -134,21 +134,21 @@ def here(hosts: int, mbit: float, hop_s: float) -> Cluster:
     # speeds of the device only share a block's measured time among its layers
     device = Gpu("host", 0.0, 1.0, 1, 10**6, tflops=0.1, memory_gb_s=10.0)
     gloo = Protocol("gloo", 0.0, (0.0, 1e6 * hop_s), (0.0, 1e6 * hop_s), PAYLOAD)
-    node = Node(1, 0.0, 1, mbit / 8e3)
+    node = ClusterNode(1, 0.0, 1, mbit / 8e3)
     return Cluster("here", hosts, node, own_gpu=device, protocols=(), own_protocol=gloo)
 
 
 def simulated(asked: Asked, hosts: int, mbit: float, *, late: bool) -> tuple[float, float]:
     """Seconds of a step, and of computing alone."""
     with torch.device("meta"):
-        net = network(asked.work.model, asked.work.network(), asked.work.data(0)[0].shape[1:])
+        net = model_costs(asked.work.model, asked.work.network(), asked.work.data(0)[0].shape[1:])
     link = json.loads((asked.folder / "link.json").read_text())
-    measured = profiled([asked.folder], net, [asked.work.batch])
+    measured = profiled([(asked.folder, asked.work.batch)], net)
     simulator = Simulator(
-        here(hosts, mbit, link["hop_s"]), net, Sharing(Graded(), late, 4, "ring"), Jitter(), profile=measured
+        here(hosts, mbit, link["hop_s"]), net, Sharing(Graded(), late, 4, "ring"), Stragglers(), profile=measured
     )
     step = simulator.step(hosts, hosts * asked.work.batch)
-    course = step.course
+    course = step.inputs
     busy = link["busy_s_a_byte"] * mbit * 1e6 / 8  # of the quota's time, while a transfer is under way
     beside = replace(course.link, compute_share=max(0.05, 1 - busy))
     seen = forecast(course.units, course.tensors, course.plan, beside, next_forward=course.late)

@@ -29,12 +29,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from common import finish
-from kasoku.core.cost import Plan, Sized
+from kasoku.core.cost import BucketPlan, Sized
 from kasoku.models import resnet50
 from kasoku.parallel import Fixed, Graded, OneGroup, Policy
 from kasoku.parallel.buckets import ready_order
 from kasoku.report import print_table
-from kasoku.simulate import Cluster, Jitter, Network, Sharing, Simulator, load, network
+from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, Stragglers, load, model_costs
 
 EPOCHS, STEPS, EVALUATIONS, WALL_S = 90, 15, 23, 70.4  # of the ABCI run, 86,016 images a step
 
@@ -45,7 +45,7 @@ class Apart(Policy):
 
     policy: Policy = field(default_factory=Graded)
 
-    def plan(self, tensors: Sequence[Sized]) -> Plan:
+    def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         """The groups count all tensors; those of norms are then taken out."""
         whole = self.policy.plan(tensors)
         norms = {i for i, t in enumerate(tensors) if t.kind == "norm"}
@@ -90,11 +90,11 @@ LAWS = {  # what other laws of jitter would have given; none of them was chosen
 }
 
 
-def imagenet() -> Network:
+def imagenet() -> ModelCosts:
     """ResNet-50, its norms marked: they go in fp32 where a policy sets them apart."""
     with torch.device("meta"):
         model = resnet50()
-    net = network("resnet50", model, (3, 224, 224))
+    net = model_costs("resnet50", model, (3, 224, 224))
     shapes = {name: p.ndim for name, p in model.named_parameters()}
     norms = {name for name, ndim in shapes.items() if ndim == 1 and not name.startswith("fc")}
     marked = [
@@ -103,9 +103,9 @@ def imagenet() -> Network:
     return replace(net, tensors=marked[0], defined=marked[1])
 
 
-def simulated(row: Row, net: Network, cluster: Cluster, *, jitter: Jitter | None = None) -> float:
+def simulated(row: Row, net: ModelCosts, cluster: Cluster, *, stragglers: Stragglers | None = None) -> float:
     """Milliseconds of a row."""
-    step = Simulator(cluster, net, row.sharing, jitter).step(row.gpus, row.gpus * row.images)
+    step = Simulator(cluster, net, row.sharing, stragglers).step(row.gpus, row.gpus * row.images)
     return 1e3 * step.step_s
 
 
@@ -114,7 +114,7 @@ def measured(cluster: Cluster, alpha_ms: float, beta_ms: float) -> Cluster:
     return replace(cluster, gpu="", own_gpu=replace(cluster.device, alpha_ms=alpha_ms, beta_ms=beta_ms))
 
 
-def calibrated(gpu: str, net: Network) -> tuple[float, float]:
+def calibrated(gpu: str, net: ModelCosts) -> tuple[float, float]:
     """Alpha and beta in ms: least squares over the rows that calibrate, by Gauss and Newton on their logarithms."""
     rows = [row for row in ROWS if row.calibrates and load(row.cluster).device.name == gpu]
     x = [math.log(5.0), math.log(0.3)]
@@ -142,16 +142,18 @@ def _dot(u: Sequence[float], v: Sequence[float]) -> float:
     return sum(p * q for p, q in zip(u, v, strict=True))
 
 
-def errors(net: Network, spread: dict[str, float] | None = None, *, alone: bool = False) -> dict[str, float]:
+def errors(net: ModelCosts, spread: dict[str, float] | None = None, *, alone: bool = False) -> dict[str, float]:
     """Relative errors of the scored rows; with other spreads, or of computing alone."""
     found = {}
     for row in (row for row in ROWS if not row.calibrates):
         cluster = load(row.cluster)
         if alone:
-            ms = 1e3 * Simulator(cluster, net, row.sharing, Jitter()).step(row.gpus, row.gpus * row.images).compute_s
+            ms = (
+                1e3 * Simulator(cluster, net, row.sharing, Stragglers()).step(row.gpus, row.gpus * row.images).compute_s
+            )
         else:
-            law = Jitter(spread[cluster.gpu]) if spread else None
-            ms = simulated(row, net, cluster, jitter=law)
+            law = Stragglers(spread[cluster.gpu]) if spread else None
+            ms = simulated(row, net, cluster, stragglers=law)
         found[row.name] = ms / row.step_ms - 1
     return found
 
@@ -166,7 +168,7 @@ def main() -> None:
     rows = {}
     for row in ROWS:
         step = Simulator(load(row.cluster), net, row.sharing).step(row.gpus, row.gpus * row.images)
-        each = (1e3 * s for s in (step.compute_s, step.jitter_s, step.exposed_s))
+        each = (1e3 * s for s in (step.compute_s, step.straggler_s, step.exposed_s))
         parts = "compute {:.2f} + slowest rank {:.2f} + exposed {:.2f}".format(*each)
         off = step.step_s / row.step_ms * 1e3 - 1
         note = "calibrates" if row.calibrates else "SCORED"

@@ -16,13 +16,13 @@ torch.set_num_threads(1)
 
 from common import finish, seconds_per_call, spread  # noqa: E402
 from kasoku.models import resnet50  # noqa: E402
-from kasoku.simulate import Sharing, Simulator, allreduce, jitter, load, network  # noqa: E402
+from kasoku.simulate import Sharing, Simulator, allreduce, jitter, load, model_costs  # noqa: E402
 from kasoku.simulate.sweep import scaled, sizes  # noqa: E402
 
 
 def main() -> None:
     with torch.device("meta"):
-        net = network("resnet50", resnet50(), (3, 224, 224))
+        net = model_costs("resnet50", resnet50(), (3, 224, 224))
     simulator = Simulator(load("abci"), net, Sharing(algorithm="hierarchical"))
     asked = sizes(simulator.cluster, 1, 4096)
 

@@ -26,8 +26,8 @@ from svg import Panel, draw
 
 from kasoku.models import alexnet, resnet50
 from kasoku.parallel import Graded, Layer, OneGroup
-from kasoku.simulate import Cluster, Jitter, Network, Sharing, Simulator, load, network
-from kasoku.simulate.cluster import Gpu, Node
+from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, Stragglers, load, model_costs
+from kasoku.simulate.cluster import ClusterNode, Gpu
 from kasoku.simulate.compute import units
 from kasoku.simulate.sweep import efficiency, scaled, sizes
 
@@ -42,13 +42,13 @@ K20X_MS = 36.0 / 5120 * 1e3 * 3.52 / 3.95  # an image of AlexNet
 SPEEDUPS = {16: (14.7, 14.7 / 1.46), 64: (27.0, 27.0 / 1.71)}  # published: with next-forward overlap, conventional
 
 
-def nets() -> tuple[Network, Network]:
+def nets() -> tuple[ModelCosts, ModelCosts]:
     """ResNet-50 and AlexNet."""
     with torch.device("meta"):
-        return network("resnet50", resnet50(), (3, 224, 224)), network("alexnet", alexnet(), (3, 224, 224))
+        return model_costs("resnet50", resnet50(), (3, 224, 224)), model_costs("alexnet", alexnet(), (3, 224, 224))
 
 
-def epochs(net: Network) -> None:
+def epochs(net: ModelCosts) -> None:
     """[000] Fig. 8: seconds of the first ten epochs."""
     abci = load("abci")
     lines = {}
@@ -60,7 +60,7 @@ def epochs(net: Network) -> None:
     draw(DOCS / "simulated_epochs.svg", title, [Panel("seconds an epoch", lines, markers=True)], x_label="epoch")
 
 
-def batches(net: Network) -> None:
+def batches(net: ModelCosts) -> None:
     """[000] Fig. 9 and 10: throughput by images a GPU, without and with optimised communication."""
     shares = (16, 20, 24, 28, 32, 36, 40, 42, 48, 56, 64)
     rates, exposed = {}, {}
@@ -68,7 +68,7 @@ def batches(net: Network) -> None:
         steps = [Simulator(load("abci"), net, way).step(GPUS, GPUS * n) for n in shares]
         rates[name] = [(n, s.images_per_s / 1e6) for n, s in zip(shares, steps, strict=True)]
         exposed[name] = [(n, 1e3 * s.exposed_s) for n, s in zip(shares, steps, strict=True)]
-    alone = [Simulator(load("abci"), net, jitter=Jitter()).step(1, n) for n in shares]
+    alone = [Simulator(load("abci"), net, stragglers=Stragglers()).step(1, n) for n in shares]
     rates["computing alone"] = [(n, GPUS * s.images_per_s / 1e6) for n, s in zip(shares, alone, strict=True)]
     rates["published, [000]"] = [(40, 1.73)]
     rates["published, MLPerf v0.6"] = [(42, 1.733)]
@@ -76,7 +76,7 @@ def batches(net: Network) -> None:
     draw(DOCS / "simulated_batches.svg", f"ResNet-50 on {GPUS:,} V100 of ABCI", panels, x_label="images a GPU")
 
 
-def scaling(net: Network) -> None:
+def scaling(net: ModelCosts) -> None:
     """Throughput and efficiency over 1 to 2,048 GPUs."""
     asked = sizes(load("abci"), 1, GPUS)
     found = {name: scaled(Simulator(load("abci"), net, way), asked, images=40) for name, way in WAYS.items()}
@@ -87,15 +87,15 @@ def scaling(net: Network) -> None:
     draw(DOCS / "simulated_scaling.svg", "ResNet-50 on ABCI, 40 images a GPU", panels, x_label="GPUs", x_log=True)
 
 
-def k20x(net: Network) -> Cluster:
+def k20x(net: ModelCosts) -> Cluster:
     """64 nodes of one K20X."""
     gpu = Gpu("K20X", 0.0, 1.0, 1, 1024, tflops=3.95, memory_gb_s=250.0)
     each_ms = 1e3 * sum(u.forward_s + u.backward_s for u in units(net, gpu, 1.0))
     own = replace(gpu, beta_ms=K20X_MS / each_ms)
-    return Cluster("k20x", 64, Node(1, 0.0, 1, 6.0), own_gpu=own, protocols=("Simple",))
+    return Cluster("k20x", 64, ClusterNode(1, 0.0, 1, 6.0), own_gpu=own, protocols=("Simple",))
 
 
-def speedups(net: Network) -> None:
+def speedups(net: ModelCosts) -> None:
     """[003]: the speed of many GPUs over one, conventional and with overlap also of the next forward."""
     ways = {
         "after backward": Sharing(OneGroup(), wire_bytes=4),
@@ -105,7 +105,7 @@ def speedups(net: Network) -> None:
     lines: dict[str, list[tuple[float, float]]] = {}
     for batch in (256, 1024):
         for name, way in ways.items():
-            simulator = Simulator(k20x(net), net, way, Jitter())
+            simulator = Simulator(k20x(net), net, way, Stragglers())
             steps = [simulator.step(n, batch) for n in counts]
             shares = zip(counts, efficiency(steps), strict=True)
             lines[f"batch {batch:,}, {name}"] = [(n, n * share) for n, share in shares]

@@ -266,7 +266,7 @@ def test_what_these_times_are_not_of_is_told(
 @pytest.mark.parametrize(("precision", "late"), [("auto", False), ("fp16", False), ("bf16", True)])
 def test_loss_scaling_lets_no_forward_begin_before_all_groups_have_arrived(precision: str, late: bool) -> None:
     recipe = load_recipe(RECORD, [*GRADED[1::2], f"device.precision={precision}"])
-    assert scenario(recipe, load("abci")).step(2048).course.late == late  # auto is fp16 on V100
+    assert scenario(recipe, load("abci")).step(2048).inputs.late == late  # auto is fp16 on V100
 
 
 def test_a_share_in_parts_is_held_against_one_in_as_many_parts(tmp_path: Path) -> None:

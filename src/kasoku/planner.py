@@ -14,7 +14,7 @@ from kasoku.memory import SavedMemory
 from kasoku.parallel import AllReduce, Graded, Hierarchical, Mean, Overlap, Planned
 from kasoku.ranks import can_share
 from kasoku.recipe import Recipe, load, points
-from kasoku.simulate import Cluster, Sharing, Step
+from kasoku.simulate import Cluster, Sharing, SimulatedStep
 from kasoku.simulate.allreduce import square
 from kasoku.simulate.reducing import flat
 from kasoku.simulate.sweep import sizes
@@ -34,7 +34,7 @@ class Choice:
     """A batch on a number of GPUs, and the seconds and USD of the training."""
 
     scenario: Scenario
-    step: Step
+    step: SimulatedStep
     seconds: float
     usd: float
 
@@ -143,7 +143,7 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tupl
 
 def _has_groups(asked: Scenario) -> bool:
     """Whether the planner may choose its groups: graphs have none, and asynchronous ranks exchange updates."""
-    return not (asked.recipe.device.graphs or asked.simulator.sharing.apart)
+    return not (asked.recipe.device.graphs or asked.simulator.sharing.asynchronous)
 
 
 def _graded(asked: Scenario) -> Sharing:

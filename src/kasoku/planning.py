@@ -103,8 +103,8 @@ def _rows(chosen: Choice) -> dict[str, str]:
     asked, step = chosen.scenario, chosen.step
     recipe, device = asked.recipe, asked.simulator.cluster.device
     nodes = asked.simulator.cluster.nodes_for(step.gpus)
-    largest = max(step.course.sizes(), default=0.0)
-    sent = "exchange" if step.course.apart else "all-reduce"
+    largest = max(step.inputs.sizes(), default=0.0)
+    sent = "exchange" if step.inputs.asynchronous else "all-reduce"
     cost = (
         f"{chosen.usd:,.2f} USD ({chosen.usd * LEAST:,.2f} to {chosen.usd * MOST:,.2f}), {device.usd_hour:.2f} an "
         "hour a GPU"
@@ -117,8 +117,8 @@ def _rows(chosen: Choice) -> dict[str, str]:
         + (f" ({recipe.origin})" if recipe.origin else ""),
         "epochs": f"{recipe.epochs:g}, {course.updates(recipe, asked.facts.images):,} updates",
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.course.warmup:g} epochs",
-        "groups": f"{len(step.course.plan.groups)} ({step.course.plan.policy})",
-        sent: str(getattr(step.course.link, "choice", lambda _: "")(largest)) + _reducer(chosen),
+        "groups": f"{len(step.inputs.plan.groups)} ({step.inputs.plan.policy})",
+        sent: str(getattr(step.inputs.link, "choice", lambda _: "")(largest)) + _reducer(chosen),
         "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",
         "throughput": f"{step.images_per_s:,.0f} images/s",
         "time to the end": f"{chosen.seconds:,.1f} s ({chosen.seconds * LEAST:,.1f} to {chosen.late_s:,.1f})",

@@ -17,7 +17,7 @@ from kasoku.core import InputError
 
 if TYPE_CHECKING:
     from kasoku.parallel import Asynchronous
-    from kasoku.simulate import Step
+    from kasoku.simulate import SimulatedStep
     from kasoku.simulation import Scenario
 
 _MS = 1e3
@@ -95,31 +95,31 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sweep_document(asked: Scenario, step: Step, lines: dict[str, list[Step]]) -> dict[str, Any]:
+def _sweep_document(asked: Scenario, step: SimulatedStep, lines: dict[str, list[SimulatedStep]]) -> dict[str, Any]:
     from kasoku.simulation import images_each
 
     points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
     return {"images_a_gpu": images_each(asked, step), "parts": asked.recipe.parts(step.gpus), "points": points}
 
 
-def _show(asked: Scenario, step: Step, found: dict[str, Any], *, title: str) -> None:
+def _show(asked: Scenario, step: SimulatedStep, found: dict[str, Any], *, title: str) -> None:
     from kasoku.report import print_table
 
-    largest = max(step.course.sizes(), default=0.0)
-    choice = getattr(step.course.link, "choice", lambda _: "")(largest)
+    largest = max(step.inputs.sizes(), default=0.0)
+    choice = getattr(step.inputs.link, "choice", lambda _: "")(largest)
     device = asked.simulator.cluster.device
     cost = f"{found['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "no price is known"
-    pace = step.course.apart if step.gpus > 1 else None
+    pace = step.inputs.asynchronous if step.gpus > 1 else None
     sent, free = "exchanges" if pace else "all-reduces", pace and pace.max_staleness is None
     rows = {
         "GPUs": f"{step.gpus:,} {device.name}, {step.images / step.gpus:g} images each",
         **({"asynchronous": _asynchronous(pace)} if pace else {}),
         "step": f"{_MS * step.step_s:.2f} ms",
         "computing": f"{_MS * step.compute_s:.2f} ms on the median GPU",
-        "the slowest rank": "not waited for" if free else f"{_MS * step.jitter_s:.2f} ms more",
+        "the slowest rank": "not waited for" if free else f"{_MS * step.straggler_s:.2f} ms more",
         "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {sent}",
         "waiting for input": f"{_MS * step.input_s:.2f} ms",
-        "groups": f"{len(step.course.plan.groups)} ({step.course.plan.policy}); the largest by {choice}",
+        "groups": f"{len(step.inputs.plan.groups)} ({step.inputs.plan.policy}); the largest by {choice}",
         "throughput": f"{step.images_per_s:,.0f} images/s, {found['efficiency']:.1%} of as many GPUs alone",
         "training": f"{found['training_s']:,.1f} s for {asked.recipe.epochs:g} epochs; {cost}",
         "source": device.source or "the cluster's file",
@@ -145,7 +145,7 @@ def _range(given: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def _page(asked: Scenario, step: Step, folder: Path, name: str) -> str:
+def _page(asked: Scenario, step: SimulatedStep, folder: Path, name: str) -> str:
     """Writes the page of a step; returns what it adds to the list of files. Raises InputError without plotly."""
     from kasoku.core.toml import tables
     from kasoku.parallel.buckets import table
@@ -164,14 +164,16 @@ def _page(asked: Scenario, step: Step, folder: Path, name: str) -> str:
         tables(asked.recipe),
         result={"images_per_s": step.images_per_s, "seconds": sum(rows.values()), "epochs": asked.recipe.epochs},
         parts={"ledger": {"rows": rows, "step_s": one}, "timeline": timeline(step)},
-        buckets=table(step.course.plan, step.course.tensors, what="updates" if step.course.apart else "gradients"),
+        buckets=table(
+            step.inputs.plan, step.inputs.tensors, what="updates" if step.inputs.asynchronous else "gradients"
+        ),
         machine={"chosen": f"{asked.simulator.cluster.name}, simulated"},
     )
     put(folder / "report.html", page([run]))
     return ", report.html"
 
 
-def _sweep_page(folder: Path, cluster: str, sweep: dict[str, Any], lines: dict[str, list[Step]]) -> str:
+def _sweep_page(folder: Path, cluster: str, sweep: dict[str, Any], lines: dict[str, list[SimulatedStep]]) -> str:
     from kasoku.report.html import Panel
     from kasoku.report.html.page import draw
     from kasoku.simulate.sweep import efficiency

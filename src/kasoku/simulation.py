@@ -11,7 +11,7 @@ import torch
 
 from kasoku import meetings, simulate
 from kasoku.core import Factory, InputError
-from kasoku.core.cost import Piece, Plan, Sized
+from kasoku.core.cost import BucketPlan, Piece, Sized
 from kasoku.course import ahead, updates
 from kasoku.data import Facts, GrowBatch, LowResolution
 from kasoku.device import LossScale
@@ -22,7 +22,7 @@ from kasoku.parallel.batchnorm import norms
 from kasoku.parallel.buckets import Graded
 from kasoku.ranks import can_share, check_share
 from kasoku.recipe import Recipe
-from kasoku.simulate import Cluster, Network, Sharing, Simulator, Step
+from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
 from kasoku.simulate.reducing import exchanges, flat
 from kasoku.simulate.sweep import scaled
 
@@ -33,19 +33,19 @@ _FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer get a re
 class PerParameter(Policy):
     """The collectives of AllReduce: one for each parameter, in their order, so none before the end of backward."""
 
-    def plan(self, tensors: Sequence[Sized]) -> Plan:
+    def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         """The parameters near the input come first."""
         order = tuple(Piece(i, 0, t.elements) for i, t in enumerate(tensors))
-        return Plan(tuple((i,) for i in range(len(tensors))), order, "a parameter")
+        return BucketPlan(tuple((i,) for i in range(len(tensors))), order, "a parameter")
 
 
 @dataclass(frozen=True)
 class GivenPlan(Policy):
     """A plan that was searched before: a search at each size of a sweep would take minutes."""
 
-    given: Plan
+    given: BucketPlan
 
-    def plan(self, tensors: Sequence[Sized]) -> Plan:
+    def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         """The plan, whatever the tensors."""
         return self.given
 
@@ -64,7 +64,7 @@ class Scenario:
         """The same scenario with gradients shared in another way."""
         return replace(self, simulator=replace(self.simulator, sharing=sharing))
 
-    def step(self, gpus: int) -> Step:
+    def step(self, gpus: int) -> SimulatedStep:
         """A step of the recipe's batch. Raises InputError where the GPUs cannot share it."""
         self.simulator.cluster.nodes_for(gpus)
         check_share(self.recipe, gpus)
@@ -76,12 +76,12 @@ class Scenario:
             )
         return self.simulator.step(gpus, self.recipe.batch, parts=self.recipe.parts(gpus))
 
-    def rows(self, step: Step) -> dict[str, float]:
+    def rows(self, step: SimulatedStep) -> dict[str, float]:
         """Seconds of the whole training by item; the items are rows of a measured run's ledger."""
         total = updates(self.recipe, self.facts.images)
-        costs, compute_s = self.simulator.cluster.costs, step.compute_s + step.jitter_s
-        forward = sum(u.forward_s for u in step.course.units)
-        share = forward / (forward + sum(u.backward_s for u in step.course.units))
+        costs, compute_s = self.simulator.cluster.costs, step.compute_s + step.straggler_s
+        forward = sum(u.forward_s for u in step.inputs.units)
+        share = forward / (forward + sum(u.backward_s for u in step.inputs.units))
         return {
             "start": costs.setup_s,
             "first epoch": costs.first_epoch_s,
@@ -92,7 +92,7 @@ class Scenario:
             "evaluate": evaluations(self.recipe) * self.simulator.evaluation_s(step.gpus, self._evaluated_images()),
         }
 
-    def document(self, step: Step) -> dict[str, Any]:
+    def document(self, step: SimulatedStep) -> dict[str, Any]:
         """All figures of a step and of the training, for a JSON file."""
         rows = self.rows(step)
         parts = self.recipe.parts(step.gpus)
@@ -103,10 +103,10 @@ class Scenario:
             "batch": step.images,
             "step_s": step.step_s,
             "compute_s": step.compute_s,
-            "jitter_s": step.jitter_s,
+            "jitter_s": step.straggler_s,
             "exposed_s": step.exposed_s,
             "input_s": step.input_s,
-            "exchange_s" if step.course.apart else "all_reduce_s": step.link_s,
+            "exchange_s" if step.inputs.asynchronous else "all_reduce_s": step.link_s,
             "images_per_s": step.images_per_s,
             "efficiency": step.images_per_s / step.gpus / alone.images_per_s,
             "rows": rows,
@@ -114,7 +114,7 @@ class Scenario:
             "usd": self.usd(step, training_s),
         }
 
-    def usd(self, step: Step, seconds: float) -> float:
+    def usd(self, step: SimulatedStep, seconds: float) -> float:
         """The rent of a step's GPUs for so many seconds; 0 where the price is unknown."""
         return seconds / 3600 * step.gpus * self.simulator.cluster.device.usd_hour
 
@@ -126,13 +126,13 @@ class Scenario:
         tested = round(PASSES[self.recipe.evaluate.views] * self.facts.tested)
         return tested + (min(again, self.facts.images) if self.norms else 0)
 
-    def remarks(self, step: Step) -> list[str]:
+    def remarks(self, step: SimulatedStep) -> list[str]:
         """The limits of these times, a line each."""
         recipe, simulator = self.recipe, self.simulator
         gpu, profile, precision = simulator.cluster.device, simulator.profile, recipe.device.precision
         images = step.images / (step.gpus * recipe.parts(step.gpus))
         lines = list(self.notes)
-        if (exchange := step.course.apart) and step.gpus > 1:
+        if (exchange := step.inputs.asynchronous) and step.gpus > 1:
             lines.append("Asynchronous: only links are simulated, not the owners' additions or copies to a host")
             if exchange.warmup or exchange.finish:
                 epochs = f"warmup={exchange.warmup:g}, finish={exchange.finish:g}"
@@ -216,12 +216,14 @@ def scenario(
     return Scenario(recipe, facts, simulator, (note,) if note else (), batch_norms)
 
 
-def _inspect(model: Factory, facts: Facts) -> tuple[Network, int]:
+def _inspect(model: Factory, facts: Facts) -> tuple[ModelCosts, int]:
     """The network of a recipe, and the number of its BatchNorms."""
     with torch.device("meta"):
         made = model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
         batch_norms = len(norms(made))
-    return simulate.network(model.use.rpartition(".")[2], made, (facts.channels, facts.side, facts.side)), batch_norms
+    return simulate.model_costs(
+        model.use.rpartition(".")[2], made, (facts.channels, facts.side, facts.side)
+    ), batch_norms
 
 
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
@@ -233,7 +235,7 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
                 raise InputError(f"techniques {name} and Asynchronous cannot be combined: leave one of them out")
         if algorithm:
             raise InputError(f"--allreduce {algorithm}: asynchronous ranks send no all-reduces: leave it out")
-        return Sharing(exchange.buckets, apart=exchange)
+        return Sharing(exchange.buckets, asynchronous=exchange)
     if any(isinstance(t, AllReduce) for t in techniques) or recipe.device.graphs:
         return Sharing(PerParameter(), wire_bytes=4, algorithm=algorithm or "auto")
     overlap = next((t for t in techniques if isinstance(t, Overlap)), Overlap())
@@ -249,8 +251,8 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
 
 
 def sweep(
-    asked: Scenario, gpus: Sequence[int], step: Step, changed: tuple[str, Cluster] | None = None
-) -> dict[str, list[Step]]:
+    asked: Scenario, gpus: Sequence[int], step: SimulatedStep, changed: tuple[str, Cluster] | None = None
+) -> dict[str, list[SimulatedStep]]:
     """Steps at each number of GPUs with the images a GPU of `step`, under each way to share gradients.
 
     `changed`: a name and another cluster, on which the last way is simulated too.
@@ -264,20 +266,20 @@ def sweep(
     return {name: scaled(each, gpus, images=images, parts=parts) for name, each in simulators.items()}
 
 
-def images_each(asked: Scenario, step: Step) -> int:
+def images_each(asked: Scenario, step: SimulatedStep) -> int:
     """Images a GPU of a step, at least one for each of its parts."""
     return max(asked.recipe.parts(step.gpus), step.images // step.gpus)
 
 
-def _ways(shared: Sharing, step: Step) -> dict[str, Sharing]:
+def _ways(shared: Sharing, step: SimulatedStep) -> dict[str, Sharing]:
     """The ways that a sweep compares: nothing hidden, hidden behind backward, and the recipe's own."""
     ways = {
-        "one group after backward": replace(shared, policy=OneGroup(), next_forward=False, apart=None),
-        "graded groups behind backward": replace(shared, policy=Graded(), next_forward=False, apart=None),
+        "one group after backward": replace(shared, policy=OneGroup(), next_forward=False, asynchronous=None),
+        "graded groups behind backward": replace(shared, policy=Graded(), next_forward=False, asynchronous=None),
     }
-    if shared.apart:
+    if shared.asynchronous:
         return {**ways, "asynchronous": shared}
-    plan, late = step.course.plan, step.course.late
+    plan, late = step.inputs.plan, step.inputs.late
     if step.gpus > 1:
         name = f"{plan.policy}{', also behind the next forward' if late else ''}"
         ways[name] = replace(shared, policy=GivenPlan(plan), next_forward=late)

@@ -11,7 +11,7 @@ import pytest
 
 from kasoku.core import InputError
 from kasoku.simulate import allreduce
-from kasoku.simulate.cluster import Cluster, Gpu, Node, Protocol, Racks, load
+from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks, load
 from kasoku.simulate.network import Flows, rates, seconds
 
 A, B = 5e-6, 10e9  # latency of a message, bandwidth of a NIC in one direction
@@ -22,7 +22,7 @@ GPU = Gpu("any", 5.0, 0.3, 1, 512, 300, 2000)
 
 def ideal(nodes: int, gpus: int = 1, nics: int = 1, **more: object) -> Cluster:
     plain = Protocol("plain", 0.0, (1e6 * A_IN, 1e6 * A), (1e6 * A_IN, 1e6 * A))
-    node = Node(gpus, B_IN / 1e9, nics, B / 1e9)
+    node = ClusterNode(gpus, B_IN / 1e9, nics, B / 1e9)
     made = Cluster("ideal", nodes, node, own_gpu=GPU, own_protocol=plain)
     return replace(made, **more)  # type: ignore[arg-type]
 
@@ -151,7 +151,7 @@ def test_bytes_are_conserved_over_a_whole_transfer() -> None:
 
 
 def test_protocols_are_chosen_by_what_a_message_takes() -> None:
-    fast = Cluster("c", 64, Node(8, 240.0, 8, 24.0), own_gpu=GPU)
+    fast = Cluster("c", 64, ClusterNode(8, 240.0, 8, 24.0), own_gpu=GPU)
     seen = allreduce.link(fast, 512)
     small, large = seen.choice(1e3), seen.choice(1e9)
     assert small == "tree, LL"

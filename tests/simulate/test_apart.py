@@ -17,10 +17,10 @@ from kasoku.core import Comm, InputError, Job, Threads
 from kasoku.models import cifar_resnet18, cifarnet
 from kasoku.optim import sgd
 from kasoku.parallel import Asynchronous, Fixed, Graded, Layer, Planned, Policy
-from kasoku.simulate import Jitter, Network, Sharing, Simulator, allreduce, apart, network
-from kasoku.simulate.cluster import Cluster, Gpu, Node, Protocol, Racks
+from kasoku.simulate import ModelCosts, Sharing, Simulator, Stragglers, allreduce, apart, model_costs
+from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks
 from kasoku.simulate.network import Flows, seconds
-from kasoku.simulate.step import Step, spans
+from kasoku.simulate.step import SimulatedStep, spans
 
 START, A, A_IN = 2e-6, 5e-6, 1e-6  # what a message waits, and takes between nodes and within one
 B, B_IN = 5e9, 100e9  # of a NIC and of a GPU's port, in one direction
@@ -29,17 +29,19 @@ GPU = Gpu("any", 5.0, 0.3, 1, 512, 300, 2000)
 
 def ideal(nodes: int, gpus: int = 1, nics: int = 1, racks: Racks | None = None) -> Cluster:
     plain = Protocol("plain", 1e6 * START, (1e6 * A_IN, 1e6 * A), (0.0, 0.0))
-    return Cluster("ideal", nodes, Node(gpus, B_IN / 1e9, nics, B / 1e9), own_gpu=GPU, own_protocol=plain, racks=racks)
+    return Cluster(
+        "ideal", nodes, ClusterNode(gpus, B_IN / 1e9, nics, B / 1e9), own_gpu=GPU, own_protocol=plain, racks=racks
+    )
 
 
 @cache
-def small() -> Network:
+def small() -> ModelCosts:
     with torch.device("meta"):
-        return network("cifar_resnet18", cifar_resnet18(), (3, 32, 32))
+        return model_costs("cifar_resnet18", cifar_resnet18(), (3, 32, 32))
 
 
-def stepped(pace: Asynchronous, cluster: Cluster | None = None, spread: float = 0.0) -> Step:
-    return Simulator(cluster or ideal(8), small(), Sharing(apart=pace), Jitter(spread)).step(8, 800)
+def stepped(pace: Asynchronous, cluster: Cluster | None = None, spread: float = 0.0) -> SimulatedStep:
+    return Simulator(cluster or ideal(8), small(), Sharing(asynchronous=pace), Stragglers(spread)).step(8, 800)
 
 
 @pytest.mark.parametrize("p", [2, 3, 48])
@@ -93,9 +95,9 @@ def test_the_busiest_link_is_full_until_the_last_of_all_flows_has_arrived(
 )
 def test_what_of_an_exchange_shows_is_its_closed_form(hidden: bool, every: int, stream: bool, wire: Any) -> None:
     step = stepped(Asynchronous(hidden=hidden, every=every, stream=stream, wire=wire))
-    groups = len(step.course.plan.groups)
+    groups = len(step.inputs.plan.groups)
     elements = sum(t.elements for t in small().tensors)
-    assert elements == sum(p.stop - p.start for p in step.course.plan.order)
+    assert elements == sum(p.stop - p.start for p in step.inputs.plan.order)
     whole = groups * 2 * (START + A) + 2 * 7 / 8 * elements * (4 if wire == "fp32" else 2) / B
     exchange = whole / groups if stream else whole
     shown = max(0.0, exchange - every * step.compute_s) / every if hidden else exchange / every
@@ -117,7 +119,7 @@ def test_some_exchanges_show_and_some_are_hidden_altogether() -> None:
 def test_the_timeline_adds_up_to_the_steps_of_a_turn(hidden: bool, every: int, stream: bool, slower: int) -> None:
     cluster = ideal(8).altered(f"network/{slower}")
     step = stepped(Asynchronous(buckets=Fixed(2**23), hidden=hidden, every=every, stream=stream), cluster)
-    steps = every * (len(step.course.plan.groups) if stream else 1)
+    steps = every * (len(step.inputs.plan.groups) if stream else 1)
     drawn = spans(step)
     computing = [s for s in drawn if s.kind != "transfer"]
     assert all(a.stop == pytest.approx(b.start, abs=1e-12) for a, b in itertools.pairwise(computing))
@@ -128,7 +130,7 @@ def test_the_timeline_adds_up_to_the_steps_of_a_turn(hidden: bool, every: int, s
     sent = [s for s in drawn if s.kind == "transfer"]
     assert sum(s.stop - s.start for s in sent) == pytest.approx(steps * step.link_s, rel=1e-9)
     assert all(a.stop <= b.start + 1e-12 for a, b in itertools.pairwise(sent))
-    assert [s.bytes for s in sent] == [round(size) for size in step.course.sizes()]
+    assert [s.bytes for s in sent] == [round(size) for size in step.inputs.sizes()]
     first = next(s for s in computing if s.kind == ("forward" if hidden else "exposed"))
     assert sent[0].start >= first.start  # after the update that is sent
     if hidden and not stream:
@@ -155,10 +157,10 @@ def test_a_timeline_of_very_many_steps_stays_small() -> None:
 
 def test_nobody_waits_for_the_slowest_unless_there_is_a_bound() -> None:
     free, bound = (stepped(Asynchronous(every=1, max_staleness=ahead), spread=0.05) for ahead in (None, 4))
-    together = Simulator(ideal(8), small(), jitter=Jitter(0.05)).step(8, 800)
-    assert free.jitter_s == 0
-    assert bound.jitter_s == pytest.approx(together.jitter_s, rel=1e-12)
-    assert bound.jitter_s > 0
+    together = Simulator(ideal(8), small(), stragglers=Stragglers(0.05)).step(8, 800)
+    assert free.straggler_s == 0
+    assert bound.straggler_s == pytest.approx(together.straggler_s, rel=1e-12)
+    assert bound.straggler_s > 0
     assert free.compute_s == bound.compute_s
     assert bound.exposed_s < free.exposed_s  # slower steps hide more
 
@@ -179,9 +181,9 @@ def test_the_groups_are_those_of_the_engine(policy: Policy, wire: Any) -> None:
 
     theirs, others = Threads(2).run(rank)
     with torch.device("meta"):
-        net = network("cifarnet", built(), (3, 32, 32))
-    step = Simulator(ideal(2), net, Sharing(apart=pace)).step(2, 64)
-    assert step.course.sizes() == theirs == others
+        net = model_costs("cifarnet", built(), (3, 32, 32))
+    step = Simulator(ideal(2), net, Sharing(asynchronous=pace)).step(2, 64)
+    assert step.inputs.sizes() == theirs == others
 
 
 def test_a_faster_network_shows_less_of_an_exchange() -> None:
@@ -194,8 +196,8 @@ def test_a_faster_network_shows_less_of_an_exchange() -> None:
     [(Asynchronous(servers=2), 1), (Asynchronous(max_staleness=0), 1), (Asynchronous(), 2)],
 )
 def test_what_is_no_exchange_among_equals_is_one_clear_line(pace: Asynchronous, parts: int) -> None:
-    simulator = Simulator(ideal(8), small(), Sharing(apart=pace))
+    simulator = Simulator(ideal(8), small(), Sharing(asynchronous=pace))
     with pytest.raises(InputError, match="asynchronous ranks are simulated") as caught:
         simulator.step(8, 800, parts=parts)
     assert "\n" not in str(caught.value)
-    assert replace(simulator, sharing=Sharing(apart=Asynchronous())).step(8, 800).step_s > 0
+    assert replace(simulator, sharing=Sharing(asynchronous=Asynchronous())).step(8, 800).step_s > 0

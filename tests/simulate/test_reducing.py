@@ -11,7 +11,7 @@ import torch
 
 from helpers.grids import covering
 from kasoku.core import InputError, Job
-from kasoku.core.cost import Link
+from kasoku.core.cost import LinkModel
 from kasoku.models import cifar_resnet18
 from kasoku.optim import sgd
 from kasoku.parallel import (
@@ -29,8 +29,8 @@ from kasoku.parallel import (
     Wire,
 )
 from kasoku.parallel.buckets import search
-from kasoku.simulate import Cluster, Network, Sharing, Simulator, allreduce, load, network, reducing
-from kasoku.simulate.cluster import Gpu, Node, Protocol
+from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, allreduce, load, model_costs, reducing
+from kasoku.simulate.cluster import ClusterNode, Gpu, Protocol
 from kasoku.simulate.step import spans
 from kasoku.simulate.virtual_comm import Emulate, SimComm
 
@@ -40,9 +40,9 @@ N_BYTES = 51e6
 
 
 @pytest.fixture(scope="module")
-def net() -> Network:
+def net() -> ModelCosts:
     with torch.device("meta"):
-        return network("cifar_resnet18", cifar_resnet18(), (3, 32, 32))
+        return model_costs("cifar_resnet18", cifar_resnet18(), (3, 32, 32))
 
 
 class Own(Mean):
@@ -50,14 +50,14 @@ class Own(Mean):
 
 
 def slow() -> Cluster:
-    return replace(load("dgx-a100"), node=Node(8, 5.0, 1, 0.5))  # communicating takes about as long as computing
+    return replace(load("dgx-a100"), node=ClusterNode(8, 5.0, 1, 0.5))  # communicating takes about as long as computing
 
 
 def ideal(nodes: int, gpus: int, nics: int = 0) -> Cluster:
     """Nodes of 100 GB/s within, and so many NICs of 10 GB/s, 0: one a GPU."""
     plain = Protocol("plain", 0.0, (1.0, 5.0), (1.0, 5.0))
     gpu = Gpu("any", 5.0, 0.3, 1, 512, 300, 2000)
-    return Cluster("ideal", nodes, Node(gpus, 100.0, nics or gpus, 10.0), own_gpu=gpu, own_protocol=plain)
+    return Cluster("ideal", nodes, ClusterNode(gpus, 100.0, nics or gpus, 10.0), own_gpu=gpu, own_protocol=plain)
 
 
 def engine_of(comm: SimComm, units: Any, overlap: Overlap) -> tuple[Job, Any]:
@@ -76,28 +76,30 @@ def engine_of(comm: SimComm, units: Any, overlap: Overlap) -> tuple[Job, Any]:
         together=1,
     ),
 )
-def test_the_simulated_groups_are_those_of_the_engine(policy: Policy, reducer: Reducer, net: Network) -> None:
+def test_the_simulated_groups_are_those_of_the_engine(policy: Policy, reducer: Reducer, net: ModelCosts) -> None:
     step = Simulator(slow(), net, Sharing(policy, reducer=reducer)).step(GPUS, GPUS * 200)
-    _, engine = engine_of(SimComm(GPUS, Link(1e-5, 1e9)), step.course.units, Overlap(policy, reducer=reducer))
-    assert (step.course.plan.groups, step.course.plan.order) == (engine.plan.groups, engine.plan.order)
-    assert step.course.sizes() == [4 * (piece.stop - piece.start) for piece in engine.plan.order]
+    _, engine = engine_of(SimComm(GPUS, LinkModel(1e-5, 1e9)), step.inputs.units, Overlap(policy, reducer=reducer))
+    assert (step.inputs.plan.groups, step.inputs.plan.order) == (engine.plan.groups, engine.plan.order)
+    assert step.inputs.sizes() == [4 * (piece.stop - piece.start) for piece in engine.plan.order]
 
 
-def test_groups_planned_by_what_is_sent_would_be_others(net: Network) -> None:
+def test_groups_planned_by_what_is_sent_would_be_others(net: ModelCosts) -> None:
     for policy in (Graded(least_bytes=4 * MIB), Fixed(MIB, MIB // 4), Fixed()):
         own, sent = (Simulator(slow(), net, sharing) for sharing in (Sharing(policy, reducer=Wire()), Sharing(policy)))
-        plans = [simulator.step(GPUS, GPUS * 200).course.plan for simulator in (own, sent)]
+        plans = [simulator.step(GPUS, GPUS * 200).inputs.plan for simulator in (own, sent)]
         assert plans[0].groups != plans[1].groups
 
 
 @pytest.mark.parametrize(
     ("policy", "next_forward"), covering([Graded(), Fixed(MIB, MIB // 4), Layer()], [False, True], together=1)
 )
-def test_the_engine_sends_half_the_bytes_at_the_same_moments(policy: Policy, next_forward: bool, net: Network) -> None:
+def test_the_engine_sends_half_the_bytes_at_the_same_moments(
+    policy: Policy, next_forward: bool, net: ModelCosts
+) -> None:
     reducer = Wire(sums="wire")
     step = Simulator(slow(), net, Sharing(policy, next_forward, reducer=reducer)).step(GPUS, GPUS * 200)
     comm = SimComm(GPUS, allreduce.link(slow(), GPUS))
-    job, engine = engine_of(comm, step.course.units, Overlap(policy, next_forward=next_forward, reducer=reducer))
+    job, engine = engine_of(comm, step.inputs.units, Overlap(policy, next_forward=next_forward, reducer=reducer))
     begins, sent_before = [], 0
     for _ in range(4):
         begins.append(job.clock.now())
@@ -115,12 +117,12 @@ def test_the_engine_sends_half_the_bytes_at_the_same_moments(policy: Policy, nex
     assert step.exposed_s > 0
 
 
-def test_a_search_is_that_of_fp32_gradients_over_a_link_that_halves_them(net: Network) -> None:
+def test_a_search_is_that_of_fp32_gradients_over_a_link_that_halves_them(net: ModelCosts) -> None:
     linear = replace(slow(), protocols=("Simple",))
     sharing = Sharing(Planned(), next_forward=True, algorithm="ring", reducer=Wire(sums="wire"))
-    course = Simulator(linear, net, sharing).step(GPUS, GPUS * 200).course
+    course = Simulator(linear, net, sharing).step(GPUS, GPUS * 200).inputs
     one = allreduce.link(linear, GPUS, "ring")
-    twice = Link(one.latency_s, 2 * one.bytes_per_s)
+    twice = LinkModel(one.latency_s, 2 * one.bytes_per_s)
     plan, seen, late = search(course.units, net.tensors, twice, next_forward=True, tries=1000)
     assert (course.plan.groups, course.plan.order, course.late) == (plan.groups, plan.order, late)
     assert course.forecast().step_s == pytest.approx(seen.step_s, rel=1e-9)

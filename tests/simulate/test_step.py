@@ -16,28 +16,28 @@ from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
 from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Planned, Policy
 from kasoku.parallel.batchnorm import norms
-from kasoku.simulate import Jitter, Network, Sharing, Simulator, allreduce, load, network
-from kasoku.simulate.cluster import Node
-from kasoku.simulate.compute import Profile
-from kasoku.simulate.step import Step, spans
+from kasoku.simulate import ModelCosts, Sharing, Simulator, Stragglers, allreduce, load, model_costs
+from kasoku.simulate.cluster import ClusterNode
+from kasoku.simulate.compute import MeasuredTimes
+from kasoku.simulate.step import SimulatedStep, spans
 from kasoku.simulate.virtual_comm import Emulate, SimComm
 
 
 @cache
-def resnet() -> Network:
+def resnet() -> ModelCosts:
     with torch.device("meta"):
-        return network("resnet50", resnet50(), (3, 224, 224))
+        return model_costs("resnet50", resnet50(), (3, 224, 224))
 
 
 @cache
-def small() -> Network:
+def small() -> ModelCosts:
     with torch.device("meta"):
-        return network("cifar_resnet18", cifar_resnet18(), (3, 32, 32))
+        return model_costs("cifar_resnet18", cifar_resnet18(), (3, 32, 32))
 
 
 def slow_network() -> Any:
     cluster = load("dgx-a100")
-    return replace(cluster, node=Node(8, 5.0, 1, 0.5))  # communicating takes about as long as computing
+    return replace(cluster, node=ClusterNode(8, 5.0, 1, 0.5))  # communicating takes about as long as computing
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_the_engine_sends_the_same_groups_at_the_same_moments(policy: Policy, ne
     step = Simulator(slow_network(), small(), sharing).step(64, 64 * 200)
     with torch.device("meta"):
         model = cifar_resnet18()
-    comm = SimComm(64, step.course.link)
+    comm = SimComm(64, step.inputs.link)
     job = Job(model, lambda m: sgd(m, lr=0.1), comm=comm, loss=lambda out, y: out.sum())
-    job.apply(Emulate(tuple(step.course.units)), Overlap(policy, next_forward=next_forward))
+    job.apply(Emulate(tuple(step.inputs.units)), Overlap(policy, next_forward=next_forward))
     engine: Any = job.kept("overlap")
     begins, sent_before = [], 0
     for _ in range(4):
@@ -91,11 +91,11 @@ def test_items_of_a_step_are_all_of_it_and_follow_what_changes() -> None:
     simulator = Simulator(load("abci"), resnet(), Sharing(algorithm="hierarchical"))
     step = simulator.step(2048, 86016)
     alone = simulator.step(1, 42)
-    assert (alone.exposed_s, alone.jitter_s) == pytest.approx((0.0, 0.0), abs=2e-5)  # of one, the mean of the law
+    assert (alone.exposed_s, alone.straggler_s) == pytest.approx((0.0, 0.0), abs=2e-5)  # of one, the mean of the law
     gpu = load("abci").device
     assert alone.compute_s == pytest.approx(1e-3 * (gpu.alpha_ms + 42 * gpu.beta_ms), rel=1e-9)
     assert step.compute_s == pytest.approx(alone.compute_s, rel=1e-9)
-    assert step.step_s > step.compute_s + step.jitter_s > alone.step_s
+    assert step.step_s > step.compute_s + step.straggler_s > alone.step_s
     faster = Simulator(load("abci").altered("network*2,latency/2"), resnet(), simulator.sharing).step(2048, 86016)
     assert faster.exposed_s < step.exposed_s
     assert faster.compute_s == step.compute_s
@@ -103,8 +103,8 @@ def test_items_of_a_step_are_all_of_it_and_follow_what_changes() -> None:
 
 
 def test_without_differences_between_ranks_nothing_is_waited_for() -> None:
-    plain = Simulator(load("dgx-a100"), resnet(), jitter=Jitter()).step(64, 64 * 100)
-    assert plain.jitter_s == pytest.approx(0.0, abs=1e-12)
+    plain = Simulator(load("dgx-a100"), resnet(), stragglers=Stragglers()).step(64, 64 * 100)
+    assert plain.straggler_s == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_node_whose_cpus_decode_too_slowly_waits_for_input() -> None:
@@ -132,7 +132,7 @@ def test_what_cannot_be_shared_is_one_clear_line(gpus: int, batch: int, said: st
 
 
 def test_a_share_in_parts_hides_communication_behind_the_last_part() -> None:
-    simulator = Simulator(slow_network(), resnet(), jitter=Jitter())
+    simulator = Simulator(slow_network(), resnet(), stragglers=Stragglers())
     whole, part = simulator.step(64, 64 * 40, parts=4), simulator.step(64, 64 * 10)
     assert whole.compute_s == pytest.approx(4 * part.compute_s)
     assert whole.exposed_s == pytest.approx(part.exposed_s)
@@ -142,7 +142,7 @@ def test_what_a_block_without_parameters_takes_is_the_layers_beside_it() -> None
     bare = {layer.name: (1e-3, 2e-3) for layer in small().layers}
     conv, *others = bare.items()
     blocks = {"pad": (0.5, 0.25), conv[0]: conv[1], "relu": (1.0, 3.0), "pool": (0.25, 0.5), **dict(others)}
-    simulator = Simulator(load("dgx-a100"), small(), profile=Profile(((8, blocks),)))
+    simulator = Simulator(load("dgx-a100"), small(), profile=MeasuredTimes(((8, blocks),)))
     first, *units = simulator.units(16)
     assert (first.forward_s, first.backward_s) == pytest.approx((2 * 1.751, 2 * 3.752))
     assert [u.forward_s for u in units] == pytest.approx([2e-3] * len(units))
@@ -151,30 +151,30 @@ def test_what_a_block_without_parameters_takes_is_the_layers_beside_it() -> None
 
 def test_a_share_in_parts_is_updated_once() -> None:
     times = {layer.name: (1e-3, 2e-3) for layer in small().layers}
-    profile = Profile(((8, times),), update_s=0.5)
+    profile = MeasuredTimes(((8, times),), update_s=0.5)
     cluster = load("dgx-a100")
-    step = Simulator(cluster, small(), jitter=Jitter(), profile=profile).step(8, 8 * 32, parts=4)
+    step = Simulator(cluster, small(), stragglers=Stragglers(), profile=profile).step(8, 8 * 32, parts=4)
     assert step.compute_s == pytest.approx(4 * 3e-3 * len(times) + 0.5)
-    assert step.jitter_s == pytest.approx(0.0, abs=1e-12)
+    assert step.straggler_s == pytest.approx(0.0, abs=1e-12)
     starved = replace(cluster, node=replace(cluster.node, input_images_s=1.0))
-    waiting = Simulator(starved, small(), jitter=Jitter(), profile=profile).step(8, 8 * 32, parts=4)
+    waiting = Simulator(starved, small(), stragglers=Stragglers(), profile=profile).step(8, 8 * 32, parts=4)
     assert waiting.step_s == pytest.approx(256.0)
 
 
 def test_batch_norms_over_ranks_wait_both_ways_in_each_part() -> None:
-    simulator = Simulator(load("dgx-a100"), small(), Sharing(OneGroup()), Jitter(), norm_batch=8)
+    simulator = Simulator(load("dgx-a100"), small(), Sharing(OneGroup()), Stragglers(), norm_batch=8)
     own, across = simulator.step(64, 64 * 16, parts=2), replace(simulator, norm_batch=16).step(64, 64 * 16, parts=2)
     gather = allreduce.gathering(simulator.cluster, 64)
     channels = [module.num_features for module in norms(cifar_resnet18())]
     assert own.norms_s == 0
     assert across.norms_s == pytest.approx(2 * 2 * sum(gather.seconds(64 * 2 * 4 * c) for c in channels))
     assert across.exposed_s - own.exposed_s == pytest.approx(across.norms_s)
-    assert (across.compute_s, across.jitter_s) == (own.compute_s, own.jitter_s)
+    assert (across.compute_s, across.straggler_s) == (own.compute_s, own.straggler_s)
     assert replace(simulator, norm_batch=16).step(1, 16, parts=2).norms_s == 0
 
 
 def test_a_network_of_as_much_work_by_another_name_takes_the_measured_time() -> None:
-    simulator = Simulator(load("dgx1-v100"), resnet(), jitter=Jitter())
+    simulator = Simulator(load("dgx1-v100"), resnet(), stragglers=Stragglers())
     other = replace(simulator, net=replace(resnet(), name="mine"))
     assert other.step(1, 64).compute_s == pytest.approx(simulator.step(1, 64).compute_s)
     doubled = tuple(replace(one, products=2 * one.products, outputs=2 * one.outputs) for one in resnet().layers)
@@ -197,9 +197,9 @@ def test_what_is_marked_as_a_norm_goes_in_fp32() -> None:
 
 
 def test_a_search_is_the_same_however_slow_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps() -> Step:
+    def steps() -> SimulatedStep:
         return Simulator(slow_network(), small(), Sharing(Planned(), next_forward=True)).step(64, 64 * 200)
 
     fast = steps()
     monkeypatch.setattr("time.monotonic", itertools.count(0.0, 100.0).__next__)
-    assert steps().course.plan == fast.course.plan
+    assert steps().inputs.plan == fast.inputs.plan

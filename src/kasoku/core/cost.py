@@ -19,7 +19,7 @@ from kasoku.core.trace import Span
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkModel:
     """The time of an all-reduce of n bytes, latency_s + n / bytes_per_s, and the speeds while both streams work.
 
     `bytes_per_s` is the rate of the whole collective: a ring of p ranks sends 2 (p - 1) / p of the bytes on each link.
@@ -36,7 +36,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitTimes:
     """A part of the model that runs as a whole, with its times on one device."""
 
     name: str
@@ -71,7 +71,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """Groups of tensors (by index), each in one flat buffer, and the order in which their pieces are sent."""
 
     groups: tuple[tuple[int, ...], ...]
@@ -107,10 +107,10 @@ class Forecast:
 
 
 def forecast(
-    units: Sequence[Unit],
+    units: Sequence[UnitTimes],
     tensors: Sequence[Sized],
-    plan: Plan,
-    link: Link,
+    plan: BucketPlan,
+    link: LinkModel,
     *,
     next_forward: bool = True,
     timeline: bool = False,
@@ -137,7 +137,7 @@ def forecast(
     return streams.run(units, wanted, _updates(units, tensors, plan), barrier=not next_forward)
 
 
-def _updates(units: Sequence[Unit], tensors: Sequence[Sized], plan: Plan) -> list[float]:
+def _updates(units: Sequence[UnitTimes], tensors: Sequence[Sized], plan: BucketPlan) -> list[float]:
     """Seconds to update each group; a unit's update time is divided among its tensors by their elements."""
     whole = [0] * len(units)
     for t in tensors:
@@ -146,7 +146,7 @@ def _updates(units: Sequence[Unit], tensors: Sequence[Sized], plan: Plan) -> lis
     return [sum(shares[i] for i in group) for group in plan.groups]
 
 
-def _wanted(units: Sequence[Unit], homes: Sequence[Sequence[int]], next_forward: bool) -> list[list[int]]:
+def _wanted(units: Sequence[UnitTimes], homes: Sequence[Sequence[int]], next_forward: bool) -> list[list[int]]:
     """For each unit the groups whose first reader is its forward."""
     wanted: list[list[int]] = [[] for _ in units]
     for group, home in enumerate(homes):
@@ -159,7 +159,7 @@ class _Streams:
 
     def __init__(
         self,
-        link: Link,
+        link: LinkModel,
         sizes: Sequence[tuple[int, float]],
         ready_after: Sequence[int],
         last: Sequence[int],
@@ -175,7 +175,7 @@ class _Streams:
         self.spans: list[Span] | None = [] if timeline else None
 
     def run(
-        self, units: Sequence[Unit], wanted: Sequence[Sequence[int]], update_s: Sequence[float], *, barrier: bool
+        self, units: Sequence[UnitTimes], wanted: Sequence[Sequence[int]], update_s: Sequence[float], *, barrier: bool
     ) -> Forecast:
         """The whole step; with a barrier no group is updated before all have arrived."""
         for unit in reversed(units):
@@ -230,3 +230,9 @@ class _Streams:
         if self.spans is not None and self.now > start:
             name = what if isinstance(what, str) else f"group {what}"
             self.spans.append(Span(kind, name, start, self.now, bytes=size))
+
+
+# the earlier names, until all callers have the new ones
+Plan = BucketPlan
+Link = LinkModel
+Unit = UnitTimes

@@ -2,21 +2,21 @@
 
 from kasoku.simulate.allreduce import ALGORITHMS
 from kasoku.simulate.cluster import Cluster, load
-from kasoku.simulate.compute import Network, network, profile_of, profiled, remarks
-from kasoku.simulate.jitter import Jitter
-from kasoku.simulate.step import WITHOUT, Sharing, Simulator, Step, timeline
+from kasoku.simulate.compute import ModelCosts, model_costs, profile_of, profiled, remarks
+from kasoku.simulate.jitter import Stragglers
+from kasoku.simulate.step import WITHOUT, Sharing, SimulatedStep, Simulator, timeline
 
 __all__ = [
     "ALGORITHMS",
     "WITHOUT",
     "Cluster",
-    "Jitter",
-    "Network",
+    "ModelCosts",
     "Sharing",
+    "SimulatedStep",
     "Simulator",
-    "Step",
+    "Stragglers",
     "load",
-    "network",
+    "model_costs",
     "profile_of",
     "profiled",
     "remarks",

@@ -2,7 +2,7 @@
 
 Note: latency and bandwidth apart. A message's way through an algorithm has so many hops, each of which takes what the
 library's table says. Its bytes take what the links allow when all flows of a round share them (`network`), which is
-linear in the bytes; so each algorithm in each protocol is a `Link` of core, and a collective of n bytes takes the
+linear in the bytes; so each algorithm in each protocol is a `LinkModel` of core, and a collective of n bytes takes the
 fastest of them. On a network without contention these are the closed forms (tests/simulate/test_allreduce.py):
 ring 2(p-1)a + 2(p-1)/p n/B; halving-doubling 2 log2(p) a + 2(p-1)/p n/B; double binary tree 2 log2(p) a + 2 n/B;
 hierarchical and 2-D torus: a reduce-scatter along rows, an all-reduce of what is left along columns, an all-gather.
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kasoku.core import InputError
-from kasoku.core.cost import Link
+from kasoku.core.cost import LinkModel
 from kasoku.simulate.cluster import Cluster, Protocol
 from kasoku.simulate.network import Flows, seconds
 
@@ -31,7 +31,7 @@ AUTO = ("ring", "tree")
 
 
 @dataclass(frozen=True)
-class Shape:
+class AlgorithmCost:
     """What an algorithm asks of a network: [within nodes, between nodes] hops, and seconds a byte."""
 
     ring_hops: tuple[int, int] = (0, 0)
@@ -40,34 +40,34 @@ class Shape:
     starts: int = 1
     trees: int = 0  # of the starts
 
-    def __add__(self, other: Shape) -> Shape:
+    def __add__(self, other: AlgorithmCost) -> AlgorithmCost:
         ring = (self.ring_hops[0] + other.ring_hops[0], self.ring_hops[1] + other.ring_hops[1])
         tree = (self.tree_hops[0] + other.tree_hops[0], self.tree_hops[1] + other.tree_hops[1])
         starts, trees = self.starts + other.starts, self.trees + other.trees
-        return Shape(ring, tree, self.byte_s + other.byte_s, starts, trees)
+        return AlgorithmCost(ring, tree, self.byte_s + other.byte_s, starts, trees)
 
-    def twice(self) -> Shape:
+    def twice(self) -> AlgorithmCost:
         """One way and back, started once."""
         ring, tree = ((2 * a, 2 * b) for a, b in (self.ring_hops, self.tree_hops))
         return replace(self, ring_hops=ring, tree_hops=tree, byte_s=2 * self.byte_s)
 
-    def of(self, share: float) -> Shape:
+    def of(self, share: float) -> AlgorithmCost:
         """Where of each byte only a share is sent."""
         return replace(self, byte_s=share * self.byte_s)
 
-    def link(self, protocol: Protocol) -> Link:
+    def link(self, protocol: Protocol) -> LinkModel:
         """What it comes to in a protocol."""
         hops = zip((*self.ring_hops, *self.tree_hops), (*protocol.ring_us, *protocol.tree_us), strict=True)
         starts_us = self.starts * protocol.start_us + self.trees * protocol.tree_more_us
         latency_us = starts_us + sum(n * us for n, us in hops)
-        return Link(1e-6 * latency_us, protocol.share / self.byte_s if self.byte_s else float("inf"))
+        return LinkModel(1e-6 * latency_us, protocol.share / self.byte_s if self.byte_s else float("inf"))
 
 
 @dataclass(frozen=True)
-class Fastest(Link):
+class Fastest(LinkModel):
     """Of several ways of the same collective the one that is fastest for the bytes it is asked for."""
 
-    choices: tuple[tuple[str, Link], ...] = ()
+    choices: tuple[tuple[str, LinkModel], ...] = ()
 
     def seconds(self, size: float) -> float:
         """An all-reduce of `size` bytes, alone."""
@@ -78,7 +78,7 @@ class Fastest(Link):
         return min(self.choices, key=lambda named: named[1].seconds(size))[0]
 
 
-ALONE = Fastest(0.0, float("inf"), choices=(("none", Link(0.0, float("inf"))),))  # one GPU shares nothing
+ALONE = Fastest(0.0, float("inf"), choices=(("none", LinkModel(0.0, float("inf"))),))  # one GPU shares nothing
 
 
 @lru_cache(maxsize=1024)
@@ -102,7 +102,7 @@ def link(cluster: Cluster, gpus: int, algorithm: str = "auto") -> Fastest:
     return fastest(cluster, [(name, shape) for name in names for shape in ALGORITHMS[name](cluster, gpus)])
 
 
-def fastest(cluster: Cluster, shapes: Sequence[tuple[str, Shape]]) -> Fastest:
+def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
     """The fastest of several ways, by name, each in every protocol of the cluster."""
     choices = tuple(
         (f"{name}, {protocol.name}", shape.link(protocol)) for name, shape in shapes for protocol in cluster.table
@@ -123,16 +123,16 @@ def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
     return seconds(Flows(routes, [size for *_, size in flows]), cluster.capacity(gpus))
 
 
-def ring(cluster: Cluster, gpus: int) -> list[Shape]:
+def ring(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     """A ring a NIC, each with its part of the bytes; a node is entered and left once."""
     return [gather(cluster, gpus).twice()]
 
 
-def gather(cluster: Cluster, gpus: int) -> Shape:
+def gather(cluster: Cluster, gpus: int) -> AlgorithmCost:
     """An all-gather (or a reduce-scatter) by such rings: half of their all-reduce."""
     rounds, between = gpus - 1, cluster.nodes_for(gpus) - 1
     byte_s = rounds * contended_s(cluster, gpus, _rings(cluster, 0, gpus))
-    return Shape(ring_hops=(rounds - between, between), byte_s=byte_s)
+    return AlgorithmCost(ring_hops=(rounds - between, between), byte_s=byte_s)
 
 
 @lru_cache(maxsize=1024)
@@ -154,7 +154,7 @@ def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
     return flows
 
 
-def exchange(cluster: Cluster, gpus: int, width: int = 1) -> Shape:
+def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
     """An all-to-all: each rank sends every other an equal part of its bytes, all at once.
 
     `width`: only ranks at the same place of rows of so many send to each other.
@@ -183,10 +183,10 @@ def exchange(cluster: Cluster, gpus: int, width: int = 1) -> Shape:
         seconds.append(leaves(each) / node.nics / (1e9 * node.nic_gb_s))
     if racks and racks.uplink_gb_s:  # the last one may not be full
         seconds.append(leaves(each * racks.nodes) / (1e9 * racks.uplink_gb_s))
-    return Shape(ring_hops=(0, 1) if nodes > 1 else (1, 0), byte_s=max(seconds))
+    return AlgorithmCost(ring_hops=(0, 1) if nodes > 1 else (1, 0), byte_s=max(seconds))
 
 
-def tree(cluster: Cluster, gpus: int) -> list[Shape]:
+def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     """Two binary trees over the nodes, each with half of the bytes, up and down at once; a chain within each node."""
     nodes, each = cluster.nodes_for(gpus), min(gpus, cluster.node.gpus)
     channels = cluster.node.nics if nodes > 1 else 1
@@ -201,30 +201,30 @@ def tree(cluster: Cluster, gpus: int) -> list[Shape]:
         leaders = [node * each + first for node in range(nodes)]
         flows += [(a, b, channel, size) for a, b in _two_trees(leaders)]
     hops = 2 * (each - 1), 2 * depth(nodes)
-    return [Shape(tree_hops=hops, byte_s=contended_s(cluster, gpus, flows), trees=1)]
+    return [AlgorithmCost(tree_hops=hops, byte_s=contended_s(cluster, gpus, flows), trees=1)]
 
 
-def halving_doubling(cluster: Cluster, gpus: int) -> list[Shape]:
+def halving_doubling(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     """Partners at twice the distance with half the bytes each round, and back."""
     if not fills("halving-doubling", gpus):
         raise InputError(f"all-reduce halving-doubling on {gpus} GPUs: a power of two is wanted")
-    found = Shape()
+    found = AlgorithmCost()
     for k in range(gpus.bit_length() - 1):
         away = 1 << k
         flows = [(rank, rank ^ away, cluster.nic_of(rank), 0.5 / away) for rank in range(gpus)]
         hops = (0, 2) if away >= cluster.node.gpus else (2, 0)
-        found += Shape(ring_hops=hops, byte_s=2 * contended_s(cluster, gpus, flows), starts=0)
+        found += AlgorithmCost(ring_hops=hops, byte_s=2 * contended_s(cluster, gpus, flows), starts=0)
     return [found]
 
 
-def hierarchical(cluster: Cluster, gpus: int) -> list[Shape]:
+def hierarchical(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     """Reduce-scatter within each node, an all-reduce of each part between nodes (ring or trees), all-gather."""
     return torus(cluster, gpus, min(gpus, cluster.node.gpus), trees=True)
 
 
 def torus(
     cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False, across: float = 1.0, exchanged: bool = False
-) -> list[Shape]:
+) -> list[AlgorithmCost]:
     """The same on a grid of `width` GPUs a row (0: about square, of whole nodes), with rings; or also with trees.
 
     `across`: of the bytes that are left of a row, the share that is sent along columns. `exchanged`: what is sent there
@@ -239,21 +239,23 @@ def torus(
     columns = [[first + width * i for i in range(high)] for first in range(width)]
     ringed = [(a, b) for column in columns for a, b in itertools.pairwise([*column, column[0]])]
     flows = [(a, b, cluster.nic_of(a), across / gpus) for a, b in ringed]
-    once = Shape(ring_hops=(0, high - 1), byte_s=(high - 1) * contended_s(cluster, gpus, flows))
+    once = AlgorithmCost(ring_hops=(0, high - 1), byte_s=(high - 1) * contended_s(cluster, gpus, flows))
     if exchanged:
         return [row + exchange(cluster, gpus, width).of(across / width) + once]
     found = [row + once.twice()]
     if trees:
         pairs = [pair for column in columns for pair in _two_trees(column)]
         flows = [(a, b, cluster.nic_of(a), 0.5 * across / width) for a, b in pairs]
-        found.append(row + Shape(tree_hops=(0, 2 * depth(high)), byte_s=contended_s(cluster, gpus, flows), trees=1))
+        found.append(
+            row + AlgorithmCost(tree_hops=(0, 2 * depth(high)), byte_s=contended_s(cluster, gpus, flows), trees=1)
+        )
     return found
 
 
-def _rows(cluster: Cluster, gpus: int, width: int) -> Shape:
+def _rows(cluster: Cluster, gpus: int, width: int) -> AlgorithmCost:
     """A reduce-scatter and an all-gather along rows: by a ring a NIC where these are whole nodes."""
     if width == 1:
-        return Shape(starts=0)
+        return AlgorithmCost(starts=0)
     rows, each = range(0, gpus, width), cluster.node.gpus
     flows: list[Flow] = []
     for row in rows:
@@ -263,7 +265,9 @@ def _rows(cluster: Cluster, gpus: int, width: int) -> Shape:
             pairs = [(row + i, row + (i + 1) % width) for i in range(width)]
             flows += [(a, b, cluster.nic_of(a), 1 / width) for a, b in pairs]
     between = max(0, -(-width // each) - 1)
-    once = Shape(ring_hops=(width - 1 - between, between), byte_s=(width - 1) * contended_s(cluster, gpus, flows))
+    once = AlgorithmCost(
+        ring_hops=(width - 1 - between, between), byte_s=(width - 1) * contended_s(cluster, gpus, flows)
+    )
     return once + once
 
 
@@ -313,7 +317,7 @@ def square(gpus: int, each: int) -> int:
     return min(widths, key=lambda w: abs(w - gpus / w))
 
 
-ALGORITHMS: dict[str, Callable[[Cluster, int], list[Shape]]] = {
+ALGORITHMS: dict[str, Callable[[Cluster, int], list[AlgorithmCost]]] = {
     "ring": ring,
     "tree": tree,
     "halving-doubling": halving_doubling,

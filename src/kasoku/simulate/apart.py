@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from kasoku.core import InputError, Span
-from kasoku.core.cost import Forecast, Piece, Plan, Sized, Unit
+from kasoku.core.cost import BucketPlan, Forecast, Piece, Sized, UnitTimes
 from kasoku.parallel import Asynchronous
 from kasoku.parallel.pieces import most_alone
 from kasoku.simulate.allreduce import ALONE, Fastest, exchange, fastest
@@ -40,14 +40,14 @@ def link(cluster: Cluster, gpus: int) -> Fastest:
     return fastest(cluster, [("exchange", once + once)]) if gpus > 1 else ALONE
 
 
-def plan(pace: Asynchronous, tensors: Sequence[Sized]) -> Plan:
+def plan(pace: Asynchronous, tensors: Sequence[Sized]) -> BucketPlan:
     """The groups of its policy, each sent whole, in order; `tensors` in order of definition."""
     made = pace.buckets.plan(tensors)
     sizes = [sum(tensors[i].elements for i in group) for group in made.groups]
-    return Plan(made.groups, tuple(Piece(g, 0, size) for g, size in enumerate(sizes)), made.policy)
+    return BucketPlan(made.groups, tuple(Piece(g, 0, size) for g, size in enumerate(sizes)), made.policy)
 
 
-def settled(pace: Asynchronous, units: Sequence[Unit], groups: Sequence[tuple[float, float]]) -> Asynchronous:
+def settled(pace: Asynchronous, units: Sequence[UnitTimes], groups: Sequence[tuple[float, float]]) -> Asynchronous:
     """Replaces every=0 by the number of steps that an exchange lasts; `groups`: seconds and bytes of each."""
     if pace.every:
         return pace
@@ -57,7 +57,7 @@ def settled(pace: Asynchronous, units: Sequence[Unit], groups: Sequence[tuple[fl
 
 
 def forecast(
-    pace: Asynchronous, units: Sequence[Unit], groups: Sequence[tuple[float, float]], *, timeline: bool = False
+    pace: Asynchronous, units: Sequence[UnitTimes], groups: Sequence[tuple[float, float]], *, timeline: bool = False
 ) -> Forecast:
     """The mean step of a rank in the steady state; the timeline shows as many steps as exchange every group once."""
     compute_s = sum(_phases(units).values())
@@ -67,7 +67,7 @@ def forecast(
     return Forecast(compute_s + exposed_s, compute_s, link_s, spans=spans)
 
 
-def _phases(units: Sequence[Unit]) -> dict[str, float]:
+def _phases(units: Sequence[UnitTimes]) -> dict[str, float]:
     """The seconds of a step's compute by kind."""
     return {kind: sum(getattr(u, f"{kind}_s") for u in units) for kind in ("forward", "backward", "update")}
 

@@ -70,7 +70,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """One machine. A GPU sends `port_gb_s` to the others of its node, and each of the `nics` sends `nic_gb_s` out.
 
     Both are rates of one direction, and hold in both at once.
@@ -157,7 +157,7 @@ class Cluster:
 
     name: str
     nodes: int
-    node: Node
+    node: ClusterNode
     gpu: str = ""
     own_gpu: Gpu | None = None
     racks: Racks | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import InputError
-from kasoku.core.cost import Sized, Unit
+from kasoku.core.cost import Sized, UnitTimes
 from kasoku.models import resnet50
 from kasoku.parallel.batchnorm import norms
 from kasoku.parallel.units import Units
@@ -31,7 +31,7 @@ _FORWARD = 1 / 3  # of a step
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCost:
     """A part with parameters of its own: products and output elements of one image. `norm`: a BatchNorm's channels."""
 
     name: str
@@ -41,7 +41,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Network:
+class ModelCosts:
     """What a simulation knows of a network: its layers in the order of their forwards, and its gradients.
 
     `tensors` say which layer is whose by that order, `defined` by the order of definition: plans are made by it.
@@ -49,7 +49,7 @@ class Network:
     """
 
     name: str
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerCost, ...]
     tensors: tuple[Sized, ...]
     defined: tuple[Sized, ...]
     modules: frozenset[str] = frozenset()
@@ -78,7 +78,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Profile:
+class MeasuredTimes:
     """Times measured on one device: at some batches (images, {block: (forward_s, backward_s)}), and of an update."""
 
     measured: tuple[tuple[int, dict[str, tuple[float, float]]], ...]
@@ -92,7 +92,7 @@ class Profile:
             )
 
 
-def network(name: str, model: nn.Module, shape: Sequence[int]) -> Network:
+def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts:
     """Looks at a model on the meta device; `shape`: (C, H, W) of an image."""
     model = model.to("meta")
     units = Units(model)
@@ -120,19 +120,19 @@ def network(name: str, model: nn.Module, shape: Sequence[int]) -> Network:
     units.order = order
     channels: dict[nn.Module, int] = {norm: norm.num_features for norm in norms(model)}
     layers = tuple(
-        Layer(units.modules[i][0], *found.get(i, (0.0, 0.0)), channels.get(units.modules[i][1], 0)) for i in order
+        LayerCost(units.modules[i][0], *found.get(i, (0.0, 0.0)), channels.get(units.modules[i][1], 0)) for i in order
     )
-    return Network(name, layers, tuple(units.tensors), defined, frozenset(part for part, _ in model.named_modules()))
+    return ModelCosts(name, layers, tuple(units.tensors), defined, frozenset(part for part, _ in model.named_modules()))
 
 
 @cache
-def _measured() -> Network:
+def _measured() -> ModelCosts:
     """The network that GPUs were measured with."""
     with torch.device("meta"):
-        return network(Gpu.network, resnet50(), (3, 224, 224))
+        return model_costs(Gpu.network, resnet50(), (3, 224, 224))
 
 
-def units(net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[Unit]:
+def units(net: ModelCosts, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[UnitTimes]:
     """The layers' times for a batch of so many images on a GPU; another network than the measured one by its work."""
     work = net.work(gpu)
     if not sum(work):
@@ -142,11 +142,11 @@ def units(net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list
     out = []
     for layer, mine in zip(net.layers, work, strict=True):
         seconds = fixed + beta_s * images * slower * mine / sum(work)
-        out.append(Unit(layer.name, _FORWARD * seconds, (1 - _FORWARD) * seconds))
+        out.append(UnitTimes(layer.name, _FORWARD * seconds, (1 - _FORWARD) * seconds))
     return out
 
 
-def remarks(net: Network, gpu: Gpu, images: float, profile: Profile | None = None) -> list[str]:
+def remarks(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | None = None) -> list[str]:
     """What to know about these times: of a GPU that is known, or by a profile."""
     out = []
     if profile:
@@ -177,7 +177,7 @@ def profile_of(given: str) -> tuple[Path, int]:
     return Path(folder), int(images)
 
 
-def profiled(profiles: Sequence[tuple[Path, int]], net: Network) -> Profile:
+def profiled(profiles: Sequence[tuple[Path, int]], net: ModelCosts) -> MeasuredTimes:
     """Reads the folders that `kasoku profile` wrote, each with the images of its steps.
 
     Raises:
@@ -208,7 +208,7 @@ def profiled(profiles: Sequence[tuple[Path, int]], net: Network) -> Profile:
         if seen != images:
             raise InputError(f"{folder}: a profile of steps of {seen} images: give {folder}:{seen}, not :{images}")
         measured.append((images, times))
-    return Profile(tuple(measured), sum(updates) / max(1, len(updates)))
+    return MeasuredTimes(tuple(measured), sum(updates) / max(1, len(updates)))
 
 
 def _ledger(folder: Path) -> dict[str, Any]:
@@ -220,7 +220,9 @@ def _ledger(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def units_of(profile: Profile, net: Network, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[Unit]:
+def units_of(
+    profile: MeasuredTimes, net: ModelCosts, gpu: Gpu, images: float, *, slower: float = 1.0
+) -> list[UnitTimes]:
     """The layers' times by a profile: of each block alpha + beta images where two batches were measured, else beta.
 
     What a block without parameters takes is the layer's before it: it runs after that one, and backward before it.
@@ -245,7 +247,7 @@ def units_of(profile: Profile, net: Network, gpu: Gpu, images: float, *, slower:
         forward, backward = (
             slower * sum(share * _at(profile, block, way, images) for block, share in mine.items()) for way in (0, 1)
         )
-        out.append(Unit(layer.name, forward, backward, update_s * own))
+        out.append(UnitTimes(layer.name, forward, backward, update_s * own))
     return out
 
 
@@ -261,7 +263,7 @@ def _between(blocks: Iterable[str], home: Sequence[str]) -> dict[str, int]:
     return out
 
 
-def _at(profile: Profile, block: str, way: int, images: float) -> float:
+def _at(profile: MeasuredTimes, block: str, way: int, images: float) -> float:
     """What a block takes at a batch: least squares through the measured ones, never below zero."""
     points = [(n, times[block][way]) for n, times in profile.measured]
     if len({n for n, _ in points}) == 1:

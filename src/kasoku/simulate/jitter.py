@@ -1,13 +1,12 @@
-"""What waiting for the slowest costs: the expected maximum over ranks of what they take, as a factor.
+"""Stragglers: the expected time of the slowest of many ranks, over the time of the median rank.
 
-Note: the law, and why this one. A step ends when the slowest rank has computed, and GPUs of one kind are not equally
-fast: chips, their power limits and their cooling differ. So the time of a rank is that of the middle one times
-exp(spread * z), z normal and its own for the whole run: a product of many small factors is log-normal, and slow GPUs
-stay slow from step to step. The spread is measured: 336 V100 of Longhorn and 219 A100 of Lonestar6, each training a
-ResNet-50; the ratio of the quartiles of the median iteration of each, as that of a log-normal law (ln(q75/q25)/1.349):
-0.0226 and 0.0208. Source: Sinha et al. 2022 (arXiv 2208.11035) and Jain et al. 2024 (arXiv 2408.11919), their
-published tables (hal-uw/blox-pal, aggregated_data, at da726cab). The law was fixed, with these figures, before any of
-the published steps that it is scored on was simulated.
+Note: the law. A step ends when the slowest rank has computed, and GPUs of one kind differ in speed: their chips, power
+limits and cooling differ. So a rank takes the median time times exp(spread * z), where z is normal and constant for the
+whole run: a product of many small factors is log-normal, and slow GPUs stay slow from step to step. The spread was
+measured on 336 V100 of Longhorn and 219 A100 of Lonestar6, each training a ResNet-50, from the quartiles of their
+median iterations as those of a log-normal law (ln(q75/q25)/1.349): 0.0226 and 0.0208. Source: Sinha et al. 2022 (arXiv
+2208.11035) and Jain et al. 2024 (arXiv 2408.11919), their published tables (hal-uw/blox-pal, aggregated_data, at
+da726cab). The law and its figures were fixed before any of the published steps that score it was simulated.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ _CELLS = 4000
 
 
 @dataclass(frozen=True)
-class Jitter:
-    """How ranks differ: a log-normal factor."""
+class Stragglers:
+    """Differences between ranks: a log-normal factor of their times."""
 
     spread: float = 0.0
 
     def slowest(self, ranks: int) -> float:
-        """The expected factor of the slowest of so many; 1 is the middle one."""
+        """The expected factor of the slowest of `ranks`; the median rank has 1."""
         return _slowest(self.spread, ranks)
 
 
 @lru_cache(maxsize=4096)
 def _slowest(spread: float, ranks: int) -> float:
-    """The mean of a maximum: from where all are slower, the integral of the chance that some rank still computes."""
+    """The mean of a maximum: the integral of the probability that some rank still computes."""
     if spread == 0:
         return 1.0
     low, high = math.exp(-9 * spread), math.exp(9 * spread)
@@ -45,5 +44,5 @@ def _slowest(spread: float, ranks: int) -> float:
 
 
 def _below(x: float, spread: float) -> float:
-    """The share of ranks that take at most x."""
+    """The fraction of ranks with a factor of at most x."""
     return 0.5 * math.erfc(-math.log(x) / (spread * math.sqrt(2)))

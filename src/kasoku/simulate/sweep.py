@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kasoku.core import InputError
 from kasoku.simulate.cluster import Cluster
-from kasoku.simulate.step import Simulator, Step
+from kasoku.simulate.step import SimulatedStep, Simulator
 
 
 def sizes(
@@ -35,12 +35,12 @@ def sizes(
         tries *= 2
 
 
-def scaled(simulator: Simulator, gpus: Sequence[int], *, images: int, parts: int = 1) -> list[Step]:
+def scaled(simulator: Simulator, gpus: Sequence[int], *, images: int, parts: int = 1) -> list[SimulatedStep]:
     """A step at each size: `images` each (weak scaling), taken in so many parts."""
     return [simulator.step(n, n * images, parts=parts) for n in gpus]
 
 
-def efficiency(steps: Sequence[Step]) -> list[float]:
+def efficiency(steps: Sequence[SimulatedStep]) -> list[float]:
     """Images/s a GPU over those of the first."""
     first = steps[0].images_per_s / steps[0].gpus
     return [step.images_per_s / step.gpus / first for step in steps]

@@ -1,8 +1,8 @@
-"""One rank on a virtual clock stands for many: the same techniques run on it, in no time, and exactly.
+"""One rank on a virtual clock stands for many: tests run the real techniques on it, exactly and in no time.
 
-Note: what is simulated. Collectives take what the cost model says (`Link`), one after the other in the order they were
-started; computing takes what `Emulate` says. Values are those of this one rank alone: a model on the `meta` device is
-enough.
+Note: what is simulated. Collectives take the time of the cost model (`LinkModel`), one after the other in the order of
+their starts. Compute takes the times of `Emulate`. Values are those of this rank alone, so a model on the `meta` device
+is enough.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from kasoku.core.cost import Link, Unit
+from kasoku.core.cost import LinkModel, UnitTimes
 from kasoku.core.errors import InputError
 from kasoku.core.job import Job
 from kasoku.core.technique import Stage, Technique
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class VirtualClock:
-    """A clock that stands still until it is moved on."""
+    """A clock that advances only when it is told to."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -32,16 +32,16 @@ class VirtualClock:
         return self.seconds
 
     def advance(self, seconds: float) -> None:
-        """Lets time pass."""
+        """Adds to the time."""
         self.seconds += seconds
 
     def until(self, moment: float) -> None:
-        """Lets time pass up to a moment, if that is still to come."""
+        """Advances to a moment, unless it has passed."""
         self.seconds = max(self.seconds, moment)
 
 
 class _Arrival:
-    """A transfer that ends at a moment of the virtual clock."""
+    """A transfer that ends at a given moment of the virtual clock."""
 
     def __init__(self, clock: VirtualClock, stop: float) -> None:
         self.clock, self.stop = clock, stop
@@ -54,7 +54,7 @@ class _Arrival:
 
 
 class SimComm:
-    """Rank 0 of `size` equal ones; the others do at every moment what it does.
+    """Rank 0 of `size` equal ranks, which all do the same at every moment.
 
     Attributes: `sent`: (what, bytes, start, stop) of every collective.
     """
@@ -62,7 +62,7 @@ class SimComm:
     rank = 0
     own_threads = False
 
-    def __init__(self, size: int, link: Link, clock: VirtualClock | None = None) -> None:
+    def __init__(self, size: int, link: LinkModel, clock: VirtualClock | None = None) -> None:
         if size < 1:
             raise InputError(f"SimComm({size}): at least 1 rank")
         self.size, self.link = size, link
@@ -77,7 +77,7 @@ class SimComm:
         return _Arrival(self.clock, self._free)
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> _Arrival:
-        """Takes its time, and leaves x as it is."""
+        """Takes the link's time and leaves x unchanged."""
         return self._send("all_reduce", x.nbytes)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> _Arrival:
@@ -119,7 +119,7 @@ class SimComm:
 
 @dataclass(frozen=True)
 class Emulate(Technique):
-    """Lets the clock of a `SimComm` pass for forward, backward and update of each module that is named.
+    """Advances the clock of a `SimComm` by the times of forward, backward and update of the named modules.
 
     Args:
         units: names of modules of the model, in forward order, with their seconds.
@@ -131,7 +131,7 @@ class Emulate(Technique):
 
     stage: ClassVar[Stage] = Stage.MODEL
 
-    units: tuple[Unit, ...] = ()
+    units: tuple[UnitTimes, ...] = ()
 
     def apply(self, job: Job) -> None:
         """Advances the clock in forward and backward of the units, and at each update by the parameters' shares."""
@@ -150,7 +150,7 @@ class Emulate(Technique):
             self._pass(job, clock, module, unit)
         job.after_update(lambda params: clock.advance(sum(shares.get(p, 0.0) for p in params)))
 
-    def _pass(self, job: Job, clock: VirtualClock, module: nn.Module, unit: Unit) -> None:
+    def _pass(self, job: Job, clock: VirtualClock, module: nn.Module, unit: UnitTimes) -> None:
         def passed(_: nn.Module, __: object, out: Tensor) -> None:
             clock.advance(unit.forward_s)
             if out.requires_grad:
