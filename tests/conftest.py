@@ -3,12 +3,15 @@
 import os
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; tests that need more threads set them
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read as torch is loaded: threads that wait do not spin
+
 import pytest
 import torch
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; tests that need more threads set them
+if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent.parent
 

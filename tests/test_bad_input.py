@@ -15,6 +15,7 @@ from kasoku.core import run as run_folder
 from kasoku.core.run import RunFolder
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "digits_cnn_98.toml"
+ONE_EPOCH = ["--set", "epochs=1", "--set", "schedule.warmup=0", "--set", "device.threads=1", "--quiet"]
 
 
 @pytest.fixture
@@ -159,10 +160,7 @@ def test_a_network_and_an_image_size_that_do_not_fit(refused):
 
 def test_a_checkpoint_of_another_model(tmp_path, capsys):
     run = tmp_path / "run"
-    assert (
-        main(["train", str(RECIPE), "--set", "epochs=1", "--set", "schedule.warmup=0", "--quiet", "--out", str(run)])
-        == 0
-    )
+    assert main(["train", str(RECIPE), *ONE_EPOCH, "--out", str(run)]) == 0
     (run / "recipe.toml").write_text((run / "recipe.toml").read_text().replace("32,", "16,"))
     assert main(["train", "--resume", str(run)]) == 2
     error = capsys.readouterr().err
@@ -176,7 +174,7 @@ def test_resuming_where_there_is_no_run(refused, tmp_path):
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path, capsys):
     run = tmp_path / "run"
-    command = ["train", str(RECIPE), "--set", "epochs=1", "--set", "schedule.warmup=0", "--quiet", "--out", str(run)]
+    command = ["train", str(RECIPE), *ONE_EPOCH, "--out", str(run)]
     assert main(command) == 0
     before = (run / "model.safetensors").read_bytes()
     assert main(command) == 2
@@ -196,17 +194,14 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path, capsys, monkeypatch)
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").symlink_to("/dev/full")
-    assert (
-        main(["train", str(RECIPE), "--set", "epochs=1", "--set", "schedule.warmup=0", "--quiet", "--out", str(run)])
-        == 2
-    )
+    assert main(["train", str(RECIPE), *ONE_EPOCH, "--out", str(run)]) == 2
     error = capsys.readouterr().err
     assert "No space left on device" in error
     assert error.count("\n") == 1
 
 
 def test_a_disk_that_fills_up_loses_nothing(tmp_path, capsys, monkeypatch):
-    settings = ["--set", "epochs=2", "--set", "schedule.warmup=0", "--set", "save.every_steps=5", "--quiet"]
+    settings = [*ONE_EPOCH, "--set", "epochs=2", "--set", "save.every_steps=5"]
     assert main(["train", str(RECIPE), *settings, "--out", str(tmp_path / "whole")]) == 0
     flushed = [0]
     flush = run_folder._flush

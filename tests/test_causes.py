@@ -57,6 +57,8 @@ def verdict_of(job: Job, batch: int, *, steps: int = STEPS) -> list[dict]:
     return document["verdict"]
 
 
+@pytest.mark.timing
+@pytest.mark.smoke
 def test_planted_slow_input_is_named():
     job = Job(network(), rule, loader=SlowInput(batch=64)).apply(Timed())
     first = verdict_of(job, 64)[0]
@@ -64,6 +66,7 @@ def test_planted_slow_input_is_named():
     assert first["share"] > 0.5
 
 
+@pytest.mark.timing
 def test_planted_slow_update_is_named():
     job = Job(network(), lambda m: SlowUpdate(m.parameters(), lr=0.1), loader=Batches(batch=64)).apply(Timed())
     first = verdict_of(job, 64)[0]
@@ -71,6 +74,7 @@ def test_planted_slow_update_is_named():
     assert first["share"] > 0.5
 
 
+@pytest.mark.timing
 def test_planted_tiny_batch_is_named():
     job = Job(network(), rule, loader=Batches(batch=2)).apply(Timed())
     causes = verdict_of(job, 2, steps=100)
@@ -95,12 +99,15 @@ def assert_rank_1_is_named(causes: list[dict]) -> None:
     assert causes[0]["share"] > 0.3
 
 
+@pytest.mark.process
+@pytest.mark.timing
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_planted_slow_rank_is_named_by_processes(overlapped: bool):
     for causes in on_processes(2, slow_rank, overlapped):
         assert_rank_1_is_named(causes)
 
 
+@pytest.mark.timing
 def test_oversubscribed_threads_are_named():
     torch.set_num_threads(8 * cores())  # the fixture puts it back
     job = Job(network(width=32), rule, loader=Batches(batch=64)).apply(Timed())
@@ -109,6 +116,7 @@ def test_oversubscribed_threads_are_named():
     assert f"{8 * cores()} threads compute on {cores()} cores" in causes[0]["line"]
 
 
+@pytest.mark.timing
 def test_a_loop_without_a_plant_has_none_of_these_causes():
     job = Job(network(width=32), rule, loader=Batches(batch=256)).apply(Timed())
     found = {cause["cause"] for cause in verdict_of(job, 256)}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.photos import photos_command
 from kasoku.cli import main
 from kasoku.core import Comm, InputError, Solo, Threads, Trace
 from kasoku.data import Dataset, FilesLoader, GoneError, loader, order
@@ -26,7 +27,6 @@ from kasoku.ranks import Gate, folder
 from kasoku.recipe import load
 from kasoku.trainer import fit, prepare
 from started import RECIPE, started
-from test_members import photos_command
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +183,7 @@ def shown(seed: int, batch: int, place: int) -> int:
 
 @pytest.mark.parametrize(("parts", "place"), [(1, 5), (2, 4), (2, 7)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_source_that_is_gone_on_one_rank_has_all_save_the_last_whole_step(
+def test_a_source_gone_on_one_rank_has_all_save_the_last_whole_step(
     tmp_path: Path, seed: int, parts: int, place: int
 ) -> None:
     whole, run, more = tmp_path / "whole", tmp_path / "run", (f"accumulate={parts}", f"seed={seed}")
@@ -217,7 +217,7 @@ def test_it_may_be_gone_in_a_later_epoch(tmp_path: Path) -> None:
     assert steps_saved(tmp_path) == [5 + place // 8]
 
 
-def test_test_images_that_are_gone_on_one_rank_have_all_save_the_step_before(tmp_path: Path) -> None:
+def test_test_images_gone_on_one_rank_have_all_save_the_step_before(tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     Threads(2).run(lambda comm: trained(comm, whole))
     lost: list[Lost] = [{}, {"test": {5: GoneError(LINE)}}]  # of a batch of 8 in order, rank 1 has 4 to 7
@@ -251,7 +251,7 @@ def test_a_resumed_run_evaluates_when_one_that_never_stopped_does(
     assert judged(whole) == judged(run) == [20, 25]
 
 
-def test_training_images_that_are_gone_while_statistics_are_measured_have_all_save(tmp_path: Path) -> None:
+def test_images_gone_while_statistics_are_measured_have_all_save(tmp_path: Path) -> None:
     places = [(shown(0, batch, place), place) for batch in range(5) for place in range(8)]
     image = next(i for i, place in places if place < 4 <= i % 8)  # rank 0 trains on it, rank 1 measures with it
     lost: list[Lost] = [{}, {"train": {image: GoneError(LINE)}}]
@@ -273,7 +273,7 @@ class Ahead(Copies):
 
 
 @pytest.mark.parametrize("batch", [0, 1, 3])
-def test_a_batch_that_fails_while_others_are_copied_ahead_is_told_when_it_is_its_turn(
+def test_a_batch_that_fails_while_copied_ahead_is_told_in_its_turn(
     tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kasoku.data.images.Copies", Ahead)
@@ -339,6 +339,7 @@ def made():
 """
 
 
+@pytest.mark.process
 def test_the_command_says_so_once_and_ends_with_2_on_every_rank(tmp_path: Path) -> None:
     run, flag, recipe = tmp_path / "run", tmp_path / "gone", tmp_path / "recipe.toml"
     (tmp_path / "own_photos.py").write_text(OWN.format(flag=str(flag)))
@@ -384,7 +385,7 @@ def checkpoint(run: Path) -> dict[int, str]:
     return skipped
 
 
-def test_a_checkpoint_of_two_ranks_holds_what_both_skipped_and_a_resumed_run_names_them(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_what_both_ranks_skipped_and_resuming_names_it(tmp_path: Path) -> None:
     run, first, second = tmp_path / "run", shown(0, 0, 1), shown(0, 0, 5)  # of rank 0 and of rank 1
     later = shown(0, 3, 6)
     lost: Lost = bad(first, second)
@@ -418,6 +419,8 @@ def test_a_checkpoint_from_before_skipped_images_were_kept_still_loads() -> None
 # ---- who waits does not hang
 
 
+@pytest.mark.timing
+@pytest.mark.smoke
 def test_a_rank_that_waits_for_its_input_hangs_only_after_its_time() -> None:
     pulse = Pulse(hang_timeout_s=0.05)
     pulse.step()

@@ -87,6 +87,8 @@ def cluster(tmp_path):
     return run
 
 
+@pytest.mark.process
+@pytest.mark.smoke
 def test_the_sbatch_script_trains_as_written(cluster, capsys, tmp_path):
     recipe = tmp_path / "my recipe's.toml"  # a name that a shell would take apart
     shutil.copy(RECIPE, recipe)
@@ -102,6 +104,8 @@ def test_the_sbatch_script_trains_as_written(cluster, capsys, tmp_path):
     assert not (tmp_path / "told").exists()
 
 
+@pytest.mark.process
+@pytest.mark.smoke
 def test_a_stopped_job_is_put_into_the_queue_again(cluster, capsys, tmp_path):
     script = written(capsys, "slurm", str(RECIPE), "--gpus-per-node", "2")
     (tmp_path / "stubs" / "srun").write_text("#!/bin/sh\nexit 75\n")
@@ -216,6 +220,7 @@ def run_pods(commands: list[list[str]], environments: list[dict[str, str]]) -> N
     assert [process.returncode for process in running] == [0] * len(running), said
 
 
+@pytest.mark.process
 def test_the_pods_train_as_written_on_loopback(capsys, tmp_path):
     arguments = ["--nodes", "2", "--gpus-per-node", "1", "--port", str(port()), "--mount", f"runs:{tmp_path}"]
     things = manifest(capsys, str(RECIPE), *arguments, *SETTINGS, "--out", str(tmp_path / "run"))
@@ -260,6 +265,7 @@ def two_hosts():
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.process
 def test_the_pods_train_as_written_on_two_hosts(two_hosts, capsys, tmp_path):
     """Each in a network namespace of its own, with the recipe mounted and the names known; not a word is changed."""
     arguments = ["--nodes", "2", "--gpus-per-node", "1", "--mount", f"runs:{tmp_path}"]
@@ -352,6 +358,7 @@ def test_local_takes_all_gpus_and_says_each_rank_its_place(monkeypatch):
     assert (more["address"], more["port"]) == ("a", 5)
 
 
+@pytest.mark.process
 def test_bad_input_that_only_ranks_find_is_told_once(tmp_path):
     run = tmp_path / "run"
     run.mkdir()

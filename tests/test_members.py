@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from helpers.photos import photos_command
 from kasoku.cli import main
-from test_use import coloured_photos
 
 DIGITS = Path(__file__).parent.parent / "recipes" / "digits_cnn_98.toml"
 SHORT = ["--set", "epochs=2", "--set", "schedule.epochs=2", "--set", "evaluate.target=0", "--set", "schedule.warmup=0"]
+SHORT += ["--set", "device.threads=1"]
 
 
 def test_members_differ_by_seed_and_make_an_ensemble(tmp_path, capsys):
@@ -34,14 +35,6 @@ def test_members_differ_by_seed_and_make_an_ensemble(tmp_path, capsys):
     assert "ensemble of 2" in capsys.readouterr().out
 
 
-def photos_command(tmp_path: Path, *more: str) -> list[str]:
-    photos = tmp_path / "photos"
-    if not photos.exists():
-        coloured_photos(photos)
-    settings = ["--set", "epochs=3", "--set", "data.size=32", "--set", "device.threads=1"]
-    return ["train", "--data", str(photos), *settings, *more]
-
-
 def test_members_on_files_train_in_turns_each_as_if_alone(tmp_path, capsys):
     out, alone = tmp_path / "ensemble", tmp_path / "alone"
     vary = ["--members", "2", "--vary", "optimizer.lr=0.05,0.02", "--vary", "seed=0,0", "--set", "accumulate=2"]
@@ -57,6 +50,7 @@ def test_members_on_files_train_in_turns_each_as_if_alone(tmp_path, capsys):
     assert sum(rows.values()) == pytest.approx(ledger["wall_s"], abs=0.01)
 
 
+@pytest.mark.process
 def test_members_stopped_go_on_to_the_same_bits(tmp_path):
     more = ["--members", "2", "--quiet", "--set", "save.every_steps=1", "--set", "epochs=8"]
     more += ["--set", "model={use='kasoku.models.cifarnet', widths=[8, 8]}"]

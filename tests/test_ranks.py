@@ -51,6 +51,8 @@ def cut(run: Path, to: Path) -> Path:
     return to
 
 
+@pytest.mark.process
+@pytest.mark.smoke
 def test_two_ranks_train_to_the_weights_of_one(whole):
     one, two = whole
     assert largest_difference(one, two) < 1e-5
@@ -61,6 +63,8 @@ def test_two_ranks_train_to_the_weights_of_one(whole):
     assert "gradients in " in json.loads((two / "buckets.json").read_text())["text"]
 
 
+@pytest.mark.process
+@pytest.mark.smoke
 def test_the_loss_that_is_logged_is_that_of_the_whole_batch(whole):
     logged = [
         {
@@ -75,6 +79,8 @@ def test_the_loss_that_is_logged_is_that_of_the_whole_batch(whole):
     assert all(logged[0][step] == pytest.approx(logged[1][step], rel=1e-4) for step in shared)
 
 
+@pytest.mark.process
+@pytest.mark.smoke
 def test_stopped_on_two_ranks_and_resumed_on_one(whole, tmp_path):
     run = cut(whole[1], tmp_path / "run")
     assert main(["train", "--resume", str(run), "--quiet"]) == 0
@@ -82,6 +88,7 @@ def test_stopped_on_two_ranks_and_resumed_on_one(whole, tmp_path):
     assert result(run)["top1"] == result(whole[0])["top1"]
 
 
+@pytest.mark.process
 def test_stopped_on_one_rank_and_resumed_on_two_by_torchrun(whole, tmp_path):
     run = cut(whole[0], tmp_path / "run")
     ended([*TORCHRUN, "--resume", str(run), "--quiet"])
@@ -89,6 +96,7 @@ def test_stopped_on_one_rank_and_resumed_on_two_by_torchrun(whole, tmp_path):
     assert result(run)["top1"] == result(whole[0])["top1"]
 
 
+@pytest.mark.process
 def test_two_ranks_resumed_on_two_give_the_same_bits(whole, tmp_path):
     run = cut(whole[1], tmp_path / "run")
     local = ["launch", "local", str(RECIPE), "--gpus-per-node", "2", "--continue", "--quiet"]
@@ -108,6 +116,8 @@ def wait_for_a_checkpoint(run: Path, process: subprocess.Popen[str]) -> None:
 ENDLESS = ("epochs=10000", "save.every_steps=5")
 
 
+@pytest.mark.process
+@pytest.mark.smoke
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
     run = tmp_path / "run"
     ranks = started(["train", str(RECIPE), *options(*ENDLESS), "--quiet", "--out", str(run)], 2)
@@ -125,7 +135,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
     assert (result(run)["stopped"], result(run)["steps"]) == ("SIGTERM", steps)
 
 
-def test_a_signal_to_the_launcher_reaches_its_ranks_and_their_exit_code_comes_back(tmp_path):
+@pytest.mark.process
+def test_a_signal_to_the_launcher_reaches_its_ranks(tmp_path):
     run = tmp_path / "run"
     local = ["launch", "local", str(RECIPE), "--gpus-per-node", "2", *options(*ENDLESS), "--quiet"]
     process = subprocess.Popen([*KASOKU, *local, "--out", str(run)], stderr=subprocess.PIPE, text=True)
@@ -139,6 +150,8 @@ def test_a_signal_to_the_launcher_reaches_its_ranks_and_their_exit_code_comes_ba
     assert said.count("stopped by SIGINT") == 1
 
 
+@pytest.mark.process
+@pytest.mark.timing
 def test_saving_by_time_is_rank_0s_word(tmp_path):
     run = tmp_path / "run"
     ranks = started(
@@ -181,6 +194,7 @@ def with_own_loss(tmp_path):
     return recipe
 
 
+@pytest.mark.process
 def test_a_rank_that_dies_ends_all_and_its_code_comes_back(with_own_loss, tmp_path):
     recipe = with_own_loss("os._exit(7)")
     local = ["launch", "local", recipe, "--gpus-per-node", "2", "--quiet", "--out", str(tmp_path / "run")]
@@ -189,6 +203,7 @@ def test_a_rank_that_dies_ends_all_and_its_code_comes_back(with_own_loss, tmp_pa
     assert time.monotonic() - began < 100
 
 
+@pytest.mark.process
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all_and_is_told_once(with_own_loss, tmp_path):
     recipe = with_own_loss("return nn.functional.cross_entropy(outputs, labels) * float('nan')")
     local = ["launch", "local", recipe, "--gpus-per-node", "2", "--quiet", "--out", str(tmp_path / "run")]
@@ -197,6 +212,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_and_is_told_once(with_ow
     assert "the loss is nan at step 1" in said
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("more", "pattern"),
     [
@@ -302,7 +318,7 @@ def test_alone_a_round_is_every_step():
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(3, 60), (4, 48), (7, 357)])
-def test_scores_over_ranks_are_those_of_one_also_where_images_do_not_divide(ranks, batch):
+def test_scores_over_ranks_are_those_of_one_though_images_do_not_divide(ranks, batch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
     data = digits()

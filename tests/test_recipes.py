@@ -82,6 +82,7 @@ def test_a_recipe_trains_two_steps_on_stand_in_data(path, tmp_path, monkeypatch)
     assert sum(moved) > len(moved) / 2
 
 
+@pytest.mark.data
 def test_fashion_mnist_learns_from_the_real_files(real_data, tmp_path):
     """A quarter of an epoch, 30 steps: far better than chance."""
     settings = [
@@ -97,6 +98,7 @@ def test_fashion_mnist_learns_from_the_real_files(real_data, tmp_path):
     assert json.loads((out / "result.json").read_text())["top1"] > 0.6
 
 
+@pytest.mark.data
 def test_imagenet_photos_train_from_the_real_folders(real_data, tmp_path):
     """Two steps of the real recipe on real JPEGs, at a small size."""
     settings = ["epochs=0.08", "data.size=64", "schedule.epochs=1", "schedule.warmup=0", "evaluate.batch=200"]

@@ -42,7 +42,8 @@ def rank_below(parent: int, rank: int) -> int:
     raise AssertionError(f"no rank {rank} below {parent}")
 
 
-def test_a_killed_rank_is_restarted_by_torchrun_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_a_killed_rank_is_restarted_by_torchrun_to_the_same_bits(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     arguments = [str(RECIPE), *options(*SAVING), "--quiet", "--continue", "--out"]
     ended([*TORCHRUN, *arguments, str(whole)])
@@ -59,7 +60,8 @@ def test_a_killed_rank_is_restarted_by_torchrun_and_the_run_ends_with_the_same_b
     assert largest_difference(whole, killed) == 0
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.process
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.smoke), signal.SIGSTOP])
 def test_a_rank_that_is_gone_is_named_by_the_other(how: signal.Signals, tmp_path: Path) -> None:
     ranks = started(["train", str(RECIPE), *options("epochs=10000"), "--quiet", "--out", str(tmp_path / "run")], 2)
     try:
@@ -79,6 +81,8 @@ def test_a_rank_that_is_gone_is_named_by_the_other(how: signal.Signals, tmp_path
     assert f"rank 1 (host {os.uname().nodename}, pid {ranks[1].pid}) died" in said
 
 
+@pytest.mark.process
+@pytest.mark.smoke
 def test_ranks_that_were_given_other_recipes_are_refused(tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = []

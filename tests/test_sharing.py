@@ -43,6 +43,8 @@ class Napping(Net):
         return super().forward(x_NCHW)
 
 
+@pytest.mark.timing
+@pytest.mark.smoke
 def test_tuning_tells_the_speed_of_each_rank():
     def rank(comm: Comm) -> Any:
         model = Napping(0.003 if comm.rank else 0.001)

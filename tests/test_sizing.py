@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.photos import coloured_photos
 from kasoku import auto as photos_of
 from kasoku import recipe as recipes
 from kasoku import sizing, tuning
@@ -18,7 +19,6 @@ from test_tune_command import MLPERF, SMALL, planted
 from test_tune_command import auto as auto
 from test_tune_command import refused as refused
 from test_tune_command import small as small
-from test_use import coloured_photos
 
 IMAGENET = 1_281_167
 POINTS = """

@@ -63,7 +63,7 @@ def test_a_result_is_there_before_the_others_have_ended():
     assert start.finish()["long"] is True
 
 
-def test_in_sequence_each_task_ends_on_the_callers_thread_before_the_next_begins(monkeypatch):
+def test_in_sequence_each_task_ends_on_the_callers_thread_in_its_turn(monkeypatch):
     monkeypatch.setenv(SEQUENTIAL, "1")
     start, seen = Start(), []
     for name in "abc":
@@ -210,6 +210,8 @@ def warmed(comm: TorchComm) -> tuple[int, float]:
     return dist.distributed_c10d._world.group_count - before, float(x)
 
 
+@pytest.mark.process
+@pytest.mark.smoke
 def test_a_channel_made_ahead_is_handed_out_first():
     assert on_processes(2, warmed) == [(1, 2.0)] * 2
 
@@ -222,7 +224,8 @@ def run_in_sequence(tmp_path_factory) -> Path:
     return run
 
 
-def test_two_ranks_started_early_train_to_the_same_bits_and_tell_what_their_start_took(run_in_sequence, tmp_path):
+@pytest.mark.process
+def test_two_ranks_started_early_train_to_the_same_bits(run_in_sequence, tmp_path):
     run = tmp_path / "run"
     local = ["launch", "local", str(RECIPE), "--gpus-per-node", "2", *options("epochs=1")]
     ended([*KASOKU, *local, "--out", str(run)])
@@ -256,6 +259,7 @@ def network(num_classes, in_channels, widths):
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("sequential", ["", "1"])
 @pytest.mark.parametrize(
     ("data", "network", "line"),

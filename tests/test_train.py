@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from kasoku.cli import main
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "digits_cnn_98.toml"
-SHORT = ["--set", "epochs=3", "--set", "schedule.epochs=3", "--set", "schedule.warmup=1", "--quiet"]
+SHORT = ["--set", "epochs=3", "--set", "schedule.epochs=3", "--set", "schedule.warmup=1"]
+SHORT += ["--set", "device.threads=1", "--quiet"]  # two threads gain nothing on images this small
 
 
 def train(*arguments: str) -> int:
@@ -78,7 +79,9 @@ def test_another_seed_gives_other_weights(tmp_path):
     assert not same(tmp_path / "a", tmp_path / "b")
 
 
-def test_killed_at_a_random_step_and_resumed_gives_the_weights_of_a_run_never_stopped(tmp_path):
+@pytest.mark.process
+@pytest.mark.smoke
+def test_killed_at_a_random_step_and_resumed_gives_the_same_weights(tmp_path):
     recipe = recipe_with_state(tmp_path)
     more = ["epochs=20", "schedule.epochs=20", "save.every_steps=3", "evaluate.target=0"]
     settings = [*SHORT, *(part for setting in more for part in ("--set", setting))]
@@ -97,11 +100,22 @@ def test_killed_at_a_random_step_and_resumed_gives_the_weights_of_a_run_never_st
     assert same(whole, killed), f"killed after step {at}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.process
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.smoke), signal.SIGINT])
 def test_a_signal_finishes_the_step_writes_a_checkpoint_and_exits_with_75(tmp_path, number):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "kasoku.cli", "train"]
-    endless = ["--set", "epochs=10000", "--set", "evaluate.target=0", "--set", "save.every_steps=5", "--quiet"]
+    endless = [
+        "--set",
+        "epochs=10000",
+        "--set",
+        "device.threads=1",
+        "--set",
+        "evaluate.target=0",
+        "--set",
+        "save.every_steps=5",
+        "--quiet",
+    ]
     process = subprocess.Popen([*command, str(RECIPE), *endless, "--out", str(out)], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not list((out / "checkpoints").glob("step-*")):
@@ -134,7 +148,7 @@ def test_the_newest_checkpoint_damaged_is_named_and_the_one_before_serves(tmp_pa
 
 def test_a_run_that_reached_its_target_is_over_also_when_resumed(tmp_path):
     run = tmp_path / "run"
-    settings = ["--set", "evaluate.target=0.9", "--quiet"]
+    settings = ["--set", "evaluate.target=0.9", "--set", "device.threads=1", "--quiet"]
     assert train(str(RECIPE), *settings, "--out", str(run)) == 0
     before = json.loads((run / "result.json").read_text())
     assert before["epochs"] < 20
@@ -214,7 +228,7 @@ def test_a_plain_loop_gives_the_weights_of_the_trainer_bit_for_bit(tmp_path):
     recipe.write_text(RECIPE.read_text() + more)
     assert train(str(recipe), *SHORT, "--set", "evaluate.target=0", "--out", str(tmp_path / "run")) == 0
 
-    digits, chosen = data.digits(), device.choose(device.Device())
+    digits, chosen = data.digits(), device.choose(device.Device(threads=1))
     torch.manual_seed(0)
     model = models.cifarnet(in_channels=1, widths=(32, 64))
     model.prepare(data.sample(digits, 5000))
@@ -239,7 +253,10 @@ def test_a_plain_loop_gives_the_weights_of_the_trainer_bit_for_bit(tmp_path):
     assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("package", ["numpy", "torch", "kasoku.recipe", "kasoku.spawn"])
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "package", [pytest.param("numpy", marks=pytest.mark.smoke), "torch", "kasoku.recipe", "kasoku.spawn"]
+)
 def test_ctrl_c_while_packages_are_imported_ends_in_one_line(package):
     """Even where who imports makes another error of every exception, as compiled packages do."""
     code = f"""
@@ -265,7 +282,16 @@ sys.exit(main())
 def test_the_accuracy_lost_to_stale_averages_is_shown_when_asked_for(tmp_path, capsys):
     recalibrate = "techniques=[{use='kasoku.parallel.Recalibrate', images=0}]"
     settings = ["--set", recalibrate, "--set", "evaluate.stale=true", "--set", "norm_batch=32", "--set", "epochs=2"]
-    more = ["--set", "schedule.epochs=2", "--set", "schedule.warmup=0", "--set", "evaluate.target=0"]
+    more = [
+        "--set",
+        "device.threads=1",
+        "--set",
+        "schedule.epochs=2",
+        "--set",
+        "schedule.warmup=0",
+        "--set",
+        "evaluate.target=0",
+    ]
     assert train(str(RECIPE), *settings, *more, "--out", str(tmp_path / "run")) == 0
     shown = capsys.readouterr().out
     assert shown.count("accuracy lost to stale averages: ") == 2

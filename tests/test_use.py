@@ -5,7 +5,6 @@ import importlib.util
 import io
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,13 +14,16 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from helpers.photos import coloured_photos
 from kasoku import data, models
 from kasoku.cli import main
 from kasoku.runs import load
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "digits_cnn_98.toml"
-SHORT = ["--set", "epochs=4", "--set", "schedule.epochs=4", "--set", "evaluate.stop=false", "--quiet"]
+SHORT = ["--set", "epochs=4", "--set", "schedule.epochs=4", "--set", "evaluate.stop=false"]
+ONE = ["--set", "device.threads=1"]
+SHORT += [*ONE, "--quiet"]
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +34,6 @@ def digit_runs(tmp_path_factory) -> list[Path]:
         out = ["--out", str(folder / f"seed{seed}")]
         assert main(["train", str(RECIPE), *SHORT, "--set", f"seed={seed}", *out]) == 0
     return [folder / "seed0", folder / "seed1"]
-
-
-def coloured_photos(folder: Path, *, classes: int = 3, images: int = 16, side: int = 70) -> Path:
-    """Class k is bright in channel k; enough for a network to learn in a few steps."""
-    rng = np.random.default_rng(0)
-    for k in range(classes):
-        (folder / f"colour{k}").mkdir(parents=True)
-        for i in range(images):
-            pixels = rng.integers(0, 120, (side, side + 10, 3), np.uint8)
-            pixels[..., k] += 130
-            Image.fromarray(pixels).save(folder / f"colour{k}" / f"{i}.jpg")
-    return folder
 
 
 def test_eval_gives_the_accuracy_of_the_training_and_an_ensemble_beside_it(digit_runs, capsys):
@@ -73,7 +63,7 @@ def test_the_ensemble_is_the_mean_of_probabilities(digit_runs, capsys):
 def test_runs_on_other_data_make_no_ensemble(digit_runs, tmp_path, capsys):
     photos = coloured_photos(tmp_path / "photos")
     out = tmp_path / "other"
-    assert main(["train", "--data", str(photos), "--set", "epochs=3", "--quiet", "--out", str(out)]) == 0
+    assert main(["train", "--data", str(photos), "--set", "epochs=3", *ONE, "--quiet", "--out", str(out)]) == 0
     assert main(["eval", str(digit_runs[0]), str(out)]) == 2
     assert "other data" in capsys.readouterr().err
 
@@ -160,7 +150,7 @@ def test_list_names_every_model_source_technique_and_recipe(capsys, monkeypatch)
 def test_photos_without_a_recipe_are_learnt_and_the_recipe_is_written(tmp_path, capsys):
     photos = coloured_photos(tmp_path / "photos")
     out = tmp_path / "run"
-    assert main(["train", "--data", str(photos), "--set", "epochs=10", "--quiet", "--out", str(out)]) == 0
+    assert main(["train", "--data", str(photos), "--set", "epochs=10", *ONE, "--quiet", "--out", str(out)]) == 0
     result = json.loads((out / "result.json").read_text())
     assert result["best_top1"] == 1.0
     assert "kasoku.data.folder" in (out / "recipe.toml").read_text()
@@ -178,7 +168,7 @@ def test_photos_are_fine_tuned_from_published_weights_with_blocks_frozen(tmp_pat
     photos = coloured_photos(tmp_path / "photos")
     out = tmp_path / "run"
     start = ["--weights", str(tmp_path / "resnet18.safetensors"), "--freeze", "2"]
-    assert main(["train", "--data", str(photos), *start, "--set", "epochs=3", "--quiet", "--out", str(out)]) == 0
+    assert main(["train", "--data", str(photos), *start, "--set", "epochs=3", *ONE, "--quiet", "--out", str(out)]) == 0
     after = load_file(out / "model.safetensors")
     assert after["conv1.weight"].equal(weights["conv1.weight"])
     assert after["layer1.0.bn1.running_mean"].equal(weights["layer1.0.bn1.running_mean"])
@@ -216,7 +206,10 @@ def test_example_fine_tune_learns_colours(tmp_path):
     assert example("fine_tune").main(str(photos), str(tmp_path / "w.safetensors"), epochs=6, size=64) > 0.6
 
 
-def test_a_users_own_parts_by_dotted_name(tmp_path):
+def test_a_users_own_parts_by_dotted_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "mine", None)
+    del sys.modules["mine"]
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "from dataclasses import dataclass\n"
@@ -239,15 +232,17 @@ def test_a_users_own_parts_by_dotted_name(tmp_path):
         "        open(self.file, 'w').write('applied')\n"
     )
     (tmp_path / "own.toml").write_text(
-        "epochs = 5\nbatch = 64\n"
+        "epochs = 5\nbatch = 64\ndevice = { threads = 1 }\n"
         '[model]\nuse = "mine.Net"\nhidden = 32\n[data]\nuse = "kasoku.data.digits"\n'
         '[optimizer]\nuse = "mine.adam"\nlr = 0.01\n[loss]\nuse = "mine.loss"\npower = 1.0\n'
         f'[[techniques]]\nuse = "mine.Note"\nfile = "{tmp_path / "noted"}"\n'
     )
-    command = [sys.executable, "-m", "kasoku.cli", "train", str(tmp_path / "own.toml"), "--quiet"]
-    subprocess.run([*command, "--out", str(tmp_path / "run")], check=True, timeout=120)
+    run = str(tmp_path / "run")
+    assert main(["train", str(tmp_path / "own.toml"), "--quiet", "--out", run]) == 0
     assert json.loads((tmp_path / "run" / "result.json").read_text())["top1"] > 0.8
     assert (tmp_path / "noted").read_text() == "applied"
-    again = [sys.executable, "-m", "kasoku.cli"]  # from elsewhere: the run knows where the modules were
-    subprocess.run([*again, "eval", str(tmp_path / "run")], check=True, timeout=120, cwd="/")
-    subprocess.run([*again, "train", "--resume", str(tmp_path / "run"), "--quiet"], check=True, timeout=120, cwd="/")
+    monkeypatch.chdir("/")  # from elsewhere: the run knows where the modules were
+    for command in (["eval", run], ["train", "--resume", run, "--quiet"]):
+        monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
+        sys.modules.pop("mine")
+        assert main(command) == 0

@@ -140,6 +140,8 @@ def test_the_table_is_checked_and_comes_back():
         assert str(error.value) == line
 
 
+@pytest.mark.process
+@pytest.mark.smoke
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is tuned on Linux only")
 def test_tuned_malloc_keeps_large_blocks_mapped():
     # In a process of its own: the setting cannot be taken back. Without it each round faults all its pages in anew.

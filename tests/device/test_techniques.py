@@ -60,7 +60,7 @@ def test_channels_last_lays_out_the_state_an_optimizer_has_already():
         assert optimizer.state[p]["momentum_buffer"].stride() == p.stride()
 
 
-def test_compiled_blocks_keep_their_names_and_gradients_arrive_block_by_block():
+def test_compiled_blocks_keep_names_and_gradients_arrive_block_by_block():
     order: list[str] = []
     job = make(Compile(backend="aot_eager"), model=Net(dropout=0))
     names = {p: n for n, p in job.model.named_parameters()}

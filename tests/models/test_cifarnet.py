@@ -35,6 +35,7 @@ def test_first_layer_whitens_correlated_images(channels):
     assert torch.allclose(out[: 4 * channels], -out[4 * channels :], atol=1e-5)
 
 
+@pytest.mark.data
 def test_first_layer_whitens_real_images():
     folder = Path(os.environ.get("KASOKU_DATA", "")) / "cifar10"
     if not os.environ.get("KASOKU_DATA") or not folder.is_dir():

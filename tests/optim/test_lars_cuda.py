@@ -4,8 +4,8 @@ import sys
 
 import pytest
 import torch
-from test_lars import BIG, FORMS, SIZES, Tensors, assert_near, moved, random_grads
 
+from helpers.published_lars import BIG, FORMS, SIZES, Tensors, assert_near, moved, random_grads
 from kasoku.optim import Trust
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
