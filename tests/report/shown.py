@@ -1,4 +1,4 @@
-"""What the tests of the page show: the parts of run folders, in the formats that the trainer writes."""
+"""Data for the tests of reports: run folders in the formats that the trainer writes, and steps for verdicts."""
 
 import base64
 import io
@@ -7,6 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+
+from kasoku.report import Facts
+from kasoku.report.steps import STEP
+
+FACTS = Facts(device="cpu", batch=64, layers=10, layer_s=5e-5, parameters=1_000_000, threads=2, cores=2)
+
+
+def step(**row_ms: float) -> dict[str, float]:
+    """A healthy step of 20 ms, but for the rows given."""
+    usual = {"forward": 6.0, "backward": 12.0, "update": 1.5, "input": 0.3, "other": 0.2}
+    return {row: (usual | row_ms).get(row, 0.0) / 1000 for row in STEP}
+
 
 ROWS = {
     "import": 1.9,

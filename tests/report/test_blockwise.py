@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_verdict import FACTS, step
+from shown import FACTS, step
 from torch import Tensor, nn
 
 from kasoku.core import Job
@@ -51,7 +51,7 @@ def run(job: Job, clock: VirtualClock) -> None:
         job.optimizer.zero_grad()
 
 
-def test_each_block_has_its_own_forward_and_backward_without_what_it_waits_for():
+def test_each_block_has_its_own_forward_and_backward_without_waits():
     job, clock = job_of(ranks=2)
     run(job, clock)
     steps = job.trace.follower

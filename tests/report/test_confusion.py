@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from torch import nn
 
-from kasoku.cli import main
 from kasoku.core import Comm, Solo, Threads
 from kasoku.data import Files, GoneError, digits, loader
 from kasoku.evaluate import evaluate
@@ -90,7 +89,7 @@ def photos(tmp_path: Path):
     return replace(base, mean=(0.5,) * 3, std=(0.2,) * 3, max_bad_fraction=0.5)
 
 
-def test_files_are_named_by_class_and_file_also_behind_one_that_was_skipped(tmp_path):
+def test_files_are_named_by_class_and_file_also_after_a_skipped_one(tmp_path):
     data = photos(tmp_path)
     Path(data.test.paths[2]).write_bytes(b"no image")
     told = found(colour(), 6, Solo(), data)
@@ -101,9 +100,7 @@ def test_files_are_named_by_class_and_file_also_behind_one_that_was_skipped(tmp_
     assert reds == {f"k{i % 2}/{i}.png": 40 * i for i in (0, 1, 3, 4, 5)}
 
 
-def test_a_picture_that_cannot_be_read_again_is_left_out_and_a_source_that_is_gone_is_not_waited_for(
-    tmp_path, monkeypatch
-):
+def test_an_unreadable_picture_is_left_out_and_a_gone_source_not_retried(tmp_path, monkeypatch):
     data = photos(tmp_path)
     batches = loader(data, "test", 6)
     judged = Judged(batches)
@@ -123,13 +120,9 @@ def test_a_picture_that_cannot_be_read_again_is_left_out_and_a_source_that_is_go
     assert len(tries) == 1
 
 
-def test_a_training_leaves_the_classes_of_its_last_evaluation(tmp_path):
-    run = tmp_path / "run"
-    short = ["epochs=3", "schedule.epochs=3", "evaluate.stop=false", "device.threads=1"]
-    settings = [part for setting in short for part in ("--set", setting)]
-    assert main(["train", str(RECIPE), *settings, "--quiet", "--out", str(run)]) == 0
-    told = json.loads((run / "classes.json").read_text())
-    result = json.loads((run / "result.json").read_text())
+def test_a_training_leaves_the_classes_of_its_last_evaluation(digits_run):
+    told = json.loads((digits_run / "classes.json").read_text())
+    result = json.loads((digits_run / "result.json").read_text())
     counts = told["confusion"]
     assert sum(n for _, _, n in counts) == 360
     assert sum(n for label, predicted, n in counts if label == predicted) / 360 == pytest.approx(result["top1"])

@@ -97,7 +97,7 @@ def test_rows_are_exact_on_a_virtual_clock_and_sum_to_the_wall(accumulate: int):
     assert ledger.training_s() == pytest.approx(28 + 0.375 * steps)
 
 
-def test_waiting_is_taken_off_the_phase_it_is_in_and_spans_without_a_row_are_not():
+def test_waiting_is_taken_off_its_phase_and_spans_without_a_row_are_not():
     clock = VirtualClock()
     trace = Trace(clock)
     steps = trace.follower = Steps(clock, CPU)
@@ -229,6 +229,8 @@ def test_transfers_hidden_behind_computing_are_on_the_link_of_the_timeline():
     assert len(hidden) >= 4  # of two layers of each of the last steps
 
 
+@pytest.mark.process
+@pytest.mark.timing
 def test_a_main_thread_without_a_core_is_starved(tmp_path):
     """Two processes that never wait, on one core: each has half of it."""
     spin = "import time\nend = time.monotonic() + {s}\nwhile time.monotonic() < end: pass\n"
@@ -282,6 +284,7 @@ def test_set_up_tasks_belong_to_the_training_that_they_were_for():
     assert later.shares(4.0) == ({"import": 1.0, "data": 3.0}, {})
 
 
+@pytest.mark.timing
 def test_tasks_that_ran_beside_others_are_shown_as_such():
     start = Start(overlap=True, began=time.perf_counter())
     start.add("long", lambda: time.sleep(0.2))
@@ -293,7 +296,9 @@ def test_tasks_that_ran_beside_others_are_shown_as_such():
     assert beside == {"short": pytest.approx(0.1, abs=0.05)}
 
 
-def test_in_a_whole_training_rows_sum_to_the_wall_and_other_is_at_most_3_percent(tmp_path):
+@pytest.mark.process
+@pytest.mark.timing
+def test_a_trainings_rows_sum_to_its_wall_time_and_other_is_small(tmp_path):
     command = [sys.executable, "-m", "kasoku", "train", str(ROOT / "recipes" / "digits_cnn_98.toml"), "--quiet"]
     settings = ["epochs=8", "evaluate.target=0", "schedule.epochs=8", "schedule.warmup=1"]
     options = [part for setting in settings for part in ("--set", setting)]
@@ -311,6 +316,18 @@ def test_in_a_whole_training_rows_sum_to_the_wall_and_other_is_at_most_3_percent
     assert ledger["verdict"]
     assert json.loads((tmp_path / "run" / "timeline.json").read_text())["spans"]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["seconds_by"] == pytest.approx(rows, abs=0.001)
+
+
+def test_the_ledger_of_a_trained_run_sums_to_its_wall_time(digits_run: Path):
+    ledger = json.loads((digits_run / "ledger.json").read_text())
+    rows = ledger["rows"]
+    assert sum(rows.values()) == pytest.approx(ledger["wall_s"], rel=0.01)
+    assert min(rows.values()) >= 0
+    assert {"import", "data", "model", "run folder", "forward", "backward", "evaluate", "save"} <= set(rows)
+    assert list(rows)[-9:] == [*STEP[:-1], "evaluate", "save", "other"]
+    assert ledger["verdict"]
+    result = json.loads((digits_run / "result.json").read_text())
     assert result["seconds_by"] == pytest.approx(rows, abs=0.001)
 
 
@@ -366,7 +383,7 @@ def on_the_device(stream: FakeStream, trace: Trace, steps: Steps) -> None:
     trace.phase("other")
 
 
-def test_on_a_gpu_rows_are_shared_out_as_the_devices_time_and_the_host_never_waits(fake_gpu: FakeStream):
+def test_on_a_gpu_rows_follow_device_time_and_the_host_never_waits(fake_gpu: FakeStream):
     clock = fake_gpu.clock
     trace = Trace(clock)
     steps = trace.follower = Steps(clock, torch.device("cuda"))

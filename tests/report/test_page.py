@@ -82,7 +82,7 @@ def within(opened: Opened, width: int) -> None:
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize(("width", "dark"), [pytest.param(1280, False, marks=pytest.mark.smoke), (400, True)])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
 def test_a_page_is_drawn_whole_without_errors_or_the_network(chromium, one, width, dark):
     with Opened(chromium, one, width=width, dark=dark) as opened:
         for chart in charts_of(one):

@@ -67,6 +67,7 @@ def looked_at(job: Job, steps: int = 3, trace: Path | None = None) -> Profile:
     return profiler.look(steps, profiler.plain(steps), trace=trace)
 
 
+@pytest.mark.timing
 def test_each_block_gets_its_own_time_forward_and_backward():
     model = nn.Sequential(Slow(0.02, 0.005), Slow(0.001, 0.04), nn.Linear(8, 4))
     profile = looked_at(Job(model, rule, loader=Pairs()).apply(Timed()))
@@ -96,6 +97,7 @@ def test_what_forward_keeps_is_counted_once_and_to_its_block():
     assert saved == [5 * 8 * 4, 5 * 16 * 4, 0]  # its input; its output; the same memory again
 
 
+@pytest.mark.exhaustive
 def test_a_job_with_techniques_batch_norm_and_parts_can_be_looked_at(tmp_path: Path):
     job = Job(Net(), rule, loader=Batches(batch=32), accumulate=2).apply(Compile(backend="aot_eager"), Timed())
     profile = looked_at(job, trace=tmp_path / "trace.json")
@@ -138,6 +140,8 @@ def test_a_loader_without_a_batch_is_one_clear_line():
         looked_at(Job(nn.Linear(8, 4), rule, loader=Pairs(0)))
 
 
+@pytest.mark.timing
+@pytest.mark.smoke
 def test_the_command_writes_its_files_and_says_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "found"
     assert main(["profile", str(RECIPE), "--steps", "2", "--out", str(out)]) == 0

@@ -4,21 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from shown import FACTS, step
 from torch import nn
 
 from kasoku.core import Job
 from kasoku.device import Compile
 from kasoku.report import Facts, facts_of
-from kasoku.report.steps import STEP
 from kasoku.report.verdict import layer_s, verdict
-
-FACTS = Facts(device="cpu", batch=64, layers=10, layer_s=5e-5, parameters=1_000_000, threads=2, cores=2)
-
-
-def step(**row_ms: float) -> dict[str, float]:
-    """A healthy step of 20 ms, but for the rows given."""
-    usual = {"forward": 6.0, "backward": 12.0, "update": 1.5, "input": 0.3, "other": 0.2}
-    return {row: (usual | row_ms).get(row, 0.0) / 1000 for row in STEP}
 
 
 def causes(*steps: dict[str, float], facts: Facts = FACTS, **bounds: float) -> list[str]:
