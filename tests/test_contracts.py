@@ -28,8 +28,7 @@ fixed_seeds = Seeded(seed=5)
 
 def beside(row: Row, *others: Technique) -> list[Technique]:
     """The row's technique and the others, unless one of them is it, or is refused beside it."""
-    taken = (type(row.technique).__name__, *row.technique.refuses)
-    return [row.technique, *(t for t in others if type(t).__name__ not in taken)]
+    return [row.technique, *(t for t in others if not row.technique.conflict(t))]
 
 
 def test_every_technique_has_a_row():

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from kasoku.core import InputError
-from kasoku.data import PUBLISHED, Dataset, Facts, GrowBatch
+from kasoku.data import PUBLISHED, Dataset, Facts
 from kasoku.optim import Rate
 from kasoku.parallel.virtual import momentum
 from kasoku.recipe import Recipe, made, optimizer
@@ -138,8 +138,7 @@ def _in_epoch(recipe: Recipe, images: int, epoch: int) -> int:
 
 
 def _growth(recipe: Recipe, epoch: int) -> int:
-    growing = [t.factor(epoch) for t in recipe.techniques if isinstance(t, GrowBatch)]
-    return growing[0] if growing else 1
+    return math.prod(technique.batch_factor(epoch) for technique in recipe.techniques)
 
 
 def _momentum(group: dict[str, Any], lr: float, last: float) -> float | None:

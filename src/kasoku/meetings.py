@@ -19,56 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kasoku.core import Batch, InputError, Technique
+from kasoku.core import Batch, InputError
 from kasoku.core.run import RunFolder
-from kasoku.data import GrowBatch
 from kasoku.intake import batches, own_batches
-from kasoku.parallel import Asynchronous, Overlap
 from kasoku.parallel.asynchronous import Exchange
 from kasoku.parallel.together import raised, together
 from kasoku.ranks import Gate
-from kasoku.recipe import Recipe
 from kasoku.result import Result
 from kasoku.watch import Training, Watch
 
 _SAVE, _SIGNAL, _FAILED = 1, 10, 1000  # wishes to meet: to save, a signal (and its number), something that ends it all
 _READ_S, _SHOWN_S = 0.5, 0.2
 _PATIENCE = 10  # so many times as long as a rank may be without a step, the others wait for it where they meet
-
-
-def asked(recipe: Recipe, ranks: int) -> list[Technique]:
-    """The recipe's techniques; Overlap in the place of an Asynchronous that lets no rank be ahead.
-
-    Raises:
-        InputError: for what a training cannot have whose ranks do not wait for each other.
-    """
-    if own_pace(recipe, ranks):
-        _check(recipe, ranks)
-    synchronous = [isinstance(t, Asynchronous) and t.max_staleness == 0 for t in recipe.techniques]
-    return [
-        Overlap(t.buckets) if same and isinstance(t, Asynchronous) else t
-        for t, same in zip(recipe.techniques, synchronous, strict=True)
-    ]
-
-
-def own_pace(recipe: Recipe, ranks: int) -> bool:
-    """Whether each rank steps at its own pace."""
-    return ranks > 1 and any(isinstance(t, Asynchronous) and t.max_staleness != 0 for t in recipe.techniques)
-
-
-def _check(recipe: Recipe, ranks: int) -> None:
-    technique = next(t for t in recipe.techniques if isinstance(t, Asynchronous))
-    growing = any(isinstance(t, GrowBatch) for t in recipe.techniques)
-    wrong = {
-        f"norm_batch={recipe.norm_batch}: ranks that do not wait share no statistics": recipe.norm_batch,
-        f"norm_average={recipe.norm_average:g}: needs the statistics of all ranks": recipe.norm_average,
-        f"accumulate={recipe.accumulate}: each rank takes its share at once": recipe.parts(ranks) > 1,
-        "GrowBatch: all ranks change the batch after the same step": growing,
-        f"servers={technique.servers}: kasoku train has all ranks train": technique.servers,
-    }
-    for line, given in wrong.items():
-        if given:
-            raise InputError(f"kasoku.parallel.Asynchronous beside {line}; leave it out")
 
 
 class Meetings(Watch):

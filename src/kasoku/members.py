@@ -106,7 +106,7 @@ def _prepared(recipes: Sequence[Recipe]) -> list[Training]:
 
 def _decoded(recipe: Recipe) -> tuple[object, ...]:
     """All that decides which pixels a batch has."""
-    shown = [t for t in recipe.techniques if type(t).__module__.startswith("kasoku.data.")]
+    shown = [t for t in recipe.techniques if t.changes_pixels or t.changes_batch]
     return recipe.batch, recipe.parts(1), recipe.last_batch, shown
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from kasoku import meetings
 from kasoku.core import InputError, Schedule
 from kasoku.core import schedule as schedules
 from kasoku.course import updates
-from kasoku.memory import SavedMemory
-from kasoku.parallel import AllReduce, Graded, Hierarchical, Mean, Overlap, Planned
+from kasoku.parallel import Graded, Hierarchical, Mean, Overlap, Planned
 from kasoku.ranks import can_share
 from kasoku.recipe import Recipe, load, points
 from kasoku.simulate import Cluster, Sharing, SimulatedStep
@@ -19,6 +18,7 @@ from kasoku.simulate.allreduce import square
 from kasoku.simulate.reducing import flat
 from kasoku.simulate.sweep import sizes
 from kasoku.simulation import Scenario, scenario, sharing
+from kasoku.techniques import techniques_for
 
 # Measured over simulated steps, at the best and at the worst of the published runs that calibrate nothing
 # (benchmarks/simulate_published.py): the ranges of a plan; no simulated step depends on them. Bounds from physics alone
@@ -159,7 +159,7 @@ def _images_at_once(asked: Scenario) -> int:
     With SavedMemory, which plans for the memory there is, all of them.
     """
     simulator = asked.simulator
-    if any(isinstance(t, SavedMemory) for t in asked.recipe.techniques):
+    if any(technique.saves_memory for technique in asked.recipe.techniques):
         return asked.recipe.batch
     outputs = sum(layer.outputs for layer in simulator.net.layers)
     most = int(simulator.cluster.device.most * _OUTPUTS / max(1.0, outputs))
@@ -227,9 +227,9 @@ def planned_recipe(chosen: Choice) -> Recipe:
     recipe, shared = chosen.scenario.recipe, chosen.scenario.simulator.sharing
     if not _has_groups(chosen.scenario):
         return recipe
-    techniques = meetings.asked(recipe, 1)  # replaces an Asynchronous with max_staleness=0 by Overlap
-    own = next((t for t in techniques if isinstance(t, Overlap)), Overlap())
+    techniques = techniques_for(recipe, 1)
+    own: Any = next((t for t in techniques if t.overlaps_backward), Overlap())
     reducer = shared.reducer or own.reducer
     own = replace(own, buckets=shared.policy, next_forward=shared.next_forward, reducer=reducer)
-    others = tuple(t for t in techniques if not isinstance(t, Overlap | AllReduce))
+    others = tuple(t for t in techniques if not t.exchanges_gradients)
     return replace(recipe, techniques=(*others, own))

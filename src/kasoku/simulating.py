@@ -44,7 +44,6 @@ def add_parser(commands: Any) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from kasoku.meetings import asked as as_trained
     from kasoku.recipe import load, own_folders
     from kasoku.runs import own_folder, put
     from kasoku.simulate import load as load_cluster
@@ -52,6 +51,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from kasoku.simulate.allreduce import fills
     from kasoku.simulate.sweep import sizes
     from kasoku.simulation import scenario, sweep
+    from kasoku.techniques import techniques_for
 
     sys.path.extend(own_folders(arguments.recipe))
     batch = [f"batch={arguments.batch}"] if arguments.batch is not None else []
@@ -69,7 +69,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         return fills(shared.algorithm, gpus) and reducing.fills(shared.reducer, gpus)
 
     over = sizes(cluster, *_range(arguments.sweep), fits=fits) if arguments.sweep else []
-    as_trained(recipe, max(over, default=1))  # raises for what so many asynchronous ranks refuse
+    techniques_for(recipe, max(over, default=1))  # raises for what so many asynchronous ranks refuse
     step = asked.step(gpus)
     for line in asked.remarks(step):
         print(f"kasoku: {line}", file=sys.stderr)

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from kasoku import meetings, simulate
+from kasoku import simulate
 from kasoku.core import Factory, InputError
 from kasoku.core.cost import BucketPlan, Piece, Sized
 from kasoku.course import ahead, updates
-from kasoku.data import Facts, GrowBatch, LowResolution
-from kasoku.device import LossScale
-from kasoku.memory import SavedMemory
-from kasoku.optim import Clip
-from kasoku.parallel import AllReduce, Asynchronous, OneGroup, Overlap, Policy, Recalibrate
+from kasoku.data import Facts
+from kasoku.device import Graphs
+from kasoku.parallel import OneGroup, Overlap, Policy
 from kasoku.parallel.batchnorm import norms
 from kasoku.parallel.buckets import Graded
 from kasoku.ranks import can_share, check_share
@@ -25,6 +23,7 @@ from kasoku.recipe import Recipe
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
 from kasoku.simulate.reducing import exchanges, flat
 from kasoku.simulate.sweep import scaled
+from kasoku.techniques import is_asynchronous, techniques_for
 
 _FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer get a remark, which advises at least _ENOUGH
 
@@ -68,7 +67,7 @@ class Scenario:
         """A step of the recipe's batch. Raises InputError where the GPUs cannot share it."""
         self.simulator.cluster.nodes_for(gpus)
         check_share(self.recipe, gpus)
-        meetings.asked(self.recipe, gpus)  # raises for what asynchronous ranks refuse
+        techniques_for(self.recipe, gpus)  # raises for what asynchronous ranks refuse
         if updates(self.recipe, self.facts.images) < 1:
             raise InputError(
                 f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}: not one update of {self.facts.images:,} "
@@ -122,7 +121,8 @@ class Scenario:
         """Forward passes of an evaluation: the test images in each view, and the images that recalibrate BatchNorm."""
         from kasoku.evaluate import PASSES
 
-        again = sum(t.images or self.facts.images for t in self.recipe.techniques if isinstance(t, Recalibrate))
+        renewing: list[Any] = [t for t in self.recipe.techniques if t.renews_statistics]
+        again = sum(technique.images or self.facts.images for technique in renewing)
         tested = round(PASSES[self.recipe.evaluate.views] * self.facts.tested)
         return tested + (min(again, self.facts.images) if self.norms else 0)
 
@@ -142,11 +142,11 @@ class Scenario:
                 f"norm_batch={recipe.norm_batch} is more than a rank has at once: BatchNorms wait for all ranks, "
                 f"{1e3 * step.norms_s:.2f} ms of the exposed communication"
             )
-        if any(isinstance(t, LowResolution) for t in recipe.techniques):
+        if any(technique.changes_resolution for technique in recipe.techniques):
             lines.append("LowResolution: its epochs of small images are simulated at full size, which takes longer")
         if not profile and precision not in ("auto", "fp16", gpu.precision):
             lines.append(f"precision = {precision}: {gpu.name} was measured in {gpu.precision}; a profile is surer")
-        if not profile and any(isinstance(t, SavedMemory) for t in recipe.techniques):
+        if not profile and any(technique.saves_memory for technique in recipe.techniques):
             lines.append("SavedMemory: its recomputation is not simulated; a profile includes it")
         return lines + self._few_images(step.gpus) + simulate.remarks(simulator.net, gpu, images, profile)
 
@@ -176,7 +176,7 @@ class Scenario:
     def _norm_batch(self, gpus: int, shared: int) -> int:
         """The least norm_batch that is enough and that the GPUs can share; 0 where there is none."""
         recipe = self.recipe
-        if recipe.device.graphs or meetings.own_pace(recipe, gpus):
+        if recipe.device.graphs or is_asynchronous(recipe, gpus):
             return 0  # statistics of several ranks work with neither
         most = recipe.batch // max(1, recipe.accumulate)
         sizes = (n for n in range(max(_ENOUGH, shared + 1), most + 1) if recipe.batch % n == 0)
@@ -202,7 +202,7 @@ def scenario(
     """
     if recipe.auto_batch:
         raise InputError('batch = "auto": give --set batch=B, or the recipe of a run that was tuned')
-    if any(isinstance(t, GrowBatch) for t in recipe.techniques):
+    if any(technique.changes_batch for technique in recipe.techniques):
         raise InputError("technique GrowBatch: a batch that grows is not simulated: leave it out, and give one batch")
     precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
     shared = replace(sharing(recipe, algorithm), needs_all=precision == "fp16")
@@ -228,26 +228,26 @@ def _inspect(model: Factory, facts: Facts) -> tuple[ModelCosts, int]:
 
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
     """How a recipe's ranks share gradients. Raises InputError for techniques that are not simulated."""
-    techniques = meetings.asked(recipe, 1)
-    if exchange := next((t for t in techniques if isinstance(t, Asynchronous)), None):
-        for name in [type(t).__name__ for t in recipe.techniques] + ["Graphs"] * bool(recipe.device.graphs):
-            if name in exchange.refuses:
-                raise InputError(f"techniques {name} and Asynchronous cannot be combined: leave one of them out")
+    techniques = techniques_for(recipe, 1)
+    exchange: Any = next((t for t in techniques if t.exchanges_gradients), Overlap())
+    if exchange.is_asynchronous:
+        others = [t for t in techniques if t is not exchange] + [Graphs()] * recipe.device.graphs
+        if conflicts := [line for other in others if (line := exchange.conflict(other))]:
+            raise InputError(conflicts[0])
         if algorithm:
             raise InputError(f"--allreduce {algorithm}: asynchronous ranks send no all-reduces: leave it out")
         return Sharing(exchange.buckets, asynchronous=exchange)
-    if any(isinstance(t, AllReduce) for t in techniques) or recipe.device.graphs:
+    if recipe.device.graphs or not exchange.overlaps_backward:
         return Sharing(PerParameter(), wire_bytes=4, algorithm=algorithm or "auto")
-    overlap = next((t for t in techniques if isinstance(t, Overlap)), Overlap())
-    late = overlap.next_forward and not any(isinstance(t, Clip | LossScale) for t in techniques)
-    between = flat(overlap.reducer)  # raises for a reducer that is not simulated
+    late = exchange.next_forward and not any(technique.needs_whole_gradients for technique in techniques)
+    between = flat(exchange.reducer)  # raises for a reducer that is not simulated
     if algorithm not in ("", "auto") and exchanges(between):
         raise InputError(
             f'--allreduce {algorithm}: reducer Wire with sums="fp32" makes no all-reduce, but an all-to-all and an '
             'all-gather: leave it out, or give Wire sums="wire"'
         )
-    reducer = between if algorithm else overlap.reducer
-    return Sharing(overlap.buckets, late, algorithm=algorithm or "auto", reducer=reducer)
+    reducer = between if algorithm else exchange.reducer
+    return Sharing(exchange.buckets, late, algorithm=algorithm or "auto", reducer=reducer)
 
 
 def sweep(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from kasoku import meetings
-from kasoku.core import Comm, InputError, Job, Solo, Technique
+from kasoku.core import Comm, InputError, Job, Solo
 from kasoku.core.run import RunFolder
 from kasoku.course import updates
 from kasoku.data import Dataset, FilesLoader, Loader, Shares, loader, sample
@@ -26,7 +26,6 @@ from kasoku.device import Chosen, Seeded, choose
 from kasoku.intake import batches
 from kasoku.models import check_fits
 from kasoku.optim import Rate
-from kasoku.parallel import AllReduce, Asynchronous, Overlap, Recalibrate, VirtualRanks
 from kasoku.parallel.agree import agree, facts_of_model
 from kasoku.parallel.environment import Place, place
 from kasoku.parallel.together import SHARED, together
@@ -35,6 +34,7 @@ from kasoku.recipe import Recipe, made, optimizer
 from kasoku.report import Timed
 from kasoku.result import Result
 from kasoku.start import Start
+from kasoku.techniques import derived_techniques, is_asynchronous, techniques_for
 from kasoku.watch import Training, Watch
 
 _SAME_S = 0.3  # a parent that is killed tells its children once for each of its threads: that is one signal
@@ -123,11 +123,8 @@ def _connected(recipe: Recipe, comm: Comm, chosen: Chosen) -> None:
     """Has the connections made that the training's collectives will take."""
     warm: Any = getattr(comm, "warm", None)
     if warm is not None:
-        own = _ranks_own(recipe, comm.size)
-        warm(
-            chosen.device,
-            channels=sum(isinstance(technique, Overlap | Asynchronous) for technique in (*own, *recipe.techniques)),
-        )
+        techniques = (*derived_techniques(recipe, comm.size), *recipe.techniques)
+        warm(chosen.device, channels=sum(technique.channels for technique in techniques))
 
 
 def _network(recipe: Recipe, dataset: Dataset) -> nn.Module:
@@ -165,34 +162,17 @@ def _loaders(
 
 def _apply(recipe: Recipe, job: Job, chosen: Chosen, classes: int, *, shares: Sequence[int]) -> None:
     """Applies the techniques that were chosen and those asked for; all ranks together."""
-    asked = meetings.asked(recipe, job.comm.size)
-    if meetings.own_pace(recipe, job.comm.size):
+    asked = techniques_for(recipe, job.comm.size)
+    if is_asynchronous(recipe, job.comm.size):
         shares = ()  # each rank takes the next one when it comes to it
-    ranks_own = _ranks_own(recipe, job.comm.size, uneven=bool(shares))
+    ranks_own = derived_techniques(recipe, job.comm.size, uneven=bool(shares))
     own = [Seeded(recipe.seed), Rate(recipe.course, recipe.rate_scale), *ranks_own]
     if shares:
         own.append(Shares(tuple(shares)))
     job.apply(*chosen.techniques, *own, *asked, Timed())
-    if recipe.evaluate.stale and not any(isinstance(t, Recalibrate) for t in recipe.techniques):
+    if recipe.evaluate.stale and not any(t.renews_statistics for t in recipe.techniques):
         raise InputError("evaluate.stale = true: compares with the technique kasoku.parallel.Recalibrate; add it")
     _check_loss(job, classes)
-
-
-def _ranks_own(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Technique]:
-    """What a batch shared by so many ranks, or by virtual ones, asks for."""
-    if meetings.own_pace(recipe, ranks):
-        return []
-    norm_batch = recipe.norm_batch
-    # else the running statistics are each rank's own, as where a technique runs BatchNorm itself (SavedMemory)
-    steered = not recipe.device.graphs and not any("VirtualRanks" in t.refuses for t in meetings.asked(recipe, ranks))
-    if ranks > 1 and not norm_batch and steered and not uneven:
-        norm_batch = recipe.batch // (ranks * recipe.parts(ranks))
-    own: list[Technique] = []
-    if norm_batch or recipe.norm_average or uneven:
-        own.append(VirtualRanks(norm_batch, recipe.norm_average))
-    if not {"AllReduce", "Overlap", "Asynchronous"} & {type(technique).__name__ for technique in recipe.techniques}:
-        own.append(AllReduce() if recipe.device.graphs else Overlap())  # on one rank too: others may go on from there
-    return own
 
 
 def fit(
@@ -212,7 +192,7 @@ def fit(
         InputError: when the folder cannot be written any more; when a source is gone, after a checkpoint (without
             virtual ranks BatchNorm's running statistics may hold parts of a step that was begun; all else is exact).
     """
-    apart = meetings.own_pace(training.recipe, training.job.comm.size)
+    apart = is_asynchronous(training.recipe, training.job.comm.size)
     watching = meetings.Meetings if apart else Watch
     with watching(training, run, started=started, resume=resume, quiet=quiet) as watch, signals() as caught:
         try:

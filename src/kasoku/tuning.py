@@ -190,7 +190,7 @@ def _twice(tuned: Tuned, comm: Comm) -> str:
         return ""
     job = prepare(tuned.recipe, comm, dataset=tuned.dataset).job
     try:
-        if {type(technique).__name__ for technique in job.applied} & {"SavedMemory", *SavedMemory.refuses}:
+        if any(SavedMemory.conflict(technique) for technique in job.applied):
             return ""
         with plainly():
             told = larger(job, next(iter(job.loader))[0])

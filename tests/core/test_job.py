@@ -154,12 +154,14 @@ def test_progress_counts_epochs_by_updates_made():
 def test_what_cannot_be_combined_is_refused_in_a_sentence():
     @dataclass(frozen=True)
     class A(Technique):
+        averages_weights: ClassVar[bool] = True
+
         def apply(self, job):
             pass
 
     @dataclass(frozen=True)
     class B(A):
-        refuses: ClassVar[tuple[str, ...]] = ("A",)
+        refuses: ClassVar[tuple[str, ...]] = ("averages_weights",)
 
     @dataclass(frozen=True)
     class First(A):

@@ -189,15 +189,11 @@ class Job:
         """Applies techniques, sorted by stage. Raises InputError for two that cannot be combined."""
         ordered = sorted(techniques, key=lambda t: t.stage)
         for i, technique in enumerate(ordered):
-            name = type(technique).__name__
             for other in [*self.applied, *ordered[:i]]:
-                theirs = type(other).__name__
-                if theirs == name:
-                    raise InputError(f"technique {name} is given twice: leave one of them out")
-                if theirs in technique.refuses or name in other.refuses:
-                    raise InputError(f"techniques {theirs} and {name} cannot be combined: leave one of them out")
+                if conflict := technique.conflict(other):
+                    raise InputError(conflict)
             if self.applied and technique.stage < self.applied[-1].stage:
-                late = type(self.applied[-1]).__name__
+                name, late = type(technique).__name__, type(self.applied[-1]).__name__
                 raise InputError(f"technique {name} comes before {late}: give both to one call of apply")
         for technique in ordered:
             technique.apply(self)

@@ -27,11 +27,60 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True)
 class Technique:
-    """Subclass it with the settings as fields, a `stage` and `apply`; undo goes through `job.patch` and `job.undo`."""
+    """Base class of techniques. A subclass has its settings as fields, a `stage`, and `apply`.
+
+    What other code must know of a technique stands here as class attributes, so that nobody asks for its class or its
+    name; a technique of your own declares them in the same way. `refuses` names the attributes that another technique
+    must not have beside this one.
+    """
 
     stage: ClassVar[Stage] = Stage.STEP
-    refuses: ClassVar[tuple[str, ...]] = ()  # class names of techniques it cannot be combined with; twice itself never
+    refuses: ClassVar[tuple[str, ...]] = ()
+
+    exchanges_gradients: ClassVar[bool] = False  # sends gradients or updates to the other ranks
+    overlaps_backward: ClassVar[bool] = False  # sends gradients in buckets while backward runs
+    needs_ranks_in_step: ClassVar[bool] = False  # communicates at every step, so that no rank may run ahead
+    channels: ClassVar[int] = 0  # communicators of its own, opened while the training starts
+    averages_weights: ClassVar[bool] = False  # evaluates with other weights than those that are trained
+    replaces_batchnorm: ClassVar[bool] = False  # runs the forward of BatchNorm layers itself
+    renews_statistics: ClassVar[bool] = False  # measures BatchNorm's running statistics before evaluation
+    compiles_model: ClassVar[bool] = False  # compiles the model or parts of it
+    captures_graph: ClassVar[bool] = False  # replays forward and backward as a graph, in which no Python runs
+    needs_whole_gradients: ClassVar[bool] = False  # reads all gradients before the first parameter is updated
+    saves_memory: ClassVar[bool] = False  # keeps less for backward than autograd does
+    changes_pixels: ClassVar[bool] = False  # changes images of the loader, or their order of decoding
+    changes_resolution: ClassVar[bool] = False  # trains on images of other sizes than the recipe's
+    changes_batch: ClassVar[bool] = False  # changes the batch size during training: see `batch_factor`
+    in_sandbox: ClassVar[bool] = True  # is applied again to the copy of a job on which batch sizes are tried
 
     def apply(self, job: Job) -> None:
-        """Installs itself on the job, in the job's hooks and by `job.patch`; called once."""
+        """Installs itself on the job, in the job's hooks and by `job.patch`, which undo it; called once."""
         raise NotImplementedError(f"{type(self).__name__}.apply")
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether ranks step without waiting for each other."""
+        return False
+
+    def for_ranks(self, ranks: int) -> Technique:
+        """The technique that `kasoku train` applies in place of this one on so many ranks.
+
+        Raises:
+            InputError: for settings that `kasoku train` cannot have on so many ranks.
+        """
+        return self
+
+    def batch_factor(self, epoch: int) -> int:
+        """How many times the recipe's batch one update takes in this epoch."""
+        return 1
+
+    @classmethod
+    def conflict(cls, other: Technique | type[Technique]) -> str:
+        """Why this technique cannot be combined with another; empty where it can."""
+        theirs = other if isinstance(other, type) else type(other)
+        if theirs is cls:
+            return f"technique {cls.__name__} is given twice: leave one of them out"
+        refused = any(getattr(theirs, name) for name in cls.refuses)
+        if refused or any(getattr(cls, name) for name in theirs.refuses):
+            return f"techniques {theirs.__name__} and {cls.__name__} cannot be combined: leave one of them out"
+        return ""

@@ -41,6 +41,8 @@ class Augment(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.DATA
+    changes_pixels: ClassVar[bool] = True
+    in_sandbox: ClassVar[bool] = False
 
     flip: Literal["none", "random", "alternating"] = "none"
     translate: int = 0

@@ -25,11 +25,13 @@ class GrowBatch(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.DATA
+    changes_batch: ClassVar[bool] = True
+    in_sandbox: ClassVar[bool] = False
 
     schedule: Schedule = Step(milestones=(30.0, 60.0), gamma=2.0)  # noqa: RUF009 - frozen
 
-    def factor(self, epoch: int) -> int:
-        """How many times its first size a batch of this epoch is."""
+    def batch_factor(self, epoch: int) -> int:
+        """The factor on the batch in this epoch."""
         return max(1, round(self.schedule(epoch)))
 
     def apply(self, job: Job) -> None:
@@ -54,7 +56,7 @@ class _Growing:
         self.first = (loader.batch, loader.parts, job.accumulate)
 
     def set(self) -> None:
-        self.resize(self.technique.factor(math.floor(self.job.progress + 1e-9)))
+        self.resize(self.technique.batch_factor(math.floor(self.job.progress + 1e-9)))
 
     def resize(self, factor: int) -> None:
         batch = self.first[0] * factor

@@ -39,6 +39,7 @@ class Mix(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.DATA
+    changes_pixels: ClassVar[bool] = True
 
     mixup: float = 0.2
     cutmix: float = 1.0

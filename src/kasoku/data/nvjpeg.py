@@ -44,6 +44,7 @@ class Decoding(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.DATA
+    changes_pixels: ClassVar[bool] = True
 
     by: Literal["cpu", "nvjpeg"] = "cpu"
 

@@ -62,6 +62,8 @@ class RandAugment(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.DATA
+    changes_pixels: ClassVar[bool] = True
+    in_sandbox: ClassVar[bool] = False
 
     count: int = 2
     magnitude: float = 9.0

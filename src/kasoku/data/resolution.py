@@ -33,6 +33,9 @@ class LowResolution(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.DATA
+    changes_pixels: ClassVar[bool] = True
+    changes_resolution: ClassVar[bool] = True
+    in_sandbox: ClassVar[bool] = False
 
     side: Schedule | int
     until: float | None = None

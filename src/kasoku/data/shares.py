@@ -62,6 +62,7 @@ class Shares(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.DATA
+    in_sandbox: ClassVar[bool] = False
 
     images: tuple[int, ...] = ()
 

@@ -37,7 +37,8 @@ class Compile(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMPILE
-    refuses: ClassVar[tuple[str, ...]] = ("Graphs",)
+    refuses: ClassVar[tuple[str, ...]] = ("captures_graph",)
+    compiles_model: ClassVar[bool] = True
 
     backend: str = "inductor"
 

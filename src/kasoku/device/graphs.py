@@ -25,7 +25,7 @@ class Graphs(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMPILE
-    refuses: ClassVar[tuple[str, ...]] = ("Compile", "Overlap", "SavedMemory", "InStep")
+    captures_graph: ClassVar[bool] = True
 
     def apply(self, job: Job) -> None:
         """Puts the graph in front of the forward. Raises InputError off CUDA."""

@@ -24,6 +24,7 @@ class ChannelsLast(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.MODEL
+    in_sandbox: ClassVar[bool] = False
 
     def apply(self, job: Job) -> None:
         """Converts the weights of four dimensions, and back at close."""

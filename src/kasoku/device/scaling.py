@@ -30,6 +30,8 @@ class LossScale(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.GRADIENT
+    needs_whole_gradients: ClassVar[bool] = True
+    needs_ranks_in_step: ClassVar[bool] = True
 
     start: float = 65536.0
     factor: float = 2.0

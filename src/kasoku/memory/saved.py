@@ -58,7 +58,9 @@ class SavedMemory(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.MEMORY
-    refuses: ClassVar[tuple[str, ...]] = ("Compile", "Graphs", "VirtualRanks")
+    refuses: ClassVar[tuple[str, ...]] = ("compiles_model", "captures_graph", "replaces_batchnorm")
+    saves_memory: ClassVar[bool] = True
+    replaces_batchnorm: ClassVar[bool] = True
 
     factor: float = 0.0
     budget: str = ""

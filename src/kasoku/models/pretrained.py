@@ -17,6 +17,7 @@ class Pretrained(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.MODEL
+    in_sandbox: ClassVar[bool] = False
     weights: str
     freeze: int = 0
 

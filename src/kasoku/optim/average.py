@@ -35,7 +35,8 @@ class EMA(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.STEP
-    refuses: ClassVar[tuple[str, ...]] = ("Lookahead",)
+    refuses: ClassVar[tuple[str, ...]] = ("averages_weights",)
+    averages_weights: ClassVar[bool] = True
 
     decay: float = 0.999
     every: int = 1
@@ -71,7 +72,8 @@ class Lookahead(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.STEP
-    refuses: ClassVar[tuple[str, ...]] = ("EMA",)
+    refuses: ClassVar[tuple[str, ...]] = ("averages_weights",)
+    averages_weights: ClassVar[bool] = True
 
     every: int = 5
     decay: float = 0.5

@@ -22,6 +22,7 @@ class Clip(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.STEP
+    needs_whole_gradients: ClassVar[bool] = True
 
     norm: float = 1.0
 

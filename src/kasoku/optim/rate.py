@@ -32,6 +32,7 @@ class Rate(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.STEP
+    in_sandbox: ClassVar[bool] = False
 
     schedule: Schedule = Constant()  # noqa: RUF009 - frozen
     scale: float = 1.0

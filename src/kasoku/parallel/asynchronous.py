@@ -78,9 +78,14 @@ class Asynchronous(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[tuple[str, ...]] = (  # LossScale asks all ranks at each step
-        *("AllReduce", "Overlap", "Graphs", "VirtualRanks", "EMA", "Lookahead", "LossScale"),
+    refuses: ClassVar[tuple[str, ...]] = (
+        "exchanges_gradients",
+        "captures_graph",
+        "needs_ranks_in_step",
+        "averages_weights",
     )
+    exchanges_gradients: ClassVar[bool] = True
+    channels: ClassVar[int] = 1
 
     max_staleness: int | None = None
     buckets: Policy = field(default_factory=Graded)
@@ -110,6 +115,22 @@ class Asynchronous(Technique):
         """How many times the others' last movement ahead gradients are taken."""
         wish = self.remedies.predict
         return wish if wish >= 0 else 2.0 * self.hidden
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True unless `max_staleness` is 0."""
+        return self.max_staleness != 0
+
+    def for_ranks(self, ranks: int) -> Technique:
+        """Overlap where no rank may run ahead. Raises InputError for `servers`: `kasoku train` has all ranks train."""
+        if not self.is_asynchronous:
+            return Overlap(self.buckets)
+        if ranks > 1 and self.servers:
+            raise InputError(
+                f"kasoku.parallel.Asynchronous beside servers={self.servers}: kasoku train has all ranks train; "
+                "leave it out"
+            )
+        return self
 
     def apply(self, job: Job) -> None:
         """Starts all ranks equal, then takes over what the optimizer moves."""

@@ -20,6 +20,8 @@ class AllReduce(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMM
+    refuses: ClassVar[tuple[str, ...]] = ("exchanges_gradients",)
+    exchanges_gradients: ClassVar[bool] = True
 
     def apply(self, job: Job) -> None:
         """Starts all ranks equal and averages before each step."""

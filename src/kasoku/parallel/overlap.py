@@ -55,7 +55,10 @@ class Overlap(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[tuple[str, ...]] = ("AllReduce", "Graphs")
+    refuses: ClassVar[tuple[str, ...]] = ("exchanges_gradients", "captures_graph")
+    exchanges_gradients: ClassVar[bool] = True
+    overlaps_backward: ClassVar[bool] = True
+    channels: ClassVar[int] = 1
 
     buckets: Policy = field(default_factory=Planned)
     next_forward: bool = True

@@ -38,6 +38,7 @@ class Recalibrate(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMM
+    renews_statistics: ClassVar[bool] = True
 
     images: int = 8192
 

@@ -38,7 +38,9 @@ class VirtualRanks(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[tuple[str, ...]] = ("Graphs",)  # a replayed forward notes no statistics
+    refuses: ClassVar[tuple[str, ...]] = ("captures_graph",)
+    replaces_batchnorm: ClassVar[bool] = True
+    needs_ranks_in_step: ClassVar[bool] = True
 
     norm_batch: int = 0
     average: float = 0.0

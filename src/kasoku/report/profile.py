@@ -196,7 +196,7 @@ class Profiler:
         keeping = _Keeping(self.job.model)
         moved = _Moved()
         with ExitStack() as stack:
-            if any(type(technique).__name__ == "Compile" for technique in self.job.applied):
+            if any(technique.compiles_model for technique in self.job.applied):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_followed(self.found, keeping.note))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keeping.pack, lambda packed: packed))

@@ -292,7 +292,7 @@ def facts_of(
     """
     model = job.model
     first = next(model.parameters(), torch.zeros(0))
-    one_call = any(type(technique).__name__ in ("Compile", "Graphs") for technique in job.applied)
+    one_call = any(t.compiles_model or t.captures_graph for t in job.applied)
     leaves = [m for m in model.modules() if not any(True for _ in m.children()) and not isinstance(m, _SILENT)]
     return Facts(
         device=first.device.type,
