@@ -35,21 +35,21 @@ class Overlap(Technique):
 
     A gradient is brought home to its group as it arrives, a group is sent when it is whole and updated when its mean
     has arrived: at the latest when the next forward enters a layer that has one of its parameters. Rank 0's parameters
-    and buffers are given to all ranks at `apply`. Read parameters after `job.drain()`; `state_dict()`, evaluation,
-    checkpoints and `close()` do that themselves.
+    and buffers are given to all ranks at `apply`. Read parameters after `job.drain()`; `state_dict()`, evaluation and
+    `close()` drain themselves.
 
     Args:
-        buckets: the groups and their order: Planned, OneGroup, Fixed, Graded, Layer.
-        next_forward: False: all groups are waited for at the step, as by DDP.
+        buckets: the policy that groups gradients: Planned, OneGroup, Fixed, Graded, Layer.
+        next_forward: False: the step waits for all groups, as DDP does.
         reducer: how a piece is averaged: Mean, Wire (bf16 or fp16), LowRank, Hierarchical.
-        unused: what happens when a parameter got no gradient: "refuse" it with its name, or "skip" (it moves only where
-            some rank has a gradient; one small collective more a step).
+        unused: for a parameter without a gradient: "refuse" names it; "skip" updates it only where some rank has one
+            (one more small collective a step).
         show: print the plan once it is made.
 
     Saves: the time of communication, as far as computing covers it.
     Costs: a copy of the gradients; what the reducer keeps, in a checkpoint for every rank. The update waits for all
         gradients where a technique needs them at once (clipping by global norm, fp16 loss scaling), which is said once.
-        Parameters that forward reads before it calls their layer (a penalty on weights) need next_forward = False.
+        A forward that reads parameters before it calls their layer (a weight penalty) needs next_forward = False.
     Maths: g = mean over ranks of g; bit for bit the step that waits for the same groups.
     Ref: [000] 4.4; [003]; Jayarajan et al. 2019 (P3, arXiv 1905.03960); Peng et al. 2019 (ByteScheduler).
     """
@@ -59,7 +59,6 @@ class Overlap(Technique):
     exchanges_gradients: ClassVar[bool] = True
     overlaps_backward: ClassVar[bool] = True
     channels: ClassVar[int] = 1
-
     buckets: Policy = field(default_factory=Planned)
     next_forward: bool = True
     reducer: Reducer = field(default_factory=Mean)
@@ -71,7 +70,6 @@ class Overlap(Technique):
             raise InputError(f'unused="{self.unused}": "refuse" or "skip"')
 
     def apply(self, job: Job) -> None:
-        """Starts all ranks equal, then takes over gradients and updates."""
         if job.comm.size > 1:
             start_equal(job)
             Engine(job, self).install()
