@@ -47,8 +47,8 @@ class Overlap(Technique):
         show: print the plan once it is made.
 
     Saves: the time of communication, as far as computing covers it.
-    Costs: a copy of the gradients; what the reducer keeps, in a checkpoint for every rank. The update waits for all
-        gradients where a technique needs them at once (clipping by global norm, fp16 loss scaling), which is said once.
+    Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. With a technique that needs
+        whole gradients (clipping, fp16 loss scaling) the update waits for all of them; a line says so once.
         A forward that reads parameters before it calls their layer (a weight penalty) needs next_forward = False.
     Maths: g = mean over ranks of g; bit for bit the step that waits for the same groups.
     Ref: [000] 4.4; [003]; Jayarajan et al. 2019 (P3, arXiv 1905.03960); Peng et al. 2019 (ByteScheduler).
