@@ -42,8 +42,7 @@ class Overlap(Technique):
         buckets: the policy that groups gradients: Planned, OneGroup, Fixed, Graded, Layer.
         next_forward: False: the step waits for all groups, as DDP does.
         reducer: how a piece is averaged: Mean, Wire (bf16 or fp16), LowRank, Hierarchical.
-        unused: for a parameter without a gradient: "refuse" names it; "skip" updates it only where some rank has one
-            (one more small collective a step).
+        unused: a parameter without a gradient: "refuse" it, or "skip" it on ranks without (one more collective a step).
         show: print the plan once it is made.
 
     Saves: the time of communication, as far as computing covers it.
