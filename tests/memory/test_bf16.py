@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from contracts import one_thread as one_thread
+from helpers.grids import covering
 from kasoku.core import InputError, Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network
@@ -19,25 +19,25 @@ from kasoku.memory.plan import choices
 from kasoku.memory.program import program
 from kasoku.memory.saved import Planner
 from kasoku.memory.segment import _bf16_of
-from kasoku.models.resnet import BasicBlock, Bottleneck
+from kasoku.models.resnet import Bottleneck
 from kasoku.optim import sgd
-from memory.nets import Step, assert_equal, images, one_step, plain_chain
-from memory.test_budgets import peak_of_step
-from memory.test_random import FEW, networks
-from memory.test_saved import smallest_budget
-from memory.test_together import trained
+from memory.nets import (
+    EXAMPLES,
+    Step,
+    assert_equal,
+    blocks,
+    drawn,
+    images,
+    networks,
+    one_step,
+    peak_of_step,
+    plain_chain,
+    planner_of,
+    smallest_budget,
+    trained,
+)
 
 BF16 = SavedMemory(factor=1, bf16=True, in_backward=False, show=False)
-
-
-def blocks(kind=BasicBlock) -> nn.Sequential:
-    """Residual blocks whose weights take little beside their images."""
-    inner = 12 // kind.expansion
-    return nn.Sequential(
-        *(nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(), nn.MaxPool2d(2)),
-        *(kind(12, inner, 1, None), nn.Sequential(kind(12, inner, 1, None), kind(12, inner, 1, None))),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4)),
-    )
 
 
 def vgg() -> nn.Sequential:
@@ -55,11 +55,6 @@ NETWORKS = {"chain": plain_chain, "vgg": vgg, "blocks": blocks, "bottlenecks": l
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-def planner_of(job: Job) -> Planner:
-    hooks = job.model._forward_pre_hooks.values()
-    return next(h.__self__ for h in hooks if isinstance(getattr(h, "__self__", None), Planner))
 
 
 def error(plain: Step, ours: Step) -> float:
@@ -108,12 +103,13 @@ def only(at: int):
     return chosen
 
 
+@EXAMPLES
 @pytest.mark.parametrize("remedy", REMEDIES)
-def test_gradients_of_any_network_are_near_by_remedy(remedy):
+def test_gradients_of_any_network_are_near_by_remedy(remedy, examples):
     at, bound = REMEDIES[remedy]
     found = []
 
-    @FEW
+    @drawn(examples)
     @given(networks(), st.booleans(), st.integers(2, 6))
     def near(model, last, batch):
         x, y = images(batch, 16)
@@ -140,8 +136,7 @@ def test_gradients_in_parts_of_the_batch_are_near(name):
     assert error(plain, ours) < 5e-2
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("name", "accumulate"), covering([*NETWORKS], [1, 2], together=1))
 def test_training_moves_weights_nearly_as_plain_pytorch_does(name, accumulate):
     model = NETWORKS[name]()
     moved = []
@@ -245,8 +240,7 @@ def test_half_the_bytes_are_kept(name):
     assert 0.45 < kept[1] / kept[0] < 0.6
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("name", "share"), covering([*NETWORKS], [0.0, 0.5, 1.0], together=1))
 def test_the_peak_is_foreseen(name, share):
     x, y = images(32, 48)
     x = x.contiguous(memory_format=torch.channels_last)

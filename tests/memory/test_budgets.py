@@ -7,9 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
-from contracts import one_thread as one_thread
 from kasoku.core import InputError, Job, Technique
 from kasoku.core.hardware import computes_bf16
 from kasoku.device import Autocast, ChannelsLast
@@ -20,12 +18,14 @@ from kasoku.memory.ops import How
 from kasoku.memory.saved import SURE
 from kasoku.models.resnet import Bottleneck, ResNet
 from kasoku.optim import sgd
-from memory.nets import images, plain_chain
+from memory.nets import blocks, images, peak_of_step, plain_chain
 
 
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return plain_chain() if name == "chain" else ResNet(Bottleneck, (2, 1, 1, 1), 4, 3, "imagenet", False)
+    if name == "bottlenecks":
+        return ResNet(Bottleneck, (2, 1, 1, 1), 4, 3, "imagenet", False)
+    return plain_chain() if name == "chain" else blocks(Bottleneck)
 
 
 def seen(model: nn.Module, x: torch.Tensor) -> Network:
@@ -48,26 +48,7 @@ def peak_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, technique: Techn
     return most
 
 
-def peak_of_step(job: Job, x: torch.Tensor, y: torch.Tensor) -> int:
-    """The same of a job's second step."""
-
-    def step() -> None:
-        job.loss(job.model(x), y).backward()
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-
-    step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
-    return most
-
-
-@pytest.mark.parametrize("name", ["chain", "bottlenecks"])
+@pytest.mark.parametrize("name", ["chain", "light", pytest.param("bottlenecks", marks=pytest.mark.exhaustive)])
 def test_the_peak_falls_or_stays_as_the_budget_shrinks(name):
     x, y = images(16, 48)
     x = x.contiguous(memory_format=torch.channels_last)

@@ -9,11 +9,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from contracts import one_thread as one_thread
 from kasoku.core import Job, Technique
 from kasoku.memory import SavedMemory
 from kasoku.models.resnet import BasicBlock
 from kasoku.optim import sgd
+
+pytestmark = pytest.mark.data
 
 TRAIN, TEST, BATCH, EPOCHS, RATE = 3, 3, 64, 4, 0.04  # thousands of images, images, passes, falling to 0
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from contracts import one_thread as one_thread
+from helpers.grids import covering
 from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network, ops
@@ -17,11 +17,8 @@ from kasoku.memory.plan import choices
 from kasoku.memory.program import Do, over_inputs, program
 from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.optim import sgd
-from memory.nets import assert_near, images, one_step, plain_chain
-from memory.test_bf16 import blocks as light_blocks
-from memory.test_bf16 import planner_of
-from memory.test_budgets import peak_of_step
-from memory.test_random import FEW, networks
+from memory.nets import FEW, assert_near, images, networks, one_step, peak_of_step, plain_chain, planner_of
+from memory.nets import blocks as light_blocks
 
 IN_PLACE = ", norm gradients in place"
 SAVED = SavedMemory(factor=1, in_backward=False, show=False)
@@ -185,17 +182,16 @@ def remedies(job: Job) -> list[str]:
     return [way.remedy for way in planner_of(job).chosen.choices]
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("last", [False, True], ids=["nchw", "nhwc"])
-def test_gradients_are_near_those_of_plain_pytorch(name, last, monkeypatch):
+@pytest.mark.parametrize(("name", "layout"), covering([*NETWORKS], ["nchw", "nhwc"], together=1))
+def test_gradients_are_near_those_of_plain_pytorch(name, layout, monkeypatch):
     monkeypatch.setattr(network, "choices", forced)
     torch.manual_seed(0)
     model, (x, y) = NETWORKS[name](), images(6, 48)
     x = x.to(next(model.parameters()).dtype)
-    layout = [ChannelsLast()] if last else []
-    ours = one_step(model, x, y, *layout, SAVED)
+    beside = [ChannelsLast()] if layout == "nhwc" else []
+    ours = one_step(model, x, y, *beside, SAVED)
     assert any(IN_PLACE in remedy for remedy in remedies(ours.job))
-    assert_near(one_step(model, x, y, *layout), ours, 1e-5)
+    assert_near(one_step(model, x, y, *beside), ours, 1e-5)
 
 
 @FEW

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from contracts import one_thread as one_thread
 from kasoku.core import InputError, Job
 from kasoku.memory import SavedMemory
 from kasoku.memory.trace import graph_of

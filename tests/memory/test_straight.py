@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from contracts import one_thread as one_thread
 from contracts import through_a_file
 from kasoku.core import InputError, Job
 from kasoku.memory import SavedMemory

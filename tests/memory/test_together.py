@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from contracts import one_thread as one_thread
+from helpers.grids import covering
 from kasoku.core import Comm, InputError, Job, Threads, process_start
 from kasoku.data import digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile
@@ -16,21 +16,8 @@ from kasoku.optim import EMA, Clip, sgd
 from kasoku.parallel import Overlap
 from kasoku.recipe import load
 from kasoku.trainer import fit, prepare
-from memory.nets import assert_equal, images, one_step, plain_chain
+from memory.nets import assert_equal, images, one_step, plain_chain, trained
 from started import RECIPE
-
-
-def trained(model: nn.Module, *techniques, steps=3, accumulate=1, rule=sgd) -> Job:
-    """A copy of the model after a few steps."""
-    job = Job(copy.deepcopy(model), lambda m: rule(m, 0.05), accumulate=accumulate).apply(*techniques)
-    for i in range(steps * accumulate):
-        x, y = images(seed=i)
-        (job.loss(job.model(x), y) / accumulate).backward()
-        if (i + 1) % accumulate == 0:
-            job.optimizer.step()
-            job.optimizer.zero_grad()
-    job.drain()
-    return job
 
 
 def assert_same_weights(a: Job, b: Job):
@@ -50,13 +37,15 @@ def adamw(model, lr):
     return torch.optim.AdamW(model.parameters(), lr)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("rule", [sgd, adamw])
-@pytest.mark.parametrize("beside", [[], [Clip(0.05)], [EMA(0.5)], [ChannelsLast()]], ids=["", "clip", "ema", "nhwc"])
+BESIDE = {"nothing": [], "clip": [Clip(0.05)], "ema": [EMA(0.5)], "nhwc": [ChannelsLast()]}
+
+
+@pytest.mark.parametrize(("accumulate", "rule", "beside"), covering([1, 3], [sgd, adamw], [*BESIDE]))
 def test_updates_in_backward_give_the_weights_of_plain_steps_bit_for_bit(model, accumulate, rule, beside):
     saved = SavedMemory(factor=1, lossless=True, show=False)
-    plain = trained(model, *beside, accumulate=accumulate, rule=rule)
-    assert_same_weights(plain, trained(model, *beside, saved, accumulate=accumulate, rule=rule))
+    techniques = BESIDE[beside]
+    plain = trained(model, *techniques, accumulate=accumulate, rule=rule)
+    assert_same_weights(plain, trained(model, *techniques, saved, accumulate=accumulate, rule=rule))
 
 
 def test_clipping_by_hand_is_told_when_gradients_are_gone(model):
