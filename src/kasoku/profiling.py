@@ -18,7 +18,7 @@ from kasoku.core import InputError
 from kasoku.core.run import write_atomically
 
 if TYPE_CHECKING:
-    from kasoku.report.profile import Profile
+    from kasoku.report.profile import StepProfile
     from kasoku.watch import Training
 
 _SHOWN = 12  # rows of a table
@@ -58,7 +58,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def look(training: Training, steps: int, trace: Path) -> tuple[Profile, dict[str, Any], dict[str, Any]]:
+def look(training: Training, steps: int, trace: Path) -> tuple[StepProfile, dict[str, Any], dict[str, Any]]:
     """Takes steps of a training that was prepared; gives the profile, the ledger's document and the timeline's.
 
     Args:
@@ -69,7 +69,7 @@ def look(training: Training, steps: int, trace: Path) -> tuple[Profile, dict[str
     from kasoku.core.hardware import cores
     from kasoku.report import Ledger, facts_of
     from kasoku.report.profile import Profiler
-    from kasoku.report.verdict import verdict
+    from kasoku.report.verdict import find_bottlenecks
 
     job, chosen, recipe = training.job, training.chosen, training.recipe
     profiler = Profiler(job, chosen.dtype)
@@ -82,14 +82,14 @@ def look(training: Training, steps: int, trace: Path) -> tuple[Profile, dict[str
     mean_s = ledger.mean_s()
     document, timeline = ledger.document(job.comm, facts)
     profile = profiler.look(steps, plain, trace=trace)
-    causes = verdict([mean_s], facts, profile.bounds)
+    causes = find_bottlenecks([mean_s], facts, profile.bounds)
     document |= {"bounds": profile.bounds, "verdict": [asdict(cause) for cause in causes]}
     return profile, document, timeline
 
 
-def show(profile: Profile, ledger: dict[str, Any]) -> None:
+def show(profile: StepProfile, ledger: dict[str, Any]) -> None:
     """Prints the tables and the verdict."""
-    from kasoku.report import Cause, print_table
+    from kasoku.report import Bottleneck, print_table
 
     whole_s = sum(ledger["step_s"].values())
     rows = {row: f"{_ms(s)}  {s / max(whole_s, 1e-9):.0%}" for row, s in ledger["step_s"].items() if s > 0}
@@ -121,7 +121,7 @@ def show(profile: Profile, ledger: dict[str, Any]) -> None:
     }
     print_table("the device", facts)
     for cause in ledger["verdict"]:
-        print(Cause(**cause))
+        print(Bottleneck(**cause))
 
 
 def _put(file: Path, document: dict[str, Any]) -> None:

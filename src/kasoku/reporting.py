@@ -147,10 +147,10 @@ def by_recipe(runs: Sequence[RunRecord]) -> list[Group]:
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
     """A sentence for each group against the first one."""
-    from kasoku.report.compare import Outcome, compare
+    from kasoku.report.compare import RunOutcome, compare
 
     outcomes = [
-        [Outcome(r.seed, r.target, r.result.get("time_to_target_s"), _top1_at_the_end(r)) for r in runs]
+        [RunOutcome(r.seed, r.target, r.result.get("time_to_target_s"), _top1_at_the_end(r)) for r in runs]
         for _, runs in groups
     ]
     lines = []

@@ -24,8 +24,8 @@ from kasoku.parallel.together import in_the_end, together
 from kasoku.parallel.watched import Pulse
 from kasoku.ranks import Rounds
 from kasoku.recipe import Recipe
-from kasoku.report import Bar, Cause, Facts, Ledger, Log, NoLog, facts_of
-from kasoku.report.confusion import Judged
+from kasoku.report import Bar, Bottleneck, Ledger, Log, NoLog, StepFacts, facts_of
+from kasoku.report.confusion import PredictionLog
 from kasoku.result import Result
 from kasoku.start import Start, itemised
 
@@ -88,7 +88,7 @@ class Watch:
         self._losses: list[Tensor] = []
         self._sum, self._parts, self._images = torch.zeros(()), 0, 0  # of the step under way: losses, parts, images
         self._evaluated, self._first_step = -1, True
-        self._judged: Judged | None = None  # by the last evaluation
+        self._judged: PredictionLog | None = None  # by the last evaluation
         judged = self.job.progress if self.progress.judged is None else self.progress.judged
         self._seen = self.progress.judged = judged  # an evaluation that failed is made up for
         self._good = f"step {self.job.steps}" if resume and self.job.steps else "none yet"
@@ -187,7 +187,7 @@ class Watch:
         self._tell_skipped()
         if self._judged:
             with self._doing("evaluate"):
-                classes = self._judged.found(self.training.dataset, self.job.comm)
+                classes = self._judged.gather(self.training.dataset, self.job.comm)
             self._write(lambda run: run.write("classes.json", json.dumps(classes) + "\n"))
         with self._doing("save"):
             facts = self._facts()
@@ -214,7 +214,7 @@ class Watch:
 
         self._write(write)
         for cause in ledger["verdict"][:1]:
-            self.bar.say(str(Cause(**cause)))
+            self.bar.say(str(Bottleneck(**cause)))
         self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
         return result
 
@@ -284,7 +284,7 @@ class Watch:
         before, self._seen = self._seen, self.job.progress
         return int(self._seen / every + 1e-9) > int(before / every + 1e-9)
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> StepFacts:
         """What the verdict must know beside the rows."""
         images = self.recipe.batch // (self.recipe.parts(self.job.comm.size) * self.job.comm.size)
         sharing = place().sharing if self.job.comm.size > 1 else 1
@@ -327,8 +327,8 @@ class Watch:
         rate = self._images_per_s()
         self.log.mlperf("eval_start", event="INTERVAL_START", epoch_num=round(job.progress, 4))
         with self._doing("evaluate"), job.evaluation() as model:
-            self._judged = Judged(self.training.test)
-            scores = self._scores(model, self._judged.take)
+            self._judged = PredictionLog(self.training.test)
+            scores = self._scores(model, self._judged.add)
             if scores.top1 > progress.best or not progress.scores:
                 self._write(lambda run: save_weights(model, run.path / "best.safetensors"))
             target = self.recipe.evaluate.target

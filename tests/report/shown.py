@@ -8,10 +8,10 @@ from typing import Any
 
 from PIL import Image
 
-from kasoku.report import Facts
+from kasoku.report import StepFacts
 from kasoku.report.steps import STEP
 
-FACTS = Facts(device="cpu", batch=64, layers=10, layer_s=5e-5, parameters=1_000_000, threads=2, cores=2)
+FACTS = StepFacts(device="cpu", batch=64, layers=10, layer_s=5e-5, parameters=1_000_000, threads=2, cores=2)
 
 
 def step(**row_ms: float) -> dict[str, float]:

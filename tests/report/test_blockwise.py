@@ -11,7 +11,7 @@ from kasoku.core import Job
 from kasoku.core.cost import Link
 from kasoku.optim import sgd
 from kasoku.report import Timed
-from kasoku.report.verdict import verdict
+from kasoku.report.verdict import find_bottlenecks
 from kasoku.simulate.virtual_comm import SimComm, VirtualClock
 
 
@@ -82,7 +82,7 @@ def test_close_takes_the_hooks_off():
 def test_the_verdict_names_the_block_in_which_a_rank_is_late():
     steps = [step(exposed=25), step(exposed=24), step(backward=36, exposed=0.5)]
     usual = {"stem": 0.004, "stage": 0.013}
-    (cause,) = verdict(steps, FACTS, blocks=[usual, usual, {"stem": 0.0045, "stage": 0.0365}])
+    (cause,) = find_bottlenecks(steps, FACTS, blocks=[usual, usual, {"stem": 0.0045, "stage": 0.0365}])
     assert "rank 2 takes 24 ms longer" in cause.line
     assert "of all blocks most in stage (23.5 ms); they wait" in cause.line
 
@@ -90,13 +90,13 @@ def test_the_verdict_names_the_block_in_which_a_rank_is_late():
 def test_where_all_blocks_are_late_alike_none_is_blamed():
     steps = [step(exposed=25), step(backward=36, exposed=0.5)]
     usual = dict.fromkeys("abcd", 0.005)
-    (cause,) = verdict(steps, FACTS, blocks=[usual, {**dict.fromkeys("abc", 0.011), "d": 0.0112}])
+    (cause,) = find_bottlenecks(steps, FACTS, blocks=[usual, {**dict.fromkeys("abc", 0.011), "d": 0.0112}])
     assert "most in d (6.2 ms), no block has half of it" in cause.line
 
 
 def test_a_rank_that_is_late_with_its_input_has_no_slow_block():
     steps = [step(exposed=31), step(input=31, exposed=0.1)]
-    found = verdict(steps, FACTS, blocks=[{"a": 0.01, "b": 0.005}, {"a": 0.0105, "b": 0.005}])
+    found = find_bottlenecks(steps, FACTS, blocks=[{"a": 0.01, "b": 0.005}, {"a": 0.0105, "b": 0.005}])
     (cause,) = [one for one in found if one.cause == "straggler"]
     assert "most of it in input" in cause.line
     assert "block" not in cause.line

@@ -7,16 +7,16 @@ import pytest
 from shown import run_folder
 
 from kasoku.cli import main
-from kasoku.report.compare import Outcome, compare, interval
+from kasoku.report.compare import RunOutcome, compare, interval
 from kasoku.reporting import by_recipe, read, verdicts
 
 
-def timed(*seconds: float, first_seed: int = 0) -> list[Outcome]:
-    return [Outcome(first_seed + i, 0.98, s, 0.981) for i, s in enumerate(seconds)]
+def timed(*seconds: float, first_seed: int = 0) -> list[RunOutcome]:
+    return [RunOutcome(first_seed + i, 0.98, s, 0.981) for i, s in enumerate(seconds)]
 
 
-def judged(*accuracies: float) -> list[Outcome]:
-    return [Outcome(i, 0.98, None, a) for i, a in enumerate(accuracies)]
+def judged(*accuracies: float) -> list[RunOutcome]:
+    return [RunOutcome(i, 0.98, None, a) for i, a in enumerate(accuracies)]
 
 
 def test_a_planted_difference_is_found_in_either_direction_with_its_size():
@@ -48,8 +48,8 @@ def test_fewer_than_three_pairs_of_seeds_decide_nothing(second, pairs):
 
 
 def test_only_equal_seeds_are_paired_and_runs_of_one_seed_count_once():
-    first = [*timed(100, 110, 90), Outcome(9, 0.98, 1.0, 0.9)]
-    second = [*timed(60, 91, 71.5), Outcome(0, 0.98, 100.0, 0.981), Outcome(8, 0.98, 1e6, 0.9)]
+    first = [*timed(100, 110, 90), RunOutcome(9, 0.98, 1.0, 0.9)]
+    second = [*timed(60, 91, 71.5), RunOutcome(0, 0.98, 100.0, 0.981), RunOutcome(8, 0.98, 1e6, 0.9)]
     found = compare(first, second)
     assert found.pairs == 3
     wanted = math.exp(sum(map(math.log, (80 / 100, 91 / 110, 71.5 / 90))) / 3)
@@ -58,7 +58,7 @@ def test_only_equal_seeds_are_paired_and_runs_of_one_seed_count_once():
 
 def test_where_not_all_reach_the_target_accuracy_decides():
     first = judged(0.90, 0.91, 0.92)
-    second = [Outcome(i, 0.98, 5.0 if i else None, a) for i, a in enumerate((0.951, 0.958, 0.971))]
+    second = [RunOutcome(i, 0.98, 5.0 if i else None, a) for i, a in enumerate((0.951, 0.958, 0.971))]
     found = compare(first, second)
     assert found.word == "more accurate"
     assert found.estimate == pytest.approx(0.05)
@@ -67,12 +67,12 @@ def test_where_not_all_reach_the_target_accuracy_decides():
 
 
 def test_other_targets_do_not_compare_in_time():
-    second = [Outcome(o.seed, 0.9, 1.0, 0.99) for o in timed(1, 1, 1)]
+    second = [RunOutcome(o.seed, 0.9, 1.0, 0.99) for o in timed(1, 1, 1)]
     assert "accura" in compare(timed(100, 110, 90), second).line
 
 
 def test_a_run_without_accuracy_is_said():
-    found = compare(judged(0.9, 0.9, 0.9), [Outcome(i, 0.98, None, None) for i in range(3)])
+    found = compare(judged(0.9, 0.9, 0.9), [RunOutcome(i, 0.98, None, None) for i in range(3)])
     assert (found.word, "3 of the 6 runs have no accuracy yet" in found.line) == ("undecided", True)
 
 

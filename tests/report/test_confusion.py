@@ -15,7 +15,7 @@ from torch import nn
 from kasoku.core import Comm, Solo, Threads
 from kasoku.data import Files, GoneError, digits, loader
 from kasoku.evaluate import evaluate
-from kasoku.report.confusion import Judged
+from kasoku.report.confusion import PredictionLog
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 
@@ -29,10 +29,10 @@ def model() -> nn.Module:
 def found(model: nn.Module, batch: int, comm: Comm, dataset=None) -> dict:
     dataset = dataset or digits()
     batches = loader(dataset, "test", batch, comm=comm)
-    judged = Judged(batches)
+    judged = PredictionLog(batches)
     with torch.no_grad():
-        evaluate(model, batches, comm=comm, also=judged.take)
-    return judged.found(dataset, comm)
+        evaluate(model, batches, comm=comm, also=judged.add)
+    return judged.gather(dataset, comm)
 
 
 def pixels(png: str) -> np.ndarray:
@@ -103,11 +103,11 @@ def test_files_are_named_by_class_and_file_also_after_a_skipped_one(tmp_path):
 def test_an_unreadable_picture_is_left_out_and_a_gone_source_not_retried(tmp_path, monkeypatch):
     data = photos(tmp_path)
     batches = loader(data, "test", 6)
-    judged = Judged(batches)
+    judged = PredictionLog(batches)
     with torch.no_grad():
-        evaluate(colour(), batches, also=judged.take)
+        evaluate(colour(), batches, also=judged.add)
     Path(data.test.paths[3]).unlink()
-    told = judged.found(data, Solo())
+    told = judged.gather(data, Solo())
     assert {image["name"] for image in told["worst"] if not image["png"]} == {"k1/3.png"}
     tries = []
 
@@ -116,7 +116,7 @@ def test_an_unreadable_picture_is_left_out_and_a_gone_source_not_retried(tmp_pat
         raise GoneError("gone")
 
     monkeypatch.setattr(Files, "read", gone)
-    assert not any(image["png"] for image in judged.found(data, Solo())["worst"])
+    assert not any(image["png"] for image in judged.gather(data, Solo())["worst"])
     assert len(tries) == 1
 
 

@@ -21,13 +21,13 @@ from kasoku.core import Comm, Job, Solo, Threads, Trace
 from kasoku.core.cost import Link, Unit
 from kasoku.optim import sgd
 from kasoku.parallel import AllReduce, Layer, Overlap
-from kasoku.report import Facts, Ledger, Timed
+from kasoku.report import Ledger, StepFacts, Timed
 from kasoku.report.steps import STEP, Steps
 from kasoku.simulate.virtual_comm import Emulate, SimComm, VirtualClock
 from kasoku.start import Start
 
 ROOT = Path(__file__).parent.parent.parent
-FACTS = Facts(device="cpu", batch=64, layers=3, layer_s=1e-5, parameters=100)
+FACTS = StepFacts(device="cpu", batch=64, layers=3, layer_s=1e-5, parameters=100)
 CPU = torch.device("cpu")
 
 

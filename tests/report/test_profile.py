@@ -16,7 +16,7 @@ from kasoku.cli import main
 from kasoku.core import InputError, Job
 from kasoku.device import Compile
 from kasoku.report import Timed
-from kasoku.report.profile import Profile, Profiler, _covered, measure_bounds
+from kasoku.report.profile import Profiler, StepProfile, _covered, measure_bounds
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 
@@ -61,7 +61,7 @@ class Pairs:
             yield torch.ones(5, 8), torch.zeros(5, dtype=torch.long)
 
 
-def looked_at(job: Job, steps: int = 3, trace: Path | None = None) -> Profile:
+def looked_at(job: Job, steps: int = 3, trace: Path | None = None) -> StepProfile:
     profiler = Profiler(job)
     profiler.warm()
     return profiler.look(steps, profiler.plain(steps), trace=trace)

@@ -9,12 +9,12 @@ from torch import nn
 
 from kasoku.core import Job
 from kasoku.device import Compile
-from kasoku.report import Facts, facts_of
-from kasoku.report.verdict import layer_s, verdict
+from kasoku.report import StepFacts, facts_of
+from kasoku.report.verdict import find_bottlenecks, layer_s
 
 
-def causes(*steps: dict[str, float], facts: Facts = FACTS, **bounds: float) -> list[str]:
-    return [cause.cause for cause in verdict(steps, facts, bounds)]
+def causes(*steps: dict[str, float], facts: StepFacts = FACTS, **bounds: float) -> list[str]:
+    return [cause.cause for cause in find_bottlenecks(steps, facts, bounds)]
 
 
 def test_a_step_that_computes_is_compute_bound_and_nothing_else():
@@ -41,34 +41,36 @@ def test_without_a_step_there_is_no_verdict():
         ("straggler", [step(exposed=30), step(backward=42, exposed=0.1)], FACTS),
     ],
 )
-def test_a_cause_is_named_alone(cause: str, steps: list[dict[str, float]], facts: Facts):
+def test_a_cause_is_named_alone(cause: str, steps: list[dict[str, float]], facts: StepFacts):
     assert causes(*steps, facts=facts) == [cause]
 
 
 def test_ranks_that_are_late_in_turns_are_no_slow_link():
     late = [step(exposed=14), step(exposed=15)]
     assert causes(*late) == ["communication-bound"]
-    found = verdict(late, FACTS, transfer_s=0.0005)  # of each step one rank hardly waits
+    found = find_bottlenecks(late, FACTS, transfer_s=0.0005)  # of each step one rank hardly waits
     assert [cause.cause for cause in found] == ["compute-bound"]
 
 
 def test_layers_are_called_once_a_part():
     few = step(forward=6, backward=6, update=0.1)
     assert causes(few) == ["compute-bound"]
-    (cause,) = verdict([few], replace(FACTS, parts=16))
+    (cause,) = find_bottlenecks([few], replace(FACTS, parts=16))
     assert cause.cause == "launch-bound"
     assert "calling 10 layers 16 times" in cause.line
-    (cause,) = verdict([few], replace(FACTS, parts=16, batch=2))
+    (cause,) = find_bottlenecks([few], replace(FACTS, parts=16, batch=2))
     assert cause.remedy.startswith("raise norm_batch")
 
 
 def test_a_loop_that_does_other_things_is_named():
-    (cause,) = verdict([step(other=20)], FACTS)
+    (cause,) = find_bottlenecks([step(other=20)], FACTS)
     assert cause.cause == "loop-bound"
 
 
 def test_a_straggler_is_told_apart_from_slow_links_by_what_it_does_itself():
-    (cause,) = verdict([step(exposed=25), step(exposed=24), step(backward=36, exposed=0.5), step(exposed=25)], FACTS)
+    (cause,) = find_bottlenecks(
+        [step(exposed=25), step(exposed=24), step(backward=36, exposed=0.5), step(exposed=25)], FACTS
+    )
     assert cause.cause == "straggler"
     assert "rank 2 takes 24 ms longer" in cause.line
     assert "backward (24 ms)" in cause.line
@@ -76,21 +78,21 @@ def test_a_straggler_is_told_apart_from_slow_links_by_what_it_does_itself():
 
 
 def test_the_costliest_cause_comes_first_and_shares_are_of_a_step():
-    found = verdict([step(input=20, update=40)], FACTS)
+    found = find_bottlenecks([step(input=20, update=40)], FACTS)
     assert [cause.cause for cause in found] == ["update-bound", "input-bound"]
     assert [cause.share for cause in found] == sorted((cause.share for cause in found), reverse=True)
     assert found[1].share == pytest.approx(20 / 78.2, abs=1e-3)
 
 
 def test_what_would_lift_a_slow_input_is_said_with_its_figure():
-    (cause,) = verdict([step(input=20)], FACTS)
+    (cause,) = find_bottlenecks([step(input=20)], FACTS)
     assert "50% of a step (20 ms of 39.7 ms)" in cause.line
     assert "2.0 times as fast" in cause.line
     assert "kasoku pack" in cause.remedy
 
 
 def test_threads_are_counted_over_the_ranks_of_a_host():
-    (cause,) = verdict([step()], replace(FACTS, threads=2, cores=8, processes=8))
+    (cause,) = find_bottlenecks([step()], replace(FACTS, threads=2, cores=8, processes=8))
     assert "16 threads (8 ranks) compute on 8 cores" in cause.line
     assert cause.remedy.startswith("device.threads = 1,")
 
@@ -100,7 +102,7 @@ def test_moving_bytes_is_the_bound_where_it_takes_longer_than_computing():
     assert causes(step(), bytes=1.5e8, flops=1e9, **device) == ["memory-bound"]
     assert causes(step(), bytes=1e7, flops=1.5e10, **device) == ["compute-bound"]
     assert causes(step(), bytes=4e8, flops=1e9, **device) == ["compute-bound"]  # in 20 ms: caches served it
-    (cause,) = verdict([step()], FACTS, {"bytes": 1e7, "flops": 1.5e10, **device})
+    (cause,) = find_bottlenecks([step()], FACTS, {"bytes": 1e7, "flops": 1.5e10, **device})
     assert "would take 15 ms" in cause.line
 
 

@@ -5,15 +5,15 @@ from kasoku.report.ledger import Ledger
 from kasoku.report.log import Log, NoLog
 from kasoku.report.machine import environment
 from kasoku.report.steps import Timed
-from kasoku.report.verdict import Cause, Facts, facts_of
+from kasoku.report.verdict import Bottleneck, StepFacts, facts_of
 
 __all__ = [
     "Bar",
-    "Cause",
-    "Facts",
+    "Bottleneck",
     "Ledger",
     "Log",
     "NoLog",
+    "StepFacts",
     "Timed",
     "environment",
     "facts_of",

@@ -15,7 +15,7 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What a run of one seed came to. Seconds to its target, or None; accuracy at the end from 0 to 1, or None."""
 
     seed: int
@@ -25,7 +25,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """The second group against the first.
 
     Attributes:
@@ -44,7 +44,9 @@ class Verdict:
     high: float = math.nan
 
 
-def compare(first: Sequence[Outcome], second: Sequence[Outcome], *, names: tuple[str, str] = ("A", "B")) -> Verdict:
+def compare(
+    first: Sequence[RunOutcome], second: Sequence[RunOutcome], *, names: tuple[str, str] = ("A", "B")
+) -> Comparison:
     """Judges the second group against the first over the seeds that both have.
 
     By the time to the target where all of these runs reached the same one, else by the accuracy at the end. Runs of
@@ -60,7 +62,7 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome], *, names: tuple
     runs = [run for seed in seeds for run in (*a[seed], *b[seed])]
     if len(seeds) < _LEAST:
         said = f"{len(seeds)} pair{'' if len(seeds) == 1 else 's'} of equal seeds; at least {_LEAST} are wanted"
-        return Verdict("undecided", f"{names[1]} against {names[0]}: undecided: {said}", len(seeds))
+        return Comparison("undecided", f"{names[1]} against {names[0]}: undecided: {said}", len(seeds))
     targets = {run.target for run in runs}
     if len(targets) == 1 and min(targets) > 0 and all(run.time_to_target_s for run in runs):
         logs = [math.log(_time(b[seed]) / _time(a[seed])) for seed in seeds]
@@ -68,23 +70,23 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome], *, names: tuple
     if any(run.top1 is None for run in runs):
         left = sum(run.top1 is None for run in runs)
         said = f"{left} of the {len(runs)} runs have no accuracy yet; let them end"
-        return Verdict("undecided", f"{names[1]} against {names[0]}: undecided: {said}", len(seeds))
+        return Comparison("undecided", f"{names[1]} against {names[0]}: undecided: {said}", len(seeds))
     return _by_accuracy([_accuracy(b[seed]) - _accuracy(a[seed]) for seed in seeds], names)
 
 
-def _by_time(logs: Sequence[float], target: float, names: tuple[str, str]) -> Verdict:
+def _by_time(logs: Sequence[float], target: float, names: tuple[str, str]) -> Comparison:
     mean, low, high = (math.exp(x) for x in interval(logs))
     word = _decided(logs, "faster", "slower")
     said = f"{mean:.3g} of its time to {100 * target:.4g} % (95 % interval {low:.3g} to {high:.3g}, {len(logs)} seeds)"
-    return Verdict(word, _sentence(word, names, said), len(logs), mean, low, high)
+    return Comparison(word, _sentence(word, names, said), len(logs), mean, low, high)
 
 
-def _by_accuracy(differences: Sequence[float], names: tuple[str, str]) -> Verdict:
+def _by_accuracy(differences: Sequence[float], names: tuple[str, str]) -> Comparison:
     mean, low, high = interval(differences)
     word = _decided(differences, "less accurate", "more accurate")
     points = f"{100 * mean:+.2f} points of accuracy at the end (95 % interval {100 * low:+.2f} to {100 * high:+.2f}"
     said = f"{points}, {len(differences)} seeds; not all reached one target, so their times do not compare)"
-    return Verdict(word, _sentence(word, names, said), len(differences), mean, low, high)
+    return Comparison(word, _sentence(word, names, said), len(differences), mean, low, high)
 
 
 def _sentence(word: str, names: tuple[str, str], said: str) -> str:
@@ -111,16 +113,16 @@ def _t95(freedom: int) -> float:
     return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.4 / freedom + 2.6 / freedom**2
 
 
-def _by_seed(runs: Sequence[Outcome]) -> dict[int, list[Outcome]]:
-    found: defaultdict[int, list[Outcome]] = defaultdict(list)
+def _by_seed(runs: Sequence[RunOutcome]) -> dict[int, list[RunOutcome]]:
+    found: defaultdict[int, list[RunOutcome]] = defaultdict(list)
     for run in runs:
         found[run.seed].append(run)
     return dict(found)
 
 
-def _time(runs: Sequence[Outcome]) -> float:
+def _time(runs: Sequence[RunOutcome]) -> float:
     return fmean(run.time_to_target_s or 0.0 for run in runs)
 
 
-def _accuracy(runs: Sequence[Outcome]) -> float:
+def _accuracy(runs: Sequence[RunOutcome]) -> float:
     return fmean(run.top1 or 0.0 for run in runs)

@@ -1,4 +1,4 @@
-"""Which classes are taken for which, and the images judged worst: noted while a model is evaluated."""
+"""The predictions of an evaluation: counts of (label, predicted class), and the images with the largest loss."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _THUMBNAIL = 96  # pixels, the longer side
 _Image = tuple[float, int, int, int]  # loss, index, label, predicted
 
 
-class Judged:
-    """What an evaluation made of each image. It stays on the device until it is asked for, so nothing waits meanwhile.
+class PredictionLog:
+    """The predictions of one evaluation. They stay on the device until `gather`, so that no batch waits for a copy.
 
     Args:
-        loader: what gives the batches: its `index_N` says which images the last one holds; else they are counted.
+        loader: the loader of the batches. Its `index_N` has the indices of the last batch; without it they are counted.
     """
 
     def __init__(self, loader: object) -> None:
@@ -31,8 +31,8 @@ class Judged:
         self._rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._images = self._outputs = 0
 
-    def take(self, logits_NK: Tensor, y_N: Tensor) -> None:
-        """Notes a batch."""
+    def add(self, logits_NK: Tensor, y_N: Tensor) -> None:
+        """Adds a batch."""
         index_N = getattr(self._loader, "index_N", None)
         if index_N is None or len(index_N) != len(y_N):
             index_N = torch.arange(self._images, self._images + len(y_N))
@@ -41,12 +41,12 @@ class Judged:
         self._images += len(y_N)
         self._outputs = logits_NK.shape[1]
 
-    def found(self, dataset: Dataset, comm: Comm, *, worst: int = 16) -> dict[str, Any]:
-        """What all ranks saw: {"classes", "confusion", "worst"}; all of them call it.
+    def gather(self, dataset: Dataset, comm: Comm, *, worst: int = 16) -> dict[str, Any]:
+        """The predictions of all ranks as {"classes", "confusion", "worst"}. Collective: all ranks call it.
 
-        `confusion`: [label, predicted, images] of each pair that was seen, in order. `worst`: those with the largest
-        loss, the largest first, with name, label, predicted, loss and a thumbnail (`png`, base64; empty where it cannot
-        be made). Only rank 0 gets thumbnails.
+        `confusion`: [label, predicted, images] for each pair that occurred, sorted. `worst`: the images with the
+        largest loss, largest first, with name, label, predicted, loss and a thumbnail (`png`, base64; empty if it
+        cannot be made). Only rank 0 makes thumbnails.
         """
         index_N, label_N, predicted_N, loss_N = self._whole()
         rows = loss_N.topk(min(worst, len(loss_N))).indices
@@ -54,13 +54,13 @@ class Judged:
         listed = (column[rows].tolist() for column in columns)
         mine: list[_Image] = [(loss, i, label, predicted) for loss, i, label, predicted in zip(*listed, strict=True)]
         seen = Counter(zip(label_N.tolist(), predicted_N.tolist(), strict=True))
-        told = comm.gather_objects((self._outputs, mine, seen))
-        side = max(len(dataset.classes), *(outputs for outputs, _, _ in told))
+        gathered = comm.gather_objects((self._outputs, mine, seen))
+        side = max(len(dataset.classes), *(outputs for outputs, _, _ in gathered))
         counts: Counter[tuple[int, int]] = Counter()
-        for _, _, theirs in told:
+        for _, _, theirs in gathered:
             counts.update(theirs)
         names = [*dataset.classes, *(f"output {i}" for i in range(len(dataset.classes), side))]
-        images = sorted((image for _, images, _ in told for image in images), reverse=True)[:worst]
+        images = sorted((image for _, images, _ in gathered for image in images), reverse=True)[:worst]
         pictures = _thumbnails(dataset, [index for _, index, _, _ in images] if comm.rank == 0 else [])
         return {
             "classes": names,
@@ -94,16 +94,16 @@ def _name(dataset: Dataset, index: int) -> str:
 
 
 def _thumbnails(dataset: Dataset, index: list[int]) -> dict[int, str]:
-    """PNG files, base64, by index; those that can be made before the source goes away."""
-    made = {}
-    for one in index:
+    """PNG files as base64, by index. Images that cannot be read are left out; if their source is gone, the rest too."""
+    thumbnails = {}
+    for i in index:
         try:
-            made[one] = _thumbnail(dataset, one)
+            thumbnails[i] = _thumbnail(dataset, i)
         except GoneError:
             break  # a training does not wait at its end for pictures
         except (InputError, IndexError, OSError, ValueError, TypeError):
             continue
-    return made
+    return thumbnails
 
 
 def _thumbnail(dataset: Dataset, index: int) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from kasoku.core import Comm, Trace
 from kasoku.report.steps import APART, STEP, Steps, Stretch
-from kasoku.report.verdict import Facts, verdict
+from kasoku.report.verdict import StepFacts, find_bottlenecks
 
 _STREAM = {"input": "input", "copy": "input"}
 _TRANSFER = "transfer"  # spans of what is under way between ranks while this one goes on
@@ -76,7 +76,7 @@ class Ledger:
         """The share of the time since the loop began in which this thread could run and had no core; 0: not known."""
         return max(0.0, _delay_s() - self._delayed_s) / max(1e-9, self.clock.now() - self._began)
 
-    def document(self, comm: Comm, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
+    def document(self, comm: Comm, facts: StepFacts) -> tuple[dict[str, Any], dict[str, Any]]:
         """What ledger.json and timeline.json hold, of all ranks; all ranks call it.
 
         `rows` are rank 0's, earlier parts of a resumed training included; `ranks` those of each rank in this part.
@@ -91,7 +91,7 @@ class Ledger:
         rows = every[0]["whole"]
         transfer_s = _least([one["waits"] for one in every])
         blocks = [one["block_s"] for one in every]
-        causes = verdict([one["mean_s"] for one in every], facts, transfer_s=transfer_s, blocks=blocks)
+        causes = find_bottlenecks([one["mean_s"] for one in every], facts, transfer_s=transfer_s, blocks=blocks)
         ledger = {
             "wall_s": round(sum(rows.values()), 3),
             "rows": rows,

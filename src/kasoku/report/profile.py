@@ -72,7 +72,7 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Profile:
+class StepProfile:
     """All of it. `memory`: (seconds from the start of a step, where, bytes in use); `bounds`: see `measure_bounds`."""
 
     blocks: list[BlockTime]
@@ -119,7 +119,7 @@ class Profiler:
             found.append(Iteration(took_s, max(0.0, took_s - (time.process_time() - busy_s) / threads)))
         return found
 
-    def look(self, steps: int, plain: list[Iteration], *, trace: Path | None = None) -> Profile:
+    def look(self, steps: int, plain: list[Iteration], *, trace: Path | None = None) -> StepProfile:
         """Looks closely at so many steps of each kind; the Chrome trace of some goes to the file `trace`.
 
         `plain`: what `plain` gave.
@@ -132,7 +132,7 @@ class Profiler:
         found = [BlockTime(name, *timed[name], sizes[name], saved.get(name, 0)) for name, _ in self.found]
         step_s = statistics.median(one.step_s for one in plain)
         bounds = measure_bounds(flops, moved, step_s, self.device, dtype=self.dtype)
-        return Profile(found, operators, iterations if self.cuda else plain, memory, bounds)
+        return StepProfile(found, operators, iterations if self.cuda else plain, memory, bounds)
 
     def step(self, after: Callable[[], None] = lambda: None) -> None:
         """One update; `after` is called after each backward. Returns when the device is done."""

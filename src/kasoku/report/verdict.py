@@ -1,7 +1,7 @@
-"""The verdict: from where the time of a step goes to what holds a training up, with the figure and the remedy.
+"""Finds the bottlenecks of a training from the times of its steps, each with a figure and a remedy.
 
-Note: shares can be compared. The share of a cause is the part of a step that would be gone without it, as far as the
-rows of all ranks tell; so the first cause is the one worth most.
+Note: shares can be compared. The share of a bottleneck is the part of a step that would be saved without it, estimated
+from the rows of all ranks. So the first bottleneck is the one most worth removing.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Step = Mapping[str, float]  # seconds by row
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the verdict must know of a training beside its rows.
+class StepFacts:
+    """The facts about a step that its times do not show.
 
     Args:
         device: "cpu", "cuda" or "mps".
         batch: images of one forward on one rank.
         parts: forwards of a step.
-        layers: modules that the host calls one by one in a forward; 0 where a graph or compiled code does.
-        layer_s: seconds of forward and backward of a layer that has next to nothing to compute (`layer_s`).
-        parameters: of the model.
-        threads: of one rank.
-        cores: of this host that the process may use.
-        processes: ranks that share them.
-        starved: the share of the time in which the main thread could run and had no core.
+        layers: modules that the host calls one by one in a forward; 0 if a CUDA graph or compiled code calls them.
+        layer_s: seconds of forward and backward of a layer with almost no work (`layer_s`).
+        parameters: the number of parameters of the model.
+        threads: compute threads of one rank.
+        cores: cores of this host that the process may use.
+        processes: ranks that share these cores.
+        starved: the share of time in which the main thread was ready to run but had no core.
     """
 
     device: str
@@ -58,8 +58,8 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Cause:
-    """What holds a training up: its name, the share of a step (0 to 1), the figure in words, what to do."""
+class Bottleneck:
+    """A bottleneck: its name, its share of a step (0 to 1), the figure in words, and the remedy."""
 
     cause: str
     share: float
@@ -70,22 +70,23 @@ class Cause:
         return f"{self.cause}: {self.line}; {self.remedy}"
 
 
-def verdict(
+def find_bottlenecks(
     steps: Sequence[Step],
-    facts: Facts,
+    facts: StepFacts,
     bounds: Mapping[str, float] | None = None,
     *,
     transfer_s: float | None = None,
     blocks: Sequence[Step] = (),
-) -> list[Cause]:
-    """What holds a training up, the costliest first; "compute-bound" where nothing else does. Empty without a step.
+) -> list[Bottleneck]:
+    """The bottlenecks of a training, the costliest first; "compute-bound" if there is no other. Empty without a step.
 
     Args:
         steps: the mean step of each rank in rank order: seconds by row of the ledger.
-        facts: of the training.
-        bounds: what `kasoku profile` measured: flops and bytes of a step, flops_per_s and bytes_per_s of the device.
-        transfer_s: seconds of a step that even its last rank waits, on average over steps; None: the least mean wait.
-        blocks: of each rank in rank order, where they are known: its own seconds a step by block of the model.
+        facts: the facts about its steps.
+        bounds: measured by `kasoku profile`: flops and bytes of a step, flops_per_s and bytes_per_s of the device.
+        transfer_s: communication time that no rank can hide: each step's minimum wait over ranks, as a mean over steps;
+            None: the minimum over ranks of their mean waits.
+        blocks: the computing seconds a step by block of the model, for each rank in rank order, if known.
     """
     if not steps or not all(steps):
         return []
@@ -107,7 +108,7 @@ def verdict(
     return causes or [_computing(usual, whole_s, bounds or {})]
 
 
-def _input(usual: Step, whole_s: float) -> Cause | None:
+def _input(usual: Step, whole_s: float) -> Bottleneck | None:
     lost_s = usual["input"] + usual["copy"]
     if lost_s < _LISTED * whole_s:
         return None
@@ -116,10 +117,10 @@ def _input(usual: Step, whole_s: float) -> Cause | None:
     much = f"without it {gain:.1f} times as fast" if gain < 100 else "without it many times as fast"
     line = f"{_of(lost_s, whole_s)} waits for its images{copying}; {much}"
     remedy = "pack the images once (kasoku pack), keep them in memory, or give decoding more cores"
-    return Cause("input-bound", _share(lost_s, whole_s), line, remedy)
+    return Bottleneck("input-bound", _share(lost_s, whole_s), line, remedy)
 
 
-def _communication(lost_s: float, whole_s: float) -> Cause | None:
+def _communication(lost_s: float, whole_s: float) -> Bottleneck | None:
     """What even the last rank of a step waits for is the transfer itself; the others also wait for that rank."""
     if lost_s < _LISTED * whole_s:
         return None
@@ -128,10 +129,10 @@ def _communication(lost_s: float, whole_s: float) -> Cause | None:
         "use kasoku.parallel.Overlap with Planned groups, send fewer bytes (reducer Wire or LowRank), raise the batch, "
         "or take a faster link"
     )
-    return Cause("communication-bound", _share(lost_s, whole_s), line, remedy)
+    return Bottleneck("communication-bound", _share(lost_s, whole_s), line, remedy)
 
 
-def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) -> Cause | None:
+def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) -> Bottleneck | None:
     """Who has most to do of its own: waiting for others, wherever it happens, is not counted as its time."""
     if len(steps) < 2:
         return None
@@ -149,7 +150,7 @@ def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) ->
         f"({_ms(behind[row])}){_slow_block(blocks, last, lag_s)}; they wait {_ms(waits_s)} of each step"
     )
     remedy = f"look at rank {last}'s host: what else runs there, clock rates, its disk; or leave it out"
-    return Cause("straggler", _share(lag_s, whole_s), line, remedy)
+    return Bottleneck("straggler", _share(lag_s, whole_s), line, remedy)
 
 
 def _slow_block(blocks: Sequence[Step], last: int, lag_s: float) -> str:
@@ -165,16 +166,16 @@ def _slow_block(blocks: Sequence[Step], last: int, lag_s: float) -> str:
     return f", of all blocks most in {worst} ({_ms(behind[worst])}){spread}"
 
 
-def _update(usual: Step, whole_s: float, facts: Facts) -> Cause | None:
+def _update(usual: Step, whole_s: float, facts: StepFacts) -> Bottleneck | None:
     if usual["update"] < _UPDATE * whole_s or facts.batch < _SMALL:
         return None
     each = f"{usual['update'] / max(1, facts.parameters) * 1e9:.1f} ns a parameter"
     line = f"{_of(usual['update'], whole_s)} is the optimizer's update of {facts.parameters:,} parameters, {each}"
     remedy = "use a fused rule (kasoku.optim.sgd, adamw, lars), a cheaper one, or a larger batch with fewer updates"
-    return Cause("update-bound", _share(usual["update"], whole_s), line, remedy)
+    return Bottleneck("update-bound", _share(usual["update"], whole_s), line, remedy)
 
 
-def _small_batch(usual: Step, whole_s: float, facts: Facts) -> Cause | None:
+def _small_batch(usual: Step, whole_s: float, facts: StepFacts) -> Bottleneck | None:
     """Calling the layers and the update take the same for one image as for many."""
     whole_s *= 1 - facts.starved  # layer_s is of a time with a core
     calling_s = facts.parts * facts.layers * facts.layer_s
@@ -186,10 +187,10 @@ def _small_batch(usual: Step, whole_s: float, facts: Facts) -> Cause | None:
     line = f"{_of(fixed_s, whole_s)} does not depend on the batch of {facts.batch}{parts} (calling layers, updating)"
     raised = "norm_batch, or lower accumulate" if facts.parts > 1 else "batch"
     remedy = f"raise {raised}: at about {enough:,} images a forward it is a tenth; kasoku tune finds the best"
-    return Cause("small batch", _share(fixed_s, whole_s), line, remedy)
+    return Bottleneck("small batch", _share(fixed_s, whole_s), line, remedy)
 
 
-def _launches(whole_s: float, facts: Facts) -> Cause | None:
+def _launches(whole_s: float, facts: StepFacts) -> Bottleneck | None:
     whole_s *= 1 - facts.starved  # as in _small_batch
     lost_s = min(whole_s, facts.parts * facts.layers * facts.layer_s)
     if facts.batch < _SMALL or lost_s < _LAUNCH.get(facts.device, 0.75) * whole_s:
@@ -198,10 +199,10 @@ def _launches(whole_s: float, facts: Facts) -> Cause | None:
     line = f"{_of(lost_s, whole_s)} is calling {facts.layers} layers{parts}, whatever they compute"
     cuda = "device.graphs = true, device.compile = true, or a larger batch"
     remedy = cuda if facts.device == "cuda" else "a larger batch, or a network of fewer, wider layers"
-    return Cause("launch-bound", _share(lost_s, whole_s), line, remedy)
+    return Bottleneck("launch-bound", _share(lost_s, whole_s), line, remedy)
 
 
-def _oversubscribed(usual: Step, whole_s: float, facts: Facts) -> Cause | None:
+def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> Bottleneck | None:
     threads = facts.threads * facts.processes
     if threads <= facts.cores or facts.device != "cpu":
         return None
@@ -211,42 +212,42 @@ def _oversubscribed(usual: Step, whole_s: float, facts: Facts) -> Cause | None:
     ranks = f" ({facts.processes} ranks)" if facts.processes > 1 else ""
     line = f"{threads} threads{ranks} compute on {facts.cores} cores, and wait for each other"
     remedy = f"device.threads = {max(1, facts.cores // facts.processes)}, or 0 to have it chosen"
-    return Cause("oversubscribed", _share(lost_s, whole_s), line, remedy)
+    return Bottleneck("oversubscribed", _share(lost_s, whole_s), line, remedy)
 
 
-def _starved(facts: Facts) -> Cause | None:
+def _starved(facts: StepFacts) -> Bottleneck | None:
     if facts.starved < _STARVED or facts.threads * facts.processes > facts.cores:
         return None
     line = f"{facts.starved:.0%} of the time the main thread could go on and had no core"
     remedy = "end what else runs on this machine, give the training more cores, or decode on fewer threads"
-    return Cause("CPU-starved", min(1.0, facts.starved), line, remedy)
+    return Bottleneck("CPU-starved", min(1.0, facts.starved), line, remedy)
 
 
-def _memory(whole_s: float, bounds: Mapping[str, float]) -> Cause | None:
+def _memory(whole_s: float, bounds: Mapping[str, float]) -> Bottleneck | None:
     moving_s, computing_s = _least_s(bounds)
     if not max(0.5 * whole_s, computing_s) <= moving_s <= whole_s:  # longer than a step: caches served most of it
         return None
     line = f"moving {bounds['bytes'] / 2**20:,.0f} MiB takes this device {_ms(moving_s)} of {_ms(whole_s)}"
     remedy = "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more on what they read"
-    return Cause("memory-bound", min(1.0, moving_s / whole_s), line, remedy)
+    return Bottleneck("memory-bound", min(1.0, moving_s / whole_s), line, remedy)
 
 
-def _loop(usual: Step, whole_s: float) -> Cause | None:
+def _loop(usual: Step, whole_s: float) -> Bottleneck | None:
     if usual["other"] < _LISTED * whole_s:
         return None
     line = f"{_of(usual['other'], whole_s)} is the loop itself: what is done between the steps and the batches"
     remedy = "look at kasoku profile's trace.json for what runs there; read losses and write logs less often"
-    return Cause("loop-bound", _share(usual["other"], whole_s), line, remedy)
+    return Bottleneck("loop-bound", _share(usual["other"], whole_s), line, remedy)
 
 
-def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> Cause:
+def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> Bottleneck:
     busy_s = usual["forward"] + usual["backward"]
     line = f"{_of(busy_s, whole_s)} is forward and backward, and nothing else holds it up"
     computing_s = _least_s(bounds)[1]
     if computing_s:
         line += f"; at the device's measured speed they would take {_ms(computing_s)}"
     remedy = "a lower precision, smaller images at first (LowResolution), or more devices"
-    return Cause("compute-bound", _share(busy_s, whole_s), line, remedy)
+    return Bottleneck("compute-bound", _share(busy_s, whole_s), line, remedy)
 
 
 def _least_s(bounds: Mapping[str, float]) -> tuple[float, float]:
@@ -279,22 +280,22 @@ def facts_of(
     cores: int = 1,
     processes: int = 1,
     starved: float = 0.0,
-) -> Facts:
+) -> StepFacts:
     """The facts of a job; measures `layer_s`, a few milliseconds.
 
     Args:
         job: with its techniques applied, its model on the device it trains on.
         batch: images of one forward on one rank.
         threads: of one rank; 0: torch's.
-        cores: of this host that the process may use.
-        processes: ranks that share them.
+        cores: cores of this host that the process may use.
+        processes: ranks that share these cores.
         starved: `Ledger.starved()`.
     """
     model = job.model
     first = next(model.parameters(), torch.zeros(0))
     one_call = any(t.compiles_model or t.captures_graph for t in job.applied)
     leaves = [m for m in model.modules() if not any(True for _ in m.children()) and not isinstance(m, _SILENT)]
-    return Facts(
+    return StepFacts(
         device=first.device.type,
         batch=batch,
         layers=0 if one_call else len(leaves),
