@@ -37,7 +37,7 @@ from common import finish
 from kasoku.core import Comm, Job
 from kasoku.models import cnn11
 from kasoku.parallel import Asynchronous, Fixed, Overlap, TorchComm
-from kasoku.parallel.wires import WIRES
+from kasoku.parallel.wires import CODECS
 
 WARM, STEPS = 2, 12
 JITTER = 0.1
@@ -164,7 +164,7 @@ def emulated48(arguments: argparse.Namespace) -> None:
         print(f"{workers}: {rates[workers]:.2f} exchanges/s, {exchange_ms[workers]} ms each, error {errors[-1]:.1e}, "
               f"CPU of worker and server {cpu_ms[workers]} ms", flush=True)  # fmt: skip
     most = max(rates)
-    width = WIRES[arguments.wire].dtype.itemsize
+    width = CODECS[arguments.wire].dtype.itemsize
     figures |= {f"efficiency_{n}": round(x / rates[1] / n, 3) for n, x in rates.items() if 1 < n < most}
     figures |= {
         f"speedup_{most}": round(rates[most] / rates[1], 2),
@@ -197,7 +197,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--case", choices=("emulated48", "straggler", "slow_link"), default="emulated48")
     parser.add_argument("--servers", type=int, default=1, help="emulated48")
-    parser.add_argument("--wire", choices=sorted(WIRES), default="fp32", help="emulated48")
+    parser.add_argument("--wire", choices=sorted(CODECS), default="fp32", help="emulated48")
     parser.add_argument("--mib", type=int, default=32, help="emulated48: of a group")
     parser.add_argument(
         "--cnn11", type=int, nargs=5, default=[48, 96, 192, 288, 320], help="emulated48: channels of its stages"

@@ -38,7 +38,7 @@ from kasoku.evaluate import evaluate
 from kasoku.models import cifarnet
 from kasoku.optim import Rate, cross_entropy, sgd
 from kasoku.parallel import Asynchronous, Overlap, Remedies
-from kasoku.parallel.wires import WIRES
+from kasoku.parallel.wires import CODECS
 
 WORKERS, TEST_BATCH = 8, 1000
 UNEVEN = 0.3  # how often a worker lets the others go first, again and again
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--predict", type=float, default=-1.0)
     parser.add_argument("--momentum", type=float, default=-1.0)
     parser.add_argument("--hidden", type=int, default=1)
-    parser.add_argument("--wire", choices=sorted(WIRES), default="fp32")
+    parser.add_argument("--wire", choices=sorted(CODECS), default="fp32")
     parser.add_argument("--every", type=int, default=1, help="steps between exchanges, which take no time here")
     parser.add_argument("--steps", type=int, default=0, help="end early, to try it; 0: all")
     parser.add_argument("--sides", nargs="+", default=["sync", "async_plain", "async_default"])

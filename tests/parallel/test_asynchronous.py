@@ -19,9 +19,9 @@ from contracts import Net, assert_same, make, train, weights
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.data import digits, loader
 from kasoku.parallel import Asynchronous, Graded, Layer, OneGroup, Overlap, Remedies, segments
-from kasoku.parallel.pieces import Group, predict
-from kasoku.parallel.post import Question
-from kasoku.parallel.wires import WIRES
+from kasoku.parallel.pieces import WorkerGroup, predict
+from kasoku.parallel.post import PendingReply
+from kasoku.parallel.wires import CODECS
 
 SIZE = 3
 GROUPS = Layer(least_bytes=0)
@@ -198,7 +198,7 @@ def test_nothing_is_lost_of_groups_that_take_turns(on_ranks, every: int):
 
 @pytest.mark.parametrize(("over", "sent"), [(True, 40), (False, 4)])  # steps 1, 17, 33, and the rest in the end
 def test_a_rank_waits_for_no_exchange_until_it_was_alone_for_16_steps(monkeypatch, over: bool, sent: int):
-    monkeypatch.setattr(Question, "done", property(lambda _: over))
+    monkeypatch.setattr(PendingReply, "done", property(lambda _: over))
     for moved, wanted, staleness in Threads(2).run(lambda comm: counted(comm, Asynchronous(), steps=40)):
         assert torch.equal(moved, wanted)
         assert sum(staleness.values()) == sent * 2 * 2  # of two workers to two owners
@@ -443,7 +443,7 @@ def test_an_optimizer_steps_from_the_weights_not_from_the_prediction(technique: 
 
 def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
     p = nn.Parameter(torch.zeros(1))
-    group, found = Group([p.data], [0], WIRES["fp32"], still=False, predicts=True), []
+    group, found = WorkerGroup([p.data], [0], CODECS["fp32"], still=False, predicts=True), []
     group.begin()
     for others in (2, 4, 6, 46, 48):  # updates by others so far, of -1 each
         group.take_update(1.0, None)

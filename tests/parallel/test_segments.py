@@ -210,8 +210,8 @@ def test_where_no_more_files_can_be_opened_bytes_are_sent():
     assert on_processes(2, _with_few_files) == [([-4.0], {}, 1)] * 2
 
 
-class _Broken(shards.Owned):
-    """A desk that cannot take what another rank sends."""
+class _Broken(shards.ParameterServer):
+    """A handler that cannot take what another rank sends."""
 
     mine = 0
 
@@ -225,7 +225,7 @@ def _fails(comm: Comm, technique: Asynchronous, which: Sequence[int]) -> str:
     """What each rank ends with where these cannot answer the others."""
     if comm.rank in which:
         _Broken.mine = comm.rank
-        asynchronous.Owned = _Broken  # type: ignore[misc]
+        asynchronous.ParameterServer = _Broken  # type: ignore[misc]
     life.BEAT_S, life.DEAD_S = 0.15, 2.0
     model = torch.nn.Linear(1000, 1, bias=False)
     job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm).apply(technique)

@@ -148,9 +148,9 @@ def test_the_others_go_on_and_end_with_equal_weights(
 
 def _while_one_sleeps(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]:
     """Rank 1 is stopped in an answer that it has begun to write, and goes on writing when the others know it dead."""
-    real, first = shards.Shard.take, True
+    real, first = shards.ParameterShard.take, True
 
-    def take(self: shards.Shard, asks: int, update: Tensor, basis: int, out: Tensor) -> int:
+    def take(self: shards.ParameterShard, asks: int, update: Tensor, basis: int, out: Tensor) -> int:
         nonlocal first
         if first and asks != rank and (folder / "go").exists():
             first = False
@@ -164,7 +164,7 @@ def _while_one_sleeps(rank: int, folder: Path, technique: Asynchronous) -> dict[
         return real(self, asks, update, basis, out)
 
     if rank == 1:
-        shards.Shard.take = take  # type: ignore[method-assign]
+        shards.ParameterShard.take = take  # type: ignore[method-assign]
     model = Counting()
     job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=TorchComm()).apply(technique)
     x = torch.full((N,), 12.0)

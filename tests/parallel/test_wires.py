@@ -7,17 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kasoku.parallel.wires import WIRES
+from kasoku.parallel.wires import CODECS
 
 
 @given(
     n=st.integers(1, 1100),
     exponent=st.integers(-148, 126),
     seed=st.integers(0, 99),
-    wire=st.sampled_from(sorted(WIRES)),
+    wire=st.sampled_from(sorted(CODECS)),
 )
 def test_what_is_read_and_what_was_taken_are_what_was_written(n: int, exponent: int, seed: int, wire: str):
-    code = WIRES[wire]
+    code = CODECS[wire]
     x = (torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1) * 2.0**exponent
     x = x.to(torch.float32)
     written, read = torch.full((code.elements(n),), 77, dtype=code.dtype), torch.full((n,), math.nan)
@@ -32,7 +32,7 @@ def test_what_is_read_and_what_was_taken_are_what_was_written(n: int, exponent: 
 
 
 def test_stretches_of_larger_memory_wherever_they_begin():
-    code, n = WIRES["int8"], 3 * 65_536 + 300
+    code, n = CODECS["int8"], 3 * 65_536 + 300
     x = torch.randn(n + 5, generator=torch.Generator().manual_seed(0))[3:-2]
     written = torch.zeros(code.elements(n) + 8, dtype=code.dtype)
     read = torch.zeros(n + 4)
@@ -49,7 +49,7 @@ def test_stretches_of_larger_memory_wherever_they_begin():
 
 def test_int8_is_as_fine_as_the_largest_of_256_allows():
     x = torch.cat([torch.tensor([127.0, 3.0]), torch.zeros(254), torch.tensor([1.0, -0.25, 0.0])])
-    code = WIRES["int8"]
+    code = CODECS["int8"]
     assert code.elements(len(x)) == len(x) + 2
     written, read = torch.zeros(code.elements(len(x)), dtype=code.dtype), torch.zeros(len(x))
     code.pack(x, written)
@@ -64,7 +64,7 @@ def test_int8_is_as_fine_as_the_largest_of_256_allows():
 def test_what_is_not_finite_arrives_so(bad: float):
     x = torch.arange(600, dtype=torch.float32)
     x[300] = bad
-    code = WIRES["int8"]
+    code = CODECS["int8"]
     written, read = torch.zeros(code.elements(600), dtype=code.dtype), torch.zeros(600)
     code.pack(x, written)
     code.unpack(written, read)

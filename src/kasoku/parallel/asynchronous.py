@@ -1,18 +1,19 @@
-"""Ranks that train on one set of weights without waiting for each other.
+"""Ranks that train one set of weights without waiting for each other.
 
-Note: how an update travels. Each rank steps its own copy with its own optimizer. What that moved is sent to the owners
-of the shards, which add it to the true weights and answer with them. The bytes, the adding and the answer go on while
-the next step computes (see post.py: who makes progress); they are read at its end, `hidden`, or waited for at once.
+Note: an exchange. Each rank steps its own copy with its own optimizer. It sends its updates to the owners of the
+shards, which add them to the shared weights and reply with these. With `hidden`, transfer, addition and reply overlap
+the next step (see post.py, Note: progress), and the reply is read at its end; otherwise the rank waits for it.
 
-Note: between two drains. `drain()` is a meeting of all ranks: what is under way is finished, all have the same weights
-then, and no thread is left. The next forward in training begins anew.
+Note: sync points. `drain()` is collective: it finishes all exchanges, gives all ranks equal weights and ends all
+threads. The next forward in training starts them again.
 
-Note: when a rank dies. The others name it (a warning) and go on: each moves its own copy of what the dead one owned;
-where they meet next those copies become their mean, and all weights are shared out anew. `job.comm` still has the dead
-rank: what else a training does with it (sums of an evaluation, steps together) would wait for it.
+Note: dead ranks. The other ranks name a dead rank in a warning and go on. Each updates its own copy of the dead rank's
+pieces; at the next sync point these copies are averaged and all weights are divided among the survivors. `job.comm`
+still contains the dead rank, so its collectives (an evaluation's sums, synchronous steps) would wait for it.
 
-Note: when a rank joins. The others meet and close their jobs, which leaves equal weights; with the new one they make a
-group anew, and jobs: rank 0's weights are given to all, its `state_dict` may be (tests/parallel/test_joining.py).
+Note: joining ranks. The other ranks call `close()`, which leaves equal weights, and form a new group and new jobs with
+the joining rank. It gets rank 0's weights from `apply`, and may be given rank 0's `state_dict`
+(tests/parallel/test_joining.py).
 """
 
 from __future__ import annotations
@@ -33,47 +34,48 @@ from kasoku.parallel.buckets import Graded, Policy
 from kasoku.parallel.life import LostError
 from kasoku.parallel.overlap import Overlap
 from kasoku.parallel.phases import Momentum, Together
-from kasoku.parallel.pieces import Group, most_alone, predict
-from kasoku.parallel.post import post
+from kasoku.parallel.pieces import WorkerGroup, most_alone, predict
+from kasoku.parallel.post import transport
 from kasoku.parallel.segments import Segments
-from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Alone, Owned, Remedies, Shard
+from kasoku.parallel.shards import CLOCK, RESTS, SHARE, UPDATE, Alone, ParameterServer, ParameterShard, Remedies
 from kasoku.parallel.survivors import Everybody, Table, mean_buffers
 from kasoku.parallel.units import Units
-from kasoku.parallel.wires import WIRES
+from kasoku.parallel.wires import CODECS
 
 
 @dataclass(frozen=True)
 class Asynchronous(Technique):
-    """Adds each rank's updates into shared weights and reads fresh ones while it goes on: no rank waits for a slow one.
+    """Adds each rank's updates to shared weights and reads fresh weights during the next step.
 
-    All ranks call `job.drain()`, `evaluation()`, `state_dict()` and `close()` alike: there they meet, and have equal
-    weights. In between each has its own copy, gone ahead by what is predicted. Rank 0's parameters and buffers are
-    given to all at `apply`; at a meeting floating-point buffers become their means, and others the largest of them.
+    `job.drain()`, `evaluation()`, `state_dict()` and `close()` are collective: they are sync points, after which all
+    ranks have equal weights. Between them each rank has its own copy plus a prediction. `apply` broadcasts rank 0's
+    parameters and buffers. A sync point averages floating-point buffers and takes the maximum of the others.
 
     Args:
-        max_staleness: how many steps a rank may be ahead of the slowest one; 0: synchronous, which is Overlap with
-            these groups; None: any number.
-        buckets: the groups that are exchanged one by one.
-        servers: so many ranks, the first ones, own the weights and do not train (their loader gives no batch); 0: all
-            ranks own an equal part and train.
-        every: steps that a rank makes alone before it sends what they moved; 0: as many as it makes until the last
-            exchange is over, so that it does not wait for the network; at most 16 or max_staleness (times the groups,
-            with stream), and one with hidden=False.
-        hidden: exchange while the next step computes, and read at its end; False: wait for it at once.
-        wire: "fp32", or "bf16" or "int8" (a power of two for 256 elements) both ways; what rounding takes is sent with
-            the next update, either way.
-        stream: one group each time, in turn, instead of all.
-        remedies: what is done about stale updates.
-        warmup: epochs at first in which ranks step together.
-        finish: the epoch from which they do so again; 0: never.
+        max_staleness: how many steps a rank may be ahead of the slowest one; 0: synchronous steps, by Overlap with
+            these buckets; None: no limit.
+        buckets: how parameters are grouped for the exchange.
+        servers: the number of parameter servers, the first ranks, which do not train (their loaders are empty); 0: all
+            ranks train and own equal parts of the weights.
+        every: local steps between two exchanges; 0 sends again as soon as the previous exchange has finished, so that
+            no step waits for the network (after at most 16 or max_staleness steps, times the groups with stream; after
+            each step with hidden=False).
+        hidden: exchange during the next step and read the reply at its end; False: wait for the reply at once.
+        wire: the codec of updates and replies: "fp32", "bf16" or "int8" (256 elements share a scale, a power of two).
+            Rounding errors are added to the next message.
+        stream: exchange one group at a time, in turn, instead of all.
+        remedies: corrections for stale updates.
+        warmup: epochs of synchronous steps at the start.
+        finish: the epoch from which steps are synchronous again; 0: none.
 
     Saves: the time that ranks wait for each other and for the network.
-    Costs: memory, 4 bytes a parameter times five on each rank (four without a prediction, two with hidden=False in
-        fp32; a prediction's on the model's device). For what it owns: the weights, two rooms of its largest group for
-        each rank of another host, and with fewer bits a copy for each rank. A prediction: two passes over
-        the parameters a step. Some four threads for each other rank. Updates are stale, and no two runs are alike; a
-        resumed one has rank 0's optimizer state on all ranks: the same statistically.
-    Maths: W += u / workers for each worker's update u, computed on a W that others' updates have moved since.
+    Costs: memory on each rank, 20 bytes a parameter (16 without prediction, 8 with hidden=False in fp32; the
+        prediction is on the model's device). An owner also keeps its shard of the weights, two buffers as large as its
+        largest group for each rank of another host, and with bf16 or int8 a copy of its shard for each rank. The
+        prediction takes two passes over the parameters a step. About four threads for each other rank. Updates are
+        stale, and no two runs are alike; a resumed run has rank 0's optimizer state on all ranks, so it is only
+        statistically the same.
+    Maths: W += u / workers for each worker's update u, computed on a W that lacks the other workers' latest updates.
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
     """
 
@@ -103,16 +105,18 @@ class Asynchronous(Technique):
             raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
         if self.servers < 0 or self.every < 0:
             raise InputError(f"servers={self.servers}, every={self.every}: 0 ranks or more, and 0 steps or more")
-        if self.wire not in WIRES:
+        if self.wire not in CODECS:
             raise InputError(f'wire="{self.wire}": "fp32", "bf16" or "int8"')
         if self.warmup < 0 or self.finish < 0:
             raise InputError(f"warmup={self.warmup}, finish={self.finish}: epochs, 0 or more")
         if self.servers and (self.warmup or self.finish):
-            raise InputError(f"servers={self.servers}: who does not train cannot step together: no warmup, no finish")
+            raise InputError(
+                f"servers={self.servers}: servers do not train, so no step is synchronous: no warmup, no finish"
+            )
 
     @property
     def ahead(self) -> float:
-        """How many times the others' last movement ahead gradients are taken."""
+        """The prediction, in multiples of the other ranks' last movement."""
         wish = self.remedies.predict
         return wish if wish >= 0 else 2.0 * self.hidden
 
@@ -133,7 +137,7 @@ class Asynchronous(Technique):
         return self
 
     def apply(self, job: Job) -> None:
-        """Starts all ranks equal, then takes over what the optimizer moves."""
+        """Broadcasts rank 0's weights, then exchanges the optimizer's updates."""
         if self.max_staleness == 0:
             Overlap(self.buckets).apply(job)
         elif job.comm.size == 1:
@@ -146,10 +150,10 @@ class Asynchronous(Technique):
 
 
 class Exchange:
-    """Asynchronous at work on one job.
+    """The exchanges of one job.
 
-    Attributes: `staleness`: over all ranks, how many updates were how stale, up to the last meeting; `clock`: steps
-        since then; `dead`: why ranks were given up, by rank.
+    Attributes: `staleness`: the number of all ranks' updates by staleness, up to the last sync point; `clock`: steps
+        since then; `dead`: the reason of each rank's death.
     """
 
     def __init__(self, job: Job, settings: Asynchronous) -> None:
@@ -164,26 +168,27 @@ class Exchange:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
         self.staleness: Counter[int] = Counter()
-        self.before: Counter[int] = Counter()  # staleness, when ranks shared out anew
+        self.before: Counter[int] = Counter()  # the staleness when the weights were last divided anew
         self.segments = Segments(self.comm)
         self.share_out(range(servers or size), range(servers, size))
-        self.post = post(self.comm, self.owned, (self.workers, self.owners), self.segments)
-        self.dead: dict[int, str] = self.post.dead
+        self.transport = transport(self.comm, self.owned, (self.workers, self.owners), self.segments)
+        self.dead: dict[int, str] = self.transport.dead
         self.together = Together(job, settings.buckets, warmup=settings.warmup, finish=settings.finish)
         self.momentum = Momentum(job, self.remedies.momentum) if self.remedies.momentum >= 0 else None
-        self.reached = 0  # shares of the data given away when the ranks met last; by the first owner
-        self.alone = most_alone(settings.max_staleness) * (len(self.groups) if settings.stream else 1)  # steps at most
+        self.reached = 0  # shares of the data dealt at the last sync point
+        self.alone = most_alone(settings.max_staleness) * (
+            len(self.groups) if settings.stream else 1
+        )  # the most steps between exchanges
         self.clock, self.turn, self.answers, self.entered = 0, 0, False, False
 
     def install(self) -> None:
-        """Puts itself into the job's moments."""
         job = self.job
         self.together.install()
         job.before_step(self.to_weights)
         job.after_step(self.stepped)
         job.on_drain(self.drain)
         job.keep("asynchronous", self)
-        model = job.model  # a deep copy has its hooks too
+        model = job.model  # deep copies keep the hook, which must act on the original alone
         job.undo(model.register_forward_pre_hook(lambda m, _: self.enter() if m is model else None).remove)
         plain = job.plain_loader
         if self.settings.servers and hasattr(plain, "rank") and hasattr(plain, "size"):
@@ -193,9 +198,9 @@ class Exchange:
             job.around_loader(lambda _: ())
 
     def share_out(self, owners: Sequence[int], workers: Sequence[int]) -> None:
-        """Cuts the weights, equal on all ranks, into parts for their owners."""
+        """Divides the weights, equal on all ranks, among the owners."""
         self.owners, self.workers, self.share = owners, workers, 1 / max(1, len(workers))
-        settings, code = self.settings, WIRES[self.settings.wire]
+        settings, code = self.settings, CODECS[self.settings.wire]
         predicts = settings.ahead > 0
         still = not settings.hidden and not predicts
         plan = settings.buckets.plan(self.units.tensors)
@@ -203,16 +208,16 @@ class Exchange:
         some = [[named[i][1] for i in group] for group in plan.groups]
         self.segments.open(2 * len(some), 8 * self.trains * sum(t.elements for t in self.units.tensors))
         zeros = self.segments.zeros
-        self.groups = [Group(x, owners, code, still=still, predicts=predicts, zeros=zeros) for x in some]
+        self.groups = [WorkerGroup(x, owners, code, still=still, predicts=predicts, zeros=zeros) for x in some]
         mine = [group.pieces.get(self.comm.rank) for group in self.groups]
-        share = self.share if code.exact else 1.0  # else it is taken before what is sent is rounded
-        shards = [Shard(x.stop - x.start, workers, code, share=share) if x else None for x in mine]
-        self.owned = Owned(shards, workers, settings.max_staleness)
+        share = self.share if code.exact else 1.0  # other codecs scale before they round
+        shards = [ParameterShard(x.stop - x.start, workers, code, share=share) if x else None for x in mine]
+        self.owned = ParameterServer(shards, workers, settings.max_staleness)
         self.begin()
 
     @torch.no_grad()
     def begin(self) -> None:
-        """From here on the parameters as they are, equal on all ranks, are the weights."""
+        """Takes the parameters, equal on all ranks, as the weights."""
         for group, shard in zip(self.groups, self.owned.shards, strict=True):
             group.begin()
             if shard:
@@ -236,9 +241,11 @@ class Exchange:
             self.say(self.clock)
 
     def change(self) -> None:
-        """From asynchronous steps to those of all ranks together, or back; all ranks do so at the same epoch."""
-        if self.post.dead:
-            raise InputError(f"ranks {sorted(self.post.dead)} are dead: the others cannot step together (finish=0)")
+        """Switches between asynchronous and synchronous steps; all ranks do so at the same epoch."""
+        if self.transport.dead:
+            raise InputError(
+                f"ranks {sorted(self.transport.dead)} are dead: the others cannot step together (finish=0)"
+            )
         self.drain()
         if self.together.active:
             self.together.end()
@@ -246,7 +253,7 @@ class Exchange:
             self.together.begin()
 
     def to_weights(self) -> None:
-        """Before the optimizer's own step: it is one of the weights, which it may scale, not of what is predicted."""
+        """Before the optimizer's step: removes the prediction, as weight decay must act on the weights alone."""
         if not self.together.active:
             predict(self.groups, ahead=False)
             if self.momentum is not None:
@@ -254,7 +261,7 @@ class Exchange:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Has this rank ask and answer, if it does not yet since the ranks met last."""
+        """Starts the transport after a sync point."""
         if self.answers:
             return
         bits = torch.int32  # NaN is not equal to itself
@@ -264,34 +271,34 @@ class Exchange:
                 "Asynchronous: the weights were changed since the ranks met last: load them before apply, or by "
                 "job.load_state_dict"
             )
-        self.post.start()
+        self.transport.start()
         self.answers = True
 
     def deal(self, first: int, end: int) -> None:
-        """Has the ranks share these shares of the data until they meet; called by all of them after a meeting."""
+        """Starts to deal these shares of the data until the next sync point; all ranks call it after the last one."""
         self.owned.deal(first, end)
 
     def share_of_data(self, wish: int = 0) -> int | None:
-        """The number of the next share that this rank trains on; None: it is time to meet.
+        """The number of this rank's next share; None: the sync point is reached.
 
-        `wish`: above 0, all ranks are to meet as soon as a whole batch is dealt.
+        `wish`: above 0 asks for a sync point as soon as a whole batch is dealt.
         """
         self.start()
         none, share = torch.zeros(0), -1
         with suppress(LostError):
-            share = self.post.ask(self.owners[0], (SHARE, wish), none, none).wait()[0]
+            share = self.transport.ask(self.owners[0], (SHARE, wish), none, none).wait()[0]
         return share if share >= 0 else None
 
     def say(self, clock: int) -> None:
-        """Tells this worker's clock, and waits while it is too far ahead of the slowest one."""
+        """Sends this worker's clock, and waits while it is too far ahead of the slowest worker."""
         if self.settings.max_staleness is not None and self.trains:
             none = torch.zeros(0)
             with self.job.trace.span("wait", "the slowest rank"), suppress(LostError):
-                self.post.ask(self.owners[0], (CLOCK, clock), none, none).wait()
+                self.transport.ask(self.owners[0], (CLOCK, clock), none, none).wait()
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """After the optimizer's own step: exchanges what is due, and goes ahead."""
+        """After the optimizer's step: exchanges the groups that are due, and adds the prediction."""
         self.clock += 1
         self.entered = False
         if self.together.active:
@@ -303,7 +310,7 @@ class Exchange:
         predict(self.groups, ahead=True)
 
     def trade(self) -> None:
-        """Reads what others moved, and sends what this worker did, of each group whose time it is."""
+        """Reads the last reply and sends the next update of each group that is due."""
         self.start()
         among = [self.turn] if self.settings.stream else list(range(len(self.groups)))
         some = [g for g in among if self.settings.every or self.groups[g].due(self.clock, self.alone)]
@@ -316,36 +323,35 @@ class Exchange:
             self.groups[g].basis.update(self.groups[g].read)
 
     def send(self, g: int) -> None:
-        """Sends what this worker moved of a group since it sent last."""
-        self.post.check()
+        self.transport.check()
         group = self.groups[g]
         group.clock = self.clock
         group.take_update(self.share, self.momentum.factors(group.params) if self.momentum else None)
         for owner, where in group.written.items():
             head = (UPDATE, g, group.basis[owner])
-            group.under_way[owner] = self.post.ask(owner, head, group.sent[where], group.come[where])
+            group.under_way[owner] = self.transport.ask(owner, head, group.sent[where], group.come[where])
         group.basis.update(group.read)
 
-    def collect(self, group: Group) -> None:
-        """Reads the answers to what was sent of a group: what others moved comes into the parameters."""
+    def collect(self, group: WorkerGroup) -> None:
+        """Reads the replies of a group into the parameters."""
         if group.under_way:
             lost = []
             with self.job.trace.span("wait", "fresh weights", bytes=group.come.nbytes):
-                for owner, question in group.under_way.items():
+                for owner, reply in group.under_way.items():
                     try:
-                        group.read[owner] = question.wait()[0]
+                        group.read[owner] = reply.wait()[0]
                     except LostError:
                         lost.append(owner)
-            for owner in lost:  # when all others have answered
+            for owner in lost:  # after all other owners have replied
                 group.lose(owner)
             group.under_way.clear()
             group.take_answer(self.settings.ahead)
 
-    # ---- meetings
+    # ---- sync points
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Meets all ranks: what is under way is added, and all have the same weights."""
+        """A sync point: finishes all exchanges; all ranks have equal weights then."""
         if self.together.active:
             for x, value in zip(self.job.model.buffers(), self.buffers(Everybody(self.comm)), strict=True):
                 x.copy_(value)
@@ -358,15 +364,15 @@ class Exchange:
                 self.send(g)
                 self.collect(group)
         self.say(RESTS)
-        self.post.quiet()
-        (told, reached, buffers), living = self.post.meet(self.sums)
+        self.transport.quiet()
+        (told, reached, buffers), living = self.transport.meet(self.sums)
         self.staleness = sum((Counter({int(s): n for s, n in one.items()}) for one in told), self.before)
         self.reached = reached
         for group in self.groups:
             group.scatter(group.now)
         for x, value in zip(self.job.model.buffers(), buffers, strict=True):
             x.copy_(value)
-        self.post.stop()
+        self.transport.stop()
         if len(living) < len({*self.owners, *self.workers}):
             self.go_on_with(living)
         self.begin()
@@ -374,15 +380,14 @@ class Exchange:
         return None
 
     def go_on_with(self, living: Sequence[int]) -> None:
-        """The survivors share out what the dead had."""
         self.before = self.staleness
         workers = [rank for rank in self.workers if rank in living]
         owners = [rank for rank in self.owners if rank in living] or workers
         self.share_out(owners, workers)
-        self.post.hand_over(self.owned, (workers, owners))
+        self.transport.hand_over(self.owned, (workers, owners))
 
     def sums(self, table: Table) -> tuple[list[dict[str, int]], int, list[Tensor]]:
-        """What all that live have together: the weights, in `now` of each group; staleness; shares dealt; buffers."""
+        """Sums over the living ranks: the weights into `now` of each group; staleness; shares dealt; buffers."""
         workers = sum(rank in table.ranks for rank in self.workers) if self.trains else 0
         for group, shard in zip(self.groups, self.owned.shards, strict=True):
             owned = {self.comm.rank: shard.weights} if shard else {}
@@ -393,21 +398,19 @@ class Exchange:
         return [found for found, _ in both], max(reached for _, reached in both), self.buffers(table)
 
     def buffers(self, table: Table) -> list[Tensor]:
-        """What the workers have together of the model's buffers."""
         workers = sum(rank in table.ranks for rank in self.workers)
         return mean_buffers(self.job.model, table, trains=self.trains, workers=workers)
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """How stale updates were; the weights are the model's."""
         return {"staleness": {str(steps): n for steps, n in sorted(self.staleness.items())}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from the model's weights as they are now; called on all ranks when they have met."""
+        """Starts from the model's present weights; all ranks call it after a sync point."""
         if self.clock:
             raise InputError(f"Asynchronous: {self.clock} steps since the ranks met: call job.drain(), then load")
-        if not self.comm.own_threads:  # else a rank that is asked answers when it has begun
+        if not self.comm.own_threads:  # processes answer requests only after `start`
             self.comm.gather_objects(None)
         for shard in self.owned.shards:
             if shard:

@@ -1,7 +1,7 @@
-"""What an asynchronous training does to its optimizers: steps together at first and in the end, a lower momentum.
+"""Changes to the optimizers of an asynchronous training: synchronous phases at its start and end, and lower momentum.
 
-Note: why the two go together. Synchronous ranks need equal optimizer states, or they drift apart; asynchronous ones
-have their own. So where ranks begin to step together their states become the means of all.
+Note: optimizer states. Synchronous ranks need equal optimizer states, or their weights drift apart; asynchronous ranks
+each have their own. So the states are averaged over all ranks when a synchronous phase begins.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kasoku.parallel.overlap import Engine, Overlap
 
 
 class Together:
-    """Steps of all ranks together, by the groups of an Overlap that waits at the step; asleep until `begin()`.
+    """Synchronous steps by an Overlap without next-forward overlap; inactive until `begin()`.
 
     Args:
-        warmup: epochs at first.
-        finish: from this epoch on again; 0: never.
+        warmup: epochs of the first synchronous phase.
+        finish: the epoch in which the last one begins; 0: none.
     """
 
     def __init__(self, job: Job, buckets: Policy, *, warmup: float, finish: float) -> None:
@@ -32,7 +32,6 @@ class Together:
         self.bounds = (warmup, finish)
 
     def install(self) -> None:
-        """Puts itself into the job's moments."""
         engine = self._engine
         if engine is not None:
             self._job.gradient_ready(lambda p: engine.arrive(p) if self.active else None)
@@ -40,12 +39,12 @@ class Together:
 
     @property
     def due(self) -> bool:
-        """Whether the next step is one of all ranks."""
+        """Whether the next step is synchronous."""
         epochs = self._job.progress + 1e-9
         return epochs < self._warmup or 0 < self._finish <= epochs
 
     def begin(self) -> None:
-        """From the next step on; called by all ranks."""
+        """Makes the next step synchronous; collective."""
         self.active = True
         if self._job.steps:
             _average(self._job)
@@ -55,7 +54,7 @@ class Together:
 
 
 def _average(job: Job) -> None:
-    """The optimizers' states become their means over all ranks; they are forgotten where ranks have different ones."""
+    """Averages the optimizers' states over all ranks, or clears them if ranks have different ones."""
     states = [(i, job.state_of(p)) for i, p in enumerate(p for g in job.optimizer.param_groups for p in g["params"])]
     found = [(i, k, x) for i, state in states for k, x in sorted(state.items()) if _real(x)]
     if len({tuple(names) for names in job.comm.gather_objects([(i, k, tuple(x.shape)) for i, k, x in found])}) > 1:
@@ -71,14 +70,13 @@ def _real(x: Any) -> bool:
 
 
 class Momentum:
-    """Another momentum during each step of the optimizer; what reads it in between finds the user's own."""
+    """Sets another momentum during each optimizer step; between steps the optimizer has the user's own."""
 
     def __init__(self, job: Job, momentum: float) -> None:
         self._job, self._momentum = job, momentum
         self._own: list[float] = []
 
     def lower(self) -> None:
-        """Before a step."""
         groups = self._job.optimizer.param_groups
         if any("momentum" not in group for group in groups):
             kind = type(self._job.optimizer).__name__
@@ -88,12 +86,11 @@ class Momentum:
             group["momentum"] = self._momentum
 
     def restore(self) -> None:
-        """After it."""
         for group, own in zip(self._job.optimizer.param_groups, self._own, strict=False):
             group["momentum"] = own
 
     def factors(self, params: Sequence[Tensor]) -> list[float]:
-        """By which what a step moved is multiplied, so that in all a gradient moves the weights as far as before."""
+        """Factors of the updates, so that a gradient moves the weights as far as with the user's momentum."""
         groups = zip(self._job.optimizer.param_groups, self._own, strict=False)
         of = {p: (1 - self._momentum) / (1 - own) for group, own in groups for p in group["params"]}
         return [of.get(p, 1.0) for p in params]

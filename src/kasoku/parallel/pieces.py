@@ -1,7 +1,7 @@
-"""A group of parameters as a worker of an asynchronous training has it, cut in pieces for their owners.
+"""A worker's copy of one group of parameters, divided into pieces, one for each owner.
 
-Note: where the prediction is. In the parameters from the end of a step to the next step of the optimizer, or to a
-meeting; never while a group reads or writes them, as it would be sent like something that this worker moved.
+Note: the prediction. Parameters hold it from the end of a step to the next optimizer step or sync point. It is removed
+whenever updates are sent or weights are read, as it would otherwise be sent as part of this worker's own update.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kasoku.parallel.post import Question
-from kasoku.parallel.wires import Code
+from kasoku.parallel.post import PendingReply
+from kasoku.parallel.wires import Codec
 
-_ALONE = 16  # steps at most between two exchanges, however long one takes
+_ALONE = 16  # the most steps between two exchanges, however long an exchange takes
 
 
 def most_alone(max_staleness: int | None) -> int:
-    """Steps at most between two exchanges, where a rank makes as many as one lasts; no more than a bound allows."""
+    """The most steps between two exchanges if every=0; a bound on staleness may lower it."""
     return _ALONE if max_staleness is None else min(_ALONE, max_staleness)
 
 
 class Views:
-    """A flat stretch of memory, made by `zeros(elements, dtype=)`, and in it the places of a group's parameters."""
+    """A flat buffer, allocated by `zeros(elements, dtype=)`, with one view into it for each parameter of a group."""
 
     def __init__(self, params: Sequence[Tensor], zeros: Callable[..., Tensor] = torch.zeros) -> None:
         self.flat = zeros(sum(p.numel() for p in params), dtype=torch.float32)
-        self.places, start = [], self.flat.storage_offset()  # it may be a part of a larger memory
+        self.places, start = [], self.flat.storage_offset()  # the buffer may be a part of a larger one
         for p in params:
             self.places.append(torch.as_strided(self.flat, p.shape, p.stride(), start))
             start += p.numel()
 
 
 @torch.no_grad()
-def predict(groups: Sequence[Group], *, ahead: bool) -> None:
-    """Brings the parameters to where they are expected to be, or back to what they are."""
+def predict(groups: Sequence[WorkerGroup], *, ahead: bool) -> None:
+    """Adds the prediction to the parameters, or removes it."""
     for group in groups:
         times = group.reach if ahead else 0.0
         if times != group.within:
@@ -45,37 +45,38 @@ def predict(groups: Sequence[Group], *, ahead: bool) -> None:
             group.within = times
 
 
-class Group:
-    """A group of parameters on a worker.
+class WorkerGroup:
+    """A worker's copy of a group of parameters.
 
     Attributes:
-        base: the weights as far as it knows them, its own updates included.
-        sent, come: what is under way to the owners, and from them, as `code` writes it; both are `base` where that
-            suffices, as an owner answers a piece when it has it whole. An owner may work in either until it answers.
-        way: what others moved last, where the parameters are. `reach` times this is the prediction; `within` times
-            are in the parameters now.
-        left: what rounding took from the last update.
-        written: of each owner, where its piece lies in `sent` and `come`.
-        lost: pieces whose owner is dead: this worker moves its own copy of them, until ranks meet.
-        basis, read: of each piece: when what the next update is computed on was read, and what was read last.
-        clock: the worker's, when an update was sent last.
+        base: the last known weights, with this worker's own updates.
+        sent, come: buffers of requests and replies, in the format of `code`. Both are `base` if the exchange can be
+            done in place, as an owner replies to a piece only after it has read all of it. Until then the owner may
+            write to either.
+        way: the other ranks' last movement, on the parameters' device. The prediction is `reach` times this; the
+            parameters contain `within` times this now.
+        left: the rounding error of the last update, which is sent with the next one.
+        written: for each owner, the slice of its piece in `sent` and `come`.
+        lost: pieces whose owner is dead; this worker updates its own copy of them until the next sync point.
+        basis, read: for each piece, the version of the weights that the next update is computed on, and the last read.
+        clock: the worker's step at the last update sent.
     """
 
     def __init__(
         self,
         params: Sequence[Tensor],
         owners: Sequence[int],
-        code: Code,
+        code: Codec,
         *,
         still: bool,
         predicts: bool = False,
         zeros: Callable[..., Tensor] = torch.zeros,
     ) -> None:
-        """Args beside the attributes.
+        """Arguments that are not attributes.
 
-        still: the parameters do not move while an exchange is under way, and are what was read after it.
-        predicts: they are then taken ahead of that, so they are not still.
-        zeros: makes the memory of what is sent and comes.
+        still: the parameters do not change during an exchange, and equal the weights read after it.
+        predicts: the parameters hold a prediction between exchanges, so `still` is False.
+        zeros: allocates the buffers of requests and replies.
         """
         self.params, self.still, self.code = params, still, code
         in_place = still and code.exact
@@ -101,12 +102,12 @@ class Group:
         self.basis = dict.fromkeys(self.pieces, 0)
         self.read = dict(self.basis)
         self._passed, self._times = 0, 0
-        self.under_way: dict[int, Question] = {}
+        self.under_way: dict[int, PendingReply] = {}
         self.lost: list[slice] = []
         self.clock = 0
 
     def begin(self) -> None:
-        """The parameters as they are become the weights that it knows."""
+        """Takes the parameters as the last known weights."""
         self.base.flat.copy_(self.gather())
         self.reach = self.within = 0.0
         self.left.zero_()
@@ -116,35 +117,35 @@ class Group:
         self._passed, self._times = 0, 0
 
     def gather(self) -> Tensor:
-        """The parameters as they are, flat."""
+        """The parameters in one flat tensor."""
         torch._foreach_copy_(self.now.places, list(self.params))
         return self.now.flat
 
     def scatter(self, views: Views) -> None:
-        """Sets the parameters."""
+        """Copies the views into the parameters."""
         torch._foreach_copy_(list(self.params), views.places)
 
     def due(self, clock: int, most: int) -> bool:
-        """Whether it is exchanged again at this step: the last exchange is over, or was `most` steps ago."""
-        return clock - self.clock >= most or all(question.done for question in self.under_way.values())
+        """Whether to exchange at this step: the last exchange has finished, or began `most` steps ago."""
+        return clock - self.clock >= most or all(reply.done for reply in self.under_way.values())
 
     @property
     def quick(self) -> bool:
-        """Each parameter can be taken by itself, in one go."""
+        """Whether parameters can be processed one by one, without a flat copy."""
         here = self.params[0].device == self.base.flat.device
         return here and not (len(self.left) or self.lost)
 
     def own(self) -> Tensor:
-        """What this worker moved since an update was taken."""
+        """This worker's update since the last one was sent."""
         return self.gather().sub_(self.base.flat)
 
     def lose(self, owner: int) -> None:
-        """Goes on without a piece's owner, which may yet write into what it was sent and asked to fill."""
+        """Goes on without a dead owner, which may still write to the buffers of its last request and reply."""
         piece = self.pieces.pop(owner)
         self.written.pop(owner, None)  # with fp32 it is `pieces`
         base = Views(self.params)
         base.flat.copy_(self.base.flat)
-        if self.come is self.base.flat:  # half an answer may be in it
+        if self.come is self.base.flat:  # it may contain half a reply
             base.flat[piece] = self.gather()[piece]
             self.sent = self.come = base.flat
         else:
@@ -153,18 +154,18 @@ class Group:
         self.lost.append(piece)
 
     def part(self, owned: Mapping[int, Tensor], living: Sequence[int], workers: int) -> Tensor:
-        """This rank's part of the weights: what it owns, what rounding kept back, its part of what the dead had.
+        """This rank's summand of the weights: its owned piece, its rounding errors and its share of the dead's pieces.
 
-        What a dead rank owned becomes the mean of the workers' copies, each of which it has moved on by itself.
+        A dead rank's piece becomes the mean of the workers' copies, as each worker has updated its own.
 
         Args:
-            owned: the piece of this rank, by its number; empty where it has none.
-            living: the ranks that meet.
-            workers: how many of them train; 0 where this one does not.
+            owned: this rank's piece, by its rank; empty if it owns none.
+            living: the ranks at the sync point.
+            workers: how many of them train; 0 if this rank does not train.
         """
         for owner in [rank for rank in self.pieces if rank not in living]:
             self.lose(owner)
-        self.now = Views(self.params)  # what comes late for a meeting that a death ended is written to the old one
+        self.now = Views(self.params)  # late messages of a failed attempt are written to the old one
         whole = self.now.flat
         if workers and len(self.left):
             whole += self.left
@@ -175,7 +176,7 @@ class Group:
         return whole
 
     def take_update(self, share: float, factors: Sequence[float] | None) -> None:
-        """Fills `sent` with what this worker moved (in fewer bits: a share of it), a share of which counts as added."""
+        """Writes this worker's update into `sent`, and adds `share` of it to `base`; inexact codecs send that share."""
         if self.quick and not factors:
             for p, base, sent in zip(self.params, self.base.places, self._goes.places, strict=True):
                 torch.sub(p, base, out=sent)
@@ -185,7 +186,7 @@ class Group:
             self._take_all(share, factors)
 
     def _take_all(self, share: float, factors: Sequence[float] | None) -> None:
-        """The same with flat copies of all parameters."""
+        """The general case of `take_update`, with flat copies."""
         update = self.own()
         if factors:
             torch._foreach_mul_(self.now.places, list(factors))
@@ -210,9 +211,9 @@ class Group:
             self.scatter(self.base)
 
     def _limited(self, ahead: float) -> float:
-        """How many times what others moved now is gone ahead: after a halt that is long, and what follows is not.
+        """Caps the extrapolation: after a stall the last movement is unusually large.
 
-        So it is halved until it is of no more than twice the updates that came in between before, on average.
+        It is halved until it covers at most twice the usual number of updates.
         """
         passed: float = sum(self.read.values()) - self._passed
         usual = max(1.0, self._passed / self._times) if self._times else passed
@@ -222,7 +223,7 @@ class Group:
         return ahead
 
     def take_answer(self, ahead: float) -> None:
-        """Adds what came; the prediction is so many times as far ahead, or less after a halt."""
+        """Applies the replies to the parameters; predicts `ahead` times their movement, or less after a stall."""
         self.reach = self._limited(ahead)
         if len(self.left):
             return self._take_way()
@@ -246,9 +247,9 @@ class Group:
         return self.scatter(self.now)
 
     def _take_way(self) -> None:
-        """The same where the others' way came, in fewer bits."""
+        """The same for inexact codecs, whose replies are differences."""
         own = torch.zeros(0) if self.still else self.own()
-        here = self.base.flat.device  # a way that is here is written in place
+        here = self.base.flat.device  # a movement on this device is written in place
         way = self.now.flat if self.still else self.way.to(here) if len(self.way) else torch.empty_like(self.base.flat)
         for piece in self.lost:
             way[piece] = 0.0

@@ -1,12 +1,11 @@
-"""Requests between ranks, which are answered while all of them compute.
+"""Requests between ranks, answered while all of them compute.
 
-Note: who makes progress. Between processes one thread for each other rank waits for its requests and answers them, so
-an answer does not wait for the training of the rank that gives it; bytes move by gloo's own threads, or not at all
-where ranks have memory in common (segments.py): then only heads are sent, and whoever answers reads and writes in
-place. What one rank asks another is answered in the order of asking; what several ask comes in any order. Questions
-without bytes go to the first that answers by a way of their own, so that they do not wait for bytes under way, and
-overtake them. Where ranks take turns in one process (`Threads`, a virtual clock) the other's answer is called in place,
-and the turn is given away after it.
+Note: progress. Between processes, one thread for each other rank receives its requests and answers them, so a reply
+does not wait for the training loop of the rank that gives it. gloo's own threads move the bytes. Ranks that share
+memory (segments.py) send only headers, and the callee reads and writes in place. Requests of one rank are answered in
+order; those of several ranks in any order. Requests without a body go to the first owner on a channel of their own, so
+they overtake bytes under way. Where ranks take turns in one process (`Threads`, a virtual clock), the callee's handler
+is called directly, and the caller gives its turn away afterwards.
 """
 
 from __future__ import annotations
@@ -25,38 +24,43 @@ from kasoku.parallel.life import Held, Life, LostError, Pending
 from kasoku.parallel.segments import PLACE, Segments
 from kasoku.parallel.survivors import Everybody, Table, met
 
-ASK, REPLY = 2, 3  # tags: a rank's questions and its answers go the same way; 1 is a heartbeat's
-TOLD = 4  # numbers: what a message is, and up to three more
-HEAD = TOLD + 2 * PLACE  # before each message; where what comes and goes with it lies, or zeros where it is sent
-BYE = 0  # no more questions
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # this process can map no more; all else is the other's end
+ASK, REPLY = 2, 3  # tags of requests and replies, which share a channel; 1 is a heartbeat's
+TOLD = 4  # numbers of a header: the kind of message, and up to three more
+HEAD = TOLD + 2 * PLACE  # with the addresses of both bodies in shared memory, or zeros where the bytes are sent
+BYE = 0  # the kind of message that ends the requests of a rank
+_FULL = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+)  # of this process; other errors are the peer's
 T = TypeVar("T")
 Head = Sequence[int]
+Ranks = tuple[Sequence[int], Sequence[int]]
 Hold = Callable[[str, Callable[[], bool]], None]  # (what for, until when)
 
 
-class Desk(Protocol):
-    """What answers: the part that a rank has for all others."""
+class RequestHandler(Protocol):
+    """Answers the requests of all other ranks."""
 
     def size(self, head: Head) -> tuple[int, torch.dtype]:
-        """Elements and type of what comes with a question and goes with its answer; 0: nothing."""
+        """Elements and type of the request's body, and of the reply's; 0: no body."""
         ...
 
     def answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
-        """Answers a rank: takes `body`, fills `out`, which may be the memory of `body`."""
+        """The reply's header; reads `body` and fills `out`, which may share memory with `body`."""
         ...
 
     def ready(self, rank: int, head: Head) -> bool:
-        """Whether it can be answered yet."""
+        """Whether the request can be answered yet."""
         ...
 
     def gone(self, rank: int) -> None:
-        """This rank is dead."""
+        """Called once when `rank` has died."""
         ...
 
 
-class Question:
-    """A question under way. `reply`: the head of its answer, after `wait()`."""
+class PendingReply:
+    """A request whose reply has not been read yet."""
 
     def __init__(self, pending: Pending | None, reply: Tensor) -> None:
         self._pending, self._reply = pending, reply
@@ -67,82 +71,82 @@ class Question:
         return self._pending is None or self._pending.over.is_set()
 
     def wait(self) -> list[int]:
-        """The answer's head; what came with it is in `out` then. Raises LostError where who was asked is dead."""
+        """The reply's header; its body is in `out` then. Raises LostError if the callee is dead."""
         if self._pending is not None:
             self._pending.wait()
         reply: list[int] = self._reply.tolist()
         return reply
 
 
-class Direct:
-    """Ranks of one process, which take turns: the answer is called in place."""
+class InProcess:
+    """Ranks of one process that take turns: the callee's handler is called directly."""
 
-    def __init__(self, comm: Comm, desk: Desk) -> None:
-        self._comm, self._desks = comm, comm.gather_objects(desk)
+    def __init__(self, comm: Comm, handler: RequestHandler) -> None:
+        self._comm, self._handlers = comm, comm.gather_objects(handler)
         self.dead: dict[int, str] = {}
         self._block: Hold = getattr(comm, "block", lambda *_: None)
 
     def start(self) -> None:
-        """Nothing runs beside the ranks."""
+        """Does nothing: there are no threads."""
 
     def check(self) -> None:
-        """Nothing fails beside the ranks."""
+        """Does nothing: a failure is raised where it happens."""
 
-    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Question:
-        """Asks rank `to`, once it can answer."""
-        desk, rank = self._desks[to], self._comm.rank
-        self._block(f"an answer of rank {to}", lambda: desk.ready(rank, head))
-        return Question(None, torch.tensor([*desk.answer(rank, head, body, out)]))
+    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> PendingReply:
+        """Sends a request to rank `to` once it can be answered."""
+        handler, rank = self._handlers[to], self._comm.rank
+        self._block(f"an answer of rank {to}", lambda: handler.ready(rank, head))
+        return PendingReply(None, torch.tensor([*handler.answer(rank, head, body, out)]))
 
     def quiet(self) -> None:
-        """Waits until no rank has a question any more."""
+        """Waits until all ranks have sent their last request."""
         self._comm.gather_objects(None)
 
     def meet(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
-        """What f makes of all ranks, and who they are."""
+        """The result of f over all ranks, and the list of these."""
         return f(Everybody(self._comm)), list(range(self._comm.size))
 
     def stop(self) -> None:
-        """Waits for all."""
+        """Waits for all ranks."""
         self._comm.gather_objects(None)
 
 
-class Wired:
-    """Ranks in processes of their own; see Note: who makes progress.
+class NetworkTransport:
+    """Ranks in processes of their own; see Note: progress.
 
     Args:
         comm: a channel of its own.
-        desk: answers what others ask.
-        ranks: those that ask, and those that answer.
-        segments: what this rank has in common with others.
+        handler: answers the requests of the other ranks.
+        ranks: those that send requests, and those that answer them.
+        segments: the memory that this rank shares with others.
     """
 
-    def __init__(self, comm: Comm, desk: Desk, ranks: tuple[Sequence[int], Sequence[int]], segments: Segments) -> None:
+    def __init__(self, comm: Comm, handler: RequestHandler, ranks: Ranks, segments: Segments) -> None:
         self._comm, self._segments = comm, segments
-        self.hand_over(desk, ranks)
+        self.hand_over(handler, ranks)
         self._threads: list[tuple[int, threading.Thread]] = []
         self._errors: list[BaseException] = []
         self.life = Life(comm, self._gone)
         self.dead = self.life.dead
         self.changed = threading.Condition()
 
-    def hand_over(self, desk: Desk, ranks: tuple[Sequence[int], Sequence[int]]) -> None:
-        """From the next start on this one answers, and these ask and answer."""
+    def hand_over(self, handler: RequestHandler, ranks: Ranks) -> None:
+        """Replaces the handler, and the ranks that send and answer requests, from the next `start` on."""
         asking, answering = ranks
-        self._desk, me = desk, self._comm.rank
+        self._handler, me = handler, self._comm.rank
         self._from = [rank for rank in asking if rank != me and me in answering]
         self._to = [rank for rank in answering if rank != me and me in asking]
         self._first = next(iter(answering), me)
 
     def _ways(self, to: int) -> list[bool]:
-        """By which ways this rank is asked: that of bytes, and the small one."""
+        """The channels for requests to rank `to`: False the one for bodies, True the one without."""
         return [False, True] if to == self._first else [False]
 
     def _way(self, small: bool) -> Comm:
         return self.life.small if small else self._comm
 
     def start(self) -> None:
-        """Begins to answer."""
+        """Starts the threads that answer requests."""
         self.life.start()
         self._threads = [
             (rank, threading.Thread(target=self._serve, args=both, name=f"kasoku answers {rank}", daemon=True))
@@ -153,14 +157,14 @@ class Wired:
         for _, thread in self._threads:
             thread.start()
 
-    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Question:
-        """Asks rank `to`; `body` must not change, nor `out` be read, before the answer is there.
+    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> PendingReply:
+        """Sends a request to rank `to`; until its reply, `body` must not be changed, nor `out` read.
 
-        After it `body` is as the other left it, which may have worked in it.
+        The callee may use `body` as working memory, so its content is undefined afterwards.
         """
         self.check()
         if to == self._comm.rank:
-            return Question(None, torch.tensor([*self._answered(to, head, body, out)]))
+            return PendingReply(None, torch.tensor([*self._answered(to, head, body, out)]))
         told, reply = torch.zeros(HEAD, dtype=torch.int64), torch.zeros(HEAD, dtype=torch.int64)
         told[: len(head)] = torch.tensor(head)
         place = self._places(to, body, out)
@@ -175,21 +179,21 @@ class Wired:
                 works += [receive(x, source=to, tag=REPLY) for x in (reply, come) if len(x)]
         except RuntimeError:
             self.life.lose(to, "its connection broke")
-        return Question(self.life.pending(to, [*works, Held(told)], small=small), reply)
+        return PendingReply(self.life.pending(to, [*works, Held(told)], small=small), reply)
 
     def check(self) -> None:
-        """Raises InputError where the others gave this rank up, and what went wrong in answering: it must end then."""
+        """Raises InputError if the others have given this rank up, or the error of a thread that answers requests."""
         self.life.check()
         if self._errors:
             raise self._errors[0]
 
     def _places(self, to: int, body: Tensor, out: Tensor) -> list[int]:
-        """Where both lie, if that rank has them before it too."""
+        """The addresses of both, if rank `to` can map their memory."""
         places = [self._segments.place(x) for x in (body, out)] if to in self._segments.near and len(body) else [()]
         return [number for place in places for number in place] if all(places) else []
 
     def quiet(self) -> None:
-        """Says that there are no more questions, and answers others' until they say so too. Raises as `check`."""
+        """Announces the last request, and answers others' requests until their last. Raises as `check` does."""
         self.check()
         bye, none = torch.zeros(HEAD, dtype=torch.int64), []
         for rank, small in [(to, small) for to in self._to for small in self._ways(to)]:
@@ -207,70 +211,70 @@ class Wired:
         self._threads.clear()
 
     def meet(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
-        """What f makes of the ranks that live, and who they are; it may be called again, so it must only read."""
+        """The result of f over the living ranks, and the list of these; f may be called again, so it must only read."""
         return met(self._comm, self.life, f)
 
     def stop(self) -> None:
-        """Ends all threads, as all others that live do."""
+        """Ends all threads; all living ranks call it."""
         self.life.stop()
         self._segments.forget()
 
     def _gone(self, rank: int) -> None:
-        """What a rank that died was waited for is waited for no longer."""
-        self._desk.gone(rank)
+        """Wakes the threads that wait for a rank that has died."""
+        self._handler.gone(rank)
         with self.changed:
             self.changed.notify_all()
 
     def _answered(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
-        if not self._desk.ready(rank, head):
+        if not self._handler.ready(rank, head):
             with self.changed:
-                self.changed.notify_all()  # what was asked may be what others wait for
-                self.changed.wait_for(lambda: self._errors or self._desk.ready(rank, head))
-            if not self._desk.ready(rank, head):
+                self.changed.notify_all()  # this request may be the one that others wait for
+                self.changed.wait_for(lambda: self._errors or self._handler.ready(rank, head))
+            if not self._handler.ready(rank, head):
                 raise self._errors[0]
-        found = self._desk.answer(rank, head, body, out)
+        found = self._handler.answer(rank, head, body, out)
         with self.changed:
             self.changed.notify_all()
         return found
 
     def _serve(self, rank: int, small: bool) -> None:
-        """Answers one rank until it says that it has no more questions, or dies; the main function of a thread."""
+        """The main function of a thread: answers one rank until its last request or its death."""
         try:
-            self._serve_all(rank, self._way(small), [_Room(), _Room()])
+            self._serve_all(rank, self._way(small), [_Buffer(), _Buffer()])
         except LostError:
             self.life.lose(rank, "its connection broke")
         except BaseException as error:
-            with self.changed:  # who waits here for what this thread would have brought hears of it
+            with self.changed:  # wakes the threads that wait for a result of this one
                 self._errors.append(error)
                 self.changed.notify_all()
             self.life.end()
 
-    def _serve_all(self, rank: int, way: Comm, rooms: list[_Room]) -> None:
-        """A question comes into one room while the answer to the one before leaves the other."""
+    def _serve_all(self, rank: int, way: Comm, buffers: list[_Buffer]) -> None:
+        """Receives a request into one buffer while the previous reply is sent from the other."""
         head = torch.zeros(HEAD, dtype=torch.int64)
         while True:
-            rooms.reverse()
-            room = rooms[0]
+            buffers.reverse()
+            buffer = buffers[0]
             with _lost(rank):
                 way.receive(head, source=rank, tag=ASK).wait()
                 told = head.tolist()
-                room.clear()
+                buffer.clear()
                 if told[0] == BYE:
-                    return rooms[1].clear()
-                n, dtype = self._desk.size(told)
+                    return buffers[1].clear()
+                n, dtype = self._handler.size(told)
                 near = told[TOLD] > 0
-                body = out = room.of(0 if near else n, dtype)
+                body = out = buffer.of(0 if near else n, dtype)
                 if len(body):
                     way.receive(body, source=rank, tag=ASK).wait()
                 sent = body
                 if near and rank not in self.dead:
                     body, out = (self._segments.at(x, n, dtype) for x in (told[TOLD:-PLACE], told[-PLACE:]))
-            if rank in self.dead:  # it was given up, and what it adds no longer counts
+            if rank in self.dead:  # it was given up, so its update no longer counts
                 raise LostError(rank)
             found = self._answered(rank, told[:TOLD], body, out)
-            room.reply[: len(found)] = torch.tensor(found)
+            buffer.reply[: len(found)] = torch.tensor(found)
             with _lost(rank):
-                room.leaves = [way.send(x, to=rank, tag=REPLY) for x in (room.reply, sent) if len(x)]
+                buffer.leaves = [way.send(x, to=rank, tag=REPLY) for x in (buffer.reply, sent) if len(x)]
 
 
 @contextmanager
@@ -283,10 +287,10 @@ def _lost(rank: int) -> Iterator[None]:
         raise LostError(rank) from error
 
 
-class _Room:
-    """Memory for a question and then for its answer, which grows to the largest.
+class _Buffer:
+    """Memory for a request and then for its reply, as large as the largest so far.
 
-    Attributes: `reply`: the head of the answer. `leaves`: what is sent of it.
+    Attributes: `reply`: the reply's header. `leaves`: the sends under way.
     """
 
     def __init__(self) -> None:
@@ -295,18 +299,18 @@ class _Room:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def clear(self) -> None:
-        """Waits until the answer has left."""
+        """Waits until the reply has been sent."""
         while self.leaves:
             self.leaves.pop().wait()
 
     def of(self, n: int, dtype: torch.dtype) -> Tensor:
-        """So many elements of it."""
+        """The first n elements of it."""
         size = n * dtype.itemsize
         if len(self._bytes) < size:
             self._bytes = torch.empty(size, dtype=torch.uint8)
         return self._bytes[:size].view(dtype)
 
 
-def post(comm: Comm, desk: Desk, ranks: tuple[Sequence[int], Sequence[int]], segments: Segments) -> Any:
-    """Direct where ranks take turns in one process, else Wired; called by all of them together."""
-    return Wired(comm, desk, ranks, segments) if comm.own_threads else Direct(comm, desk)
+def transport(comm: Comm, handler: RequestHandler, ranks: Ranks, segments: Segments) -> Any:
+    """InProcess where ranks take turns in one process, else NetworkTransport; collective."""
+    return NetworkTransport(comm, handler, ranks, segments) if comm.own_threads else InProcess(comm, handler)

@@ -1,12 +1,12 @@
-"""Memory that ranks of one host both have before them: what one asks another of it goes by address, not by a network.
+"""Shared memory between ranks of one host. Requests carry addresses instead of bytes.
 
-Note: who is near. Two processes of one Linux system that see each other's /proc and the same network, and that can map
-each other's memory, which is tried. Ranks that a test or a cluster gives hosts of their own, by network namespaces or
-containers, are not near, nor is anyone where the system has no such memory to give: then bytes are sent.
+Note: near ranks. Two processes are near if they run on one Linux system, see each other's /proc and the same network,
+and have mapped each other's memory in a trial. Ranks in network namespaces or containers of their own are not near, so
+a test or a simulated cluster measures a network. Where the system cannot share memory, no rank is near: bytes are sent.
 
-Note: who may write. As with what is sent: between question and answer whoever is asked has the memory, what it was sent
-as well, otherwise the rank that made it. It goes with the last process that has it mapped; what a rank leaves that dies
-the others have until they meet.
+Note: ownership. From request to reply, only the callee may write to the buffers of the request and of the reply. At all
+other times, only the rank that allocated them may. The memory is freed when the last process unmaps it, so buffers of a
+dead rank stay valid until the survivors' next sync point.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from torch import Tensor
 
 from kasoku.core import Comm
 
-PLACE = 4  # numbers that say where something lies: process, descriptor, inode, bytes from the start
+PLACE = 4  # numbers of an address: process, descriptor, inode, bytes from the start
 _ALIGNED = 64  # bytes: a line of the cache
 _Made = dict[int, tuple[int, int]]  # descriptor and inode, by address
 
 
 class Segments:
-    """A rank's memory for what it sends and receives.
+    """A rank's shared memory for the updates it sends and the weights it receives.
 
     Args:
-        comm: all ranks make theirs together; ranks that take turns in one process have none.
+        comm: collective, as ranks try to map each other's memory; ranks of one process need no shared memory.
 
-    Attributes: `near`: the other ranks that can be told a place in place of bytes.
+    Attributes: `near`: the other ranks that take an address instead of bytes.
     """
 
     def __init__(self, comm: Comm) -> None:
         self.near: frozenset[int] = frozenset()
         self._made: _Made = {}
         self._mapped: dict[tuple[int, ...], Tensor] = {}
-        self._device = 0  # where such memory is, as the system counts
+        self._device = 0  # of the file system that has such memory
         self._left = torch.zeros(0, dtype=torch.uint8)
         if comm.own_threads:
             self.near = self._neighbours(comm)
 
     def _neighbours(self, comm: Comm) -> frozenset[int]:
-        """The ranks that read here what we read there."""
+        """The ranks that can map our memory, and whose memory we can map."""
         probe = self._new(8)
         if probe is not None:
             probe.fill_(comm.rank % 251)
@@ -63,12 +63,12 @@ class Segments:
         return frozenset(rank for rank in read if comm.rank in theirs[rank])
 
     def open(self, pieces: int, size: int) -> None:
-        """Makes room for so many calls of `zeros` of so many bytes in all, of which what is not used costs nothing."""
+        """Reserves memory for `pieces` calls of `zeros` of `size` bytes in all; unused pages take no memory."""
         found = self._new(size + pieces * _ALIGNED) if self.near and size else None
         self._left = torch.zeros(0, dtype=torch.uint8) if found is None else found
 
     def zeros(self, n: int, dtype: torch.dtype) -> Tensor:
-        """So many zeros, where ranks that are near can have them, if there are such."""
+        """N zeros, in shared memory if there is any left and a rank is near."""
         size = n * dtype.itemsize
         if not 0 < size <= len(self._left):
             return torch.zeros(n, dtype=dtype)
@@ -76,7 +76,7 @@ class Segments:
         return found.view(dtype)
 
     def _new(self, size: int) -> Tensor | None:
-        """So many bytes of memory of its own, or None where the system has no such."""
+        """Newly allocated shared memory, or None if the system has none."""
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # absent where Python was built on an older libc
             return None
         try:
@@ -96,15 +96,15 @@ class Segments:
         return found
 
     def place(self, x: Tensor) -> Sequence[int]:
-        """Where x lies, for a rank that is near; empty for memory that was not made here."""
+        """The address of x for near ranks; empty if x is not in shared memory of this rank."""
         start = x.untyped_storage().data_ptr()
         made = self._made.get(start)
         return (os.getpid(), *made, x.data_ptr() - start) if made else ()
 
     def at(self, place: Sequence[int], n: int, dtype: torch.dtype) -> Tensor:
-        """So many elements at another rank's place.
+        """N elements at another rank's address.
 
-        Raises OSError where that rank is gone or has let go of it, or where this process may open or map no more.
+        Raises OSError if that rank has ended or has freed the memory, or if this process can open or map no more files.
         """
         *whose, start = place
         whole = self._mapped.get(tuple(whose))
@@ -122,12 +122,12 @@ class Segments:
         return whole[start : start + n * dtype.itemsize].view(dtype)
 
     def forget(self) -> None:
-        """Lets go of other ranks' memory."""
+        """Unmaps other ranks' memory."""
         self._mapped.clear()
 
 
 def _system() -> tuple[object, ...]:
-    """What two processes have alike that may be near; empty where that cannot be told."""
+    """Equal for two processes that may be near; empty if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read()
@@ -137,7 +137,7 @@ def _system() -> tuple[object, ...]:
 
 
 def _let_go(made: _Made, start: int, mine: tuple[int, int]) -> None:
-    """The memory is unmapped, and its address may be another's by now."""
+    """Closes the descriptor of unmapped memory, whose address may be in use again."""
     if made.get(start) == mine:
         made.pop(start, None)
     os.close(mine[0])

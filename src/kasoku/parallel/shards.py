@@ -1,7 +1,7 @@
-"""What a rank owns of the shared weights: it alone adds to them, what the others send it.
+"""The parameter server of a rank: it owns a part of the shared weights and adds all ranks' updates to them.
 
-Note: what staleness is. A worker's update was computed on weights that it read earlier; its staleness is the number of
-others' updates that were added to the same shard since. The worker's own are in its weights already.
+Note: staleness. A worker computes an update on weights that it read earlier. The update's staleness is the number of
+updates by other workers that were added to the same shard since. The worker's own updates are in its copy already.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 
 from kasoku.core import InputError
 from kasoku.parallel.post import Head
-from kasoku.parallel.wires import Code
+from kasoku.parallel.wires import Codec
 
-UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of questions
-RESTS = 2**62  # the clock of a worker that nobody waits for
+UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of requests
+RESTS = 2**62  # the clock of a worker that has ended or died: no bound waits for it
 _STRETCH = 1 << 16  # elements: 256 KiB
 
 
 @dataclass(frozen=True)
 class Remedies:
-    """What is done so that updates to weights that have moved on still help.
+    """Corrections for stale updates.
 
     Args:
-        predict: the gradient is taken where the weights are expected to be when it is added: so many times the others'
-            last movement ahead; 0: where they are. Below 0: 2 beside hidden=True, as the weights are that many
-            exchanges old by then, else 0 (as measured: RECORDS.md).
-        momentum: the optimizers' own while ranks are asynchronous, as several workers act like momentum themselves;
-            rates are scaled so that a gradient moves the weights as far as before; below 0: as it is.
+        predict: computes gradients at the weights' predicted position: ahead by so many times the other ranks' last
+            movement; 0: no prediction. Below 0: 2 with hidden=True, where the weights read are that many exchanges
+            old, else 0 (chosen by measurement: RECORDS.md).
+        momentum: the optimizers' momentum between sync points, as several workers act like momentum themselves; rates
+            are scaled so that a gradient moves the weights as far as before. Below 0: unchanged.
 
     Ref: predict: Sato 2017 (the [001] team). momentum: Mitliagkas et al. 2016 (arXiv 1605.09774).
     """
@@ -46,43 +46,43 @@ class Remedies:
             raise InputError(f"momentum={self.momentum}: from 0 to below 1, or below 0 to leave it as it is")
 
 
-class Shard:
-    """A stretch of one group of parameters, as its owner has it.
+class ParameterShard:
+    """The owned part of one group of parameters.
 
     Args:
         n: elements.
         workers: the ranks that send updates.
-        code: in which bits updates come and answers go.
-        share: of an update in fp32, that is added; in fewer bits it comes as such a share.
+        code: the codec of updates and replies.
+        share: the factor of each fp32 update; workers scale updates of other codecs before rounding.
 
-    Attributes: `weights`: the true ones. `staleness`: how many updates had how much of it.
+    Attributes: `weights`: the authoritative values. `staleness`: the number of updates by staleness.
     """
 
-    def __init__(self, n: int, workers: Sequence[int], code: Code, *, share: float = 1.0) -> None:
+    def __init__(self, n: int, workers: Sequence[int], code: Codec, *, share: float = 1.0) -> None:
         self.weights = torch.zeros(n)
         self.staleness: Counter[int] = Counter()
         self.code = code
         self._workers, self._share = workers, share
         self._lock = threading.Lock()
-        self._exact = torch.zeros(0 if code.exact else n)  # what came and goes, in the weights' own type
+        self._exact = torch.zeros(0 if code.exact else n)  # a decoded update, then the decoded reply
 
     def begin(self, weights: Tensor) -> None:
-        """From here on these are the weights, which all workers have."""
+        """Starts from weights that all workers have."""
         with self._lock:
             self.weights.copy_(weights)
             self._version, self._own = 0, Counter[int]()
             self._told = {rank: weights.clone() for rank in self._workers} if not self.code.exact else {}
 
     def take(self, rank: int, update: Tensor, basis: int, out: Tensor) -> int:
-        """Adds a worker's update and fills `out` with what that worker reads; returns its new basis.
+        """Adds a worker's update, writes the reply into `out` and returns the worker's new basis.
 
-        It reads the weights, or in fewer bits the way from where it believes them to be.
+        The reply is the weights in fp32; with other codecs it is their difference from the worker's copy.
 
         Args:
             rank: the worker.
-            update: a share of it is added; it has added the same to what it believes. Not what it was afterwards.
-            basis: what the worker got when it read the weights that the update was computed on.
-            out: the weights, or in fewer bits the difference; it may be the memory of `update`.
+            update: `share` of it is added, as the worker has done in its copy; its memory is overwritten.
+            basis: the value returned when the worker read the weights that the update was computed on.
+            out: it may share memory with `update`.
         """
         with self._lock:
             others = self._version - self._own[rank]
@@ -99,50 +99,50 @@ class Shard:
             self.weights.add_(self._exact)
             self.code.pack(torch.sub(self.weights, told.add_(self._exact), out=self._exact), out)
             self.code.unpack(out, self._exact)
-            told.add_(self._exact)  # what rounding takes is told the next time
+            told.add_(self._exact)  # the rounding error goes out with the next reply
             return others
 
 
-class Owned:
-    """All that a rank owns, group by group, and on one rank the workers' clocks: the Desk of asynchronous ranks.
+class ParameterServer:
+    """The RequestHandler of asynchronous ranks: the owned shards and, on the first owner, the clocks and data shares.
 
     Args:
-        shards: of each group, or None where it owns none.
+        shards: one for each group, or None where this rank owns nothing of the group.
         workers: the ranks that train.
         ahead: how many steps a worker may be ahead of the slowest one; None: any number.
     """
 
-    def __init__(self, shards: Sequence[Shard | None], workers: Sequence[int], ahead: int | None) -> None:
+    def __init__(self, shards: Sequence[ParameterShard | None], workers: Sequence[int], ahead: int | None) -> None:
         self.shards, self._ahead = shards, ahead
         self._lock = threading.Lock()
         self._workers = workers
-        self.dealt: tuple[int, int] | None = None  # the next share of the data, and where to end; None: not yet known
+        self.dealt: tuple[int, int] | None = None  # the next share of the data, and the end; None: unknown
         self.reset()
 
     def reset(self) -> None:
-        """All workers are at the same step."""
+        """Sets all workers' clocks to 0."""
         self.clocks = dict.fromkeys(self._workers, 0)
 
     def gone(self, rank: int) -> None:
-        """Nobody waits for the clock of a dead worker."""
+        """Takes a dead worker out of the bound on clocks."""
         if rank in self.clocks:
             self.clocks[rank] = RESTS
 
     def deal(self, first: int, end: int) -> None:
-        """Begins to give away shares of the data, by number."""
+        """Starts to hand out shares of the data, by number."""
         self.dealt = (first, end)
 
     def staleness(self) -> Counter[int]:
-        """Of all updates so far."""
+        """The number of updates by staleness, of all shards."""
         return sum((shard.staleness for shard in self.shards if shard), Counter[int]())
 
     def size(self, head: Head) -> tuple[int, torch.dtype]:
-        """An update, and as many elements back; nothing with a clock."""
+        """The update's size, which is the reply's too; requests of other kinds have no body."""
         shard = self.shards[head[1]] if head[0] == UPDATE else None
         return (shard.code.elements(len(shard.weights)), shard.code.dtype) if shard else (0, torch.float32)
 
     def ready(self, rank: int, head: Head) -> bool:
-        """A worker that says its clock waits until the slowest one is near enough."""
+        """Holds a worker's clock request until the slowest worker is within the bound."""
         if head[0] == SHARE:
             return self.dealt is not None
         if head[0] != CLOCK or self._ahead is None:
@@ -151,14 +151,14 @@ class Owned:
         return head[1] <= min(self.clocks.values()) + self._ahead or head[1] == RESTS
 
     def answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
-        """Takes an update, or gives a share of the data; a clock was taken when it was looked at."""
+        """Applies an update, or hands out a share of the data; `ready` has noted a clock already."""
         if head[0] == SHARE:
             return (self._next(head[1]),)
         shard = self.shards[head[1]] if head[0] == UPDATE else None
         return (shard.take(rank, body, head[2], out),) if shard else (0,)
 
     def _next(self, wish: int) -> int:
-        """The next share, or -1; after a wish all ranks meet as soon as a whole batch is dealt."""
+        """The next share, or -1; after a wish the current batch is completed and then all ranks meet."""
         with self._lock:
             share, end = self.dealt or (0, 0)
             if wish:
@@ -168,10 +168,10 @@ class Owned:
 
 
 class Alone:
-    """Of one rank, which shares nothing."""
+    """The state of a single rank, which exchanges nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"staleness": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """There is nothing to go on from."""
+        """Does nothing."""

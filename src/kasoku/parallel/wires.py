@@ -1,4 +1,4 @@
-"""In how many bits the updates of asynchronous ranks, and what they read, are sent."""
+"""Codecs of asynchronous updates and replies: how many bits they take."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_BLOCK = 256  # elements that share a power of two
+_BLOCK = 256  # elements that share a scale, a power of two
 _STRETCH = 256  # blocks: 256 KiB of fp32
-_DIGITS = 6  # of 2^7 levels: the largest element of a block is worth 64 to 127 of them
+_DIGITS = 6  # the largest element of a block becomes a level of 64 to 127
 
 
-class Code(Protocol):
-    """How fp32 elements are written."""
+class Codec(Protocol):
+    """Encodes fp32 elements."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is sent."""
+        """The element type of the encoded tensor."""
         ...
 
     @property
     def exact(self) -> bool:
-        """Whether that is fp32 itself, so that nothing need be written."""
+        """Whether the encoding is fp32 itself, so that no copy is needed."""
         ...
 
     def elements(self, n: int) -> int:
-        """Of `dtype`, that n elements take."""
+        """The encoded length of n elements."""
         ...
 
     def pack(self, x: Tensor, out: Tensor) -> None:
-        """Writes x (fp32) into out."""
+        """Encodes x (fp32) into out."""
         ...
 
     def unpack(self, written: Tensor, out: Tensor) -> None:
-        """Reads it into out (fp32)."""
+        """Decodes into out (fp32)."""
         ...
 
 
 @dataclass(frozen=True)
-class Floats:
-    """In a floating-point type."""
+class FloatCodec:
+    """Casts to a floating-point type, rounding to the nearest."""
 
     dtype: torch.dtype
 
@@ -54,20 +54,18 @@ class Floats:
         return n
 
     def pack(self, x: Tensor, out: Tensor) -> None:
-        """Rounds to the nearest."""
         out.copy_(x)
 
     def unpack(self, written: Tensor, out: Tensor) -> None:
-        """The same values; copied, as arithmetic on two types at once is slow."""
-        out.copy_(written)
+        out.copy_(written)  # arithmetic on mixed types would be slower
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """In 8 bits: of each block a power of two, and how many times that each element is, -127 to 127.
+class Int8Codec:
+    """8 bits an element: each block has a scale, and each element is a level from -127 to 127 times it.
 
-    Note: why powers of two. What is read is then exactly x less what rounding took, in fp32 too, so error feedback
-    loses nothing. A byte has the exponent bits of fp32; all ones (of a block with inf or NaN) read as inf or NaN.
+    Note: powers of two. With them as scales, the decoded value plus the rounding error is exactly x in fp32, so error
+    feedback loses nothing. A scale is a byte with the exponent bits of fp32; all ones mark a block with inf or NaN.
     """
 
     @property
@@ -79,11 +77,10 @@ class Bytes:
         return False
 
     def elements(self, n: int) -> int:
-        """One each, and one for each block."""
-        return n + -(-n // _BLOCK)
+        return n + -(-n // _BLOCK)  # the levels, then the scales
 
     def pack(self, x: Tensor, out: Tensor) -> None:
-        """Rounds to the nearest, and the outermost towards zero."""
+        """Rounds to the nearest level, at most 127."""
         for part, levels, power in _blocks(x, out):
             exponent = part.abs().amax(1).view(torch.int32).bitwise_right_shift_(23)
             finite = exponent < 255
@@ -93,14 +90,14 @@ class Bytes:
             levels.copy_((part * inverse[:, None]).round_().clamp_(-127, 127).nan_to_num_(0.0))
 
     def unpack(self, written: Tensor, out: Tensor) -> None:
-        """Exact; where a block had inf or NaN, all of it is inf or NaN."""
+        """Exact; a block that had inf or NaN is all inf or NaN."""
         for part, levels, power in _blocks(out, written):
             scale = power.to(torch.int32).bitwise_left_shift_(23).view(torch.float32)
             part.copy_(levels).mul_(scale[:, None])
 
 
 def _blocks(x: Tensor, written: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Elements, levels and powers: blocks in stretches that stay in the cache, then what is left over as one block."""
+    """Elements, levels and scales: many blocks at a time that fit in the cache, then the remainder as one block."""
     n = len(x)
     levels, powers = written[:n].view(torch.int8), written[n:]
     cut = n // _BLOCK * _BLOCK
@@ -115,4 +112,4 @@ def _blocks(x: Tensor, written: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor
         yield x[cut:][None], levels[cut:][None], powers[n // _BLOCK :]
 
 
-WIRES: dict[str, Code] = {"fp32": Floats(torch.float32), "bf16": Floats(torch.bfloat16), "int8": Bytes()}
+CODECS: dict[str, Codec] = {"fp32": FloatCodec(torch.float32), "bf16": FloatCodec(torch.bfloat16), "int8": Int8Codec()}

@@ -17,7 +17,7 @@ from kasoku.core import InputError, Span
 from kasoku.core.cost import BucketPlan, Forecast, LinkModel, Sized, UnitTimes, forecast
 from kasoku.parallel import Asynchronous, Reducer
 from kasoku.parallel.buckets import Graded, OneGroup, Planned, Policy, search
-from kasoku.parallel.wires import WIRES
+from kasoku.parallel.wires import CODECS
 from kasoku.simulate import allreduce, apart, compute, reducing
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.compute import MeasuredTimes, ModelCosts
@@ -173,7 +173,7 @@ class Simulator:
         """The gradients, their groups, what they go over, and whether the next forward waits for them."""
         sharing, late = self.sharing, self.sharing.next_forward and not self.sharing.needs_all
         if sharing.asynchronous:
-            tensors, _ = self.net.carried(WIRES[sharing.asynchronous.wire].dtype.itemsize)
+            tensors, _ = self.net.carried(CODECS[sharing.asynchronous.wire].dtype.itemsize)
             plan = apart.plan(sharing.asynchronous, self.net.defined)  # by fp32, whatever type is sent
             inputs = StepInputs(units, tensors, plan, apart.link(self.cluster, gpus), False, sharing.asynchronous)
             return replace(inputs, asynchronous=apart.settled(sharing.asynchronous, units, inputs.timed()))
