@@ -89,7 +89,7 @@ def look(training: Training, steps: int, trace: Path) -> tuple[StepProfile, dict
 
 def show(profile: StepProfile, ledger: dict[str, Any]) -> None:
     """Prints the tables and the verdict."""
-    from kasoku.report import Bottleneck, print_table
+    from kasoku.report import StepBottleneck, print_table
 
     whole_s = sum(ledger["step_s"].values())
     rows = {row: f"{_ms(s)}  {s / max(whole_s, 1e-9):.0%}" for row, s in ledger["step_s"].items() if s > 0}
@@ -121,7 +121,7 @@ def show(profile: StepProfile, ledger: dict[str, Any]) -> None:
     }
     print_table("the device", facts)
     for cause in ledger["verdict"]:
-        print(Bottleneck(**cause))
+        print(StepBottleneck(**cause))
 
 
 def _put(file: Path, document: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from kasoku.parallel.together import in_the_end, together
 from kasoku.parallel.watched import Pulse
 from kasoku.ranks import Rounds
 from kasoku.recipe import Recipe
-from kasoku.report import Bar, Bottleneck, Ledger, Log, NoLog, StepFacts, facts_of
+from kasoku.report import Bar, Ledger, Log, NoLog, StepBottleneck, StepFacts, facts_of
 from kasoku.report.confusion import PredictionLog
 from kasoku.result import Result
 from kasoku.start import Start, itemised
@@ -214,7 +214,7 @@ class Watch:
 
         self._write(write)
         for cause in ledger["verdict"][:1]:
-            self.bar.say(str(Bottleneck(**cause)))
+            self.bar.say(str(StepBottleneck(**cause)))
         self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
         return result
 

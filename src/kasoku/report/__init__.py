@@ -5,14 +5,14 @@ from kasoku.report.ledger import Ledger
 from kasoku.report.log import Log, NoLog
 from kasoku.report.machine import environment
 from kasoku.report.steps import Timed
-from kasoku.report.verdict import Bottleneck, StepFacts, facts_of
+from kasoku.report.verdict import StepBottleneck, StepFacts, facts_of
 
 __all__ = [
     "Bar",
-    "Bottleneck",
     "Ledger",
     "Log",
     "NoLog",
+    "StepBottleneck",
     "StepFacts",
     "Timed",
     "environment",

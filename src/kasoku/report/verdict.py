@@ -58,7 +58,7 @@ class StepFacts:
 
 
 @dataclass(frozen=True)
-class Bottleneck:
+class StepBottleneck:
     """A bottleneck: its name, its share of a step (0 to 1), the figure in words, and the remedy."""
 
     cause: str
@@ -77,7 +77,7 @@ def find_bottlenecks(
     *,
     transfer_s: float | None = None,
     blocks: Sequence[Step] = (),
-) -> list[Bottleneck]:
+) -> list[StepBottleneck]:
     """The bottlenecks of a training, the costliest first; "compute-bound" if there is no other. Empty without a step.
 
     Args:
@@ -108,7 +108,7 @@ def find_bottlenecks(
     return causes or [_computing(usual, whole_s, bounds or {})]
 
 
-def _input(usual: Step, whole_s: float) -> Bottleneck | None:
+def _input(usual: Step, whole_s: float) -> StepBottleneck | None:
     lost_s = usual["input"] + usual["copy"]
     if lost_s < _LISTED * whole_s:
         return None
@@ -117,10 +117,10 @@ def _input(usual: Step, whole_s: float) -> Bottleneck | None:
     much = f"without it {gain:.1f} times as fast" if gain < 100 else "without it many times as fast"
     line = f"{_of(lost_s, whole_s)} waits for its images{copying}; {much}"
     remedy = "pack the images once (kasoku pack), keep them in memory, or give decoding more cores"
-    return Bottleneck("input-bound", _share(lost_s, whole_s), line, remedy)
+    return StepBottleneck("input-bound", _share(lost_s, whole_s), line, remedy)
 
 
-def _communication(lost_s: float, whole_s: float) -> Bottleneck | None:
+def _communication(lost_s: float, whole_s: float) -> StepBottleneck | None:
     """What even the last rank of a step waits for is the transfer itself; the others also wait for that rank."""
     if lost_s < _LISTED * whole_s:
         return None
@@ -129,10 +129,10 @@ def _communication(lost_s: float, whole_s: float) -> Bottleneck | None:
         "use kasoku.parallel.Overlap with Planned groups, send fewer bytes (reducer Wire or LowRank), raise the batch, "
         "or take a faster link"
     )
-    return Bottleneck("communication-bound", _share(lost_s, whole_s), line, remedy)
+    return StepBottleneck("communication-bound", _share(lost_s, whole_s), line, remedy)
 
 
-def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) -> Bottleneck | None:
+def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) -> StepBottleneck | None:
     """Who has most to do of its own: waiting for others, wherever it happens, is not counted as its time."""
     if len(steps) < 2:
         return None
@@ -150,7 +150,7 @@ def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) ->
         f"({_ms(behind[row])}){_slow_block(blocks, last, lag_s)}; they wait {_ms(waits_s)} of each step"
     )
     remedy = f"look at rank {last}'s host: what else runs there, clock rates, its disk; or leave it out"
-    return Bottleneck("straggler", _share(lag_s, whole_s), line, remedy)
+    return StepBottleneck("straggler", _share(lag_s, whole_s), line, remedy)
 
 
 def _slow_block(blocks: Sequence[Step], last: int, lag_s: float) -> str:
@@ -166,16 +166,16 @@ def _slow_block(blocks: Sequence[Step], last: int, lag_s: float) -> str:
     return f", of all blocks most in {worst} ({_ms(behind[worst])}){spread}"
 
 
-def _update(usual: Step, whole_s: float, facts: StepFacts) -> Bottleneck | None:
+def _update(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
     if usual["update"] < _UPDATE * whole_s or facts.batch < _SMALL:
         return None
     each = f"{usual['update'] / max(1, facts.parameters) * 1e9:.1f} ns a parameter"
     line = f"{_of(usual['update'], whole_s)} is the optimizer's update of {facts.parameters:,} parameters, {each}"
     remedy = "use a fused rule (kasoku.optim.sgd, adamw, lars), a cheaper one, or a larger batch with fewer updates"
-    return Bottleneck("update-bound", _share(usual["update"], whole_s), line, remedy)
+    return StepBottleneck("update-bound", _share(usual["update"], whole_s), line, remedy)
 
 
-def _small_batch(usual: Step, whole_s: float, facts: StepFacts) -> Bottleneck | None:
+def _small_batch(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
     """Calling the layers and the update take the same for one image as for many."""
     whole_s *= 1 - facts.starved  # layer_s is of a time with a core
     calling_s = facts.parts * facts.layers * facts.layer_s
@@ -187,10 +187,10 @@ def _small_batch(usual: Step, whole_s: float, facts: StepFacts) -> Bottleneck | 
     line = f"{_of(fixed_s, whole_s)} does not depend on the batch of {facts.batch}{parts} (calling layers, updating)"
     raised = "norm_batch, or lower accumulate" if facts.parts > 1 else "batch"
     remedy = f"raise {raised}: at about {enough:,} images a forward it is a tenth; kasoku tune finds the best"
-    return Bottleneck("small batch", _share(fixed_s, whole_s), line, remedy)
+    return StepBottleneck("small batch", _share(fixed_s, whole_s), line, remedy)
 
 
-def _launches(whole_s: float, facts: StepFacts) -> Bottleneck | None:
+def _launches(whole_s: float, facts: StepFacts) -> StepBottleneck | None:
     whole_s *= 1 - facts.starved  # as in _small_batch
     lost_s = min(whole_s, facts.parts * facts.layers * facts.layer_s)
     if facts.batch < _SMALL or lost_s < _LAUNCH.get(facts.device, 0.75) * whole_s:
@@ -199,10 +199,10 @@ def _launches(whole_s: float, facts: StepFacts) -> Bottleneck | None:
     line = f"{_of(lost_s, whole_s)} is calling {facts.layers} layers{parts}, whatever they compute"
     cuda = "device.graphs = true, device.compile = true, or a larger batch"
     remedy = cuda if facts.device == "cuda" else "a larger batch, or a network of fewer, wider layers"
-    return Bottleneck("launch-bound", _share(lost_s, whole_s), line, remedy)
+    return StepBottleneck("launch-bound", _share(lost_s, whole_s), line, remedy)
 
 
-def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> Bottleneck | None:
+def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
     threads = facts.threads * facts.processes
     if threads <= facts.cores or facts.device != "cpu":
         return None
@@ -212,42 +212,42 @@ def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> Bottleneck
     ranks = f" ({facts.processes} ranks)" if facts.processes > 1 else ""
     line = f"{threads} threads{ranks} compute on {facts.cores} cores, and wait for each other"
     remedy = f"device.threads = {max(1, facts.cores // facts.processes)}, or 0 to have it chosen"
-    return Bottleneck("oversubscribed", _share(lost_s, whole_s), line, remedy)
+    return StepBottleneck("oversubscribed", _share(lost_s, whole_s), line, remedy)
 
 
-def _starved(facts: StepFacts) -> Bottleneck | None:
+def _starved(facts: StepFacts) -> StepBottleneck | None:
     if facts.starved < _STARVED or facts.threads * facts.processes > facts.cores:
         return None
     line = f"{facts.starved:.0%} of the time the main thread could go on and had no core"
     remedy = "end what else runs on this machine, give the training more cores, or decode on fewer threads"
-    return Bottleneck("CPU-starved", min(1.0, facts.starved), line, remedy)
+    return StepBottleneck("CPU-starved", min(1.0, facts.starved), line, remedy)
 
 
-def _memory(whole_s: float, bounds: Mapping[str, float]) -> Bottleneck | None:
+def _memory(whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck | None:
     moving_s, computing_s = _least_s(bounds)
     if not max(0.5 * whole_s, computing_s) <= moving_s <= whole_s:  # longer than a step: caches served most of it
         return None
     line = f"moving {bounds['bytes'] / 2**20:,.0f} MiB takes this device {_ms(moving_s)} of {_ms(whole_s)}"
     remedy = "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more on what they read"
-    return Bottleneck("memory-bound", min(1.0, moving_s / whole_s), line, remedy)
+    return StepBottleneck("memory-bound", min(1.0, moving_s / whole_s), line, remedy)
 
 
-def _loop(usual: Step, whole_s: float) -> Bottleneck | None:
+def _loop(usual: Step, whole_s: float) -> StepBottleneck | None:
     if usual["other"] < _LISTED * whole_s:
         return None
     line = f"{_of(usual['other'], whole_s)} is the loop itself: what is done between the steps and the batches"
     remedy = "look at kasoku profile's trace.json for what runs there; read losses and write logs less often"
-    return Bottleneck("loop-bound", _share(usual["other"], whole_s), line, remedy)
+    return StepBottleneck("loop-bound", _share(usual["other"], whole_s), line, remedy)
 
 
-def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> Bottleneck:
+def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck:
     busy_s = usual["forward"] + usual["backward"]
     line = f"{_of(busy_s, whole_s)} is forward and backward, and nothing else holds it up"
     computing_s = _least_s(bounds)[1]
     if computing_s:
         line += f"; at the device's measured speed they would take {_ms(computing_s)}"
     remedy = "a lower precision, smaller images at first (LowResolution), or more devices"
-    return Bottleneck("compute-bound", _share(busy_s, whole_s), line, remedy)
+    return StepBottleneck("compute-bound", _share(busy_s, whole_s), line, remedy)
 
 
 def _least_s(bounds: Mapping[str, float]) -> tuple[float, float]:
