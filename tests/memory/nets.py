@@ -185,4 +185,3 @@ def drawn(examples: int) -> settings:
 
 
 FEW = drawn(25)
-EXAMPLES = pytest.mark.parametrize("examples", [10, pytest.param(50, marks=pytest.mark.exhaustive)])

@@ -22,11 +22,10 @@ from kasoku.memory.segment import _bf16_of
 from kasoku.models.resnet import StepBottleneck
 from kasoku.optim import sgd
 from memory.nets import (
-    EXAMPLES,
+    FEW,
     Step,
     assert_equal,
     blocks,
-    drawn,
     images,
     networks,
     one_step,
@@ -103,13 +102,14 @@ def only(at: int):
     return chosen
 
 
-@EXAMPLES
-@pytest.mark.parametrize("remedy", REMEDIES)
-def test_gradients_of_any_network_are_near_by_remedy(remedy, examples):
+@pytest.mark.parametrize(
+    "remedy", ["kept", pytest.param("norm and ReLU again", marks=pytest.mark.exhaustive), "all again"]
+)
+def test_gradients_of_any_network_are_near_by_remedy(remedy):
     at, bound = REMEDIES[remedy]
     found = []
 
-    @drawn(examples)
+    @FEW
     @given(networks(), st.booleans(), st.integers(2, 6))
     def near(model, last, batch):
         x, y = images(batch, 16)

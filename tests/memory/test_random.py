@@ -1,11 +1,12 @@
 """SavedMemory on networks that nobody chose."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kasoku.device import ChannelsLast
 from kasoku.memory import SavedMemory
-from memory.nets import EXAMPLES, FEW, assert_equal, assert_near, drawn, images, networks, one_step, smallest_budget
+from memory.nets import FEW, assert_equal, assert_near, drawn, images, networks, one_step, smallest_budget
 
 
 @FEW
@@ -17,7 +18,7 @@ def test_lossless_gradients_of_any_network_are_equal_bit_for_bit(model, last, ba
     assert_equal(one_step(model, x, y, *layout), one_step(model, x, y, *layout, saved))
 
 
-@EXAMPLES
+@pytest.mark.parametrize("examples", [10, pytest.param(25, marks=pytest.mark.exhaustive)])
 def test_gradients_of_any_network_under_the_smallest_budget_are_near(examples):
     @drawn(examples)
     @given(networks(), st.integers(5, 9))
