@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from helpers.photos import coloured_photos
+from helpers.tuning import MLPERF, SMALL, planted
 from kasoku import auto as photos_of
 from kasoku import recipe as recipes
 from kasoku import sizing, tuning
 from kasoku.cli import main
 from started import started
-from test_tune_command import MLPERF, SMALL, planted
-from test_tune_command import auto as auto
-from test_tune_command import refused as refused
-from test_tune_command import small as small
 
 IMAGENET = 1_281_167
 POINTS = """
@@ -114,7 +111,8 @@ def test_photos_are_tuned_from_their_rates_batch_and_listed_once(tmp_path, monke
     monkeypatch.setattr(photos_of, "folder", lambda root: looks.append(root) or folder(root))
     asked = planted(monkeypatch, 16)
     out = tmp_path / "run"
-    given = ["train", "--data", str(photos), "--set", "batch=auto", "--set", "epochs=1", "--quiet", "--out", str(out)]
+    settings = ["--set", "batch=auto", "--set", "epochs=1", "--set", "device.threads=1", "--set", "data.size=32"]
+    given = ["train", "--data", str(photos), *settings, "--quiet", "--out", str(out)]
     assert main(given) == 0
     written = tomllib.loads((out / "recipe.toml").read_text())
     assert (written["batch"], written["reference_batch"], written["origin"]) == (16, 8, "tuned by TimeToTarget")

@@ -12,70 +12,16 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-import kasoku.tune as room
+from helpers.tuning import DIGITS, MLPERF, SMALL, planted
 from kasoku import recipe as recipes
 from kasoku import sizing, tuning
 from kasoku.cli import main
-from kasoku.core import InputError, Job
+from kasoku.core import InputError
 from kasoku.core.run import RunFolder
 from kasoku.ranging import rates_of
 from kasoku.trainer import prepare
-from kasoku.tune import Found, Sample
 from parallel.ranks import on_processes
 from started import KASOKU, clean
-
-FOLDER = Path(__file__).parent.parent / "recipes"
-DIGITS, MLPERF = FOLDER / "digits_cnn_98.toml", FOLDER / "imagenet_resnet50_mlperf.toml"
-SMALL = """
-epochs = 1
-batch = 64
-model = {use = "kasoku.models.cifarnet", widths = [8, 16]}
-data = {use = "kasoku.data.digits"}
-optimizer = {use = "kasoku.optim.sgd", lr = 0.1, momentum = 0.9}
-device = {precision = "fp32", threads = 1}
-"""
-
-
-@pytest.fixture
-def small(tmp_path) -> Path:
-    path = tmp_path / "small.toml"
-    path.write_text(SMALL)
-    return path
-
-
-@pytest.fixture
-def auto(tmp_path) -> Path:
-    path = tmp_path / "auto.toml"
-    path.write_text(SMALL.replace("batch = 64", 'batch = "auto"\nreference_batch = 64'))
-    return path
-
-
-@pytest.fixture
-def refused(capsys):
-    """Runs a command and checks that it refuses in one line that matches."""
-
-    def check(pattern: str, *arguments: object) -> None:
-        assert main([str(argument) for argument in arguments]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("kasoku: ")
-        assert error.count("\n") == 1, error
-        assert re.search(pattern, error), error
-
-    return check
-
-
-def planted(monkeypatch: pytest.MonkeyPatch, batch: int, *, parts: int = 1, **more: object) -> list[dict[str, object]]:
-    """Has tuning find this batch at once; gives what it was asked for."""
-    asked: list[dict[str, object]] = []
-
-    def minibatch(job: Job, strategy: object, **given: object) -> Found:
-        asked.append({"strategy": strategy, "accumulate": job.accumulate, **given})
-        samples = (Sample(8, failed="out of memory"), Sample(batch, 0.01, 0.009, 0.011, 0.001, 0.8, 100.0, parts=parts))
-        return Found(batch, samples, "as planted", 0.5, strategy="TimeToTarget", budget_s=60.0, **more)
-
-    monkeypatch.setattr(room, "minibatch", minibatch)
-    return asked
-
 
 # ---- kasoku tune
 
@@ -280,7 +226,7 @@ def test_two_ranks_take_the_same_batch_which_they_can_share(auto):
 
 def test_the_range_test_suggests_rates_for_every_group(tmp_path, capsys):
     out = tmp_path / "found"
-    settings = ["--set", "model.widths=[8,16]", "--set", "device.precision=fp32"]
+    settings = ["--set", "model.widths=[8,16]", "--set", "device.precision=fp32", "--set", "device.threads=1"]
     assert main(["tune", str(DIGITS), *settings, "--what", "lr", "--range", "0.0005:50", "--out", str(out)]) == 0
     told = json.loads((out / "tuning.json").read_text())
     assert told["what"] == "lr"

@@ -1,0 +1,33 @@
+"""Recipes to tune, and a search that finds a planted batch at once."""
+
+from pathlib import Path
+
+import pytest
+
+import kasoku.tune
+from kasoku.core import Job
+from kasoku.tune import Found, Sample
+
+FOLDER = Path(__file__).parent.parent.parent / "recipes"
+DIGITS, MLPERF = FOLDER / "digits_cnn_98.toml", FOLDER / "imagenet_resnet50_mlperf.toml"
+SMALL = """
+epochs = 1
+batch = 64
+model = {use = "kasoku.models.cifarnet", widths = [8, 16]}
+data = {use = "kasoku.data.digits"}
+optimizer = {use = "kasoku.optim.sgd", lr = 0.1, momentum = 0.9}
+device = {precision = "fp32", threads = 1}
+"""
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, batch: int, *, parts: int = 1, **more: object) -> list[dict[str, object]]:
+    """Has tuning find this batch at once; gives what it was asked for."""
+    asked: list[dict[str, object]] = []
+
+    def minibatch(job: Job, strategy: object, **given: object) -> Found:
+        asked.append({"strategy": strategy, "accumulate": job.accumulate, **given})
+        samples = (Sample(8, failed="out of memory"), Sample(batch, 0.01, 0.009, 0.011, 0.001, 0.8, 100.0, parts=parts))
+        return Found(batch, samples, "as planted", 0.5, strategy="TimeToTarget", budget_s=60.0, **more)
+
+    monkeypatch.setattr(kasoku.tune, "minibatch", minibatch)
+    return asked
