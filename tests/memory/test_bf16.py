@@ -19,7 +19,7 @@ from kasoku.memory.plan import choices
 from kasoku.memory.program import program
 from kasoku.memory.saved import Planner
 from kasoku.memory.segment import _bf16_of
-from kasoku.models.resnet import StepBottleneck
+from kasoku.models.resnet import Bottleneck
 from kasoku.optim import sgd
 from memory.nets import (
     FEW,
@@ -48,7 +48,7 @@ def vgg() -> nn.Sequential:
     )
 
 
-NETWORKS = {"chain": plain_chain, "vgg": vgg, "blocks": blocks, "bottlenecks": lambda: blocks(StepBottleneck)}
+NETWORKS = {"chain": plain_chain, "vgg": vgg, "blocks": blocks, "bottlenecks": lambda: blocks(Bottleneck)}
 
 
 @pytest.fixture(autouse=True)

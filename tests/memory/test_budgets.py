@@ -16,7 +16,7 @@ from kasoku.memory.look import install, watch
 from kasoku.memory.network import Network, look, state_bytes
 from kasoku.memory.ops import How
 from kasoku.memory.saved import SURE
-from kasoku.models.resnet import ResNet, StepBottleneck
+from kasoku.models.resnet import Bottleneck, ResNet
 from kasoku.optim import sgd
 from memory.nets import blocks, images, peak_of_step, plain_chain
 
@@ -24,8 +24,8 @@ from memory.nets import blocks, images, peak_of_step, plain_chain
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "bottlenecks":
-        return ResNet(StepBottleneck, (2, 1, 1, 1), 4, 3, "imagenet", False)
-    return plain_chain() if name == "chain" else blocks(StepBottleneck)
+        return ResNet(Bottleneck, (2, 1, 1, 1), 4, 3, "imagenet", False)
+    return plain_chain() if name == "chain" else blocks(Bottleneck)
 
 
 def seen(model: nn.Module, x: torch.Tensor) -> Network:

@@ -15,7 +15,7 @@ from kasoku.memory import SavedMemory, network, ops
 from kasoku.memory.graph import Graph, Node
 from kasoku.memory.plan import choices
 from kasoku.memory.program import Do, over_inputs, program
-from kasoku.models.resnet import BasicBlock, ResNet, StepBottleneck
+from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.optim import sgd
 from memory.nets import FEW, assert_near, images, networks, one_step, peak_of_step, plain_chain, planner_of
 from memory.nets import blocks as light_blocks
@@ -173,8 +173,8 @@ def still(model: nn.Module) -> nn.Module:
 NETWORKS = {
     "chain": lambda: plain_chain().double(),  # a bias before a norm has no gradient, but for rounding
     "basic blocks": blocks,
-    "bottlenecks": lambda: blocks(StepBottleneck),
-    "running statistics": lambda: still(blocks(StepBottleneck)),
+    "bottlenecks": lambda: blocks(Bottleneck),
+    "running statistics": lambda: still(blocks(Bottleneck)),
 }
 
 
@@ -206,7 +206,7 @@ def test_gradients_of_any_network_are_near_those_of_plain_pytorch(model, batch):
 
 def test_autocast_beside_it_is_near(monkeypatch):
     monkeypatch.setattr(network, "choices", forced)
-    model, (x, y) = blocks(StepBottleneck), images(6, 48)
+    model, (x, y) = blocks(Bottleneck), images(6, 48)
     beside = [ChannelsLast(), Autocast("bf16")]
     plain_step, ours = one_step(model, x, y, *beside), one_step(model, x, y, *beside, SAVED)
     off = [torch.cat([g.flatten() for g in step.gradients.values()]) for step in (plain_step, ours)]
@@ -238,7 +238,7 @@ class Wide(nn.Sequential):
 def test_the_peak_is_foreseen_and_less(name, monkeypatch):
     x, y = images(32, 48)
     x = x.contiguous(memory_format=torch.channels_last)
-    make = Wide if name.startswith("wide") else partial(light_blocks, StepBottleneck)
+    make = Wide if name.startswith("wide") else partial(light_blocks, Bottleneck)
     found = []
     for over in (False, True):
         monkeypatch.setattr(network, "choices", partial(forced, over=over))

@@ -8,7 +8,7 @@ from helpers.grids import covering
 from kasoku import models
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory
-from kasoku.models.resnet import BasicBlock, ResNet, StepBottleneck
+from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.models.vgg import VGG
 from memory.nets import assert_equal, assert_near, images, one_step, plain_chain, smallest_budget
 
@@ -54,7 +54,7 @@ NETWORKS = {
     "vgg": (lambda: VGG(11, 4, 3, head="cifar"), 32),
     "vgg with norms": (lambda: VGG(11, 4, 3, head="cifar", batch_norm=True), 32),
     "basic blocks": (lambda: ResNet(BasicBlock, (2, 1, 1, 1), 4, 3, "cifar", False), 16),
-    "bottlenecks": (lambda: ResNet(StepBottleneck, (2, 1, 1, 1), 4, 3, "imagenet", False), 48),
+    "bottlenecks": (lambda: ResNet(Bottleneck, (2, 1, 1, 1), 4, 3, "imagenet", False), 48),
     "gelu": (lambda: models.cifarnet(4), 32),
     "odd sizes": (plain_chain, 19),
     "frozen": (lambda: unusual(freeze), 16),
