@@ -42,7 +42,15 @@ from kasoku.device import Chosen, Device, choose
 from kasoku.evaluate import evaluate
 from kasoku.models import cifarnet
 from kasoku.optim import Rate, sgd
-from kasoku.tune import EpochTimeMinimize, Found, GpuUsageMaximize, Strategy, Throughput, TimeToTarget, minibatch
+from kasoku.tune import (
+    BatchSizeResult,
+    EpochTimeMinimize,
+    GpuUsageMaximize,
+    Strategy,
+    Throughput,
+    TimeToTarget,
+    minibatch,
+)
 
 LEAST, START, GROWTH = 8, 32, 1.25
 WARM, COPIES, WIDTHS = 2, 8, (16, 32)
@@ -162,7 +170,7 @@ def swept(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, float], 
     return image_s, time.perf_counter() - begin
 
 
-def searched(case: Case, arguments: argparse.Namespace, sweep_s: float) -> dict[str, tuple[Found, float]]:
+def searched(case: Case, arguments: argparse.Namespace, sweep_s: float) -> dict[str, tuple[BatchSizeResult, float]]:
     """What each strategy found, and its seconds."""
     out = {}
     for name, strategy in STRATEGIES.items():

@@ -24,7 +24,7 @@ from kasoku.core.run import RunFolder
 from kasoku.recipe import Recipe, own_folders
 
 if TYPE_CHECKING:
-    from kasoku.sizing import Tuned
+    from kasoku.sizing import TunedRecipe
     from kasoku.start import Start
     from kasoku.watch import Training
 
@@ -208,7 +208,7 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     return STOPPED if result.stopped else 0
 
 
-def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder, tuned: Tuned | None) -> None:
+def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder, tuned: TunedRecipe | None) -> None:
     """Writes and says what is about to happen."""
     from kasoku.recipe import dumps
     from kasoku.runs import describe

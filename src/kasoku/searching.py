@@ -20,7 +20,7 @@ from kasoku.recipe import dumps, load, own_folders
 from kasoku.spawn import STARTED
 
 if TYPE_CHECKING:
-    from kasoku.tune.search import Outcome
+    from kasoku.tune.search import TrialResult
     from kasoku.tune.space import Space
 
 _SHOWN = 10  # trials in the table that is printed
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
 def _search(arguments: argparse.Namespace) -> int:
     from kasoku.runs import free_folder
     from kasoku.trainer import signals
-    from kasoku.tune.search import STOPPED, Plan, search
+    from kasoku.tune.search import STOPPED, SearchSettings, search
     from kasoku.tune.space import read_space
 
     file: Path = arguments.recipe
@@ -57,7 +57,7 @@ def _search(arguments: argparse.Namespace) -> int:
     if arguments.jobs > 1 and not recipe.device.threads:
         settings.append(f"device.threads={max(1, cores() // arguments.jobs)}")
     given = [part for setting in (*settings, *arguments.set) for part in ("--set", setting)]
-    plan = Plan(
+    plan = SearchSettings(
         (sys.executable, "-m", "kasoku", "train", str(file), "--quiet", *given),
         space,
         folder,
@@ -109,7 +109,7 @@ def environment(jobs: int, job: int) -> dict[str, str]:
     return own
 
 
-def show(outcomes: Sequence[Outcome]) -> None:
+def show(outcomes: Sequence[TrialResult]) -> None:
     """Prints the best trials, and the settings of the best one as --set takes them."""
     from rich.console import Console
     from rich.markup import escape

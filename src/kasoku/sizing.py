@@ -14,7 +14,7 @@ from kasoku.recipe import Recipe
 
 if TYPE_CHECKING:
     from kasoku.data import Dataset
-    from kasoku.tune.sample import Found
+    from kasoku.tune.sample import BatchSizeResult
     from kasoku.tune.strategies import Strategy
 
 BUDGET_S = 60.0
@@ -32,16 +32,16 @@ _OF_A_STEP = (
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedRecipe:
     """A recipe with the batch that was found, how it was found, and the data that was read for it."""
 
     recipe: Recipe
-    found: Found
+    found: BatchSizeResult
     dataset: Dataset
 
 
 @dataclass(frozen=True)
-class How:
+class TuneSettings:
     """How a batch is searched for.
 
     Args:
@@ -57,7 +57,7 @@ class How:
     most: int = 0
 
 
-def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: How) -> Tuned:
+def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSettings) -> TunedRecipe:
     """Finds the batch for a recipe; on many ranks all call it, and all take the same.
 
     Args:
@@ -85,7 +85,7 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: How) -
         print(f"kasoku: {told} can be shared by the ranks and trained with", file=sys.stderr)
     strategy = how.strategy or TimeToTarget(curve(at, least, most))
 
-    def search() -> Found:
+    def search() -> BatchSizeResult:
         with plainly():
             return minibatch(job, strategy, budget_s=how.budget_s, least=least, most=most, multiple=multiple)
 
@@ -93,7 +93,7 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: How) -
     job.close()
     tuned = once(found.batch, found.sample.parts)
     origin = ", ".join(text for text in (f"tuned by {found.strategy}", tuned.origin) if text)
-    return Tuned(replace(tuned, origin=origin), found, dataset)
+    return TunedRecipe(replace(tuned, origin=origin), found, dataset)
 
 
 def _begin(at: Callable[[int], Recipe], batch: int, multiple: int) -> int:
@@ -109,14 +109,14 @@ def _begin(at: Callable[[int], Recipe], batch: int, multiple: int) -> int:
 def _at_once(at: Callable[[int], Recipe], batch: int, parts: int = 1) -> Recipe:
     """The recipe at a batch; with norm_batch a device takes its share at once, or in the parts that were measured.
 
-    Else it would take one group at a time: whatever the batch, the device would be used no better.
+    Otherwise every batch would run in groups of norm_batch, and no size would be faster than another.
     """
     recipe = at(batch)
     return replace(recipe, accumulate=parts) if recipe.norm_batch and recipe.accumulate <= 1 else recipe
 
 
 def limits(
-    at: Callable[[int], Recipe], how: How, *, images: int, multiple: int, begin: int, few: int
+    at: Callable[[int], Recipe], how: TuneSettings, *, images: int, multiple: int, begin: int, few: int
 ) -> tuple[int, int]:
     """The smallest and the largest batch that may be tried and trained with, as far as is known before.
 

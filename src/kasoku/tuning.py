@@ -22,11 +22,11 @@ from kasoku.core.run import write_atomically
 from kasoku.core.toml import override
 from kasoku.ranging import STEPS, document, rates_of, show_rates, shown_as
 from kasoku.recipe import Recipe, dumps, load, own_folders
-from kasoku.sizing import BUDGET_S, How, Tuned, plainly, tune
+from kasoku.sizing import BUDGET_S, TunedRecipe, TuneSettings, plainly, tune
 
 if TYPE_CHECKING:
     from kasoku.start import Start
-    from kasoku.tune.sample import Sample
+    from kasoku.tune.sample import Measurement
     from kasoku.tune.strategies import Strategy
 
 _STRATEGIES = ("TimeToTarget", "Throughput", "EpochTimeMinimize", "GpuUsageMaximize")
@@ -54,7 +54,7 @@ def before_training(
     *,
     again: Callable[[argparse.Namespace, Sequence[str]], Recipe],
     comm: Comm,
-) -> Tuned:
+) -> TunedRecipe:
     """Tunes the batch of a recipe with batch = "auto" for `kasoku train`; all ranks get the same.
 
     Args:
@@ -79,7 +79,7 @@ def before_training(
         return again(arguments, [f"batch={batch}"])
 
     together(comm, check)
-    tuned = tune(recipe, at, comm=comm, how=How(budget_s=BUDGET_S))
+    tuned = tune(recipe, at, comm=comm, how=TuneSettings(budget_s=BUDGET_S))
     _give_back(recipe)
     if comm.rank == 0 and not arguments.quiet:
         show(tuned)
@@ -167,9 +167,9 @@ def _tune_batch(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     return 0
 
 
-def _how(arguments: argparse.Namespace) -> How:
+def _how(arguments: argparse.Namespace) -> TuneSettings:
     least, most = _range(arguments.range, int) if arguments.range else (0, 0)
-    return How(_strategy(arguments.strategy), arguments.budget, least, most)
+    return TuneSettings(_strategy(arguments.strategy), arguments.budget, least, most)
 
 
 def _fixed(arguments: argparse.Namespace, recipe: Recipe) -> list[str]:
@@ -181,7 +181,7 @@ def _fixed(arguments: argparse.Namespace, recipe: Recipe) -> list[str]:
     return [] if known else [f"reference_batch={recipe.batch}"]
 
 
-def _twice(tuned: Tuned, comm: Comm) -> str:
+def _twice(tuned: TunedRecipe, comm: Comm) -> str:
     """What twice the batch would cost in the same memory, by SavedMemory; empty where that cannot be used."""
     from kasoku.memory import SavedMemory, larger
     from kasoku.trainer import prepare
@@ -201,7 +201,7 @@ def _twice(tuned: Tuned, comm: Comm) -> str:
     return f"{told} (kasoku.memory.SavedMemory)" if told else ""
 
 
-def show(tuned: Tuned, *, memory: str = "") -> None:
+def show(tuned: TunedRecipe, *, memory: str = "") -> None:
     """Prints the sizes tried with their intervals, the one chosen, the rates that follow, and a word on memory."""
     from rich.console import Console
     from rich.table import Table
@@ -233,7 +233,7 @@ def show(tuned: Tuned, *, memory: str = "") -> None:
     )
 
 
-def _cells(sample: Sample) -> list[str]:
+def _cells(sample: Measurement) -> list[str]:
     if sample.failed:
         return [f"{sample.batch:,}", sample.failed, "-", "-", "-"]
     used = f"{sample.utilisation:.0%}" if math.isfinite(sample.utilisation) else "-"

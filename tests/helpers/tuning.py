@@ -6,7 +6,7 @@ import pytest
 
 import kasoku.tune
 from kasoku.core import Job
-from kasoku.tune import Found, Sample
+from kasoku.tune import BatchSizeResult, Measurement
 
 FOLDER = Path(__file__).parent.parent.parent / "recipes"
 DIGITS, MLPERF = FOLDER / "digits_cnn_98.toml", FOLDER / "imagenet_resnet50_mlperf.toml"
@@ -24,10 +24,13 @@ def planted(monkeypatch: pytest.MonkeyPatch, batch: int, *, parts: int = 1, **mo
     """Has tuning find this batch at once; gives what it was asked for."""
     asked: list[dict[str, object]] = []
 
-    def minibatch(job: Job, strategy: object, **given: object) -> Found:
+    def minibatch(job: Job, strategy: object, **given: object) -> BatchSizeResult:
         asked.append({"strategy": strategy, "accumulate": job.accumulate, **given})
-        samples = (Sample(8, failed="out of memory"), Sample(batch, 0.01, 0.009, 0.011, 0.001, 0.8, 100.0, parts=parts))
-        return Found(batch, samples, "as planted", 0.5, strategy="TimeToTarget", budget_s=60.0, **more)
+        samples = (
+            Measurement(8, failed="out of memory"),
+            Measurement(batch, 0.01, 0.009, 0.011, 0.001, 0.8, 100.0, parts=parts),
+        )
+        return BatchSizeResult(batch, samples, "as planted", 0.5, strategy="TimeToTarget", budget_s=60.0, **more)
 
     monkeypatch.setattr(kasoku.tune, "minibatch", minibatch)
     return asked

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from contracts import Net
-from kasoku.tune.sample import BRIEF, STEPS, Limits, Sample, interval
+from kasoku.tune.sample import BRIEF, STEPS, Limits, Measurement, interval
 
 WARM = 1  # steps thrown away at each look
 SWEEP_STEPS = 30
@@ -71,10 +71,10 @@ class Planted:
     tried: list[int] = field(default_factory=list)
     clock: Hand = field(default_factory=Hand)
 
-    def __call__(self, batch: int) -> Sample:
+    def __call__(self, batch: int) -> Measurement:
         self.tried.append(batch)
         if batch > self.fits:
-            return Sample(batch, failed="out of memory")
+            return Measurement(batch, failed="out of memory")
         step_s, dice, looks = self.step_s(batch), random.Random(f"{self.seed} {batch}"), self.tried.count(batch)
         steps = BRIEF if self.brief else STEPS
         seen = steps * looks if self.brief else steps
@@ -83,7 +83,7 @@ class Planted:
             taken_s = [s * (1.5 if dice.random() < self.halts else 1.0) for s in taken_s]
         self.clock.now_s += WARM * step_s + sum(taken_s[-steps:])
         times = interval(taken_s)
-        return Sample(batch, *times, utilisation=self.usage(batch), noise=self.noise, steps=seen)
+        return Measurement(batch, *times, utilisation=self.usage(batch), noise=self.noise, steps=seen)
 
     def limits(
         self, start: int = 32, *, least: int = 8, most: int = 512, multiple: int = 1, until_s: float = math.inf

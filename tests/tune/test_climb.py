@@ -8,7 +8,7 @@ import pytest
 from planted import CURVES, Planted
 
 from kasoku.tune.climb import best_of, doubtful, errors_of
-from kasoku.tune.sample import BRIEF, STEPS, Sample
+from kasoku.tune.sample import BRIEF, STEPS, Measurement
 from kasoku.tune.strategies import Throughput
 
 SEEDS, JITTER, MOST = 200, 0.02, 512
@@ -32,9 +32,9 @@ def rate(batch: int, step_s: float) -> float:
     return batch / step_s
 
 
-def sample(batch: int, images_per_s: float, error: float, steps: int = STEPS) -> Sample:
+def sample(batch: int, images_per_s: float, error: float, steps: int = STEPS) -> Measurement:
     step_s = batch / images_per_s
-    return Sample(batch, step_s, step_s * (1 - 2 * error), step_s * (1 + 2 * error), steps=steps)
+    return Measurement(batch, step_s, step_s * (1 - 2 * error), step_s * (1 + 2 * error), steps=steps)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -22,16 +22,16 @@ from kasoku.data import Dataset, GrowBatch, Items, LowResolution, digits, folder
 from kasoku.device import Compile
 from kasoku.optim import EMA, sgd
 from kasoku.parallel import VirtualRanks
-from kasoku.tune import EpochTimeMinimize, Found, Throughput, TimeToTarget, minibatch
-from kasoku.tune.copies import Copies, undisturbed
-from kasoku.tune.memory import Memory
+from kasoku.tune import BatchSizeResult, EpochTimeMinimize, Throughput, TimeToTarget, minibatch
+from kasoku.tune.copies import Sandbox, undisturbed
+from kasoku.tune.memory import MemoryForecast
 from kasoku.tune.sample import Needs
 from kasoku.tune.trial import Trial
 
 pytestmark = pytest.mark.usefixtures("ticking")
 
 
-def tuned(job: Job, **more: Any) -> Found:
+def tuned(job: Job, **more: Any) -> BatchSizeResult:
     return minibatch(job, **{"strategy": Throughput(), "most": 32, **more})
 
 
@@ -75,9 +75,9 @@ def test_growing_batches_and_images_are_left_out_and_go_on_as_before(technique, 
 
 def test_each_size_reads_images_that_the_one_before_did_not():
     job = Job(Net(), rule, loader=loader(digits(), "train", 64))
-    copies, seen = Copies(job), []
+    sandbox, seen = Sandbox(job), []
     for _ in range(2):
-        alone = copies.at(64)
+        alone = sandbox.at(64)
         next(iter(alone.loader))
         seen.append(set(alone.plain_loader.index_N.tolist()))
         alone.close()
@@ -98,7 +98,7 @@ class Doubled(Technique):
 
 def test_a_users_own_technique_for_the_model_acts_in_the_copy():
     plain, job = make(model=Net(dropout=0)), make(Doubled(), model=Net(dropout=0))
-    alone = Copies(job).at(8)
+    alone = Sandbox(job).at(8)
     x_NCHW = torch.randn(4, 3, 8, 8)
     for model in (plain.model, alone.model):
         model.eval()
@@ -142,7 +142,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
 def test_a_loader_that_does_not_know_its_length_is_tuned():
     job = Job(Net(), rule, loader=DataLoader(Stream(), batch_size=16))
-    assert Copies(job).images == 0
+    assert Sandbox(job).images == 0
     assert tuned(job).batch <= 32
 
 
@@ -204,12 +204,12 @@ def test_processes_that_read_for_copies_end_with_them():
     like = {"image_size": (8, 8), "channels": 3, "mean": (0.5,) * 3, "std": (0.25,) * 3}
     dataset = replace(digits(), train=Items(Pixels(), processes=1), **like)
     job = Job(Net(), rule, loader=loader(dataset, "train", 8))
-    copies = Copies(job)
-    alone = copies.at(8)
+    sandbox = Sandbox(job)
+    alone = sandbox.at(8)
     assert next(iter(alone.loader))[0].shape == (8, 3, 8, 8)
     crew = alone.plain_loader._processes
     alone.close()
-    copies.close()
+    sandbox.close()
     assert job.plain_loader._processes is None
     with pytest.raises(RuntimeError, match="after shutdown"):
         crew.submit(len, ())
@@ -221,30 +221,30 @@ def test_processes_that_read_for_copies_end_with_them():
 def test_a_copy_that_diverged_starts_again_in_the_same_memory():
     job = make(EMA(decay=0.8))
     train(job, 2)
-    copies = Copies(job)
-    where = [p.data_ptr() for p in copies.model.parameters()]
-    alone = copies.at(8)
+    sandbox = Sandbox(job)
+    where = [p.data_ptr() for p in sandbox.model.parameters()]
+    alone = sandbox.at(8)
     x_NCHW, y_N = next(iter(alone.loader))
     (alone.loss(alone.model(x_NCHW), y_N) * torch.nan).backward()
     alone.optimizer.step()
     alone.close()
-    assert not any(p.isfinite().all() for p in copies.model.parameters())
-    copies.renew()
-    assert_same(dict(copies.model.state_dict()), weights(job))
-    assert [p.data_ptr() for p in copies.model.parameters()] == where
-    params = [p for group in copies.optimizer.param_groups for p in group["params"]]
-    assert {id(p) for p in params} == {id(p) for p in copies.model.parameters()}
-    for p, twin in zip(job.model.parameters(), copies.model.parameters(), strict=True):
-        momentum = copies.optimizer.state[twin]["momentum_buffer"]
+    assert not any(p.isfinite().all() for p in sandbox.model.parameters())
+    sandbox.renew()
+    assert_same(dict(sandbox.model.state_dict()), weights(job))
+    assert [p.data_ptr() for p in sandbox.model.parameters()] == where
+    params = [p for group in sandbox.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in params} == {id(p) for p in sandbox.model.parameters()}
+    for p, twin in zip(job.model.parameters(), sandbox.model.parameters(), strict=True):
+        momentum = sandbox.optimizer.state[twin]["momentum_buffer"]
         assert torch.equal(momentum, job.optimizer.state[p]["momentum_buffer"])
         assert momentum.data_ptr() != job.optimizer.state[p]["momentum_buffer"].data_ptr()
 
 
 def test_a_size_that_diverged_where_memory_is_short_is_one_that_failed(monkeypatch: pytest.MonkeyPatch):
-    def short(self: Copies) -> None:
+    def short(self: Sandbox) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(Copies, "renew", short)
+    monkeypatch.setattr(Sandbox, "renew", short)
     job = Job(Net(), rule, loader=Batches(), loss=lambda out, y: out.sum() * (torch.inf if len(y) > 8 else 1))
     found = tuned(job)
     assert found.batch == 8
@@ -285,7 +285,7 @@ def test_a_share_that_does_not_fit_at_once_is_taken_in_as_few_parts_as_do():
 
 
 def test_one_and_two_groups_foretell_what_a_large_first_size_takes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Memory, "fits", lambda self, images: images <= 16)
+    monkeypatch.setattr(MemoryForecast, "fits", lambda self, images: images <= 16)
     Bounded.shown.clear()
     found = tuned(grouped(10**6), least=64, most=64)
     assert found.sample.parts == 4
@@ -304,7 +304,7 @@ def test_only_whole_groups_are_split_and_only_where_parts_were_not_chosen():
 
 
 def test_ranks_take_the_same_parts_as_the_one_with_the_least_memory():
-    def rank(comm: Comm) -> Found:
+    def rank(comm: Comm) -> BatchSizeResult:
         job = grouped(8 if comm.rank else 10**6, comm)
         return tuned(job, least=64, most=64, multiple=16)
 

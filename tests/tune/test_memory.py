@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kasoku.tune import memory
-from kasoku.tune.memory import Memory, available_bytes, forecast, out_of_memory, resident_bytes
+from kasoku.tune.memory import MemoryForecast, available_bytes, forecast, out_of_memory, resident_bytes
 
 GIB = 2**30
 
@@ -25,7 +25,7 @@ def test_a_size_that_would_not_fit_is_told_before_it_is_tried(monkeypatch: pytes
     monkeypatch.setattr(memory, "resident_bytes", lambda: resident[0])
     monkeypatch.setattr(memory, "available_bytes", lambda: 4 * GIB)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    seen = Memory(torch.device("cpu"))
+    seen = MemoryForecast(torch.device("cpu"))
     for batch, peak in ((8, 1 * GIB), (16, 2 * GIB)):
         assert seen.fits(10**6), "nothing is known yet"
         seen.begin()

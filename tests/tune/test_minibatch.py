@@ -23,10 +23,10 @@ from kasoku.models import cifarnet
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
 from kasoku.parallel import AllReduce, Overlap, VirtualRanks
 from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, minibatch
-from kasoku.tune.copies import Copies, copied
-from kasoku.tune.memory import Memory
-from kasoku.tune.noise import Noise
-from kasoku.tune.sample import Found, Sample
+from kasoku.tune.copies import Sandbox, copied
+from kasoku.tune.memory import MemoryForecast
+from kasoku.tune.noise import NoiseEstimate
+from kasoku.tune.sample import BatchSizeResult, Measurement
 from kasoku.tune.strategies import Strategy
 from kasoku.tune.trial import Trial
 
@@ -43,7 +43,7 @@ SETS: dict[str, tuple[Technique, ...]] = {
 }
 
 
-def tuned(job: Job, strategy: Strategy | None = None, **more: Any) -> Found:
+def tuned(job: Job, strategy: Strategy | None = None, **more: Any) -> BatchSizeResult:
     return minibatch(job, strategy or TimeToTarget(), **{"most": 32, **more})
 
 
@@ -184,7 +184,7 @@ def test_the_noise_scale_is_that_of_the_later_half_of_the_looks(monkeypatch):
 
     def planted(*_, **__):
         seen.append(1e12 if len(seen) < 2 else 100.0 + len(seen))  # the first steps are wild
-        return Noise(1.0, seen[-1])
+        return NoiseEstimate(1.0, seen[-1])
 
     monkeypatch.setattr(Trial, "_noise", planted)
     found = tuned(small_job(), most=256)
@@ -206,8 +206,8 @@ def test_a_budget_too_short_gives_the_first_size_and_says_so():
 def test_the_steps_of_a_copy_are_those_of_the_job():
     job = make(ChannelsLast(), Autocast("bf16"), Overlap(), EMA(decay=0.5))
     calls: list[int] = []
-    copies = Copies(job)
-    alone = copies.at(8)
+    sandbox = Sandbox(job)
+    alone = sandbox.at(8)
     assert [type(t).__name__ for t in alone.applied] == ["Autocast", "EMA", "Overlap"]
     alone.model.register_forward_hook(lambda m, args, out: calls.append(len(args[0])))
     x_NCHW, _ = next(iter(alone.loader))
@@ -256,8 +256,8 @@ class Bounded(Net):
         return super().forward(x_NCHW)
 
 
-def on_ranks(model: Callable[[int], nn.Module], *techniques: Technique, **more: Any) -> list[Found]:
-    def rank(comm: Comm) -> Found:
+def on_ranks(model: Callable[[int], nn.Module], *techniques: Technique, **more: Any) -> list[BatchSizeResult]:
+    def rank(comm: Comm) -> BatchSizeResult:
         job = Job(model(comm.rank), rule, loader=Batches(rank=comm.rank, size=comm.size), comm=comm)
         return tuned(job.apply(*techniques), **more)
 
@@ -307,7 +307,7 @@ def test_a_rank_that_cannot_copy_its_model_ends_all():
 
 def test_a_size_that_one_rank_foresees_not_to_fit_is_tried_by_none(monkeypatch: pytest.MonkeyPatch):
     tried: list[int] = []
-    monkeypatch.setattr(Memory, "fits", lambda self, images: images <= 8)
+    monkeypatch.setattr(MemoryForecast, "fits", lambda self, images: images <= 8)
 
     class Told(Net):
         def forward(self, x_NCHW: Tensor) -> Tensor:
@@ -348,12 +348,12 @@ def test_bad_settings_are_one_clear_line_each():
 
 def test_tuning_json_has_what_the_page_shows(tmp_path: Path):
     samples = (
-        Sample(8, 0.1, 0.09, 0.11, input_s=0.01, utilisation=0.5, noise=12.0),
-        Sample(16, 0.15, 0.14, 0.16),
-        Sample(32, failed="out of memory"),
+        Measurement(8, 0.1, 0.09, 0.11, input_s=0.01, utilisation=0.5, noise=12.0),
+        Measurement(16, 0.15, 0.14, 0.16),
+        Measurement(32, failed="out of memory"),
     )
     epochs, speeds = (1.0, 1.5, 2.5), (100.0, 50.0)
-    found = Found(16, samples, "planted", 3.0, True, epochs, "TimeToTarget", 60.0, speeds)
+    found = BatchSizeResult(16, samples, "planted", 3.0, True, epochs, "TimeToTarget", 60.0, speeds)
     found.save(tmp_path / "tuning.json")
     text = (tmp_path / "tuning.json").read_text()
     assert "NaN" not in text

@@ -5,16 +5,16 @@ import torch
 from torch import nn
 
 from kasoku.core import InputError
-from kasoku.tune.noise import Noise, Parts, from_lengths, mean
+from kasoku.tune.noise import GradientParts, NoiseEstimate, from_lengths, mean
 
 DIMS, PLACE = 50, 0.5
 SIGNAL, TRACE = DIMS * PLACE**2, float(DIMS)  # of the gradient w - mean(x) with x ~ N(0, 1)
 
 
-def planted(images: int, parts: int, generator: torch.Generator) -> Noise:
+def planted(images: int, parts: int, generator: torch.Generator) -> NoiseEstimate:
     """The estimate of one step on the bowl |w - x|^2 / 2."""
     w = nn.Parameter(torch.full((DIMS,), PLACE))
-    collected = Parts([w, nn.Parameter(torch.zeros(3))])  # one that gets no gradient
+    collected = GradientParts([w, nn.Parameter(torch.zeros(3))])  # one that gets no gradient
     for _ in range(parts):
         x_ND = torch.randn(images, DIMS, generator=generator)
         (0.5 * (w - x_ND).square().sum(1)).mean().backward()
@@ -44,20 +44,20 @@ def test_expected_lengths_give_the_planted_numbers_exactly():
 
 
 def test_a_signal_lost_in_the_noise_has_no_scale():
-    assert Noise(-0.1, 5.0).scale is None
-    assert Noise(float("nan"), 5.0).scale is None
-    assert Noise(2.0, -1.0).scale == 0.0
+    assert NoiseEstimate(-0.1, 5.0).scale is None
+    assert NoiseEstimate(float("nan"), 5.0).scale is None
+    assert NoiseEstimate(2.0, -1.0).scale == 0.0
 
 
 def test_what_is_not_finite_does_not_spoil_the_mean():
-    found = mean([Noise(1.0, 4.0), Noise(float("inf"), 1.0), Noise(3.0, 8.0)], [1.0, 1.0, 3.0])
-    assert found == Noise(2.5, 7.0)
+    found = mean([NoiseEstimate(1.0, 4.0), NoiseEstimate(float("inf"), 1.0), NoiseEstimate(3.0, 8.0)], [1.0, 1.0, 3.0])
+    assert found == NoiseEstimate(2.5, 7.0)
     assert mean([], []) is None
 
 
 def test_one_part_tells_nothing_and_equal_sizes_are_refused():
     w = nn.Parameter(torch.ones(2))
-    parts = Parts([w])
+    parts = GradientParts([w])
     w.sum().backward()
     parts.add()
     assert parts.noise(8) is None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kasoku.core import InputError
-from kasoku.tune.search import Plan, accuracies, search
+from kasoku.tune.search import SearchSettings, accuracies, search
 from kasoku.tune.space import Between, OneOf, read_space, toml
 
 # Trains nothing: evaluates `evaluations` times, `pause` seconds apart, at accuracy `top1`; says it as training does.
@@ -61,7 +61,7 @@ def plan(tmp_path):
     def made(space, trials, *settings, **more):
         given = [part for setting in settings for part in ("--set", setting)]
         folder = more.pop("folder", tmp_path / "search")
-        return Plan((sys.executable, str(script), *given), space, folder, trials, **more)
+        return SearchSettings((sys.executable, str(script), *given), space, folder, trials, **more)
 
     return made
 
@@ -201,7 +201,7 @@ def test_no_pickle_is_in_the_folder(plan, tmp_path):
 def test_without_optuna_one_line_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(InputError, match=r'pip install "optuna>=4\.0"'):
-        search(Plan(("true",), ACCURACY, tmp_path, 1))
+        search(SearchSettings(("true",), ACCURACY, tmp_path, 1))
 
 
 def test_a_space_file_is_read_by_path_whichever_way_it_is_written(tmp_path):
@@ -270,4 +270,4 @@ def test_accuracies_are_read_while_the_log_is_written():
 def test_less_than_one_trial_or_job_is_refused(tmp_path):
     for trials, jobs in ((0, 1), (1, 0)):
         with pytest.raises(InputError, match="at least 1 of each"):
-            Plan(("true",), ACCURACY, tmp_path, trials, jobs)
+            SearchSettings(("true",), ACCURACY, tmp_path, trials, jobs)

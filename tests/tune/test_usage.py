@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kasoku.core import InputError
-from kasoku.tune.usage import Usage, higher_half
+from kasoku.tune.usage import UtilizationMonitor, higher_half
 
 GPU = torch.device("cuda")
 
@@ -27,16 +27,16 @@ def test_unreadable_utilization_is_one_line_if_needed_and_else_nan(monkeypatch, 
         raise error
 
     monkeypatch.setattr(torch.cuda, "utilization", missing)
-    with pytest.raises(InputError, match=pattern), Usage(GPU, needed=True):
+    with pytest.raises(InputError, match=pattern), UtilizationMonitor(GPU, needed=True):
         pass
-    with Usage(GPU, needed=False) as usage:
+    with UtilizationMonitor(GPU, needed=False) as usage:
         pass
     assert math.isnan(usage.value)
 
 
 def test_what_is_seen_is_the_mean_of_the_higher_half(monkeypatch):
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 60)
-    with Usage(GPU, needed=True) as usage:
+    with UtilizationMonitor(GPU, needed=True) as usage:
         pass
     assert usage.value == pytest.approx(0.6)
     assert higher_half([0.1, 0.2, 0.5, 0.7]) == pytest.approx(0.6)

@@ -1,15 +1,15 @@
 """Settings found by measuring: the minibatch, the rate, and searches over whole trainings."""
 
 from kasoku.tune.minibatch import minibatch
-from kasoku.tune.sample import Found, Limits, Sample
+from kasoku.tune.sample import BatchSizeResult, Limits, Measurement
 from kasoku.tune.strategies import EpochTimeMinimize, GpuUsageMaximize, Strategy, Throughput, TimeToTarget
 
 __all__ = [
+    "BatchSizeResult",
     "EpochTimeMinimize",
-    "Found",
     "GpuUsageMaximize",
     "Limits",
-    "Sample",
+    "Measurement",
     "Strategy",
     "Throughput",
     "TimeToTarget",

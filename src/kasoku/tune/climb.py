@@ -22,7 +22,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from kasoku.tune.sample import STEPS, Limits, Sample, Tries
+from kasoku.tune.sample import STEPS, Limits, Measurement, SizeSearch
 
 Worth = Callable[[int, float], float]  # (batch, step_s) -> the more the better
 Errors = dict[int, float]  # batch -> standard error of its step, as a share
@@ -45,19 +45,19 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return statistics.median(y - slope * x for x, y in points), slope
 
 
-def best_of(good: Sequence[Sample], worth: Worth) -> Sample:
+def best_of(good: Sequence[Measurement], worth: Worth) -> Measurement:
     """The smallest of the sizes that lose at most half a percent to the best; they come the smallest first."""
     top = top_of(good, worth)
     least = (1 - _SAME) * worth(top.batch, top.step_s)
     return next(s for s in good if worth(s.batch, s.step_s) >= least)
 
 
-def top_of(good: Sequence[Sample], worth: Worth) -> Sample:
+def top_of(good: Sequence[Measurement], worth: Worth) -> Measurement:
     """The best by the medians alone."""
     return max(good, key=lambda s: worth(s.batch, s.step_s))
 
 
-def climb(tries: Tries, worth: Callable[[], Worth], *, least_gain: float) -> tuple[Sample, bool]:
+def search_sizes(tries: SizeSearch, worth: Callable[[], Worth], *, least_gain: float) -> tuple[Measurement, bool]:
     """Tries sizes until none may win `least_gain` over the best; gives that, and whether time sufficed.
 
     `worth()` is asked anew after each look, as what is known may have changed.
@@ -77,14 +77,14 @@ def climb(tries: Tries, worth: Callable[[], Worth], *, least_gain: float) -> tup
     return best_of(tries.good, worth()), batch is None
 
 
-def doubtful(good: Sequence[Sample], worth: Worth, much: float) -> int | None:
+def doubtful(good: Sequence[Measurement], worth: Worth, much: float) -> int | None:
     """The size to look at again: the best, or one that may beat it by so `much` (a share), whichever is less known.
 
     None where no other may, or all that may are measured in full.
     """
     best, errors = best_of(good, worth), errors_of(good)
     value = worth(best.batch, best.step_s)
-    may: list[tuple[float, Sample]] = []
+    may: list[tuple[float, Measurement]] = []
     for sample in good:
         unsure = _SURE * math.hypot(errors[best.batch], errors[sample.batch])
         gain = worth(sample.batch, sample.step_s) / value - 1 + unsure
@@ -97,13 +97,13 @@ def doubtful(good: Sequence[Sample], worth: Worth, much: float) -> int | None:
     return None
 
 
-def errors_of(good: Sequence[Sample]) -> Errors:
+def errors_of(good: Sequence[Measurement]) -> Errors:
     """What is taken for each size's error: its own, or what is typical for as many steps if that is more."""
     typical = statistics.median(s.error * math.sqrt(max(1, s.steps)) for s in good)
     return {s.batch: max(s.error, typical / math.sqrt(max(1, s.steps))) for s in good}
 
 
-def next_size(tries: Tries, worth: Worth, least_gain: float) -> int | None:
+def next_size(tries: SizeSearch, worth: Worth, least_gain: float) -> int | None:
     """The size to try next, or None."""
     good = tries.good
     best = top_of(good, worth)
@@ -114,7 +114,7 @@ def next_size(tries: Tries, worth: Worth, least_gain: float) -> int | None:
     return batch if value > wanted else None
 
 
-def _between(good: Sequence[Sample], i: int, worth: Worth, limits: Limits) -> tuple[float, int] | None:
+def _between(good: Sequence[Measurement], i: int, worth: Worth, limits: Limits) -> tuple[float, int] | None:
     """What the gap behind the i-th size promises, and the size to try in it; None for a narrow one."""
     left, right = good[i], good[i + 1]
     middle = math.sqrt(left.batch * right.batch)
@@ -133,7 +133,7 @@ def _between(good: Sequence[Sample], i: int, worth: Worth, limits: Limits) -> tu
     return worths.get(top, -math.inf), inside[0]
 
 
-def _least_between(good: Sequence[Sample], i: int, worth: Worth) -> Callable[[int], float]:
+def _least_between(good: Sequence[Measurement], i: int, worth: Worth) -> Callable[[int], float]:
     """Seconds of a step that may be hoped for at a size within the gap behind the i-th; see the Note."""
     left, right, errors = good[i], good[i + 1], errors_of(good)
     chord, width = _chord(left, right), right.batch - left.batch
@@ -154,7 +154,7 @@ def _least_between(good: Sequence[Sample], i: int, worth: Worth) -> Callable[[in
     return seconds
 
 
-def _above(tries: Tries, good: Sequence[Sample], worth: Worth, least_gain: float) -> tuple[float, int] | None:
+def _above(tries: SizeSearch, good: Sequence[Measurement], worth: Worth, least_gain: float) -> tuple[float, int] | None:
     """What lies above the largest size that worked promises, and the size to try there."""
     last, most = good[-1], tries.most
     if last.batch >= most:
@@ -177,7 +177,7 @@ def _above(tries: Tries, good: Sequence[Sample], worth: Worth, least_gain: float
     return (value, most) if tries.failed is None else None
 
 
-def _chord(left: Sample, right: Sample) -> float:
+def _chord(left: Measurement, right: Measurement) -> float:
     return (right.step_s - left.step_s) / (right.batch - left.batch)
 
 

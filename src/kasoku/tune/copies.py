@@ -1,14 +1,13 @@
-"""A copy of a job to try things on: its steps are the job's, and nothing it does reaches the job.
+"""A sandbox: a copy of a job whose steps cost as much as the job's own and change nothing in the job.
 
-Note: what is copied and what is made anew. Techniques hang closures on the model, which would lead back to the job. So
-the model and the optimizer's state are copied without them (`Job.patched`, `Job.first_hook`), and the techniques are
-applied to the copy. What belongs to the model itself (layout, weights, what is frozen) has been copied with it. A
-technique of the user's own is applied again whatever its stage. Images are as large as they come to be: LowResolution,
-like GrowBatch, is left out, or the sizes found would be those of the first epochs. The copy is alone: nothing in its
-steps waits for another rank, so a rank that fails holds up no one.
+Note: what is copied. Techniques attach closures to the model, and these refer to the job. So the model and the
+optimizer's state are copied without them (`Job.patched`, `Job.first_hook`), and the techniques are applied to the copy.
+The model's layout, weights and frozen parameters are copied with it. A technique of the user's own is always applied
+again. LowResolution and GrowBatch are left out, because the search is for images and batches of full size. The copy has
+no other ranks: no step waits for one, so a failing rank delays nobody.
 
-Note: fewer at once. Where VirtualRanks groups the images (`may_split`), a device may take its share of a batch in parts
-without a change of what is computed: so it does from the number of images on that did not fit at once.
+Note: micro-batches. Where VirtualRanks groups the images (`may_split`), a device can process its share in several parts
+with the same result. It does so for every share at least as large as one that did not fit in memory.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-class Copies:
-    """A model and an optimizer that stand for a job's, and a loader of any batch.
+class Sandbox:
+    """Copies of a job's model and optimizer, and a loader of any batch size.
 
     Use it within `undisturbed`.
 

@@ -1,4 +1,4 @@
-"""How much memory a size takes, told before it is tried from what the sizes before it took."""
+"""Predicts the memory that a batch size needs from the peaks of smaller sizes, before it is tried."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def forecast(peaks: list[tuple[int, int]], batch: int) -> int | None:
     return round(high_bytes + an_image * (batch - high))
 
 
-class Memory:
+class MemoryForecast:
     """The peaks of the sizes tried on one device.
 
     On CUDA what torch allocates at the peak; on a CPU the process's resident size after forward, where all activations

@@ -1,9 +1,9 @@
-"""The minibatch of a job, found by measuring; nothing of the job is changed by it.
+"""Finds the batch size of a job by measuring steps; the job itself does not change.
 
-Note: ranks. Each rank tries a size alone, on its own copy, with its own share of the batch, so that nothing in a step
-waits for another rank. Before and after each size all ranks agree: on the time that has passed, on whether it would
-fit, on whether it did, and on the slowest rank's time, which is what a step of all takes. What exchanging gradients
-takes is measured apart, once, and added. So a rank that runs out of memory holds up no one, and all find the same.
+Note: ranks. Each rank measures a size alone, in its own sandbox, with its own share of the batch, so that no step waits
+for another rank. Before and after each size all ranks agree on the elapsed time, on whether the size will fit, on
+whether it did, and on the slowest rank's time, which is the time of a common step. The exchange of gradients is
+measured once, separately, and added. So a rank that runs out of memory delays nobody, and all ranks choose the same size.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kasoku.parallel import Overlap, VirtualRanks
 from kasoku.parallel.together import ToldElsewhereError
 from kasoku.tune.copies import undisturbed
 from kasoku.tune.memory import out_of_memory
-from kasoku.tune.noise import Noise
-from kasoku.tune.sample import BRIEF, LATE, STEPS, Found, Limits, Sample, interval
+from kasoku.tune.noise import NoiseEstimate
+from kasoku.tune.sample import BRIEF, LATE, STEPS, BatchSizeResult, Limits, Measurement, interval
 from kasoku.tune.strategies import Strategy, TimeToTarget
-from kasoku.tune.trial import Ran, Trial
+from kasoku.tune.trial import StepTimes, Trial
 
 _LEAST, _MOST = 8, 8192  # images of a rank, where nothing else is said
 _SHARE = 3  # one size may take this part of the time that is left
@@ -44,7 +44,7 @@ def minibatch(
     least: int = 0,
     most: int = 0,
     multiple: int = 0,
-) -> Found:
+) -> BatchSizeResult:
     """The batch (images of a step, over all ranks and parts) that the strategy finds best for this job.
 
     Steps of the job are made on copies of its model and optimizer, with its techniques, its loss and its data. The
@@ -59,7 +59,7 @@ def minibatch(
     job was made stay, later ones do not. A technique of your own is applied to the copy anew, whatever its stage.
 
     Where sizes are whole groups of VirtualRanks, a device takes its share of a size that does not fit at once in parts
-    (`Sample.parts`), as few as do fit; the largest that do is sought by halves.
+    (`Measurement.parts`), as few as do fit; the largest that do is sought by halves.
 
     Args:
         job: what is trained; its loader can be iterated more than once. Of a loader that is none of kasoku.data's its
@@ -89,18 +89,18 @@ def minibatch(
     return replace(found, strategy=type(strategy).__name__, budget_s=budget_s)
 
 
-def _searched(job: Job, strategy: Strategy, budget_s: float, given: tuple[int, int, int]) -> Found:
+def _searched(job: Job, strategy: Strategy, budget_s: float, given: tuple[int, int, int]) -> BatchSizeResult:
     trial = _trial(job, strategy)
     try:
         with _many_forms(job):
-            measuring = _Measuring(job, trial, budget_s)
+            measuring = _Measurer(job, trial, budget_s)
             limits = _limits(trial, measuring, given)
-            trial.copies.may_split(limits.multiple)
+            trial.sandbox.may_split(limits.multiple)
             measuring.foresee(limits.first)
             found = strategy.search(measuring, limits)
             return replace(found, speeds=measuring.speeds(found.batch))
     finally:
-        trial.copies.close()
+        trial.sandbox.close()
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _many_forms(job: Job) -> Iterator[None]:
 
 
 def _trial(job: Job, strategy: Strategy) -> Trial:
-    """The copies, on all ranks; or all raise."""
+    """The sandbox, on all ranks; or all ranks raise."""
     made: list[Trial] = []
     failure: Exception | None = None
     try:
@@ -131,11 +131,11 @@ def _trial(job: Job, strategy: Strategy) -> Trial:
     return made[0]
 
 
-def _limits(trial: Trial, measuring: _Measuring, given: tuple[int, int, int]) -> Limits:
+def _limits(trial: Trial, measuring: _Measurer, given: tuple[int, int, int]) -> Limits:
     """What may be tried; the same on all ranks."""
-    job, copies = trial.copies.job, trial.copies
+    job, sandbox = trial.sandbox.job, trial.sandbox
     least, most, multiple = given
-    start, fewest = (int(x) for x in measuring.agreed([copies.start, -copies.images]))
+    start, fewest = (int(x) for x in measuring.agreed([sandbox.start, -sandbox.images]))
     images = -fewest
     multiple = multiple or _multiple(job)
     least = least or max(multiple, min(_LEAST * job.comm.size, start))
@@ -152,14 +152,14 @@ def _multiple(job: Job) -> int:
     return multiple
 
 
-class _Measuring:
+class _Measurer:
     """Measures sizes, on all ranks alike; and the clock that all agree on, which moves when they do."""
 
     def __init__(self, job: Job, trial: Trial, budget_s: float) -> None:
         self.job, self.trial, self.budget_s = job, trial, budget_s
         self.began_s = job.clock.now()
         self.elapsed_s, self.begun = 0.0, False
-        self.looked: dict[tuple[int, int], Ran] = {}  # what the looks at a size, in so many parts, have shown
+        self.looked: dict[tuple[int, int], StepTimes] = {}  # what the looks at a size, in so many parts, have shown
         self.step_s: dict[int, float] = {}  # of the slowest rank
         self.own_s: dict[int, float] = {}  # of this rank alone, a step at each size
         self.scales: list[float] = []  # of gradient noise, look by look
@@ -170,19 +170,19 @@ class _Measuring:
         """Seconds since the search began, when the ranks last agreed."""
         return self.elapsed_s
 
-    def __call__(self, batch: int) -> Sample:
+    def __call__(self, batch: int) -> Measurement:
         """Tries a size. Raises what a step raises, but for want of memory; on the other ranks InputError."""
         if self.begun and self._late(batch):
-            return Sample(batch, failed=LATE)
+            return Measurement(batch, failed=LATE)
         self.begun = True  # the first size is tried in any case
         sample = self._tried(batch)
-        while sample.failed and self.trial.copies.split(batch):
+        while sample.failed and self.trial.sandbox.split(batch):
             sample = self._tried(batch)
         return sample
 
     def foresee(self, first: int) -> None:
         """Tries one and two groups, where the first size has many: so it is foretold what that takes."""
-        few = self.job.comm.size * self.trial.copies.group
+        few = self.job.comm.size * self.trial.sandbox.group
         for batch in (few, 2 * few):
             if few and first > 2 * few:
                 self._tried(batch)
@@ -199,12 +199,12 @@ class _Measuring:
         an_image_s = max(0.0, (high_s - low_s) / (high - low))
         return BRIEF * (high_s + an_image_s * (batch - high)) > self.budget_s - self.elapsed_s
 
-    def _tried(self, batch: int) -> Sample:
-        if self.agreed([float(not self.trial.memory.fits(self.trial.copies.at_once(batch)))])[0]:
-            return Sample(batch, failed="it would not fit in memory")
+    def _tried(self, batch: int) -> Measurement:
+        if self.agreed([float(not self.trial.memory.fits(self.trial.sandbox.at_once(batch)))])[0]:
+            return Measurement(batch, failed="it would not fit in memory")
         steps = BRIEF if self.trial.needs.brief else STEPS
         allowed_s = (self.budget_s - self.elapsed_s) / _SHARE
-        ran: Ran | None = None
+        ran: StepTimes | None = None
         failure: Exception | None = None
         try:
             ran = self.trial.run(batch, steps, allowed_s=allowed_s, until_s=self.began_s + self.budget_s)
@@ -220,14 +220,14 @@ class _Measuring:
             failure = None  # its frames hold tensors
             gc.collect()
             self.trial.recover()
-            return Sample(batch, failed="out of memory")
+            return Measurement(batch, failed="out of memory")
         if self.trial.needs.brief:
-            look = (batch, self.trial.copies.parts(batch))
+            look = (batch, self.trial.sandbox.parts(batch))
             before = self.looked.get(look)
             ran = self.looked[look] = before.and_then(ran) if before else ran
         return self._sample(batch, ran)
 
-    def _sample(self, batch: int, ran: Ran) -> Sample:
+    def _sample(self, batch: int, ran: StepTimes) -> Measurement:
         """What all ranks take together: the slowest one's time, the mean of the rest."""
         self.own_s[batch] = statistics.median(ran.steps_s)
         told = [*interval(ran.steps_s), statistics.median(ran.waits_s), -len(ran.steps_s)]
@@ -238,7 +238,7 @@ class _Measuring:
         seen = [1.0, own.signal, own.trace] if own else [0.0, 0.0, 0.0]
         usage, known, signal, trace = self.agreed([ran.utilisation, *seen], op="mean")
         if known:
-            scale = Noise(signal / known, trace / known).scale
+            scale = NoiseEstimate(signal / known, trace / known).scale
             self.scales.append(math.inf if scale is None else scale)
         late = self.scales[len(self.scales) // 2 :]  # the first steps of a training are like no others
         scale = statistics.median(late) if late else math.inf
@@ -246,8 +246,8 @@ class _Measuring:
         more_s = max(0.0, self.exchange_s - hidden_s) if ranks > 1 else 0.0
         times = (step_s + more_s, low_s + more_s, high_s + more_s, input_s)
         noise = scale if math.isfinite(scale) else None
-        sample = Sample(batch, *times, utilisation=usage, noise=noise, steps=-round(fewest))
-        return replace(sample, parts=self.trial.copies.parts(batch))
+        sample = Measurement(batch, *times, utilisation=usage, noise=noise, steps=-round(fewest))
+        return replace(sample, parts=self.trial.sandbox.parts(batch))
 
     def speeds(self, batch: int) -> tuple[float, ...]:
         """Images a second of each rank at a size, by itself; empty on one rank."""
@@ -269,7 +269,7 @@ class _Measuring:
 
     def _exchange(self) -> float:
         """Seconds in which all gradients are averaged over the ranks."""
-        params = [p for p in self.trial.copies.model.parameters() if p.requires_grad]
+        params = [p for p in self.trial.sandbox.model.parameters() if p.requires_grad]
         total = sum(p.numel() * p.element_size() for p in params)
         if not total:
             return 0.0

@@ -13,7 +13,7 @@ from kasoku.core import InputError
 
 
 @dataclass(frozen=True)
-class Noise:
+class NoiseEstimate:
     """What gradients of parts of a batch tell of the gradient of all images.
 
     Args:
@@ -36,7 +36,7 @@ class Noise:
         return max(0.0, self.trace) / self.signal if finite and self.signal > 0 else None
 
 
-def from_lengths(small_squared: float, big_squared: float, *, small: float, big: float) -> Noise:
+def from_lengths(small_squared: float, big_squared: float, *, small: float, big: float) -> NoiseEstimate:
     """From the squared lengths of the gradient of `small` images (a mean over several) and of `big` ones.
 
     Raises:
@@ -45,20 +45,20 @@ def from_lengths(small_squared: float, big_squared: float, *, small: float, big:
     if not 0 < small < big:
         raise InputError(f"gradients of {small:g} and {big:g} images: two sizes are wanted, the smaller one first")
     signal = (big * big_squared - small * small_squared) / (big - small)
-    return Noise(signal, (small_squared - big_squared) / (1 / small - 1 / big))
+    return NoiseEstimate(signal, (small_squared - big_squared) / (1 / small - 1 / big))
 
 
-def mean(noises: Sequence[Noise], weights: Sequence[float]) -> Noise | None:
+def mean(noises: Sequence[NoiseEstimate], weights: Sequence[float]) -> NoiseEstimate | None:
     """The weighted mean of several estimates, of those that are finite; None of none."""
     pairs = zip(noises, weights, strict=True)
     finite = [(n, w) for n, w in pairs if w > 0 and math.isfinite(n.signal) and math.isfinite(n.trace)]
     if not finite:
         return None
     whole = sum(w for _, w in finite)
-    return Noise(sum(n.signal * w for n, w in finite) / whole, sum(n.trace * w for n, w in finite) / whole)
+    return NoiseEstimate(sum(n.signal * w for n, w in finite) / whole, sum(n.trace * w for n, w in finite) / whole)
 
 
-class Parts:
+class GradientParts:
     """Collects the gradients of equal parts of a batch, each of the mean loss of its images.
 
     Costs: a copy of the gradients.
@@ -85,7 +85,7 @@ class Parts:
         if lengths:
             self._squared.append(torch.stack(lengths).sum())
 
-    def noise(self, images: int) -> Noise | None:
+    def noise(self, images: int) -> NoiseEstimate | None:
         """What the parts so far tell, with so many images in each; None of fewer than two."""
         count = len(self._squared)
         if count < 2:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Batch, InputError, Job
-from kasoku.tune.copies import Copies, endless, undisturbed
+from kasoku.tune.copies import Sandbox, endless, undisturbed
 
 _REMEMBERED = 0.9  # of the smoothed loss at each step
 _WORSE = 4.0  # times the least smoothed loss so far, and above where it began: diverged
@@ -20,7 +20,7 @@ _LEAST_STEPS = 10
 
 
 @dataclass(frozen=True)
-class RateSample:
+class RateStep:
     """One step of the test: what all rates were multiplied by, its loss, the loss smoothed over the steps so far."""
 
     factor: float
@@ -39,7 +39,7 @@ class RangeTest:
         in_time: False where the budget ended it.
     """
 
-    samples: tuple[RateSample, ...]
+    samples: tuple[RateStep, ...]
     diverged: float | None
     spent_s: float
     in_time: bool
@@ -111,7 +111,7 @@ def range_test(
         raise InputError(f"rates: {len(own)} are given, the optimizer has {len(groups)} parameter groups: one for each")
     if not any(own):
         raise InputError("all rates are 0 now: give the rates that the schedule multiplies")
-    samples: list[RateSample] = []
+    samples: list[RateStep] = []
     started, over = job.clock.now(), False
     diverged: float | None = None
     with undisturbed(job), untouched(job), closing(endless(job)) as batches:
@@ -121,7 +121,7 @@ def range_test(
             for group, rate in zip(job.optimizer.param_groups, own, strict=True):
                 group["lr"] = rate * factor
             loss, over = _agreed(job, _stepped(job, batches), job.clock.now() - started > budget_s)
-            samples.append(RateSample(factor, loss, _smoothed(samples, loss)))
+            samples.append(RateStep(factor, loss, _smoothed(samples, loss)))
             if _diverged(samples):
                 diverged = diverged or factor
             if step and (over or diverged):  # at least two, or `Seeded` takes the batch after for a part of this step
@@ -131,8 +131,8 @@ def range_test(
 
 def try_alone(job: Job) -> None:
     """One step of a copy that shares nothing with other ranks. Raises what a step raises; changes nothing."""
-    with undisturbed(job), closing(Copies(job)) as copies:
-        alone = copies.at(copies.start)
+    with undisturbed(job), closing(Sandbox(job)) as sandbox:
+        alone = sandbox.at(sandbox.start)
         try:
             alone.model.train()
             with closing(endless(alone)) as batches:
@@ -162,14 +162,14 @@ def _agreed(job: Job, loss: Tensor, over: bool) -> tuple[float, bool]:
     return mean, share > 0
 
 
-def _smoothed(samples: Sequence[RateSample], loss: float) -> float:
+def _smoothed(samples: Sequence[RateStep], loss: float) -> float:
     """The mean of the losses so far, the older the less they count."""
     n = len(samples)
     before = samples[-1].smoothed * (1 - _REMEMBERED**n) if samples else 0.0
     return (_REMEMBERED * before + (1 - _REMEMBERED) * loss) / (1 - _REMEMBERED ** (n + 1))
 
 
-def _diverged(samples: Sequence[RateSample]) -> bool:
+def _diverged(samples: Sequence[RateStep]) -> bool:
     last, least = samples[-1], min(s.smoothed for s in samples)
     return not math.isfinite(last.loss) or last.smoothed > max(_WORSE * least, samples[0].loss)
 

@@ -1,4 +1,4 @@
-"""What was measured of a minibatch size, within which limits sizes are tried, and what was found."""
+"""The measurement of one batch size, the limits of a search, its state and its result."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _MEDIAN = 1.2533  # standard error of a median, in sigma / sqrt(n)
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One size tried, or why it could not be.
+class Measurement:
+    """The timings of one batch size, or the reason why it could not run.
 
     Args:
         batch: images of a step, over all ranks and parts.
-        step_s: seconds of a step with its wait for input, the median.
-        low_s: where the median's interval begins, two standard errors below it.
-        high_s: where it ends.
-        input_s: what of step_s was waiting for input, the median.
-        utilisation: of the device, 0 to 1: the mean of the higher half of what was seen; nan: not known.
-        noise: gradient noise scale in images, as far as it is known by now; None: it was not measured, or too large
-            to be seen.
-        failed: why there is nothing above, such as "out of memory".
-        steps: that it is the median of.
-        parts: in which a device took its share of the batch, one after the other.
+        step_s: median seconds of a step, including the wait for input.
+        low_s: two standard errors of the median below it.
+        high_s: two standard errors above it.
+        input_s: median seconds of a step spent waiting for input.
+        utilisation: of the device, 0 to 1: the mean of the higher half of the readings; nan: unknown.
+        noise: the current estimate of the gradient noise scale, in images; None: not measured, or too large to be
+            seen.
+        failed: why there are no timings, such as "out of memory".
+        steps: how many steps the medians are of.
+        parts: micro-batches in which a device takes its share of the batch.
     """
 
     batch: int
@@ -59,7 +59,7 @@ class Sample:
         return 0.0 if self.failed else (self.high_s - self.low_s) / 4 / self.step_s
 
     def epoch_s(self, images: int) -> float:
-        """Seconds that so many images take."""
+        """Seconds for this many images."""
         return math.inf if self.failed else images / self.images_per_s
 
 
@@ -71,17 +71,17 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, max(0.0, middle - 2 * error), middle + 2 * error
 
 
-Measure = Callable[[int], Sample]  # a further look at a size may add to those before
+Measure = Callable[[int], Measurement]  # measuring a size again may add to its earlier steps
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a strategy must have measured.
+    """The measurements that a strategy needs.
 
     Args:
         noise: the gradient noise scale.
-        watch_s: for how long utilisation is watched at each size; 0: it need not be known.
-        brief: a size is looked at briefly; each further look goes on from those before.
+        watch_s: seconds during which utilization is read at each size; 0: not needed.
+        brief: time few steps at first; measuring a size again adds to them.
     """
 
     noise: bool = False
@@ -91,15 +91,15 @@ class Needs:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a search may try.
+    """The sizes and the time that a search may use.
 
     Args:
-        start: the size that is used now, where [002]'s strategies begin.
+        start: the current size, where the strategies of [002] begin.
         least: the smallest size.
         most: the largest.
         multiple: sizes are multiples of it.
         images: of an epoch.
-        until_s: when time is over, on the clock.
+        until_s: the deadline, on the clock.
         clock: the same on all ranks.
 
     Raises:
@@ -145,24 +145,24 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found.
+class BatchSizeResult:
+    """The result of a batch-size search.
 
     Args:
-        batch: the size to take.
-        samples: of the sizes tried, in that order.
-        why: in words.
-        spent_s: seconds it took.
-        in_time: False: time was over before the search was, and this is the best so far.
-        epochs: what each sample's size takes to the target, in epochs, or in those of the size used now; empty where
-            the strategy does not ask.
+        batch: the chosen size.
+        samples: one measurement of each size, in the order of the search.
+        why: the reason for the choice, in words.
+        spent_s: seconds of the search.
+        in_time: False: the budget ended the search, and this is the best size so far.
+        epochs: of training to the target at each size, absolute or relative to the current size; empty where the
+            strategy does not use them.
         strategy: its name.
-        budget_s: seconds it was given.
-        speeds: images a second of each rank by itself at the size found; empty on one rank.
+        budget_s: the time budget.
+        speeds: images per second of each rank on its own at the chosen size; empty on one rank.
     """
 
     batch: int
-    samples: tuple[Sample, ...]
+    samples: tuple[Measurement, ...]
     why: str
     spent_s: float
     in_time: bool = True
@@ -172,7 +172,7 @@ class Found:
     speeds: tuple[float, ...] = ()
 
     @property
-    def sample(self) -> Sample:
+    def sample(self) -> Measurement:
         """The last one of the size found."""
         return next(s for s in reversed(self.samples) if s.batch == self.batch and not s.failed)
 
@@ -196,19 +196,19 @@ def _finite_or_none(value: Any) -> Any:
 
 
 @dataclass
-class Tries:
-    """The sizes tried so far. A size that failed bounds the others from above."""
+class SizeSearch:
+    """The state of a search: all measurements so far. A size that failed bounds the others from above."""
 
     measure: Measure
     limits: Limits
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[Measurement] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.began_s = self.limits.clock.now()
         self.failed: int | None = None  # the smallest size that did
         self.late = False  # a size was left out for want of time
 
-    def take(self, batch: int) -> Sample:
+    def take(self, batch: int) -> Measurement:
         """Tries a size; one for which there is no time ends the search."""
         sample = self.measure(batch)
         if sample.failed == LATE:
@@ -234,7 +234,7 @@ class Tries:
         return min(self.limits.last, (self.failed - 1) // self.limits.multiple * self.limits.multiple)
 
     @property
-    def good(self) -> list[Sample]:
+    def good(self) -> list[Measurement]:
         """The last sample of each size that did not fail, the smallest first. Raises InputError where all failed."""
         good = {s.batch: s for s in self.samples if not s.failed and s.batch < (self.failed or math.inf)}
         if not good:
@@ -246,12 +246,12 @@ class Tries:
         return [good[batch] for batch in sorted(good)]
 
     @property
-    def first(self) -> Sample:
+    def first(self) -> Measurement:
         """The first one that did not fail."""
         return next(s for s in self.samples if not s.failed)
 
     @property
-    def last(self) -> Sample | None:
+    def last(self) -> Measurement | None:
         """The last one that did not fail."""
         return next((s for s in reversed(self.samples) if not s.failed), None)
 
@@ -262,9 +262,11 @@ class Tries:
 
     def found(
         self, batch: int, why: str, *, epochs: Callable[[int], float] | None = None, in_time: bool = True
-    ) -> Found:
+    ) -> BatchSizeResult:
         """The end of the search."""
         if not in_time:
             why = f"time was over, the best so far: {why}"
         of_each = tuple(epochs(s.batch) for s in self.samples) if epochs else ()
-        return Found(batch, tuple(self.samples), why, self.limits.clock.now() - self.began_s, in_time, of_each)
+        return BatchSizeResult(
+            batch, tuple(self.samples), why, self.limits.clock.now() - self.began_s, in_time, of_each
+        )

@@ -1,8 +1,8 @@
-"""Search: trainings with other settings, each a process; Optuna proposes, prunes and remembers.
+"""Hyperparameter search: each trial trains in a process of its own; Optuna proposes, prunes and records.
 
-Note: what is kept. The folder of a search has Optuna's journal (a line of JSON for each thing that happened), a run
-folder and the output of each trial, and the table. The same command goes on with it: a trial that was stopped, or whose
-search was killed, is trained on from its checkpoint; its settings are proposed again for that.
+Note: resuming. The folder of a search holds Optuna's journal (a line of JSON for each event), a run folder and the
+output of each trial, and the table. The same command resumes the search: a trial that was stopped, or whose search was
+killed, continues from its checkpoint, because its settings are proposed again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _as_here(job: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchSettings:
     """A search.
 
     Args:
@@ -69,7 +69,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """What came of a trial.
 
     Args:
@@ -112,7 +112,9 @@ class _Running:
     pruned_s: float = 0.0  # when it was told to end
 
 
-def search(plan: Plan, *, caught: Sequence[str] = (), say: Callable[[str], None] = print) -> list[Outcome]:
+def search(
+    plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[str], None] = print
+) -> list[TrialResult]:
     """Runs the trials that are left, and gives those that ended, the best first; trials.csv in the folder has them too.
 
     Args:
@@ -144,7 +146,7 @@ def search(plan: Plan, *, caught: Sequence[str] = (), say: Callable[[str], None]
 class _Trials:
     """The trials of one study: those under way, and what came of the others."""
 
-    def __init__(self, optuna: Any, plan: Plan, study: Any, say: Callable[[str], None]) -> None:
+    def __init__(self, optuna: Any, plan: SearchSettings, study: Any, say: Callable[[str], None]) -> None:
         self.states, self.plan, self.study, self.say = optuna.trial.TrialState, plan, study, say
         self.running: dict[int, _Running] = {}  # by job
         self.told: list[str] = []  # how those of this part ended
@@ -168,7 +170,7 @@ class _Trials:
         if outcomes and all(one.how.startswith("failed") for one in outcomes):
             raise InputError(f"all {len(outcomes)} trials {outcomes[0].how}: {_MEND}")
 
-    def look(self) -> Iterator[Outcome]:
+    def look(self) -> Iterator[TrialResult]:
         """Reads what the trials write, ends those that are not worth it; gives those that have ended."""
         for job, one in list(self.running.items()):
             if one.process.poll() is None:
@@ -201,13 +203,13 @@ class _Trials:
         self.running.clear()
         self._write()
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[TrialResult]:
         """Of the trials that ended by themselves or were pruned, the best first."""
         found = []
         for trial in self.study.get_trials(deepcopy=False):
             if "how" in trial.user_attrs:
                 kept = {name: trial.user_attrs[name] for name in ("how", "settings", "result", "folder")}
-                found.append(Outcome(trial.number + 1, **kept))
+                found.append(TrialResult(trial.number + 1, **kept))
         return sorted(found, key=lambda one: (one.how != "done", -one.top1, one.trial))
 
     def _started(self, job: int) -> _Running:
@@ -322,7 +324,7 @@ def _optuna() -> Any:
     return optuna
 
 
-def _study(optuna: Any, plan: Plan) -> Any:
+def _study(optuna: Any, plan: SearchSettings) -> Any:
     """The study in the folder, or a new one. Raises InputError for one of another recipe or space."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     journal = plan.folder / "search.journal"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
 
 from kasoku.core import InputError
-from kasoku.tune.climb import climb
-from kasoku.tune.sample import Found, Limits, Measure, Needs, Sample, Tries
+from kasoku.tune.climb import search_sizes
+from kasoku.tune.sample import BatchSizeResult, Limits, Measure, Measurement, Needs, SizeSearch
 
 _CHECK = 5  # loops from one look at convergence to the next
 _LOOPS = 100
@@ -25,7 +25,7 @@ class Strategy(Protocol):
         """What must be measured for it."""
         ...
 
-    def search(self, measure: Measure, limits: Limits) -> Found:
+    def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
         """Tries sizes within the limits; the best so far where time is over. Raises InputError where none can run."""
         ...
 
@@ -41,14 +41,14 @@ class _Growth:
     """The searches of [002]: each loop the step grows by one multiple, to ten at most. They are baselines.
 
     Ref: [002] 5, listings 2 and 3. The rule of growth was inferred from the results, and gives all sizes of listing 3.
-    How the size shrinks is not known; here the step starts at one again at each turn.
+    TuneSettings the size shrinks is not known; here the step starts at one again at each turn.
     """
 
     near: ClassVar[float]
 
-    def search(self, measure: Measure, limits: Limits) -> Found:
+    def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
         """The size at which it converged, or the last one that worked; out of time, the best so far."""
-        tries, looks = Tries(measure, limits), dict[int, _Look]()
+        tries, looks = SizeSearch(measure, limits), dict[int, _Look]()
         size, step, grow, checked = limits.begin, 1, True, math.nan
         for loop in range(_LOOPS + 1):
             if tries.over:
@@ -75,7 +75,7 @@ class _Growth:
         why = f"; batch {end.batch}: {end.failed}" if end.failed else f", after {len(tries.samples) - 1} loops"
         return tries.found(last.batch, looks[last.batch].why + why)
 
-    def _look(self, sample: Sample, first: Sample, limits: Limits) -> _Look:
+    def _look(self, sample: Measurement, first: Measurement, limits: Limits) -> _Look:
         raise NotImplementedError
 
 
@@ -91,7 +91,7 @@ class GpuUsageMaximize(_Growth):
         if not 0 < self.target <= 1:
             raise InputError(f"target={self.target}: a share above 0 and at most 1")
 
-    def _look(self, sample: Sample, first: Sample, limits: Limits) -> _Look:
+    def _look(self, sample: Measurement, first: Measurement, limits: Limits) -> _Look:
         used = sample.utilisation
         if math.isnan(used):
             raise InputError("GpuUsageMaximize: this device does not tell how much it is used: take Throughput")
@@ -106,7 +106,7 @@ class EpochTimeMinimize(_Growth):
     near: ClassVar[float] = 0.05  # of the first size's epoch
     needs: ClassVar[Needs] = Needs()
 
-    def _look(self, sample: Sample, first: Sample, limits: Limits) -> _Look:
+    def _look(self, sample: Measurement, first: Measurement, limits: Limits) -> _Look:
         ratio = first.images_per_s / sample.images_per_s
         return _Look(ratio, True, ratio, f"an epoch takes {ratio:.2f} times as long as with {first.batch}")
 
@@ -134,10 +134,10 @@ class Throughput:
         """A brief look at most sizes."""
         return Needs(brief=True)
 
-    def search(self, measure: Measure, limits: Limits) -> Found:
+    def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
         """The size with the most images a second."""
-        tries = Tries(measure, limits)
-        best, in_time = climb(tries, lambda: _rate, least_gain=self.least_gain)
+        tries = SizeSearch(measure, limits)
+        best, in_time = search_sizes(tries, lambda: _rate, least_gain=self.least_gain)
         return tries.found(best.batch, _most(best, tries), in_time=in_time)
 
 
@@ -175,13 +175,13 @@ class TimeToTarget:
         """The noise scale, where no curve is given."""
         return Needs(noise=not self.epochs, brief=True)
 
-    def search(self, measure: Measure, limits: Limits) -> Found:
+    def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
         """The size with the most images a second, each counted by what it is worth."""
         if self.epochs:
             limits = replace(
                 limits, least=max(limits.least, self.epochs[0][0]), most=min(limits.most, self.epochs[-1][0])
             )
-        tries = Tries(measure, limits)
+        tries = SizeSearch(measure, limits)
 
         def epochs(batch: int) -> float:
             return self.takes(batch, limits.start, _scale(tries.samples))
@@ -189,7 +189,7 @@ class TimeToTarget:
         def goodput(batch: int, step_s: float) -> float:
             return batch / step_s / epochs(batch)
 
-        best, in_time = climb(tries, lambda: goodput, least_gain=self.least_gain)
+        best, in_time = search_sizes(tries, lambda: goodput, least_gain=self.least_gain)
         return tries.found(best.batch, self._why(best, tries), epochs=epochs, in_time=in_time)
 
     def takes(self, batch: int, start: int, scale: float | None) -> float:
@@ -202,7 +202,7 @@ class TimeToTarget:
                 return before + (after - before) * way
         return self.epochs[-1][1]
 
-    def _why(self, best: Sample, tries: Tries) -> str:
+    def _why(self, best: Measurement, tries: SizeSearch) -> str:
         rate = f"{best.images_per_s:,.0f} images/s"
         if self.epochs:
             takes = self.takes(best.batch, 0, None)
@@ -223,12 +223,12 @@ def _rate(batch: int, step_s: float) -> float:
     return batch / step_s
 
 
-def _scale(samples: Sequence[Sample]) -> float | None:
+def _scale(samples: Sequence[Measurement]) -> float | None:
     """The noise scale as it is known by now: each sample tells that of all up to it."""
     return next((s.noise for s in reversed(samples) if s.noise is not None), None)
 
 
-def _most(best: Sample, tries: Tries) -> str:
+def _most(best: Measurement, tries: SizeSearch) -> str:
     good = tries.good
     return f"{best.images_per_s:,.0f} images/s, the most of {len(good)} sizes from {good[0].batch} to {good[-1].batch}"
 

@@ -1,4 +1,4 @@
-"""One size tried: some steps of a copy, timed."""
+"""Times a few steps of one batch size in the sandbox."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Batch, Job
-from kasoku.tune.copies import Copies, endless
-from kasoku.tune.memory import Memory
-from kasoku.tune.noise import Noise, Parts, mean
+from kasoku.tune.copies import Sandbox, endless
+from kasoku.tune.memory import MemoryForecast
+from kasoku.tune.noise import GradientParts, NoiseEstimate, mean
 from kasoku.tune.sample import Needs
-from kasoku.tune.usage import Usage
+from kasoku.tune.usage import UtilizationMonitor
 
 _WARM = 2  # steps that are thrown away, at most: memory is taken, kernels are chosen and compiled
 _LEAST_STEPS = 3  # where time is short
@@ -27,24 +27,24 @@ _NOISE_S = 0.2  # that they are compared for, at least once
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What was seen of a size.
+class StepTimes:
+    """The timed steps of one size.
 
     Args:
-        steps_s: seconds of each step, with its wait for input; short ones are means of some in a row.
-        waits_s: of that, waiting for input.
-        utilisation: of the device, 0 to 1; nan: not known.
-        noise: what its gradients tell; None: not asked, or not finite.
+        steps_s: seconds of each step, including its wait for input; short steps are timed several at once.
+        waits_s: seconds of each step spent waiting for input.
+        utilisation: of the device, 0 to 1; nan: unknown.
+        noise: the estimate from its gradients; None: not needed, or not finite.
     """
 
     steps_s: tuple[float, ...]
     waits_s: tuple[float, ...]
     utilisation: float
-    noise: Noise | None
+    noise: NoiseEstimate | None
 
-    def and_then(self, later: Ran) -> Ran:
+    def and_then(self, later: StepTimes) -> StepTimes:
         """Both together; noise is of the later one, which is no worse known for it: it is pooled over sizes."""
-        return Ran(self.steps_s + later.steps_s, self.waits_s + later.waits_s, later.utilisation, later.noise)
+        return StepTimes(self.steps_s + later.steps_s, self.waits_s + later.waits_s, later.utilisation, later.noise)
 
 
 class Trial:
@@ -56,39 +56,39 @@ class Trial:
     """
 
     def __init__(self, job: Job, needs: Needs) -> None:
-        self.copies = Copies(job)
+        self.sandbox = Sandbox(job)
         self.clock, self.needs = job.clock, needs
-        self.device = next((p.device for p in self.copies.model.parameters()), torch.device("cpu"))
-        self.memory = Memory(self.device)
+        self.device = next((p.device for p in self.sandbox.model.parameters()), torch.device("cpu"))
+        self.memory = MemoryForecast(self.device)
         self.diverged = False  # the size tried last
 
-    def run(self, batch: int, steps: int, *, allowed_s: float, until_s: float = math.inf) -> Ran:
+    def run(self, batch: int, steps: int, *, allowed_s: float, until_s: float = math.inf) -> StepTimes:
         """So many steps of `batch` images over all ranks, or fewer where the time allowed is short, at least 3.
 
         The noise is left out where that would take until after `until_s` on the job's clock.
         """
         self.diverged = False
         self.memory.begin()
-        job = self.copies.at(batch)
+        job = self.sandbox.at(batch)
         if not job.model.training:
             job.model.train()
         try:
             with closing(endless(job)) as batches:
                 ran = self._timed(job, batches, steps, allowed_s=allowed_s, until_s=until_s)
-            self.memory.note(self.copies.at_once(batch))
+            self.memory.note(self.sandbox.at_once(batch))
             return ran
         finally:
             job.close()
-            self.copies.optimizer.zero_grad()
+            self.sandbox.optimizer.zero_grad()
             if self.diverged:
-                self.copies.renew()
+                self.sandbox.renew()
 
     def recover(self) -> None:
         """Gives back the memory of a size that failed."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _timed(self, job: Job, batches: Iterator[Batch], steps: int, *, allowed_s: float, until_s: float) -> Ran:
+    def _timed(self, job: Job, batches: Iterator[Batch], steps: int, *, allowed_s: float, until_s: float) -> StepTimes:
         took_s = 0.0
         for _ in range(_WARM):
             began = self._now()
@@ -101,7 +101,7 @@ class Trial:
         wanted = max(steps, math.ceil(self.needs.watch_s / took_s / together))
         count = max(_LEAST_STEPS, int(min(wanted, allowed_s / took_s / together)))
         waits_s = []
-        with Usage(self.device, needed=self.needs.watch_s > 0) as usage:
+        with UtilizationMonitor(self.device, needed=self.needs.watch_s > 0) as usage:
             marks = [self._mark()]
             for _ in range(count):
                 waited_s = 0.0
@@ -115,7 +115,7 @@ class Trial:
         steps_s = tuple(self._between(a, b) / together for a, b in itertools.pairwise(marks))
         self.diverged = not bool(torch.isfinite(loss))
         noise = self._noise(job, batches, took_s, until_s=until_s) if self.needs.noise and not self.diverged else None
-        return Ran(steps_s, tuple(waits_s), usage.value, noise)
+        return StepTimes(steps_s, tuple(waits_s), usage.value, noise)
 
     def _step(self, job: Job, batches: Iterator[Batch], *, look: bool = False) -> tuple[float, Tensor]:
         """One update; returns the seconds it waited for input, and the loss."""
@@ -130,15 +130,15 @@ class Trial:
             job.backward(loss)
         job.optimizer.step()
         job.optimizer.zero_grad()
-        self.copies.steps += 1
+        self.sandbox.steps += 1
         return wait_s, loss.detach()
 
-    def _noise(self, job: Job, batches: Iterator[Batch], step_s: float, *, until_s: float) -> Noise | None:
-        """The mean of several looks at gradients where steps are short: one look alone is far from the truth.
+    def _noise(self, job: Job, batches: Iterator[Batch], step_s: float, *, until_s: float) -> NoiseEstimate | None:
+        """The mean of several noise measurements where steps are short, since a single one is far off.
 
-        Between two of them a step is made. So sizes that are timed in turns are also timed some while apart.
+        An optimizer step separates two measurements.
         """
-        looks: list[Noise] = []
+        looks: list[NoiseEstimate] = []
         began_s = now_s = self._now()
         while now_s + _NOISE_PASSES * step_s / job.accumulate < until_s:
             found = self._noise_here(job, batches)
@@ -149,9 +149,9 @@ class Trial:
             self._step(job, batches)
         return mean(looks, [1.0] * len(looks))
 
-    def _noise_here(self, job: Job, batches: Iterator[Batch]) -> Noise | None:
+    def _noise_here(self, job: Job, batches: Iterator[Batch]) -> NoiseEstimate | None:
         """Compares the gradients of some batches, and of all of them together, at the same weights."""
-        parts = Parts([p for p in job.model.parameters() if p.requires_grad])
+        parts = GradientParts([p for p in job.model.parameters() if p.requires_grad])
         images, needs_all = 0, job.needs_all
         job.needs_all = True  # whole gradients, none used as it arrives
         try:

@@ -20,7 +20,7 @@ def higher_half(values: Sequence[float]) -> float:
     return sum(kept) / len(kept) if kept else math.nan
 
 
-class Usage:
+class UtilizationMonitor:
     """Reads a device's utilization after each step: on CUDA from NVML, on a CPU this process's share of its threads.
 
     `needed`: raise InputError, with what to install, where NVML cannot be read; otherwise `value` is nan.
