@@ -25,7 +25,7 @@ from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory
 from kasoku.memory.network import look
-from kasoku.memory.ops import How
+from kasoku.memory.ops import Numerics
 from kasoku.memory.saved import SURE, Planner
 from kasoku.optim import sgd
 
@@ -151,7 +151,7 @@ def peak_of(job: Job, asked: dict, counted: Bytes, base: int) -> tuple[dict[str,
 def per_image(planner: Planner) -> dict[str, object]:
     network, plan = planner.network, planner.chosen
     before = sum(unit.plain for unit in network.units) / network.batch
-    after = (plan.kept - network.around.after) / network.batch
+    after = (plan.kept - network.around.head_kept) / network.batch
     return {"activation_bytes_per_image": {"before": round(before), "after": round(after)}}
 
 
@@ -161,7 +161,7 @@ def plan(asked: dict) -> dict[str, object]:
     job.model.train()
     planner = planner_of(job)
     settings = planner.settings
-    how = How(exact=settings.lossless, bf16=settings.bf16)
+    how = Numerics(exact=settings.lossless, bf16=settings.bf16)
 
     def fits(batch: int) -> bool:
         x = torch.zeros(batch, 3, asked["side"], asked["side"], device=DEVICE)

@@ -14,7 +14,7 @@ from helpers.grids import covering
 from kasoku.core import InputError, Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network
-from kasoku.memory.graph import Graph, Node
+from kasoku.memory.graph import GraphNode, LayerGraph
 from kasoku.memory.plan import choices
 from kasoku.memory.program import program
 from kasoku.memory.saved import Planner
@@ -215,8 +215,8 @@ def test_layouts_and_small_values_survive():
 
 def test_between_reads_that_are_far_only_the_bf16_lies_there():
     conv = nn.Conv2d(4, 4, 1)
-    chain = [Node("conv", (i,), conv) for i in range(4)]
-    graph = Graph((*chain, Node("add", (4, 0)), Node("conv", (0,), conv), Node("add", (5, 6))))
+    chain = [GraphNode("conv", (i,), conv) for i in range(4)]
+    graph = LayerGraph((*chain, GraphNode("add", (4, 0)), GraphNode("conv", (0,), conv), GraphNode("add", (5, 6))))
     steps = [
         (do.what, do.inplace)
         for do in program(graph, {0, 1, 2, 3}, data=True, halve=frozenset({0})).backward

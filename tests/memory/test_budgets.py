@@ -13,8 +13,8 @@ from kasoku.core.hardware import computes_bf16
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, larger, network
 from kasoku.memory.look import install, watch
-from kasoku.memory.network import Network, look, state_bytes
-from kasoku.memory.ops import How
+from kasoku.memory.network import InspectedNetwork, look, state_bytes
+from kasoku.memory.ops import Numerics
 from kasoku.memory.saved import SURE
 from kasoku.models.resnet import Bottleneck, ResNet
 from kasoku.optim import sgd
@@ -28,9 +28,9 @@ def made(name: str) -> nn.Module:
     return plain_chain() if name == "chain" else blocks(Bottleneck)
 
 
-def seen(model: nn.Module, x: torch.Tensor) -> Network:
+def seen(model: nn.Module, x: torch.Tensor) -> InspectedNetwork:
     job = Job(model, lambda m: sgd(m, 0.1))
-    found = look(job, install(job), x, how=How(), freed=True)
+    found = look(job, install(job), x, how=Numerics(), freed=True)
     job.close()
     return found
 
@@ -65,7 +65,7 @@ def test_the_peak_falls_or_stays_as_the_budget_shrinks(name):
     assert all(fixed + taken <= budget + 2**14 for taken, budget in zip(measured, budgets, strict=True))
 
 
-def smallest(planned: Network) -> float:
+def smallest(planned: InspectedNetwork) -> float:
     with pytest.raises(InputError, match=r"at least [0-9.,]+ MiB are needed") as raised:
         planned.choose(1, sure=SURE)
     return float(str(raised.value).partition("at least ")[2].split()[0].replace(",", "")) * 2**20 + 2**17
@@ -110,7 +110,7 @@ def test_copies_of_weights_under_autocast_are_counted_once():
     x, y = images(32, 32)
     x = x.contiguous(memory_format=torch.channels_last)
     job = Job(with_a_large_head(), lambda m: sgd(m, 0.1)).apply(ChannelsLast(), Autocast("bf16"))
-    seen = look(job, install(job), x, how=How(), freed=False)
+    seen = look(job, install(job), x, how=Numerics(), freed=False)
     job.close()
     measured = peak_of(with_a_large_head(), x, y, Autocast("bf16"))
     assert abs(seen.plain_bytes(len(x)) / (measured + seen.plain_around.fixed) - 1) < 0.05
@@ -184,7 +184,7 @@ def test_what_is_computed_of_a_repeated_weight_grows_with_the_batch():
     def an_image(block):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), block, nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
         job = Job(model, lambda m: sgd(m, 0.1))
-        found = look(job, install(job), torch.zeros(64, 3, 16, 16), how=How(), freed=True)
+        found = look(job, install(job), torch.zeros(64, 3, 16, 16), how=Numerics(), freed=True)
         job.close()
         return (found.plain_bytes(64) - found.plain_bytes(32)) / 32
 

@@ -12,9 +12,9 @@ from helpers.grids import covering
 from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network, ops
-from kasoku.memory.graph import Graph, Node
+from kasoku.memory.graph import GraphNode, LayerGraph
 from kasoku.memory.plan import choices
-from kasoku.memory.program import Do, over_inputs, program
+from kasoku.memory.program import Instruction, over_inputs, program
 from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.optim import sgd
 from memory.nets import FEW, assert_near, images, networks, one_step, peak_of_step, plain_chain, planner_of
@@ -54,9 +54,9 @@ def plain(layer: nn.BatchNorm2d, x: Tensor, dy: Tensor) -> list[Tensor]:
 
 def in_place(layer: nn.BatchNorm2d, x: Tensor, dy: Tensor) -> list[Tensor]:
     """The same over a copy of x."""
-    node, area, given_dy = Node("norm", (0,), layer), x.clone(), dy.clone()
+    node, area, given_dy = GraphNode("norm", (0,), layer), x.clone(), dy.clone()
     with torch.no_grad():
-        _, side = ops.make(node, [area], how=ops.How())
+        _, side = ops.make(node, [area], how=ops.Numerics())
         dx, found = ops.norm_gradients(node, dy, area, side, inplace=True)
     assert dx.data_ptr() == area.data_ptr()
     assert dx.stride() == x.stride()
@@ -115,12 +115,12 @@ def test_in_bf16_it_is_rounded_once():
 # ---- where it is done
 
 
-def chain(*ops_: str) -> Graph:
+def chain(*ops_: str) -> LayerGraph:
     layers = {"conv": nn.Conv2d(4, 4, 1), "norm": nn.BatchNorm2d(4)}
-    return Graph(tuple(Node(op, (i,), layers.get(op)) for i, op in enumerate(ops_)))
+    return LayerGraph(tuple(GraphNode(op, (i,), layers.get(op)) for i, op in enumerate(ops_)))
 
 
-def written_over(graph: Graph, kept: set[int], **more) -> list[int]:
+def written_over(graph: LayerGraph, kept: set[int], **more) -> list[int]:
     """The nodes whose gradient is written over their input."""
     steps = over_inputs(program(graph, kept, data=True, **more)).backward
     return [do.at for do in steps if do.what == "grad" and graph.nodes[do.at].op == "norm" and do.inplace]
@@ -131,17 +131,21 @@ def test_only_where_nobody_else_holds_the_input_and_nobody_reads_it_later():
     assert written_over(chain("conv", "norm", "conv"), {1}) == [1]  # kept
     assert written_over(chain("norm", "conv"), {0}) == []  # what came in
     conv, norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-    readers = [Node("norm", (1,), norm), Node("conv", (1,), conv)]
+    readers = [GraphNode("norm", (1,), norm), GraphNode("conv", (1,), conv)]
     for first, second, found in ((0, 1, [1]), (1, 0, [])):  # backward comes to the second one first
-        nodes = (Node("conv", (0,), conv), readers[first], readers[second], Node("add", (2, 3)))
-        assert written_over(Graph(nodes), {1}) == found
+        nodes = (GraphNode("conv", (0,), conv), readers[first], readers[second], GraphNode("add", (2, 3)))
+        assert written_over(LayerGraph(nodes), {1}) == found
 
 
 def test_what_was_in_bf16_is_written_over_where_it_was_loaded():
     graph = chain("conv", "norm", "conv")
     steps = over_inputs(program(graph, {0, 1, 2}, data=True, halve=frozenset({1, 2}))).backward
     place = next(i for i, do in enumerate(steps) if do.what == "grad" and do.at == 1)
-    assert steps[place - 1 : place + 2] == (Do("load", 1, True), Do("grad", 1, True, ("set",)), Do("free", 1))
+    assert steps[place - 1 : place + 2] == (
+        Instruction("load", 1, True),
+        Instruction("grad", 1, True, ("set",)),
+        Instruction("free", 1),
+    )
 
 
 # ---- within networks

@@ -494,5 +494,5 @@ def test_a_first_layer_in_eval_mode_leaves_its_segment_on():
         step = steps.pop()
         found.add(type(step).__name__)
         steps += [behind for behind, _ in step.next_functions if behind is not None]
-    assert "_RunBackward" in found
+    assert "_SegmentFunctionBackward" in found
     assert "ConvolutionBackward0" not in found

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from kasoku.core import InputError, Job
 from kasoku.core.torch_internals import accumulates, gradient_hooks, version
 from kasoku.memory.bound import Bound
-from kasoku.memory.instep import InStep
+from kasoku.memory.instep import StepInBackward
 from kasoku.memory.look import half_of
 
 _LARGE = 2**20  # bytes of weights; smaller ones are not worth it
@@ -35,7 +35,7 @@ class LinearInBackward(Bound):
         calls: in the inspection; only a layer that is called once is updated.
     """
 
-    def __init__(self, layer: nn.Linear, in_step: InStep) -> None:
+    def __init__(self, layer: nn.Linear, in_step: StepInBackward) -> None:
         self.layer, self.in_step = layer, in_step
         self.calls, self.inspected = 0, False
         self.passes: WeakSet[_Pass] = WeakSet()
@@ -78,7 +78,7 @@ def _of(hook: Any, job: Job) -> bool:
     return getattr(hook, "__self__", None) is job
 
 
-def install(job: Job, in_step: InStep) -> list[LinearInBackward]:
+def install(job: Job, in_step: StepInBackward) -> list[LinearInBackward]:
     """Replaces the forward of every large Linear that owns its weight, until the job is closed."""
     found = []
     owned = [p for _, p in job.model.named_parameters(remove_duplicate=False)]

@@ -1,6 +1,6 @@
 """The layers of a network as a graph of a few kinds of operation, each of which we know how to differentiate.
 
-A `Graph` has one input (value 0) and one output, the last value; node i makes value i + 1.
+A `LayerGraph` has one input (value 0) and one output, the last value; node i makes value i + 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OTHER = (nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Hardswish, nn.Tanh, nn.Sigmo
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     """One operation: "conv", "norm", "relu", "pool", "add" or "other", the values it reads, its layer if it has one."""
 
     op: str
@@ -47,7 +47,7 @@ class Node:
         return self.op == "norm" and (self.layer.training or self.layer.running_mean is None)
 
 
-class Shape(NamedTuple):
+class ValueShape(NamedTuple):
     """What a value takes: its shape (N images first) and type."""
 
     shape: tuple[int, ...]
@@ -60,35 +60,35 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Graph:
+class LayerGraph:
     """Nodes in an order in which they can be computed."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
 
     @property
     def out(self) -> int:
         """The value that leaves it."""
         return len(self.nodes)
 
-    def then(self, other: Graph) -> Graph:
+    def then(self, other: LayerGraph) -> LayerGraph:
         """This graph, its output into the other's input."""
         n = len(self.nodes)
-        return Graph(self.nodes + tuple(replace(m, inputs=tuple(v + n for v in m.inputs)) for m in other.nodes))
+        return LayerGraph(self.nodes + tuple(replace(m, inputs=tuple(v + n for v in m.inputs)) for m in other.nodes))
 
     def readers(self, value: int) -> list[int]:
         """The nodes that read a value."""
         return [i for i, node in enumerate(self.nodes) if value in node.inputs]
 
-    def pooled_first(self) -> Graph:
+    def pooled_first(self) -> LayerGraph:
         """The same function, every max-pool ahead of its ReLU: they commute, bit for bit, and ReLU has less to do."""
         nodes = list(self.nodes)
         for i in range(len(nodes) - 1):
             relu, pool = nodes[i], nodes[i + 1]
             if (relu.op, pool.op) == ("relu", "pool") and pool.inputs == (i + 1,) and self.readers(i + 1) == [i + 1]:
                 nodes[i], nodes[i + 1] = replace(pool, inputs=relu.inputs), replace(relu, inputs=(i + 1,))
-        return Graph(tuple(nodes))
+        return LayerGraph(tuple(nodes))
 
-    def shapes(self, x: Shape, half: torch.dtype | None) -> list[Shape]:
+    def shapes(self, x: ValueShape, half: torch.dtype | None) -> list[ValueShape]:
         """What every value takes for an input, the input first; `half`: what autocast computes convolutions in."""
         found = [x]
         for node in self.nodes:
@@ -96,11 +96,11 @@ class Graph:
             dtype = half if half is not None and node.op == "conv" else like.dtype
             if node.op == "add":
                 dtype = torch.promote_types(like.dtype, found[node.inputs[1]].dtype)
-            found.append(Shape(_shape(node, like), dtype))
+            found.append(ValueShape(_shape(node, like), dtype))
         return found
 
 
-def _shape(node: Node, x: Shape) -> tuple[int, ...]:
+def _shape(node: GraphNode, x: ValueShape) -> tuple[int, ...]:
     layer = node.layer
     if node.op == "conv":
         meta = torch.empty(x.shape, device="meta", dtype=layer.weight.dtype)
@@ -130,6 +130,6 @@ def op_of(layer: nn.Module) -> str:
     return "other" if kind in OTHER else ""
 
 
-def tensors(nodes: Sequence[Node]) -> list[Tensor]:
+def tensors(nodes: Sequence[GraphNode]) -> list[Tensor]:
     """The weights of nodes, each once."""
     return list(dict.fromkeys(p for node in nodes for p in node.params))

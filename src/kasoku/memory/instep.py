@@ -13,7 +13,7 @@ from torch import Tensor
 from kasoku.core import InputError, Job
 
 
-class InStep:
+class StepInBackward:
     """At work on one job; only where nothing needs all gradients at once and no rank shares them.
 
     Attributes:

@@ -24,14 +24,14 @@ from torch.utils._pytree import tree_leaves
 from kasoku.core import InputError, Job
 from kasoku.core.torch_internals import module_hooks
 from kasoku.memory.bound import Bound
-from kasoku.memory.graph import Graph, Shape
+from kasoku.memory.graph import LayerGraph, ValueShape
 from kasoku.memory.segment import Segment
 from kasoku.memory.trace import attributes_of, changed, decides, graph_of, with_own_forward
 
 _OURS = ("kasoku.parallel.", "kasoku.report.")  # hooks that read neither inputs nor outputs, and may be called twice
 
 
-class Item(Bound):
+class Hook(Bound):
     """What hangs on a layer or block whose forward we stand in for.
 
     Attributes:
@@ -44,13 +44,13 @@ class Item(Bound):
         forced: the segment runs in eval mode too, and gives NaN until its last item.
     """
 
-    def __init__(self, name: str, model: nn.Module, module: nn.Module, graph: Graph) -> None:
+    def __init__(self, name: str, model: nn.Module, module: nn.Module, graph: LayerGraph) -> None:
         self.name, self.model, self.module, self.graph = name, model, module, graph
         self.inside, self.deciding = tuple(module.modules()), with_own_forward(module)
         self.attributes = attributes_of(self.deciding)
         self.segment: Segment | None = None
-        self.before: Item | None = None
-        self.log: Log | None = None
+        self.before: Hook | None = None
+        self.log: CallLog | None = None
         self.forced = False
         self.place, self.length, self.passed = 0, 1, 0
         self.made: weakref.ref[Tensor] | None = None
@@ -85,7 +85,7 @@ class Item(Bound):
         self.passed, self.made = 1, weakref.ref(out)
         return out
 
-    def follow(self, first: Item, x: Tensor | None) -> Tensor:
+    def follow(self, first: Hook, x: Tensor | None) -> Tensor:
         """What an item inside a segment gives that has run: x. Raises InputError where it is called on another."""
         if x is None or first.made is None or first.made() is not x or first.passed != self.place:
             raise another_way(first)
@@ -95,7 +95,7 @@ class Item(Bound):
         return x
 
 
-def another_way(first: Item) -> InputError:
+def another_way(first: Hook) -> InputError:
     """The layers of a segment that has run were not called one after another."""
     name = first.segment.name if first.segment is not None else first.name
     return InputError(
@@ -107,14 +107,14 @@ def another_way(first: Item) -> InputError:
 class Call(NamedTuple):
     """A call of an item; `half`: what autocast computed convolutions in, None where it was off."""
 
-    item: Item
+    item: Hook
     x: Tensor
     out: Tensor
     half: torch.dtype | None
 
 
 @dataclass
-class Log:
+class CallLog:
     """The calls of one forward, and the bytes that autograd keeps for backward.
 
     Attributes:
@@ -128,11 +128,11 @@ class Log:
     """
 
     calls: list[Call] = field(default_factory=list)
-    inside: dict[Item | None, int] = field(default_factory=dict)
-    copies: dict[Item | None, int] = field(default_factory=dict)
-    now: Item | None = None
+    inside: dict[Hook | None, int] = field(default_factory=dict)
+    copies: dict[Hook | None, int] = field(default_factory=dict)
+    now: Hook | None = None
     seen: set[int] = field(default_factory=set)
-    holders: dict[int, set[Item | None]] = field(default_factory=dict)
+    holders: dict[int, set[Hook | None]] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
     weights: set[int] = field(default_factory=set)
     held: list[Tensor] = field(default_factory=list)
@@ -148,11 +148,11 @@ class Log:
             whose[self.now] = whose.get(self.now, 0) + x.nbytes
         return torch.empty(0)  # nothing runs backward here
 
-    def is_held(self, x: Tensor, planned: Set[Item]) -> bool:
+    def is_held(self, x: Tensor, planned: Set[Hook]) -> bool:
         """Somebody but these items keeps x, or has it as the model's output."""
         return place_of(x) in self.given or not self.holders.get(place_of(x), set()) <= planned
 
-    def out_of(self, item: Item) -> Tensor:
+    def out_of(self, item: Hook) -> Tensor:
         """What an item gave that was called once."""
         return next(call.out for call in self.calls if call.item is item)
 
@@ -165,7 +165,7 @@ class Log:
 class _OfWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is computed of weights and buffers alone, unless it is larger than they are (repeated images)."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: CallLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
 
@@ -186,18 +186,18 @@ def place_of(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def install(job: Job) -> list[Item]:
+def install(job: Job) -> list[Hook]:
     """Stands in for the forward of every layer and block that we know, until the job is closed."""
     items = []
     for name, module, graph in _known("", job.model):
-        item = Item(name, job.model, module, graph)
+        item = Hook(name, job.model, module, graph)
         job.patch(module, "saved_memory", item)
         job.patch(module, "forward", MethodType(_forward, module))
         items.append(item)
     return items
 
 
-def _known(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Graph]]:
+def _known(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, LayerGraph]]:
     graph = None if any(_is_touched(m) for m in module.modules()) else graph_of(module)
     if graph is not None and graph.nodes:
         yield name, module, graph
@@ -213,7 +213,7 @@ def _is_touched(module: nn.Module) -> bool:
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a layer with an item."""
-    item: Item = module.saved_memory
+    item: Hook = module.saved_memory
     plain = functools.partial(type(module).forward, module, *args, **kwargs)
     if item.module is not module:
         return plain()  # of a deep copy
@@ -229,7 +229,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     return item.begin(item.segment, x)
 
 
-def _noted(item: Item, log: Log, args: tuple[Any, ...], plain: Any) -> Any:
+def _noted(item: Hook, log: CallLog, args: tuple[Any, ...], plain: Any) -> Any:
     log.now = item
     out = plain()
     log.now = None
@@ -260,9 +260,9 @@ def undisturbed(model: nn.Module, x: Tensor) -> Iterator[None]:
             module.training = training
 
 
-def watch(model: nn.Module, items: Sequence[Item], x: Tensor) -> tuple[Log, Any]:
+def watch(model: nn.Module, items: Sequence[Hook], x: Tensor) -> tuple[CallLog, Any]:
     """Runs the model on x: what was called and kept, and the outputs."""
-    log = Log()
+    log = CallLog()
     log.weights = {place_of(p) for p in [*model.parameters(), *model.buffers()]}
     log.seen = {*log.weights, place_of(x)}
     for item in items:
@@ -278,12 +278,12 @@ def watch(model: nn.Module, items: Sequence[Item], x: Tensor) -> tuple[Log, Any]
     return log, outputs
 
 
-def chains(log: Log) -> list[tuple[list[Item], Call]]:
+def chains(log: CallLog) -> list[tuple[list[Hook], Call]]:
     """Stretches of items each of which is called once, on what the one before it gave, with the first call."""
-    count: dict[Item, int] = {}
+    count: dict[Hook, int] = {}
     for call in log.calls:
         count[call.item] = count.get(call.item, 0) + 1
-    found: list[tuple[list[Item], Call]] = []
+    found: list[tuple[list[Hook], Call]] = []
     last: Call | None = None
     for call in log.calls:
         if count[call.item] > 1 or call.item.hooked or not _as_foreseen(call):
@@ -299,15 +299,15 @@ def chains(log: Log) -> list[tuple[list[Item], Call]]:
 def _as_foreseen(call: Call) -> bool:
     """It gave what its graph says; not where a sum broadcasts."""
     graph = call.item.graph
-    shapes = graph.shapes(Shape(tuple(call.x.shape), call.x.dtype), call.half)
+    shapes = graph.shapes(ValueShape(tuple(call.x.shape), call.x.dtype), call.half)
     adds = (node.inputs for node in graph.nodes if node.op == "add")
     same = all(shapes[a].shape == shapes[b].shape for a, b in adds)
-    return same and shapes[-1] == Shape(tuple(call.out.shape), call.out.dtype)
+    return same and shapes[-1] == ValueShape(tuple(call.out.shape), call.out.dtype)
 
 
-def units(chain: Sequence[Item]) -> list[list[Item]]:
+def units(chain: Sequence[Hook]) -> list[list[Hook]]:
     """A chain cut before every item with a convolution."""
-    found: list[list[Item]] = []
+    found: list[list[Hook]] = []
     for item in chain:
         if not found or any(node.op == "conv" for node in item.graph.nodes):
             found.append([])

@@ -14,18 +14,18 @@ from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
 from kasoku.memory.dense import LinearInBackward
-from kasoku.memory.graph import Graph, Shape
-from kasoku.memory.look import Call, Item, Log, chains, place_of, undisturbed, units, watch
-from kasoku.memory.ops import How
-from kasoku.memory.plan import Around, Choice, Plan, Setting, best, choices, lowest
-from kasoku.memory.predict import Layout, Need, work_of
+from kasoku.memory.graph import LayerGraph, ValueShape
+from kasoku.memory.look import Call, CallLog, Hook, chains, place_of, undisturbed, units, watch
+from kasoku.memory.ops import Numerics
+from kasoku.memory.plan import ChainSetting, MemoryPlan, OutsideBytes, SegmentChoice, best, choices, lowest
+from kasoku.memory.predict import ImageLayout, MemoryNeed, work_of
 from kasoku.memory.segment import Segment
 
 _LOOK = 2  # images
 
 
 @dataclass(frozen=True)
-class Unit:
+class ChainUnit:
     """Items that are not cut, what plain PyTorch keeps of them, multiply-adds and precision.
 
     Attributes:
@@ -34,12 +34,12 @@ class Unit:
         need: of the unit alone, with all that its backward reads kept as it is.
     """
 
-    items: tuple[Item, ...]
+    items: tuple[Hook, ...]
     plain: int
     copies: int
     work: float
-    how: How
-    need: Need
+    how: Numerics
+    need: MemoryNeed
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Unit:
         return first if first == last else f"{first} to {last}"
 
 
-class Network:
+class InspectedNetwork:
     """What was seen, for one batch.
 
     Attributes:
@@ -61,28 +61,30 @@ class Network:
         how: what holds for all units; precision is each unit's own.
     """
 
-    def __init__(self, job: Job, items: Sequence[Item], log: Log, images: Tensor, *, batch: int, how: How) -> None:
+    def __init__(
+        self, job: Job, items: Sequence[Hook], log: CallLog, images: Tensor, *, batch: int, how: Numerics
+    ) -> None:
         self.job, self.items, self.how, self.batch = job, items, how, batch
-        self.units: list[Unit] = []
-        self.ways: list[Choice] = []
-        self.starts: list[Shape] = []
+        self.units: list[ChainUnit] = []
+        self.ways: list[SegmentChoice] = []
+        self.starts: list[ValueShape] = []
         self.outputs: list[Tensor] = []
         self.state = state_bytes(job)
-        self.around = self.plain_around = Around(0, 0, 0, 0, False, 0)
+        self.around = self.plain_around = OutsideBytes(0, 0, 0, 0, False, 0)
         found = [(chain, call) for chain, call in chains(log) if call.x.ndim == 4 and len(call.x) == len(images)]
         planned = {item for chain, _ in found for item in chain}
         for chain, call in found:
             given = place_of(call.x) == place_of(images)
-            there = (given or log.is_held(call.x, planned), log.is_held(log.out_of(chain[-1]), planned))
-            self._add(chain, call, log, given=given, there=there)
+            elsewhere = (given or log.is_held(call.x, planned), log.is_held(log.out_of(chain[-1]), planned))
+            self._add(chain, call, log, given=given, elsewhere=elsewhere)
 
-    def _add(self, chain: list[Item], call: Call, log: Log, *, given: bool, there: tuple[bool, bool]) -> None:
+    def _add(self, chain: list[Hook], call: Call, log: CallLog, *, given: bool, elsewhere: tuple[bool, bool]) -> None:
         start, how = call.x, replace(self.how, half=call.half)
         scale = self.batch / len(start)
-        shape = Shape((self.batch, *start.shape[1:]), start.dtype)
+        shape = ValueShape((self.batch, *start.shape[1:]), start.dtype)
         last = any(_is_last(node.layer.weight) for i in chain for node in i.graph.nodes if node.op == "conv")
-        layout = Layout(last or _is_last(start), start.device.type)
-        setting = Setting(shape, start.requires_grad, how, layout, there)
+        layout = ImageLayout(last or _is_last(start), start.device.type)
+        setting = ChainSetting(shape, start.requires_grad, how, layout, elsewhere)
         parts = units(chain)
         graphs = [_joined(part) for part in parts]
         offset = len(self.units)
@@ -91,37 +93,39 @@ class Network:
             self.ways.append(replace(way, first=way.first + offset, last=way.last + offset, need=takes))
         for i, part in enumerate(parts):
             self.starts.append(shape)
-            own = replace(setting, x=shape, data=setting.data or i > 0, how=replace(how, bf16=False))
+            own = replace(
+                setting, images=shape, image_gradient=setting.image_gradient or i > 0, how=replace(how, bf16=False)
+            )
             full = next(choices([graphs[i]], own))
             shapes = full.program.graph.shapes(shape, how.half)
             work = sum(work_of(full.program, shapes, at) for at in range(len(full.program.graph.nodes)))
             plain = round(sum(log.inside.get(item, 0) for item in part) * scale)
             copies = sum(log.copies.get(item, 0) for item in part)
             needs = full.need.beside(given and i == 0, i == len(parts) - 1)
-            self.units.append(Unit(tuple(part), plain, copies, work, how, needs))
+            self.units.append(ChainUnit(tuple(part), plain, copies, work, how, needs))
             shape = shapes[-1]
 
     def plain_bytes(self, batch: float) -> float:
         """The peak of plain PyTorch for another batch, in its backward."""
         around, scale = self.plain_around, batch / self.batch
-        kept = around.after * scale
-        most = around.fixed + kept + around.copies + around.head
+        kept = around.head_kept * scale
+        most = around.fixed + kept + around.copies + around.head_backward
         most += sum(unit.plain * scale + unit.copies for unit in self.units)
         behind = sum(unit.need.gradients for unit in self.units)
         for unit in self.units:
             kept += unit.plain * scale + unit.copies
             need = unit.need
-            behind -= need.gradients if around.stays else behind
-            held = need.kept + need.x + (0 if need.out_is_in else need.out)
+            behind -= need.gradients if around.gradients_stay else behind
+            held = need.kept + need.input + (0 if need.out_is_in else need.output)
             moves = (need.backward - held - need.gradients) * scale + need.gradients
             most = max(most, around.fixed + around.gradients + kept + moves + behind)
         return most
 
-    def within(self, budget: float) -> Plan | None:
+    def within(self, budget: float) -> MemoryPlan | None:
         """The plan of the least work within a budget, where there is one."""
         return best(len(self.units), self.ways, self.around, budget)
 
-    def choose(self, budget: float, *, sure: float = 1.0) -> Plan:
+    def choose(self, budget: float, *, sure: float = 1.0) -> MemoryPlan:
         """The plan of the least work for a part of a budget. Raises InputError that names the smallest one possible."""
         plan = self.within(budget * sure)
         if plan is None:
@@ -131,7 +135,7 @@ class Network:
             )
         return plan
 
-    def choose_for(self, factor: float) -> Plan:
+    def choose_for(self, factor: float) -> MemoryPlan:
         """The plan of the least work in what plain PyTorch takes for 1/factor of the batch; 1: in whatever it takes."""
         plan = self.within(self.plain_bytes(self.batch / factor) if factor > 1 else math.inf)
         if plan is None:
@@ -151,7 +155,7 @@ class Network:
         """Bytes of the lowest peak there is."""
         return lowest(len(self.units), self.ways, self.around).peak
 
-    def put(self, plan: Plan) -> None:
+    def put(self, plan: MemoryPlan) -> None:
         """Puts a plan in place."""
         for item in self.items:
             item.plain()
@@ -191,23 +195,23 @@ class Network:
         if left or not near:
             raise refused
 
-    def longer(self, plan: Plan) -> float:
+    def longer(self, plan: MemoryPlan) -> float:
         """The part of a step's time that a plan adds, as foreseen."""
         work = plan.work + sum(choice.need.rounding for choice in plan.choices)
         return work / (3 * sum(unit.work for unit in self.units) or 1)
 
-    def table(self, plan: Plan) -> str:
+    def table(self, plan: MemoryPlan) -> str:
         """What is kept, by segment, before and after; the peak and the time foreseen."""
         rows = [("layers", "plain", "kept", "remedy")]
         for choice in plan.choices:
             inside = self.units[choice.first : choice.last + 1]
             first, last = inside[0].items[0].name, inside[-1].items[-1].name
-            kept = choice.need.kept + choice.need.x
+            kept = choice.need.kept + choice.need.input
             rows.append((f"{first} to {last}", _mib(sum(u.plain for u in inside)), _mib(kept), choice.remedy))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([a.ljust(widths[0]), b.rjust(widths[1]), c.rjust(widths[2]), d]) for a, b, c, d in rows]
         plain = sum(unit.plain for unit in self.units)
-        kept = plan.kept - self.around.after
+        kept = plan.kept - self.around.head_kept
         lossy = " in bf16 (lossy)" if self.how.bf16 else ""
         head = (
             f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)}{lossy} instead of {_mib(plain)}; "
@@ -218,8 +222,8 @@ class Network:
 
 
 def look(
-    job: Job, items: Sequence[Item], x: Tensor, *, how: How, freed: bool, straight: Sequence[LinearInBackward] = ()
-) -> Network:
+    job: Job, items: Sequence[Hook], x: Tensor, *, how: Numerics, freed: bool, straight: Sequence[LinearInBackward] = ()
+) -> InspectedNetwork:
     """Looks at the job's network on the first images of a batch.
 
     Args:
@@ -240,7 +244,7 @@ def look(
     images = x[:_LOOK].detach().requires_grad_(x.requires_grad)
     log, outputs = watch(job.model, items, images)
     try:
-        network = Network(job, items, log, images, batch=len(x), how=how)
+        network = InspectedNetwork(job, items, log, images, batch=len(x), how=how)
     finally:
         log.clear()
     network.outputs = _tensors(outputs)
@@ -260,7 +264,9 @@ def look(
     return network
 
 
-def _around(network: Network, log: Log, x: Tensor, *, freed: bool, straight: Sequence[Tensor] = ()) -> Around:
+def _around(
+    network: InspectedNetwork, log: CallLog, x: Tensor, *, freed: bool, straight: Sequence[Tensor] = ()
+) -> OutsideBytes:
     job = network.job
     learning = [p for p in job.model.parameters() if p.requires_grad]
     inner = {p for unit in network.units for item in unit.items for node in item.graph.nodes for p in node.params}
@@ -274,8 +280,8 @@ def _around(network: Network, log: Log, x: Tensor, *, freed: bool, straight: Seq
     if job.accumulate > 1:
         fixed += sum(p.nbytes for p in learning)
     if job.accumulate > 1 or freed:
-        return Around(fixed, after, copies, 0, False, max(behind, default=0))
-    return Around(fixed, after, copies, sum(behind), True, sum(behind))
+        return OutsideBytes(fixed, after, copies, 0, False, max(behind, default=0))
+    return OutsideBytes(fixed, after, copies, sum(behind), True, sum(behind))
 
 
 def state_bytes(job: Job) -> int:
@@ -303,8 +309,8 @@ def _tensors(outputs: object) -> list[Tensor]:
     return [t.detach() for t in tree_leaves(outputs) if isinstance(t, Tensor)]
 
 
-def _joined(items: Sequence[Item]) -> Graph:
-    graph = Graph(())
+def _joined(items: Sequence[Hook]) -> LayerGraph:
+    graph = LayerGraph(())
     for item in items:
         graph = graph.then(item.graph)
     return graph

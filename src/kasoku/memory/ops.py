@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kasoku.memory.graph import Node, Shape
-from kasoku.memory.pool import Code, pair, pool, unpool
+from kasoku.memory.graph import GraphNode, ValueShape
+from kasoku.memory.pool import MaxPlaces, pair, pool, unpool
 
 _aten = torch.ops.aten
 _PARTS = 16  # in which a gradient is written over its input
 
 
 @dataclass(frozen=True)
-class How:
+class Numerics:
     """What holds for all operations of a segment.
 
     Args:
@@ -35,7 +35,7 @@ class How:
     bf16: bool = False
 
 
-class Statistics(NamedTuple):
+class NormStatistics(NamedTuple):
     """What a BatchNorm leaves for its backward."""
 
     mean: Tensor
@@ -45,7 +45,7 @@ class Statistics(NamedTuple):
     steers: bool  # they are of the batch
 
 
-def make(node: Node, inputs: list[Tensor], *, how: How, inplace: bool = False) -> tuple[Tensor, Any]:
+def make(node: GraphNode, inputs: list[Tensor], *, how: Numerics, inplace: bool = False) -> tuple[Tensor, Any]:
     """The node's value for the first time, and what its backward needs beside values: statistics, or a code."""
     x = inputs[0]
     if node.op == "norm":
@@ -55,7 +55,7 @@ def make(node: Node, inputs: list[Tensor], *, how: How, inplace: bool = False) -
     return again(node, inputs, None, how=how, inplace=inplace), None
 
 
-def again(node: Node, inputs: list[Tensor], side: Any, *, how: How, inplace: bool = False) -> Tensor:
+def again(node: GraphNode, inputs: list[Tensor], side: Any, *, how: Numerics, inplace: bool = False) -> Tensor:
     """The node's value once more; nothing in its layer changes."""
     x, layer = inputs[0], node.layer
     if node.op == "conv":
@@ -77,7 +77,7 @@ def again(node: Node, inputs: list[Tensor], side: Any, *, how: How, inplace: boo
 
 
 def conv_gradients(
-    node: Node, dy: Tensor, x: Tensor, *, how: How, data: bool
+    node: GraphNode, dy: Tensor, x: Tensor, *, how: Numerics, data: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Of a convolution: of its input where `data` says so, and of its weight and bias where they learn."""
     layer = node.layer
@@ -102,7 +102,7 @@ def conv_gradients(
 
 
 def norm_gradients(
-    node: Node, dy: Tensor, x: Tensor, side: Statistics, *, inplace: bool = False
+    node: GraphNode, dy: Tensor, x: Tensor, side: NormStatistics, *, inplace: bool = False
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Of a BatchNorm: of its input (`inplace`: written over it), and of its weight and bias where they learn."""
     layer = node.layer
@@ -137,12 +137,12 @@ def relu_gradient(dy: Tensor, out: Tensor, *, inplace: bool) -> Tensor:
     return _aten.threshold_backward(dy, out, 0)  # type: ignore[no-any-return]
 
 
-def pool_gradient(node: Node, dy: Tensor, code: Code) -> Tensor:
+def pool_gradient(node: GraphNode, dy: Tensor, code: MaxPlaces) -> Tensor:
     """The gradient of what was pooled."""
     return unpool(node.layer, dy, code)
 
 
-def other_gradient(node: Node, dy: Tensor, x: Tensor) -> Tensor:
+def other_gradient(node: GraphNode, dy: Tensor, x: Tensor) -> Tensor:
     """By torch's autograd, of the layer alone."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
@@ -150,12 +150,12 @@ def other_gradient(node: Node, dy: Tensor, x: Tensor) -> Tensor:
     return torch.autograd.grad(out, leaf, dy)[0]
 
 
-def wide_bytes(x: Shape) -> int:
+def wide_bytes(x: ValueShape) -> int:
     """What a gradient over a norm's input takes beside it: parts of both in fp32, if they are of fewer bits."""
     return 0 if x.dtype.itemsize >= 4 else 8 * -(-x.shape[0] // _PARTS) * torch.Size(x.shape[1:]).numel()
 
 
-def _norm_over(layer: Any, dy: Tensor, x: Tensor, side: Statistics, sums: tuple[Tensor, Tensor]) -> Tensor:
+def _norm_over(layer: Any, dy: Tensor, x: Tensor, side: NormStatistics, sums: tuple[Tensor, Tensor]) -> Tensor:
     """A BatchNorm's gradient over its input: scale * (dy - mean of dy - y * mean of dy * y), y being x normed.
 
     Args:
@@ -193,7 +193,7 @@ def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None or x.dtype is dtype else x.to(dtype)
 
 
-def _norm(layer: Any, x: Tensor) -> tuple[Tensor, Statistics]:
+def _norm(layer: Any, x: Tensor) -> tuple[Tensor, NormStatistics]:
     steers = layer.training or layer.running_mean is None
     share = 0.0 if layer.momentum is None else layer.momentum
     if layer.training and layer.num_batches_tracked is not None:
@@ -204,10 +204,10 @@ def _norm(layer: Any, x: Tensor) -> tuple[Tensor, Statistics]:
     out, mean, scale, reserve, kernel = _aten._batch_norm_impl_index(
         x, layer.weight, layer.bias, layer.running_mean, layer.running_var, *settings
     )
-    return out, Statistics(mean, scale, reserve, kernel, steers)
+    return out, NormStatistics(mean, scale, reserve, kernel, steers)
 
 
-def _norm_again(node: Node, x: Tensor, side: Statistics, exact: bool) -> Tensor:
+def _norm_again(node: GraphNode, x: Tensor, side: NormStatistics, exact: bool) -> Tensor:
     layer = node.layer
     if not side.steers:
         mean, variance = layer.running_mean, layer.running_var

@@ -11,7 +11,7 @@ from torch.nn import functional
 PLACES = 256  # of a window, that a byte tells apart
 
 
-class Code(NamedTuple):
+class MaxPlaces(NamedTuple):
     """Where in its window each maximum was; `inner` and `inner_stride` are of what was pooled."""
 
     packed: Tensor
@@ -37,7 +37,7 @@ def code_bytes(layer: Any, inner: tuple[int, ...], pooled: int) -> int:
     return -(-pooled // 4) if is_quarter(layer, inner) else pooled
 
 
-def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, Code]:
+def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, MaxPlaces]:
     """What the layer gives, and the code."""
     inner = tuple(x_NCHW.shape)
     if is_quarter(layer, inner):
@@ -49,10 +49,10 @@ def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, Code]:
         )
         code = _place(layer, index, inner[3])
         packed = code.as_strided((code.numel(),), (1,))
-    return out, Code(packed, inner, x_NCHW.stride(), tuple(code.shape), code.stride())
+    return out, MaxPlaces(packed, inner, x_NCHW.stride(), tuple(code.shape), code.stride())
 
 
-def unpool(layer: Any, dy_NCHW: Tensor, code: Code) -> Tensor:
+def unpool(layer: Any, dy_NCHW: Tensor, code: MaxPlaces) -> Tensor:
     """The gradient of what was pooled; sums where windows overlap are taken in torch's order."""
     quarter = is_quarter(layer, code.inner)
     place = (_unpack(code) if quarter else code.packed).as_strided(code.shape, code.stride)
@@ -121,7 +121,7 @@ def _pack(code: Tensor) -> Tensor:
     return packed
 
 
-def _unpack(code: Code) -> Tensor:
+def _unpack(code: MaxPlaces) -> Tensor:
     n = code.packed.numel()
     flat = torch.empty(4 * n, dtype=torch.uint8, device=code.packed.device)
     for k in range(4):

@@ -1,4 +1,4 @@
-"""Bytes and work of a program, added up over the very steps that the runner takes."""
+"""Memory model: bytes and work of a program, summed over the same steps that the runner executes."""
 
 from __future__ import annotations
 
@@ -7,40 +7,41 @@ from functools import cached_property
 
 from torch import Tensor
 
-from kasoku.memory.graph import Node, Shape
-from kasoku.memory.ops import How, wide_bytes
+from kasoku.memory.graph import GraphNode, ValueShape
+from kasoku.memory.ops import Numerics, wide_bytes
 from kasoku.memory.pool import code_bytes, is_quarter
-from kasoku.memory.program import Do, Program
+from kasoku.memory.program import Instruction, Program
 
 _WORK_OF_A_BYTE = 16.0  # multiply-adds that a machine does while it moves a byte: 490 GFLOP/s against some 30 GB/s
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What workspaces depend on: how images lie in memory, and on which device."""
+class ImageLayout:
+    """What the size of workspaces depends on: channels_last or not, and the kind of device."""
 
     last: bool
     kind: str = "cpu"
 
 
 @dataclass(frozen=True)
-class Need:
-    """What a segment takes, in bytes.
+class MemoryNeed:
+    """The bytes and the extra work of a segment.
 
     Attributes:
-        kept: from forward to backward, beside its input and its output, which its neighbours hold too.
-        x: its input, if it is kept.
-        out: its output, if it is kept.
-        forward: at most, beside the input, during forward; its output is in it.
-        backward: at most during backward, with all that it keeps, its input and its output.
-        gradients: of its weights.
-        work: what is computed again, and what gradients over inputs take more, in multiply-adds.
-        rounding: what is rounded to bf16 and loaded, as the multiply-adds of the same time.
+        kept: bytes from forward to backward, without input and output, which the neighbours keep too.
+        input: bytes of its input, if it is kept.
+        output: bytes of its output, if it is kept.
+        forward: peak of forward, without the input, with the output.
+        backward: peak of backward, with everything that it keeps, its input and its output.
+        gradients: bytes of the gradients of its weights.
+        work: recomputation, and the extra cost of norm gradients in place, in multiply-adds.
+        rounding: rounding to bf16 and back, in multiply-adds of the same time.
+        out_is_in: the output is counted in `kept`.
     """
 
     kept: int
-    x: int
-    out: int
+    input: int
+    output: int
     forward: int
     backward: int
     gradients: int
@@ -48,19 +49,21 @@ class Need:
     rounding: float = 0.0
     out_is_in: bool = False
 
-    def beside(self, given: bool, last: bool) -> Need:
-        """The same where `given` images enter (they are there anyway), or `last` (nobody else counts the output)."""
-        takes = replace(self, x=0, backward=self.backward - self.x) if given else self
-        return replace(takes, kept=takes.kept + takes.out, out_is_in=True) if last else takes
+    def beside(self, given: bool, last: bool) -> MemoryNeed:
+        """In a chain. `given`: the input is the batch, counted already; `last`: no neighbour counts its output."""
+        takes = replace(self, input=0, backward=self.backward - self.input) if given else self
+        return replace(takes, kept=takes.kept + takes.output, out_is_in=True) if last else takes
 
 
-def need(program: Program, shapes: list[Shape], *, how: How, layout: Layout, chunk: int = 0) -> Need:
+def need(
+    program: Program, shapes: list[ValueShape], *, how: Numerics, layout: ImageLayout, chunk: int = 0
+) -> MemoryNeed:
     """What a program takes for values of these shapes, `chunk` images at a time (0: all at once)."""
     n = shapes[0].shape[0]
     parts = -(-n // chunk) if chunk else 1
     if parts > 1:
-        shapes = [Shape((chunk, *s.shape[1:]), s.dtype) for s in shapes]
-    walk = _Walk(program, shapes, how, layout)
+        shapes = [ValueShape((chunk, *s.shape[1:]), s.dtype) for s in shapes]
+    walk = _ByteCount(program, shapes, how, layout)
     share = n / shapes[0].shape[0]
     whole = (shapes[0].nbytes, shapes[-1].nbytes, walk.kept, walk.held[0], walk.held[program.graph.out])
     x, out, kept, kept_x, kept_out = (round(part * share) for part in whole)
@@ -81,10 +84,10 @@ def need(program: Program, shapes: list[Shape], *, how: How, layout: Layout, chu
     loads = [do.at for do in program.backward if do.what == "load"]
     passes = sum(1.5 * walk.sizes[v] for v in (*loads, *program.halved - {program.graph.out}))
     rounding = passes * _WORK_OF_A_BYTE * share
-    return Need(kept, kept_x, kept_out, forward, backward, gradients, work * share, rounding)
+    return MemoryNeed(kept, kept_x, kept_out, forward, backward, gradients, work * share, rounding)
 
 
-def work_of(program: Program, shapes: list[Shape], at: int) -> float:
+def work_of(program: Program, shapes: list[ValueShape], at: int) -> float:
     """Multiply-adds of a node; what only moves bytes counts as the multiply-adds of the same time."""
     node, out = program.graph.nodes[at], shapes[at + 1]
     moved = sum(shapes[v].nbytes for v in node.inputs) + out.nbytes
@@ -95,7 +98,7 @@ def work_of(program: Program, shapes: list[Shape], at: int) -> float:
     return max(made * weight[0].numel() * (0.5 if out.dtype.itemsize == 2 else 1.0), moved * _WORK_OF_A_BYTE)
 
 
-def _work_over(program: Program, shapes: list[Shape], do: Do, layout: Layout) -> float:
+def _work_over(program: Program, shapes: list[ValueShape], do: Instruction, layout: ImageLayout) -> float:
     """Of a norm's gradient over its input, beyond that of torch's kernel: measured with one thread of an AVX2 core.
 
     Left out: the pages of a new area, which the system clears; where they are new each time it takes less in all.
@@ -105,10 +108,10 @@ def _work_over(program: Program, shapes: list[Shape], do: Do, layout: Layout) ->
     return (1 if layout.last else 5) * shapes[do.at + 1].nbytes * _WORK_OF_A_BYTE
 
 
-class _Walk:
+class _ByteCount:
     """A program's bytes; input, output and incoming gradient are left to the caller."""
 
-    def __init__(self, program: Program, shapes: list[Shape], how: How, layout: Layout) -> None:
+    def __init__(self, program: Program, shapes: list[ValueShape], how: Numerics, layout: ImageLayout) -> None:
         self.program, self.shapes, self.how, self.layout = program, shapes, how, layout
         graph = program.graph
         self.sizes = [s.nbytes for s in shapes]
@@ -133,7 +136,7 @@ class _Walk:
         shape = self.shapes[v]
         return self.sizes[v] // shape.dtype.itemsize * 2 if v in self.program.halved else self.sizes[v]
 
-    def _side(self, node: Node, i: int) -> int:
+    def _side(self, node: GraphNode, i: int) -> int:
         if node.op == "norm":
             return 8 * int(node.layer.num_features)
         if node.op == "pool":
@@ -160,7 +163,7 @@ class _Walk:
             most = max(most, live + self._aside(node, do.at))
         return most
 
-    def _made(self, do: Do, held: dict[int, int]) -> int:
+    def _made(self, do: Instruction, held: dict[int, int]) -> int:
         first = self.program.graph.nodes[do.at].inputs[0]
         if do.inplace:
             taken, held[first] = held[first], 0
@@ -198,7 +201,7 @@ class _Walk:
                 live += grown
         return most
 
-    def _grad(self, do: Do, areas: dict[int, list[int]], held: dict[int, int]) -> tuple[int, int]:
+    def _grad(self, do: Instruction, areas: dict[int, list[int]], held: dict[int, int]) -> tuple[int, int]:
         """(bytes more after it, the most during it)."""
         node = self.program.graph.nodes[do.at]
         mine = areas.pop(do.at + 1)
@@ -237,7 +240,7 @@ class _Walk:
         areas[v] = [self.sizes[v], 1]
         return self.sizes[v] - _release(old) - _release(new)
 
-    def _aside(self, node: Node, at: int) -> int:
+    def _aside(self, node: GraphNode, at: int) -> int:
         """Temporary bytes while a value is made."""
         out, x = self.shapes[at + 1], self.shapes[node.inputs[0]]
         if node.op == "conv":
@@ -247,7 +250,7 @@ class _Walk:
             return out.nbytes + 4 * count if is_quarter(node.layer, x.shape) else 27 * count
         return 0
 
-    def _beside(self, node: Node, do: Do) -> int:
+    def _beside(self, node: GraphNode, do: Instruction) -> int:
         """Temporary bytes while gradients are taken."""
         out, x = self.shapes[do.at + 1], self.shapes[node.inputs[0]]
         count = out.nbytes // out.dtype.itemsize
@@ -269,7 +272,9 @@ def _release(area: list[int]) -> int:
     return area[0] if area[1] == 0 else 0
 
 
-def _conv_bytes(node: Node, x: Shape, out: Shape, *, how: How, layout: Layout, backward: bool) -> int:
+def _conv_bytes(
+    node: GraphNode, x: ValueShape, out: ValueShape, *, how: Numerics, layout: ImageLayout, backward: bool
+) -> int:
     """OneDNN's reordered copies, as measured on AVX-512: of weights always, of images in the NCHW layout.
 
     On a GPU cuDNN is free to choose; it is left to the margin.
@@ -293,6 +298,6 @@ def _conv_bytes(node: Node, x: Shape, out: Shape, *, how: How, layout: Layout, b
     return cast + wide + weight
 
 
-def _into_input(program: Program, do: Do) -> list[str]:
+def _into_input(program: Program, do: Instruction) -> list[str]:
     inputs = program.graph.nodes[do.at].inputs if do.what == "grad" else ()
     return [join for v, join in zip(inputs, do.joins, strict=False) if v == 0]

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from kasoku.memory.graph import Graph, Node
+from kasoku.memory.graph import GraphNode, LayerGraph
 
 _NEAR = 2  # gradient steps over which a cheap value computed again is held rather than computed (or loaded) once more
 
 
-class Do(NamedTuple):
+class Instruction(NamedTuple):
     """One step: "make" a node's value, take the "grad" of a node, "free" a value, or "load" one held in bf16.
 
     Args:
@@ -51,14 +51,14 @@ class Program:
         again: the nodes computed again.
     """
 
-    graph: Graph
+    graph: LayerGraph
     kept: frozenset[int]
-    forward: tuple[Do, ...] = field(repr=False)
-    backward: tuple[Do, ...] = field(repr=False)
+    forward: tuple[Instruction, ...] = field(repr=False)
+    backward: tuple[Instruction, ...] = field(repr=False)
     halved: frozenset[int] = frozenset()
 
     @property
-    def again(self) -> list[Node]:
+    def again(self) -> list[GraphNode]:
         """What is computed a second time."""
         return [self.graph.nodes[do.at] for do in self.backward if do.what == "make"]
 
@@ -72,18 +72,18 @@ def over_inputs(one: Program) -> Program:
     for i, (do, then) in enumerate(pairwise(one.backward)):
         if do.what == "grad" and nodes[do.at].op == "norm":
             (x,) = nodes[do.at].inputs
-            steps[i] = do._replace(inplace=x != 0 and then == Do("free", x))
+            steps[i] = do._replace(inplace=x != 0 and then == Instruction("free", x))
     return replace(one, backward=tuple(steps))
 
 
-def needed_by(node: Node, at: int) -> tuple[int, ...]:
+def needed_by(node: GraphNode, at: int) -> tuple[int, ...]:
     """The values that the backward of a node reads; `at`: its place."""
     if node.op in ("conv", "norm", "other"):
         return node.inputs
     return (at + 1,) if node.op == "relu" else ()
 
 
-def learning(graph: Graph, *, data: bool) -> list[bool]:
+def learning(graph: LayerGraph, *, data: bool) -> list[bool]:
     """Which values need a gradient; `data`: the input does."""
     needs = [data]
     for node in graph.nodes:
@@ -91,14 +91,14 @@ def learning(graph: Graph, *, data: bool) -> list[bool]:
     return needs
 
 
-def needed(graph: Graph, *, data: bool) -> set[int]:
+def needed(graph: LayerGraph, *, data: bool) -> set[int]:
     """The values that backward reads."""
     needs = learning(graph, data=data)
     return {v for i, node in enumerate(graph.nodes) if needs[i + 1] for v in needed_by(node, i)}
 
 
 def program(
-    graph: Graph,
+    graph: LayerGraph,
     kept: Iterable[int],
     *,
     data: bool,
@@ -115,26 +115,26 @@ def program(
         halve: values that are held in bf16 if they are kept.
     """
     needs = learning(graph, data=data)
-    wanted = _Wanted(graph, needs, set(kept), hold)
+    wanted = _BackwardOrder(graph, needs, set(kept), hold)
     useful = frozenset(wanted.order())
     halved = useful & halve
     inner = halved - {0, graph.out}  # the ends are rounded by the runner, when all is done
     backward = _with_frees(graph, wanted.steps, start=useful, stay=frozenset())
-    order = [Do("make", i) for i in range(len(graph.nodes))]
+    order = [Instruction("make", i) for i in range(len(graph.nodes))]
     stay = (useful - inner) | {graph.out}
     forward = _with_frees(graph, order, start=frozenset({0}), stay=stay, whole=inner)
     steps = _with_loads(graph, _joined(graph, needs, backward), halved)
     return Program(graph, useful, tuple(forward), tuple(steps), halved)
 
 
-class _Wanted:
+class _BackwardOrder:
     """Finds the order of backward: what is made again, and when."""
 
-    def __init__(self, graph: Graph, needs: list[bool], kept: set[int], hold: bool) -> None:
+    def __init__(self, graph: LayerGraph, needs: list[bool], kept: set[int], hold: bool) -> None:
         self.graph, self.needs, self.hold = graph, needs, hold
         self.kept = kept | {0}
         self.have = set(self.kept)
-        self.steps: list[Do] = []
+        self.steps: list[Instruction] = []
         self.used: set[int] = set()
         self.grads = [i for i in reversed(range(len(graph.nodes))) if needs[i + 1]]
 
@@ -143,7 +143,7 @@ class _Wanted:
         for place, i in enumerate(self.grads):
             for v in needed_by(self.graph.nodes[i], i):
                 self.ensure(v)
-            self.steps.append(Do("grad", i))
+            self.steps.append(Instruction("grad", i))
             if not self.hold:
                 soon = {v for j in self.grads[place + 1 : place + 1 + _NEAR] for v in needed_by(self.graph.nodes[j], j)}
                 cheap = {v for v in self.have - self.kept if self.graph.nodes[v - 1].cheap}
@@ -156,39 +156,39 @@ class _Wanted:
             return
         for u in self.graph.nodes[v - 1].inputs:
             self.ensure(u)
-        self.steps.append(Do("make", v - 1))
+        self.steps.append(Instruction("make", v - 1))
         self.have.add(v)
 
 
-def reads(graph: Graph, do: Do) -> tuple[int, ...]:
+def reads(graph: LayerGraph, do: Instruction) -> tuple[int, ...]:
     """The values a step reads."""
     node = graph.nodes[do.at]
     return node.inputs if do.what == "make" else needed_by(node, do.at)
 
 
 def _with_frees(
-    graph: Graph,
-    steps: list[Do],
+    graph: LayerGraph,
+    steps: list[Instruction],
     *,
     start: frozenset[int],
     stay: frozenset[int],
     whole: frozenset[int] = frozenset(),
-) -> list[Do]:
+) -> list[Instruction]:
     """The steps with every value freed after its last use; a first input that ends there may be written over.
 
     Values of `start` are there before, values of `stay` are still there at the end. What others may hold too, the
     input and the output, is not written over, nor are values of `whole`, which are read once more when they are freed.
     """
-    found: list[Do] = []
+    found: list[Instruction] = []
     alive = set(stay)
     for do in reversed(steps):
         if do.what == "make":
             if do.at + 1 not in alive:
                 alive.add(do.at + 1)
-                found.append(Do("free", do.at + 1))
+                found.append(Instruction("free", do.at + 1))
             alive.discard(do.at + 1)
         ends = [v for v in dict.fromkeys(reads(graph, do)) if v not in alive]
-        found += [Do("free", v) for v in ends]
+        found += [Instruction("free", v) for v in ends]
         alive.update(ends)
         node = graph.nodes[do.at]
         own = (
@@ -197,28 +197,28 @@ def _with_frees(
             and len(set(node.inputs)) == len(node.inputs)
         )
         found.append(do._replace(inplace=do.what == "make" and own and node.op in ("relu", "add")))
-    found += [Do("free", v) for v in sorted(start - alive)]
+    found += [Instruction("free", v) for v in sorted(start - alive)]
     return found[::-1]
 
 
-def _with_loads(graph: Graph, steps: list[Do], apart: frozenset[int]) -> list[Do]:
+def _with_loads(graph: LayerGraph, steps: list[Instruction], apart: frozenset[int]) -> list[Instruction]:
     """The steps with values `apart`, held in bf16, loaded ahead of use, let go where the next one is far."""
     passed = [0, *accumulate(do.what == "grad" for do in steps)]  # gradients taken before each step
-    before: dict[int, list[Do]] = {}
-    after: dict[int, list[Do]] = {}
+    before: dict[int, list[Instruction]] = {}
+    after: dict[int, list[Instruction]] = {}
     for v in sorted(apart):
         places = [i for i, do in enumerate(steps) if do.what != "free" and v in reads(graph, do)]
         firsts = [j for i, j in pairwise(places) if passed[j] - passed[i] > _NEAR]
         firsts = [places[0], *firsts]
         for i, j in pairwise([*firsts, len(steps)]):
             last = max(place for place in places if place < j)
-            before.setdefault(i, []).append(Do("load", v, inplace=j == len(steps)))
+            before.setdefault(i, []).append(Instruction("load", v, inplace=j == len(steps)))
             if j < len(steps):
-                after.setdefault(last, []).append(Do("free", v))
+                after.setdefault(last, []).append(Instruction("free", v))
     return [one for i, do in enumerate(steps) for one in (*before.get(i, ()), do, *after.get(i, ()))]
 
 
-def _joined(graph: Graph, needs: list[bool], steps: list[Do]) -> list[Do]:
+def _joined(graph: LayerGraph, needs: list[bool], steps: list[Instruction]) -> list[Instruction]:
     """The steps with what becomes of each gradient: who shares an area of memory is known here, once for all."""
     area = {graph.out: -1}  # value -> the area of its gradient; -1 is autograd's own
     sharers = {-1: 2}

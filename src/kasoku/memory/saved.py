@@ -13,11 +13,11 @@ from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.memory import dense
 from kasoku.memory.bound import Bound
 from kasoku.memory.dense import LinearInBackward
-from kasoku.memory.instep import InStep
-from kasoku.memory.look import Item, another_way, half_of, install
-from kasoku.memory.network import Network, look, state_bytes
-from kasoku.memory.ops import How
-from kasoku.memory.plan import Plan
+from kasoku.memory.instep import StepInBackward
+from kasoku.memory.look import Hook, another_way, half_of, install
+from kasoku.memory.network import InspectedNetwork, look, state_bytes
+from kasoku.memory.ops import Numerics
+from kasoku.memory.plan import MemoryPlan
 
 SURE = 0.98  # of a budget: the least of what was foreseen over what was measured was 0.983
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -111,14 +111,14 @@ class Planner(Bound):
         chosen: the plan made of it.
     """
 
-    def __init__(self, job: Job, settings: SavedMemory, items: list[Item]) -> None:
+    def __init__(self, job: Job, settings: SavedMemory, items: list[Hook]) -> None:
         self.job, self.settings, self.items = job, settings, items
-        self.in_step = InStep(job, show=settings.show) if settings.in_backward else None
+        self.in_step = StepInBackward(job, show=settings.show) if settings.in_backward else None
         self.straight: list[LinearInBackward] = []
         if self.in_step is not None and not settings.lossless:
             self.straight = dense.install(job, self.in_step)
-        self.network: Network | None = None
-        self.chosen: Plan | None = None
+        self.network: InspectedNetwork | None = None
+        self.chosen: MemoryPlan | None = None
         self.key: Any = None
         self.busy = self.settled = False
 
@@ -181,7 +181,7 @@ class Planner(Bound):
     def plan(self, x: Tensor) -> None:
         """Looks at the network, chooses, and puts the choices in place."""
         freed = self.in_step is not None and self.in_step.active
-        how = How(exact=self.settings.lossless, bf16=self.settings.bf16)
+        how = Numerics(exact=self.settings.lossless, bf16=self.settings.bf16)
         network = look(self.job, self.items, x, how=how, freed=freed, straight=self.straight)
         if self.settings.budget:
             plan = network.choose(bytes_of(self.settings.budget), sure=SURE)
@@ -210,7 +210,7 @@ def larger(job: Job, x: Tensor, factor: float = 2.0) -> str:
     last = x.is_contiguous(memory_format=torch.channels_last)
     many = x.new_zeros((round(len(x) * factor), *x.shape[1:]))
     many = many.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-    network = look(job, items, many, how=How(), freed=not job.needs_all and job.comm.size == 1)
+    network = look(job, items, many, how=Numerics(), freed=not job.needs_all and job.comm.size == 1)
     try:
         plan = network.choose(network.plain_bytes(len(x)))
     except InputError:

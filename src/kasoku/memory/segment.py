@@ -18,15 +18,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kasoku.core import InputError
 from kasoku.core.torch_internals import forward_pre_hooks, version
 from kasoku.memory import ops
-from kasoku.memory.graph import Graph, tensors
-from kasoku.memory.program import Do, Program
+from kasoku.memory.graph import LayerGraph, tensors
+from kasoku.memory.program import Instruction, Program
 
 Gradients = dict[Tensor, Tensor]
 _rounded = WeakTensorKeyDictionary()  # tensor -> (its version, its bf16)
 
 
 @dataclass
-class Held:
+class SavedValues:
     """What lies between forward and backward.
 
     Attributes:
@@ -62,7 +62,7 @@ class Segment:
     """
 
     program: Program
-    how: ops.How
+    how: ops.Numerics
     chunk: int = 0
     name: str = ""
     own: nn.Module | None = None
@@ -73,7 +73,7 @@ class Segment:
             if node.layer is not self.own:
                 _enter(node.layer, x)
         params = [p for p in tensors(self.program.graph.nodes) if p.requires_grad]
-        out: Tensor = _Run.apply(self, x, *params)  # type: ignore[no-untyped-call]
+        out: Tensor = _SegmentFunction.apply(self, x, *params)  # type: ignore[no-untyped-call]
         return out
 
     def parts(self, n: int) -> list[slice]:
@@ -89,7 +89,7 @@ def _enter(layer: nn.Module | None, x: Tensor) -> None:
             hook(layer, (x,))
 
 
-class _Run(torch.autograd.Function):
+class _SegmentFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, segment: Segment, x: Tensor, *params: Tensor) -> Tensor:
         ctx.segment, ctx.params, ctx.held, ctx.images = segment, params, [], len(x)
@@ -139,7 +139,7 @@ class _Run(torch.autograd.Function):
         return None, (dx if whole is None else whole) if data else None, *(gradients.get(p) for p in ctx.params)
 
 
-def _halve(program: Program, ends: dict[int, Tensor], held: Sequence[Held], parts: Sequence[slice]) -> None:
+def _halve(program: Program, ends: dict[int, Tensor], held: Sequence[SavedValues], parts: Sequence[slice]) -> None:
     """Input and output of a segment, if they are to be held in bf16."""
     for v in program.halved & set(ends):
         whole = _bf16_of(ends[v])
@@ -157,7 +157,7 @@ def _bf16_of(x: Tensor) -> Tensor:
     return known[1]
 
 
-def forward(program: Program, x: Tensor, how: ops.How) -> tuple[Tensor, Held]:
+def forward(program: Program, x: Tensor, how: ops.Numerics) -> tuple[Tensor, SavedValues]:
     """Runs the forward steps: the output, and what is held; the ends as they are."""
     values, halved, sides, dtypes = {0: x}, {}, {}, [x.dtype]
     for do in program.forward:
@@ -176,10 +176,10 @@ def forward(program: Program, x: Tensor, how: ops.How) -> tuple[Tensor, Held]:
         del made
     out = values[program.graph.out]
     kept = {v: values[v].detach() for v in program.kept - halved.keys()}
-    return out, Held(kept, halved, dtypes, sides)
+    return out, SavedValues(kept, halved, dtypes, sides)
 
 
-def backward(segment: Segment, held: Held, dy: Tensor, gradients: Gradients) -> Tensor | None:
+def backward(segment: Segment, held: SavedValues, dy: Tensor, gradients: Gradients) -> Tensor | None:
     """Runs the backward steps: the gradient of the input, None where it needs none; adds those of weights."""
     program, how = segment.program, segment.how
     graph, values, sides = program.graph, held.values, held.sides
@@ -208,7 +208,7 @@ def backward(segment: Segment, held: Held, dy: Tensor, gradients: Gradients) -> 
 
 
 def _gradients(
-    do: Do, program: Program, held: Held, *, dy: Tensor, how: ops.How, gradients: Gradients
+    do: Instruction, program: Program, held: SavedValues, *, dy: Tensor, how: ops.Numerics, gradients: Gradients
 ) -> list[Tensor | None]:
     """Of one node: those of its inputs; those of its weights are added up."""
     node, values, sides = program.graph.nodes[do.at], held.values, held.sides
@@ -239,7 +239,7 @@ def _join(old: Tensor | None, new: Tensor, how: str) -> Tensor:
     return new.add_(old) if how == "into new" else old.add_(new)
 
 
-def _settings(graph: Graph) -> list[Tensor]:
+def _settings(graph: LayerGraph) -> list[Tensor]:
     """What backward reads of the layers: weights, and running statistics where the batch's are not taken."""
     norms = [node.layer for node in graph.nodes if node.op == "norm" and not node.steers]
     return [*tensors(graph.nodes), *(t for norm in norms for t in (norm.running_mean, norm.running_var))]

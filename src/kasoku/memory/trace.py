@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from kasoku.core import InputError
-from kasoku.memory.graph import Graph, Node, op_of
+from kasoku.memory.graph import GraphNode, LayerGraph, op_of
 
 _FUNCTIONS: dict[Any, str] = {
     operator.add: "add",
@@ -44,7 +44,7 @@ class _Tracer(fx.Tracer):
         return bool(op_of(m)) or super().is_leaf_module(m, module_qualified_name)
 
 
-def graph_of(module: nn.Module) -> Graph | None:
+def graph_of(module: nn.Module) -> LayerGraph | None:
     """The graph of a layer, or of a block of layers and sums; None if it contains anything else.
 
     Raises:
@@ -52,7 +52,7 @@ def graph_of(module: nn.Module) -> Graph | None:
     """
     op = op_of(module)
     if op:
-        return Graph(()) if op == "identity" else Graph((Node(op, (0,), module),))
+        return LayerGraph(()) if op == "identity" else LayerGraph((GraphNode(op, (0,), module),))
     if not list(module.children()) or isinstance(module, nn.Sequential | nn.ModuleList):
         return None
     training, evaluating = (_traced(module, training=training) for training in (True, False))
@@ -90,7 +90,7 @@ def _same(a: Any, b: Any) -> bool:
         return False
 
 
-def _traced(module: nn.Module, *, training: bool) -> Graph | None:
+def _traced(module: nn.Module, *, training: bool) -> LayerGraph | None:
     """The graph in one mode. The trace runs on a copy of the module that shares its tensors."""
     random_states = _random_states()
     before = pickle.dumps(random_states)
@@ -145,9 +145,9 @@ def _set_random_states(states: tuple[Any, ...]) -> None:
     np.random.set_state(states[3])
 
 
-def _from_fx(module: nn.Module, steps: Sequence[fx.Node]) -> Graph | None:
+def _from_fx(module: nn.Module, steps: Sequence[fx.Node]) -> LayerGraph | None:
     place: dict[fx.Node, int] = {}
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     seen: set[nn.Module] = set()
     for step in steps:
         if step.op == "placeholder":
@@ -158,7 +158,7 @@ def _from_fx(module: nn.Module, steps: Sequence[fx.Node]) -> Graph | None:
         if step.op == "output":
             result = step.args[0]
             whole = isinstance(result, fx.Node) and place[result] == len(nodes) and bool(nodes)
-            return Graph(tuple(nodes)) if whole else None
+            return LayerGraph(tuple(nodes)) if whole else None
         layer = module.get_submodule(str(step.target)) if step.op == "call_module" else None
         op = op_of(layer) if layer is not None else _FUNCTIONS.get(step.target, "")
         if not op or not all(isinstance(a, fx.Node) for a in step.args) or not set(step.kwargs) <= {"inplace"}:
@@ -171,7 +171,7 @@ def _from_fx(module: nn.Module, steps: Sequence[fx.Node]) -> Graph | None:
             continue
         if layer is not None:
             seen.add(layer)
-        nodes.append(Node(op, inputs, layer))
+        nodes.append(GraphNode(op, inputs, layer))
         place[step] = len(nodes)
         if _writes_over(step, layer):
             place.update({other: len(nodes) for other, value in place.items() if value == inputs[0]})
