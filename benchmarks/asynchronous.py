@@ -35,9 +35,9 @@ import torch.distributed as dist
 
 from common import finish
 from kasoku.core import Comm, Job
+from kasoku.distributed import Asynchronous, Fixed, Overlap, TorchComm
+from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.models import cnn11
-from kasoku.parallel import Asynchronous, Fixed, Overlap, TorchComm
-from kasoku.parallel.wires import CODECS
 
 WARM, STEPS = 2, 12
 JITTER = 0.1

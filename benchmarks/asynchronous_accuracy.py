@@ -32,13 +32,13 @@ from common import finish
 from kasoku.core import Comm, Job, Technique, Threads
 from kasoku.core.schedule import Linear
 from kasoku.data import Augment, Dataset, LowResolution, cifar10, loader, sample
-from kasoku.data.sources import Memory, in_memory
+from kasoku.data.datasets.base import Memory, in_memory
 from kasoku.device import Device, choose
-from kasoku.evaluate import evaluate
+from kasoku.distributed import Asynchronous, Overlap, Remedies
+from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.models import cifarnet
 from kasoku.optim import Rate, cross_entropy, sgd
-from kasoku.parallel import Asynchronous, Overlap, Remedies
-from kasoku.parallel.wires import CODECS
+from kasoku.training.evaluation import evaluate
 
 WORKERS, TEST_BATCH = 8, 1000
 UNEVEN = 0.3  # how often a worker lets the others go first, again and again

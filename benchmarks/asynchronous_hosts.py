@@ -21,11 +21,11 @@ from kasoku.core import Comm, Job, Technique
 from kasoku.core.schedule import Linear
 from kasoku.data import Augment, Dataset, loader, sample
 from kasoku.device import Device, choose
-from kasoku.evaluate import evaluate
+from kasoku.distributed import Asynchronous, Graded, Overlap
+from kasoku.distributed.ddp.compression import Wire
 from kasoku.models import cifarnet
 from kasoku.optim import Rate, cross_entropy, sgd
-from kasoku.parallel import Asynchronous, Graded, Overlap
-from kasoku.parallel.reduce import Wire
+from kasoku.training.evaluation import evaluate
 
 HOSTS = {"straggler": 4, "slow_link": 2}
 SHARES = (0.4, 0.4, 0.4, 0.08)  # of a core, by rank

@@ -25,12 +25,12 @@ from torch import nn
 
 from common import spread
 from kasoku.core import InputError, Job
-from kasoku.core.cost import Plan
 from kasoku.core.hardware import computes_bf16
-from kasoku.device.malloc import tune_malloc
+from kasoku.device.allocator import tune_malloc
+from kasoku.distributed import Overlap, Policy, TorchComm
+from kasoku.distributed.ddp.cost_model import Plan
 from kasoku.models import alexnet, cifar_resnet18, cifar_vgg16_bn
 from kasoku.optim import sgd
-from kasoku.parallel import Overlap, Policy, TorchComm
 
 PORT, LIMIT_S, PLANNING = 29511, 880, 16  # PLANNING: steps until Planned has measured
 PERIOD_US, _CGROUPS = 5000, Path("/sys/fs/cgroup/cpu")  # a quota of less than 1 ms a period is not allowed

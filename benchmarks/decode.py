@@ -35,11 +35,11 @@ from PIL import Image
 
 from common import finish, spread
 from kasoku.core import InputError
-from kasoku.data import jpeg
-from kasoku.data.augment import box_draws, random_box
-from kasoku.data.decode import Box, crop
-from kasoku.data.pack import pack
-from kasoku.data.shards import shards
+from kasoku.data.augment.basic import box_draws, random_box
+from kasoku.data.decode import jpeg
+from kasoku.data.decode.decode import Box, crop
+from kasoku.data.packs.reader import shards
+from kasoku.data.packs.writer import pack
 
 Where = Callable[[int, int], Box]
 Side = Callable[[Any, Where, np.ndarray], None]  # one crop

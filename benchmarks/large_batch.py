@@ -34,9 +34,9 @@ from common import finish
 from kasoku.core import Cosine, Job
 from kasoku.data import Augment, Dataset, Memory, fashion_mnist, loader
 from kasoku.device import Device, choose
-from kasoku.evaluate import evaluate
+from kasoku.distributed import Recalibrate, VirtualRanks
 from kasoku.optim import Rate, Trust, cross_entropy, lars, sgd
-from kasoku.parallel import Recalibrate, VirtualRanks
+from kasoku.training.evaluation import evaluate
 
 EPOCHS = 32
 NORM_BATCH, LARGE = 256, 4096

@@ -91,7 +91,7 @@ def launches(copies: int, device: str) -> int | None:
         return None
     from triton.runtime.interpreter import InterpretedFunction
 
-    from kasoku.optim import lars_triton
+    from kasoku.optim.lars import triton as lars_triton
 
     model, own = network(copies, device), dict(vars(lars_triton))
     count = [0]

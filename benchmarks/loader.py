@@ -38,10 +38,10 @@ from decode import library
 from kasoku.core import InputError
 from kasoku.core.hardware import cores
 from kasoku.data import Augment, draws, folder, loader, normalise
-from kasoku.data.augment import box_draws, random_box
-from kasoku.data.decode import crop
-from kasoku.data.pack import pack
-from kasoku.data.shards import shards
+from kasoku.data.augment.basic import box_draws, random_box
+from kasoku.data.decode.decode import crop
+from kasoku.data.packs.reader import shards
+from kasoku.data.packs.writer import pack
 
 SIDE, COPIES, BUDGET_S = 224, 12, 600
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

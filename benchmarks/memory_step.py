@@ -26,7 +26,7 @@ from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory
 from kasoku.memory.network import look
 from kasoku.memory.ops import Numerics
-from kasoku.memory.saved import SURE, Planner
+from kasoku.memory.saved_memory import SURE, Planner
 from kasoku.optim import sgd
 
 CLASSES = 1000

@@ -25,7 +25,7 @@ from typing import Any
 
 from cluster import MODES, Side, Transfer, Way, Workload, balance, connected, on_hosts, ours, rounds, shape
 from common import finish, spread
-from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Planned, Policy
+from kasoku.distributed import Fixed, Graded, Layer, OneGroup, Planned, Policy
 
 MIB = 2**20
 POLICIES: dict[str, Policy] = {

@@ -34,12 +34,12 @@ import torch
 from cluster import LIMIT_S, Side, Workload, agreed, connected, on_hosts, ours, shape, timed
 from common import finish, seconds_per_call, spread
 from kasoku.core import Job
-from kasoku.core.cost import forecast
-from kasoku.device.malloc import tune_malloc
+from kasoku.device.allocator import tune_malloc
+from kasoku.distributed import Graded
+from kasoku.distributed.ddp.cost_model import forecast
 from kasoku.optim import sgd
-from kasoku.parallel import Graded
 from kasoku.report import print_table
-from kasoku.report.profile import Profiler
+from kasoku.report.profiler import Profiler
 from kasoku.simulate import Cluster, Sharing, Simulator, Stragglers, model_costs, profiled
 from kasoku.simulate.cluster import ClusterNode, Gpu, Protocol
 

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from common import finish
-from kasoku.core.cost import BucketPlan, Sized
+from kasoku.distributed import Fixed, Graded, OneGroup, Policy
+from kasoku.distributed.ddp.bucketing import ready_order
+from kasoku.distributed.ddp.cost_model import BucketPlan, Sized
 from kasoku.models import resnet50
-from kasoku.parallel import Fixed, Graded, OneGroup, Policy
-from kasoku.parallel.buckets import ready_order
 from kasoku.report import print_table
 from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, Stragglers, load, model_costs
 

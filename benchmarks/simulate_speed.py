@@ -16,7 +16,9 @@ torch.set_num_threads(1)
 
 from common import finish, seconds_per_call, spread  # noqa: E402
 from kasoku.models import resnet50  # noqa: E402
-from kasoku.simulate import Sharing, Simulator, allreduce, jitter, load, model_costs  # noqa: E402
+from kasoku.simulate import Sharing, Simulator, load, model_costs  # noqa: E402
+from kasoku.simulate import collectives as allreduce  # noqa: E402
+from kasoku.simulate import stragglers as jitter  # noqa: E402
 from kasoku.simulate.sweep import scaled, sizes  # noqa: E402
 
 

@@ -36,7 +36,7 @@ from PIL import Image
 
 from common import finish, spread
 from kasoku.core.trace import Span
-from kasoku.start import SEQUENTIAL, critical_path
+from kasoku.distributed.startup import SEQUENTIAL, critical_path
 from link import ADDRESS, linked
 
 CLASSES, SIDE, LIMIT_S, BUDGET_S = 10, 32, 120, 420
@@ -57,7 +57,7 @@ data = {{ use = "kasoku.data.folder", root = "{root}", size = 32 }}
 optimizer = {{ use = "kasoku.optim.sgd", lr = 0.01, momentum = 0.9 }}
 evaluate = {{ every = 1000 }}
 [[techniques]]
-use = "kasoku.parallel.Overlap"
+use = "kasoku.distributed.Overlap"
 """
 
 
@@ -140,14 +140,14 @@ def two_epochs(recipe: Path) -> None:
     """A rank: trains two epochs, and prints how long each took."""
     start_s = time.perf_counter()
     sys.path.append(str(recipe.parent))
-    from kasoku.parallel.environment import place
-    from kasoku.ranks import joined
-    from kasoku.start import Start
+    from kasoku.distributed.environment import place
+    from kasoku.distributed.rendezvous import joined
+    from kasoku.distributed.startup import Start
 
     start = Start(began=start_s)
     with joined(place(), start) as comm:
-        from kasoku import recipe as recipes
-        from kasoku.trainer import prepare
+        from kasoku.config import recipe as recipes
+        from kasoku.training.trainer import prepare
 
         job = prepare(recipes.load(recipe), comm, start=start).job
         seconds = []

@@ -2,8 +2,8 @@
 
 Command: python benchmarks/trainer_overhead.py
 
-trainer_over_bare: cifarnet, batch 64, 32x32 images: the median step of `kasoku.trainer.fit` (real run folder, log,
-loader with flip and shift) over that of a hand-written loop with the same settings (bf16, channels_last, the same
+trainer_over_bare: cifarnet, batch 64, 32x32 images: the median step of `kasoku.training.trainer.fit` (real run folder,
+log, loader with flip and shift) over that of a hand-written loop with the same settings (bf16, channels_last, the same
 optimizer, augmentation by hand), in rounds that alternate in one process. Bound: 1.
 out_of_the_box_over_ours: ResNet-50, 224 pixels, batch 32: a plain PyTorch loop with PyTorch's defaults (fp32, NCHW,
 default allocator) against Job with the techniques `device.choose` picks, each in processes of its own, alternating.
@@ -29,10 +29,10 @@ BIG_ROUNDS, BIG_STEPS, BIG_BATCH = 3, 3, 32
 
 
 def trainer_over_bare() -> dict[str, object]:
-    from kasoku.core.run import RunFolder
+    from kasoku.config.recipe import from_document
     from kasoku.device import tune_malloc
-    from kasoku.recipe import from_document
-    from kasoku.trainer import fit, prepare
+    from kasoku.training.checkpoint import RunFolder
+    from kasoku.training.trainer import fit, prepare
 
     tune_malloc()
     document = {

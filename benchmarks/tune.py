@@ -39,9 +39,9 @@ from common import finish, spread
 from kasoku.core import Batch, Constant, Job
 from kasoku.data import Dataset, FilesLoader, Items, Memory, digits, loader
 from kasoku.device import Chosen, Device, choose
-from kasoku.evaluate import evaluate
 from kasoku.models import cifarnet
 from kasoku.optim import Rate, sgd
+from kasoku.training.evaluation import evaluate
 from kasoku.tune import (
     BatchSizeResult,
     EpochTimeMinimize,

@@ -22,9 +22,9 @@ from common import finish, seconds_per_call, spread
 from kasoku.core import Job, Technique
 from kasoku.data import Dataset, Memory, loader
 from kasoku.device import Device, choose
+from kasoku.distributed import VirtualRanks
 from kasoku.models import cifarnet
 from kasoku.optim import sgd
-from kasoku.parallel import VirtualRanks
 
 NORM_BATCH, SIDE = 32, 32
 

@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 from svg import Panel, draw
 
+from kasoku.distributed import Graded, Layer, OneGroup
 from kasoku.models import alexnet, resnet50
-from kasoku.parallel import Graded, Layer, OneGroup
 from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, Stragglers, load, model_costs
 from kasoku.simulate.cluster import ClusterNode, Gpu
-from kasoku.simulate.compute import units
+from kasoku.simulate.compute_model import units
 from kasoku.simulate.sweep import efficiency, scaled, sizes
 
 DOCS = Path(__file__).parent

@@ -8,9 +8,9 @@ import sys
 from kasoku.core import Cosine, Job
 from kasoku.data import Augment, folder, loader
 from kasoku.device import Device, Seeded, choose
-from kasoku.evaluate import evaluate
 from kasoku.models import Pretrained, resnet18
 from kasoku.optim import Rate, sgd
+from kasoku.training.evaluation import evaluate
 
 
 def main(photos: str, weights: str, epochs: int = 5, size: int = 128) -> float:

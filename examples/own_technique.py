@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.data import digits, loader
-from kasoku.evaluate import evaluate
 from kasoku.models import cifarnet
 from kasoku.optim import sgd
+from kasoku.training.evaluation import evaluate
 
 
 @dataclass(frozen=True)

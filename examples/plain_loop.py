@@ -5,9 +5,9 @@ from functools import partial
 from kasoku.core import Job, Linear
 from kasoku.data import Augment, digits, loader, sample
 from kasoku.device import Device, choose
-from kasoku.evaluate import evaluate
 from kasoku.models import cifarnet
 from kasoku.optim import EMA, Rate, Rest, muon
+from kasoku.training.evaluation import evaluate
 
 
 def main(epochs: int = 8) -> float:

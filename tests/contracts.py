@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from kasoku.core import Comm, Constant, Job, Linear, Technique
 from kasoku.data import Mix
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
+from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, Recalibrate, VirtualRanks
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
-from kasoku.parallel import AllReduce, Asynchronous, Graded, Overlap, Recalibrate, VirtualRanks
 from kasoku.report import Timed
 
 

@@ -16,10 +16,10 @@ from torch import nn
 import kasoku
 from contracts import NO_ROW, ROWS, Net, Row, assert_same, judged, make, rule, through_a_file, train, weights
 from contracts import one_thread as one_thread
+from kasoku.config.toml import parse, tables
 from kasoku.core import Comm, Technique, Threads
-from kasoku.core.toml import parse, tables
 from kasoku.device import Compile, Seeded
-from kasoku.parallel import AllReduce
+from kasoku.distributed import AllReduce
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 neutral_rows = pytest.mark.parametrize("row", [r for r in ROWS if r.neutral], ids=lambda row: row.name)

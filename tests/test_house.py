@@ -1,148 +1,301 @@
-"""The house's rules, held against the source: layers, sizes, and what must not be there. Each lists all offenders."""
+"""The rules of the architecture (DESIGN.md), held against the source. Each test lists all offenders."""
 
 import ast
+import importlib
+import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "kasoku"
 FILES = sorted(SOURCE.rglob("*.py"))
-ROOMS = {"optim", "models", "data", "parallel", "memory", "device"}
-ABOVE_ROOMS = {"report", "simulate", "tune"}
+LAYERS = [
+    {"core"},
+    {"optim", "models", "device", "data", "distributed", "memory"},
+    {"config"},
+    {"tune", "simulate", "report"},
+    {"training"},
+    {"commands", "testing"},
+    {"cli", "__init__"},
+    {"__main__"},
+]
+BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
+    "core": 2000,
+    "optim": 1300,
+    "models": 870,
+    "device": 660,
+    "data": 5320,
+    "distributed": 6400,
+    "memory": 2850,
+    "config": 1000,
+    "tune": 2700,
+    "simulate": 2250,
+    "report": 2600,
+    "training": 2500,
+    "commands": 2200,
+}
+FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
+TOO_LARGE = {  # "file" or "file:name": why it stays as it is
+}
+NOT_YET: dict[str, int] = {  # offenders that are still there: these numbers only fall
+    "imports go down, without cycles": 20,
+    "small files, functions and classes": 9,
+    "no class name twice, no file names that differ only by an ending": 20,
+    "what others must know of a technique is declared on its class": 9,
+    "private names of other modules, ours or torch's, are used in core/torch_internals.py only": 30,
+    "docstrings of public functions of packages that communicate": 20,
+}
 CORE_IMPORTS = {"torch", "safetensors"} | sys.stdlib_module_names
-FILE_LINES, FUNCTION_LINES, CORE_LINES = 430, 50, 2000  # each stays below
-
-
-@cache
-def text_of(file: Path) -> str:
-    return file.read_text()
+ENDINGS = ("ning", "ned", "ner", "ing", "ed", "er", "s")
+# documented in spite of the underscore: torch's foreach operations, os._exit, namedtuple._replace, and _BatchNorm
+PRIVATE = re.compile(r"_(?!foreach_|exit$|replace$|BatchNorm$)[a-zA-Z]")
+COLLECTIVE_PACKAGES = ("distributed", "training", "tune")
 
 
 @cache
 def nodes_of(file: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(text_of(file))))
+    return tuple(ast.walk(ast.parse(file.read_text())))
 
 
-def assert_none(offenders: Iterator[str], rule: str) -> None:
-    found = list(offenders)
-    assert not found, "\n".join([rule, *found])
+def name_of(file: Path) -> str:
+    return str(file.relative_to(SOURCE))
 
 
-def room_of(file: Path) -> str:
-    """The room of a file: a folder of src/kasoku, or the name of a module at its top."""
-    first = file.relative_to(SOURCE).parts[0]
-    return first.removesuffix(".py")
+def package_of(file: Path) -> str:
+    """The folder of src/kasoku that holds a file, or the name of a module at its top."""
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def layer_of(room: str) -> int:
-    """0 core, 1 rooms, 2 what looks over rooms, 3 the trainer and all beside it, 4 the command."""
-    if room in ("core", "__init__", "py.typed"):
-        return 0
-    if room in ROOMS:
-        return 1
-    if room in ABOVE_ROOMS:
-        return 2
-    return 4 if room in ("cli", "__main__") else 3
+def layer_of(package: str) -> int:
+    return next(i for i, packages in enumerate(LAYERS) if package in packages)
 
 
-def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of all that a file imports, wherever in it."""
+def imports_of(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each import, those inside functions too."""
     for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                yield node.lineno, "." * node.level + str(node.module or "")
-            elif node.module == "kasoku":
-                yield from ((node.lineno, f"kasoku.{alias.name}") for alias in node.names)
-            else:
-                yield node.lineno, str(node.module)
+            whole = "." * node.level + str(node.module or "")
+            names = [f"{whole}.{alias.name}" for alias in node.names]
+            modules = [name for name in names if path_of(name)]
+            yield from ((node.lineno, name) for name in (modules or [whole]))
 
 
-def wrong_with_import(room: str, name: str) -> str:
-    """Why a file of this room may not import this; empty: it may."""
+def path_of(dotted: str) -> Path | None:
+    """The source file of a module of kasoku, not of a package."""
+    file = SOURCE.parent / (dotted.replace(".", "/") + ".py")
+    return file if file.is_file() else None
+
+
+def assert_none(offenders: Iterable[str], rule: str) -> None:
+    lines = list(offenders)
+    assert len(lines) <= NOT_YET.get(rule, 0), "\n".join([rule, *lines])
+
+
+def wrong_import(file: Path, name: str) -> str:
+    """Why a file may not import a module; empty where it may."""
+    package, (top, *rest) = package_of(file), name.split(".")
     if name.startswith("."):
         return "imports are absolute"
-    top, _, rest = name.partition(".")
     if top != "kasoku":
-        return "" if room != "core" or top in CORE_IMPORTS else "core takes torch, safetensors and the library"
-    other = rest.split(".")[0] if rest else "__init__"
-    if other == room or other.startswith("_"):
-        return ""
-    ours, theirs = layer_of(room), layer_of(other)
-    if theirs > ours:
-        return f"{other} lies above {room}"
-    return "rooms of one layer do not import each other" if ours in (1, 2) and theirs == ours else ""
+        return "" if package != "core" or top in CORE_IMPORTS else "core imports torch and the standard library only"
+    other = rest[0] if rest else "__init__"
+    if other == package or (other.startswith("_") and not rest[1:]):
+        same_verb = package != "commands" or file.name == "__init__.py" or name == "kasoku.commands" or name == "kasoku"
+        return "" if same_verb else "commands do not import each other"
+    if layer_of(other) > layer_of(package):
+        return f"{other} lies above {package}"
+    return "packages of one layer do not import each other" if layer_of(other) == layer_of(package) else ""
 
 
-def test_imports_go_down_the_layers():
-    assert_none(
-        (
-            f"{file.relative_to(SOURCE)}:{line} imports {name}: {wrong}"
-            for file in FILES
-            for line, name in imports(file)
-            if (wrong := wrong_with_import(room_of(file), name))
-        ),
-        "imports that go up or sideways:",
-    )
-
-
-def too_long() -> Iterator[str]:
-    core = 0
+def import_cycles() -> list[str]:
+    graph = defaultdict(set)
     for file in FILES:
-        name, lines = file.relative_to(SOURCE), len(text_of(file).splitlines())
-        core += lines if room_of(file) == "core" else 0
-        if lines >= FILE_LINES:
-            yield f"{name}: {lines} lines"
+        for _, name in imports_of(file):
+            target = path_of(name)
+            if target and target != file:
+                graph[file].add(target)
+    seen: list[Path] = []
+    cycles: list[str] = []
+
+    def visit(file: Path, path: list[Path]) -> None:
+        if file in path:
+            cycle = [name_of(f) for f in path[path.index(file) :]]
+            if sorted(cycle) not in [sorted(c.split(" -> ")) for c in cycles]:
+                cycles.append(" -> ".join(cycle))
+            return
+        if file in seen:
+            return
+        for target in graph[file]:
+            visit(target, [*path, file])
+        seen.append(file)
+
+    for file in FILES:
+        visit(file, [])
+    return cycles
+
+
+def test_imports_go_down_the_layers_and_have_no_cycles():
+    wrong = ((file, line, name, wrong_import(file, name)) for file in FILES for line, name in imports_of(file))
+    offenders = [f"{name_of(file)}:{line} imports {name}: {why}" for file, line, name, why in wrong if why]
+    assert_none([*offenders, *(f"cycle: {cycle}" for cycle in import_cycles())], "imports go down, without cycles")
+
+
+def sizes_of(file: Path) -> Iterator[tuple[str, str]]:
+    """(what, why) of everything in a file that is above a limit."""
+    lines = len(file.read_text().splitlines())
+    if lines >= FILE_LINES:
+        yield name_of(file), f"{lines} lines"
+    for node in nodes_of(file):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            size = (node.end_lineno - body[0].lineno + 1) if body else 0
+            if size >= FUNCTION_LINES:
+                yield f"{name_of(file)}:{node.name}", f"{size} lines"
+        if isinstance(node, ast.ClassDef):
+            size = node.end_lineno - node.lineno + 1
+            public = [n.name for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
+            if size >= CLASS_LINES:
+                yield f"{name_of(file)}:{node.name}", f"{size} lines"
+            elif len(set(public)) > PUBLIC_NAMES:
+                yield f"{name_of(file)}:{node.name}", f"{len(set(public))} public methods"
+
+
+def test_files_functions_and_classes_stay_small():
+    found = [(name, why) for file in FILES for name, why in sizes_of(file)]
+    unlisted = [f"{name}: {why}" for name, why in found if name not in TOO_LARGE]
+    stale = [
+        f"{name}: is small by now, take it off the list" for name in TOO_LARGE.keys() - {name for name, _ in found}
+    ]
+    assert_none(
+        [*unlisted, *stale],
+        "small files, functions and classes",
+    )
+
+
+def root_of(stem: str) -> str:
+    return next((stem.removesuffix(e) for e in ENDINGS if stem.endswith(e) and len(stem) - len(e) > 2), stem)
+
+
+def test_names_are_used_once():
+    classes = Counter(node.name for file in FILES for node in nodes_of(file) if isinstance(node, ast.ClassDef))
+    stems = {file.stem for file in FILES} - {"__init__", "__main__"}
+    roots = defaultdict(set)
+    for stem in stems:
+        roots[root_of(stem)].add(stem)
+    assert_none(
+        [
+            *(f"class {name} is defined {count} times" for name, count in classes.items() if count > 1),
+            *(
+                f"files that differ by an ending: {', '.join(sorted(names))}"
+                for names in roots.values()
+                if len(names) > 1
+            ),
+        ],
+        "no class name twice, no file names that differ only by an ending",
+    )
+
+
+def technique_classes() -> dict[str, str]:
+    """Class name -> package of every technique."""
+    found = {}
+    for file in FILES:
         for node in nodes_of(file):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                body = node.body[1:] if ast.get_docstring(node) else node.body
-                size = (node.end_lineno - body[0].lineno + 1) if body else 0
-                if size >= FUNCTION_LINES:
-                    yield f"{name}:{node.lineno} {node.name}: {size} lines"
-    if core >= CORE_LINES:
-        yield f"core: {core} lines"
+            if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == "Technique" for base in node.bases):
+                found[node.name] = package_of(file)
+    return found
 
 
-def test_files_functions_and_core_stay_small():
-    assert_none(too_long(), f"a file has under {FILE_LINES} lines, a function {FUNCTION_LINES}, core {CORE_LINES}:")
+def test_nobody_asks_for_the_class_of_a_technique():
+    techniques, offenders = technique_classes(), []
+    for file in FILES:
+        for node in nodes_of(file):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance" and len(node.args) == 2:
+                names = {getattr(x, "id", "") for x in ast.walk(node.args[1])}
+                foreign = [name for name in names & techniques.keys() if techniques[name] != package_of(file)]
+                offenders += [f"{name_of(file)}:{node.lineno} isinstance of {name}" for name in foreign]
+            if isinstance(node, ast.Constant) and node.value in techniques and package_of(file) not in ("core",):
+                offenders += [f"{name_of(file)}:{node.lineno} names {node.value} in a string"] * (
+                    techniques[node.value] != package_of(file)
+                )
+    assert_none(offenders, "what others must know of a technique is declared on its class")
 
 
-def test_what_a_user_gives_is_not_checked_by_assert():
-    assert_none(
-        (
-            f"{file.relative_to(SOURCE)}:{node.lineno}"
-            for file in FILES
-            for node in nodes_of(file)
-            if isinstance(node, ast.Assert)
-        ),
-        "raise InputError (what we got, what is allowed, what to do) in the place of assert:",
-    )
+def test_private_names_stay_in_their_file():
+    offenders = []
+    for file in FILES:
+        if file.name == "torch_internals.py":
+            continue
+        own = set()
+        for node in nodes_of(file):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("self", "cls"):
+                own.add(node.attr)
+            elif isinstance(node, ast.Name):
+                own.add(node.id)
+        for node in nodes_of(file):
+            if isinstance(node, ast.Attribute) and PRIVATE.match(node.attr) and node.attr not in own:
+                offenders.append(f"{name_of(file)}:{node.lineno} {ast.unparse(node)}")
+            if isinstance(node, ast.ImportFrom):
+                private = [a.name for a in node.names if PRIVATE.match(a.name)]
+                offenders += [f"{name_of(file)}:{node.lineno} imports {name}" for name in private]
+    assert_none(offenders, "private names of other modules, ours or torch's, are used in core/torch_internals.py only")
 
 
-def test_no_path_of_one_machine_is_in_the_source():
-    assert_none(
-        (
-            f"{file.relative_to(SOURCE)}: {path}"
-            for file in FILES
-            for path in re.findall(r"/(?:home|work|root|Users|mnt)/[\w./-]*", text_of(file))
-        ),
-        "paths of one machine:",
-    )
+def test_packages_stay_within_their_budgets():
+    lines: Counter[str] = Counter()
+    for file in FILES:
+        lines[package_of(file)] += len(file.read_text().splitlines())
+    over = [f"{p}: {lines[p]} lines of {limit}" for p, limit in BUDGETS.items() if lines[p] > limit]
+    assert_none(over, "line budgets of packages")
 
 
-def test_an_init_only_names():
-    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
-    assert_none(
-        (
-            f"{file.relative_to(SOURCE)}:{node.lineno}"
-            for file in FILES
-            if file.name == "__init__.py"
-            for node in ast.parse(text_of(file)).body
-            if not isinstance(node, allowed)
-            or (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant))
-        ),
-        "an __init__ imports, assigns names and says what the room is, nothing else:",
-    )
+def public_objects() -> Iterator[tuple[str, str, object]]:
+    """(package, name, object) of all that the packages export."""
+    for init in sorted(SOURCE.rglob("__init__.py")):
+        dotted = ".".join(init.parent.relative_to(SOURCE.parent).parts)
+        module = importlib.import_module(dotted)
+        for name in getattr(module, "__all__", ()):
+            yield dotted, name, getattr(module, name)
+
+
+def test_what_a_package_exports_is_there_and_has_a_docstring():
+    offenders = []
+    for package, name, thing in public_objects():
+        if (inspect.isclass(thing) or inspect.isfunction(thing)) and not (thing.__doc__ or "").strip():
+            offenders.append(f"{package}.{name} has no docstring")
+    for init in FILES:
+        if init.name != "__init__.py":
+            continue
+        body = ast.parse(init.read_text()).body
+        if not all(isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.Expr) for node in body):
+            offenders.append(f"{name_of(init)}: an __init__ only imports and exports")
+    assert_none(offenders, "public names have docstrings")
+
+
+def test_public_functions_say_whether_they_are_collective():
+    offenders = []
+    for package, name, thing in public_objects():
+        communicates = package.split(".")[1] in COLLECTIVE_PACKAGES and inspect.isfunction(thing)
+        if communicates and "ollective" not in (thing.__doc__ or ""):
+            offenders.append(f"{package}.{name}: is it collective (all ranks must call it), and does it drain?")
+    assert_none(offenders, "docstrings of public functions of packages that communicate")
+
+
+def test_input_is_not_checked_by_assert_and_no_path_of_a_machine_is_there():
+    offenders = [
+        f"{name_of(file)}:{node.lineno} assert"
+        for file in FILES
+        for node in nodes_of(file)
+        if isinstance(node, ast.Assert)
+    ]
+    for file in FILES:
+        offenders += [
+            f"{name_of(file)}: {p}" for p in re.findall(r"/(?:home|work|root|Users|mnt)/[\w./-]*", file.read_text())
+        ]
+    assert_none(offenders, "raise InputError: what we got, what is allowed, what to do")

@@ -16,7 +16,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, _leave)
         begins = _begins
     from kasoku.cli import main as command
-    from kasoku.ranks import leave
+    from kasoku.distributed.rendezvous import leave
 
     return leave(command(begins=begins))
 

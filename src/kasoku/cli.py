@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kasoku.config.recipe import Recipe, own_folders
 from kasoku.core import Comm, InputError, process_start
-from kasoku.core.run import RunFolder
-from kasoku.recipe import Recipe, own_folders
+from kasoku.training.checkpoint import RunFolder
 
 if TYPE_CHECKING:
-    from kasoku.sizing import TunedRecipe
-    from kasoku.start import Start
-    from kasoku.watch import Training
+    from kasoku.distributed.startup import Start
+    from kasoku.training.auto_batch import TunedRecipe
+    from kasoku.training.monitor import Training
 
 STOPPED = 75
 CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root")  # of a run that is resumed
@@ -34,7 +34,7 @@ CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root
 
 def main(argv: Sequence[str] | None = None, begins: Callable[[], object] = lambda: None) -> int:
     """Runs one command; returns its exit code. `begins` is called when what all commands need is imported."""
-    from kasoku.spawn import typed_at
+    from kasoku.distributed.local_launch import typed_at
 
     given = list(sys.argv[1:] if argv is None else argv)
     started = typed_at() or process_start()
@@ -62,7 +62,13 @@ def main(argv: Sequence[str] | None = None, begins: Callable[[], object] = lambd
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kasoku import launch, planning, profiling, reporting, searching, simulating, tuning
+    from kasoku.commands import launch
+    from kasoku.commands import plan as planning
+    from kasoku.commands import profile as profiling
+    from kasoku.commands import report as reporting
+    from kasoku.commands import search as searching
+    from kasoku.commands import simulate as simulating
+    from kasoku.commands import tune as tuning
 
     parser = argparse.ArgumentParser(prog="kasoku", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -137,13 +143,13 @@ def _add_data(commands: Any) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from kasoku.spawn import on_ranks
+    from kasoku.distributed.local_launch import on_ranks
 
     return on_ranks(arguments, partial(_train_or_diverge, arguments), count=partial(_gpus, arguments))
 
 
 def _train_or_diverge(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
-    from kasoku.watch import DivergedError  # after the ranks began to meet, as all that takes time to import
+    from kasoku.training.monitor import DivergedError  # after the ranks began to meet, as all that takes time to import
 
     try:
         return _train_on(arguments, comm, start)
@@ -154,7 +160,7 @@ def _train_or_diverge(arguments: argparse.Namespace, comm: Comm, start: Start) -
 
 
 def _gpus(arguments: argparse.Namespace) -> int:
-    from kasoku.launch import gpus_for
+    from kasoku.commands.launch import gpus_for
 
     if torch.cuda.device_count() < 2 or arguments.members or arguments.dry_run:
         return 1
@@ -165,15 +171,15 @@ def _gpus(arguments: argparse.Namespace) -> int:
 
 
 def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
-    from kasoku.data.index import scanned_once
-    from kasoku.parallel.agree import agree, version_facts
-    from kasoku.parallel.together import together
-    from kasoku.ranks import folder as run_folder
-    from kasoku.recipe import dumps
+    from kasoku.commands.tune import before_training
+    from kasoku.config.recipe import dumps
+    from kasoku.data.datasets.folder_index import scanned_once
+    from kasoku.distributed.agreement import agree, version_facts
+    from kasoku.distributed.consensus import together
+    from kasoku.distributed.rendezvous import folder as run_folder
     from kasoku.report import print_table
-    from kasoku.sharing import shares_in, shares_of
-    from kasoku.trainer import fit, prepare
-    from kasoku.tuning import before_training
+    from kasoku.training.sharing import shares_in, shares_of
+    from kasoku.training.trainer import fit, prepare
 
     together(comm, lambda: _check_train(arguments))
     if arguments.go_on and comm.broadcast_object((arguments.out / "recipe.toml").is_file()):
@@ -210,9 +216,9 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
 
 def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder, tuned: TunedRecipe | None) -> None:
     """Writes and says what is about to happen."""
-    from kasoku.recipe import dumps
-    from kasoku.runs import describe
-    from kasoku.sharing import keep_shares
+    from kasoku.config.recipe import dumps
+    from kasoku.training.sharing import keep_shares
+    from kasoku.training.trained import describe
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
@@ -232,10 +238,10 @@ def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder, tu
 
 
 def _train_members(arguments: argparse.Namespace, folder: Path, comm: Comm) -> int:
-    from kasoku import members
-    from kasoku import recipe as recipes
-    from kasoku.parallel.together import together
-    from kasoku.runs import evaluate_runs, members_of
+    from kasoku.config import recipe as recipes
+    from kasoku.distributed.consensus import together
+    from kasoku.training import ensemble as members
+    from kasoku.training.trained import evaluate_runs, members_of
 
     together(comm, lambda: _check_members(comm.size))
     if arguments.resume:
@@ -271,7 +277,7 @@ def _say_stopped(signal: str, folder: Path) -> None:
 def _look_ahead(
     recipe: Recipe, plot: Path | None = None, training: Training | None = None, *, show: bool = True
 ) -> None:
-    from kasoku import course
+    from kasoku.config import updates as course
     from kasoku.report import print_table
 
     facts, remark = (course.facts(training.dataset), "") if training else course.ahead(recipe)
@@ -313,8 +319,8 @@ def _check_train(arguments: argparse.Namespace) -> None:
 
 
 def _recipe_and_folder(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
-    from kasoku import recipe as recipes
-    from kasoku.runs import allow_own_modules, free_folder, members_of
+    from kasoku.config import recipe as recipes
+    from kasoku.training.trained import allow_own_modules, free_folder, members_of
 
     sys.path.extend(entry for entry in own_folders(arguments.recipe) if entry not in sys.path)
     if arguments.resume:
@@ -328,8 +334,8 @@ def _recipe_and_folder(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
 
 
 def _load(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Recipe:
-    from kasoku import recipe as recipes
-    from kasoku.auto import recipe_for
+    from kasoku.config import recipe as recipes
+    from kasoku.config.from_folder import recipe_for
 
     settings = [*arguments.set, *more]
     if arguments.data:
@@ -338,33 +344,33 @@ def _load(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Recipe:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from kasoku.runs import evaluate_runs
+    from kasoku.training.trained import evaluate_runs
 
     return evaluate_runs(arguments.runs, arguments.data)
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from kasoku.runs import predict
+    from kasoku.training.trained import predict
 
     return predict(arguments.trained, arguments.images)
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from kasoku.export import export
+    from kasoku.commands.export import export
 
     print(export(arguments.trained, arguments.format, arguments.out))
     return 0
 
 
 def _data(arguments: argparse.Namespace) -> int:
-    from kasoku.data.download import download
+    from kasoku.data.datasets.download import download
 
     print(download(arguments.name, arguments.to, source=arguments.source, quiet=arguments.quiet))
     return 0
 
 
 def _pack(arguments: argparse.Namespace) -> int:
-    from kasoku.data.pack import pack, verify
+    from kasoku.data.packs.writer import pack, verify
 
     given = [one for one in (arguments.source, arguments.target) if one]
     if len(given) != (0 if arguments.verify else 2):
@@ -378,13 +384,13 @@ def _pack(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from kasoku.listing import listing
+    from kasoku.commands.list import listing
 
     listing()
     return 0
 
 
 if __name__ == "__main__":
-    from kasoku.ranks import leave
+    from kasoku.distributed.rendezvous import leave
 
     sys.exit(leave(main()))

@@ -3,9 +3,11 @@ import pytest
 import torch
 
 from kasoku.core import InputError, Job
-from kasoku.data import Augment, Transform, augment, digits, draws, loader, native, normalise
-from kasoku.data.augment import centre_box, random_box
-from kasoku.data.order import whole
+from kasoku.data import Augment, Transform, digits, draws, loader, normalise
+from kasoku.data.augment import basic as augment
+from kasoku.data.augment.basic import centre_box, random_box
+from kasoku.data.decode import native
+from kasoku.data.loading.shuffle import whole
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.25, 0.125)
 

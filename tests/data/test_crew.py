@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from kasoku.data.crew import Pace, ThreadCrew
+from kasoku.data.loading.workers import Pace, ThreadCrew
 
 
 def test_threads_are_as_many_as_asked_for_and_end():

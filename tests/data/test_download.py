@@ -15,10 +15,11 @@ import pytest
 from data import made
 from kasoku import cli
 from kasoku.core import InputError
-from kasoku.data import cifar, cifar10, fashion_mnist, folder
-from kasoku.data import download as module
-from kasoku.data.cifar import CIFAR10
-from kasoku.data.download import RELEASES, SUMS, download
+from kasoku.data import cifar10, fashion_mnist, folder
+from kasoku.data.datasets import cifar
+from kasoku.data.datasets import download as module
+from kasoku.data.datasets.cifar import CIFAR10
+from kasoku.data.datasets.download import RELEASES, SUMS, download
 
 IMAGES, LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
 ARCHIVE, PART = "cifar-10-binary.tar.gz", "cifar-10-binary.tar.gz.part"

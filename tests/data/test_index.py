@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from data.made import fill
 from kasoku.core import InputError
 from kasoku.data import folder
-from kasoku.data.index import arranged, indexed, look_in
+from kasoku.data.datasets.folder_index import arranged, indexed, look_in
 
 S = 10**9
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from kasoku.data import jpeg, native
-from kasoku.data.decode import crop, decode, fitted
+from kasoku.data.decode import jpeg, native
+from kasoku.data.decode.decode import crop, decode, fitted
 
 pytestmark = pytest.mark.skipif(not jpeg.available(), reason="kasoku was installed without a C compiler")
 

@@ -23,13 +23,13 @@ from kasoku.data import (
     MemoryLoader,
     digits,
     folder,
-    images,
     loader,
     normalise,
     order,
     sample,
     shared,
 )
+from kasoku.data.loading import file_loader as images
 
 VARIED = Augment(flip="alternating", translate=1, cutout=2)
 CROPPED = Augment(flip="random", translate=3, crop="random_resized")

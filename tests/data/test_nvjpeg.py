@@ -10,9 +10,11 @@ import torch
 from PIL import Image
 
 from kasoku.core import InputError, Job
-from kasoku.data import Augment, Decoding, folder, images, jpeg, loader, nvjpeg
-from kasoku.data.augment import box_draws, random_box
-from kasoku.data.decode import crop
+from kasoku.data import Augment, Decoding, folder, loader
+from kasoku.data.augment.basic import box_draws, random_box
+from kasoku.data.decode import jpeg, nvjpeg
+from kasoku.data.decode.decode import crop
+from kasoku.data.loading import file_loader as images
 
 pytestmark = pytest.mark.skipif(not jpeg.available(), reason="kasoku's piece of C was not built here")
 CPU = torch.device("cpu")

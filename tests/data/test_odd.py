@@ -7,7 +7,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from kasoku.core import InputError
-from kasoku.data.decode import crop, decode
+from kasoku.data.decode.decode import crop, decode
 
 REFUSED = {
     "derived": {"not_an_image.JPEG", "truncated_200bytes.JPEG", "truncated_60pct.JPEG", "zero_bytes.JPEG"},

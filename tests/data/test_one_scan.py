@@ -11,19 +11,19 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from parallel.ranks import on_processes
 from PIL import Image
 
 from data.made import fill
 from data.web import serving, web
 from kasoku import cli
+from kasoku.config.recipe import load
 from kasoku.core import InputError, Threads
 from kasoku.data import folder
-from kasoku.data.index import OneScan, once
-from kasoku.parallel.together import ToldElsewhereError
-from kasoku.recipe import load
-from kasoku.start import Start
-from kasoku.trainer import prepare
-from parallel.ranks import on_processes
+from kasoku.data.datasets.folder_index import OneScan, once
+from kasoku.distributed.consensus import ToldElsewhereError
+from kasoku.distributed.startup import Start
+from kasoku.training.trainer import prepare
 
 LIMIT_S = 60
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kasoku.data import draws, order
-from kasoku.data.order import whole
+from kasoku.data.loading.shuffle import whole
 
 N = 40_000
 

@@ -14,14 +14,15 @@ import torch
 from PIL import Image
 
 from kasoku.core import InputError
-from kasoku.data import encode, folder, loader
-from kasoku.data import pack as pack_module
-from kasoku.data.decode import decode
-from kasoku.data.encode import Form
-from kasoku.data.order import order
-from kasoku.data.pack import pack, verify
-from kasoku.data.shards import shards
-from kasoku.data.store import Store
+from kasoku.data import folder, loader
+from kasoku.data.decode.decode import decode
+from kasoku.data.loading.shuffle import order
+from kasoku.data.packs import encode
+from kasoku.data.packs import writer as pack_module
+from kasoku.data.packs.encode import Form
+from kasoku.data.packs.reader import shards
+from kasoku.data.packs.writer import pack, verify
+from kasoku.data.remote.store import Store
 
 shards_module = sys.modules["kasoku.data.shards"]  # the package has a function of that name
 

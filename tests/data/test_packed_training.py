@@ -7,10 +7,10 @@ import torch
 
 from kasoku.core import Job, Linear
 from kasoku.data import Augment, folder, loader, sample, shards
-from kasoku.data.pack import pack
-from kasoku.evaluate import evaluate
+from kasoku.data.packs.writer import pack
 from kasoku.models import cifarnet
 from kasoku.optim import Rate, Rest, muon
+from kasoku.training.evaluation import evaluate
 
 
 def accuracy(dataset, epochs=8):

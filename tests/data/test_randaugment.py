@@ -12,10 +12,10 @@ from torch import nn
 
 from contracts import assert_same, through_a_file, train, weights
 from contracts import one_thread as one_thread
+from kasoku.config.toml import parse, tables
 from kasoku.core import InputError, Job
-from kasoku.core.toml import parse, tables
 from kasoku.data import Augment, Dataset, Memory, RandAugment, digits, loader
-from kasoku.data.randaugment import OPS, Vary, changed, made
+from kasoku.data.augment.randaugment import OPS, Vary, changed, made
 from kasoku.optim import sgd
 
 MEAN = (0.485, 0.456, 0.406)
@@ -144,7 +144,7 @@ def test_what_an_image_gets_depends_on_seed_epoch_and_index_alone(monkeypatch):
     assert not torch.equal(vary(images_NHWC, index_N, 4), whole)
     assert not torch.equal(vary(images_NHWC, index_N + 1, 3), whole)
     assert not torch.equal(Vary(RandAugment(), 8, MEAN)(images_NHWC, index_N, 3), whole)
-    monkeypatch.setattr("kasoku.data.randaugment._VALUES_CPU", 10 * 20 * 24 * 3)  # in parts of 10 images
+    monkeypatch.setattr("kasoku.data.augment.randaugment._VALUES_CPU", 10 * 20 * 24 * 3)  # in parts of 10 images
     assert torch.equal(vary(images_NHWC, index_N, 3), whole)
 
 
@@ -155,7 +155,7 @@ def test_each_change_is_drawn_as_often_and_changes_follow_each_other(monkeypatch
         drawn.append(change_N)
         return images_NCHW
 
-    monkeypatch.setattr("kasoku.data.randaugment.changed", noted)
+    monkeypatch.setattr("kasoku.data.augment.randaugment.changed", noted)
     images_NHWC = torch.zeros(28_000, 1, 1, 3, dtype=torch.uint8)
     Vary(RandAugment(count=2), 0, MEAN)(images_NHWC, torch.arange(28_000), 0)
     assert len(drawn) == 2

@@ -10,8 +10,8 @@ from torch import nn
 
 from contracts import assert_same, through_a_file, train, weights
 from contracts import one_thread as one_thread
+from kasoku.config.toml import parse, tables
 from kasoku.core import Constant, InputError, Job, Linear, Step
-from kasoku.core.toml import parse, tables
 from kasoku.data import LowResolution, digits, loader
 from kasoku.models import cifarnet
 from kasoku.optim import sgd

@@ -14,15 +14,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from parallel.ranks import context
 from PIL import Image
 
 from kasoku.core import InputError
-from kasoku.data import tar
-from kasoku.data.encode import planes
-from kasoku.data.shards import shards
-from kasoku.data.sources import GoneError
-from kasoku.data.store import Store
-from parallel.ranks import context
+from kasoku.data.datasets.base import GoneError
+from kasoku.data.packs import tar_index as tar
+from kasoku.data.packs.encode import planes
+from kasoku.data.packs.reader import shards
+from kasoku.data.remote.store import Store
 
 shards_module = sys.modules["kasoku.data.shards"]  # the package has a function of that name
 

@@ -12,7 +12,7 @@ from contracts import Batches, Net, rule
 from contracts import one_thread as one_thread
 from kasoku.core import Comm, InputError, Job, Solo, Technique, Threads
 from kasoku.data import Mix, Shares, by_speed, digits, loader
-from kasoku.parallel import AllReduce, Graded, Overlap, VirtualRanks
+from kasoku.distributed import AllReduce, Graded, Overlap, VirtualRanks
 
 BATCH, STEPS = 32, 4
 

@@ -7,8 +7,9 @@ from PIL import Image
 
 from data import made
 from kasoku.core import InputError
-from kasoku.data import cifar, cifar10, cifar100, digits, fashion_mnist, idx, mnist
-from kasoku.data.cifar import CIFAR10, CIFAR100, load
+from kasoku.data import cifar10, cifar100, digits, fashion_mnist, idx, mnist
+from kasoku.data.datasets import cifar
+from kasoku.data.datasets.cifar import CIFAR10, CIFAR100, load
 
 
 def same(a, b):

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from data.web import made, serving, web
 from kasoku.core import InputError
-from kasoku.data import GoneError, store
-from kasoku.data.store import Store, is_remote
+from kasoku.data import GoneError
+from kasoku.data.remote import store
+from kasoku.data.remote.store import Store, is_remote
 
 SEVERAL = settings(deadline=None, max_examples=40)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kasoku.config.toml import parse, table
 from kasoku.core import InputError
 from kasoku.core.hardware import computes_bf16, cores
-from kasoku.core.toml import parse, table
 from kasoku.device import Autocast, ChannelsLast, Compile, Device, LossScale, choose, tune_malloc
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kasoku import simulation
+from kasoku.simulate import from_recipe as simulation
 
 _seen: dict[str, Any] = {}
 _inspect = simulation._inspect

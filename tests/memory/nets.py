@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kasoku.core import InputError, Job, Technique
 from kasoku.memory import SavedMemory
-from kasoku.memory.saved import Planner
+from kasoku.memory.saved_memory import Planner
 from kasoku.models.resnet import BasicBlock
 from kasoku.optim import sgd
 

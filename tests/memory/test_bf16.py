@@ -15,10 +15,10 @@ from kasoku.core import InputError, Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network
 from kasoku.memory.graph import GraphNode, LayerGraph
-from kasoku.memory.plan import choices
-from kasoku.memory.program import program
-from kasoku.memory.saved import Planner
+from kasoku.memory.saved_memory import Planner
+from kasoku.memory.schedule import program
 from kasoku.memory.segment import _bf16_of
+from kasoku.memory.solver import choices
 from kasoku.models.resnet import Bottleneck
 from kasoku.optim import sgd
 from memory.nets import (

@@ -12,10 +12,10 @@ from kasoku.core import InputError, Job, Technique
 from kasoku.core.hardware import computes_bf16
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, larger, network
-from kasoku.memory.look import install, watch
+from kasoku.memory.inspection import install, watch
 from kasoku.memory.network import InspectedNetwork, look, state_bytes
 from kasoku.memory.ops import Numerics
-from kasoku.memory.saved import SURE
+from kasoku.memory.saved_memory import SURE
 from kasoku.models.resnet import Bottleneck, ResNet
 from kasoku.optim import sgd
 from memory.nets import blocks, images, peak_of_step, plain_chain

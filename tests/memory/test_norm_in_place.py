@@ -13,8 +13,8 @@ from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network, ops
 from kasoku.memory.graph import GraphNode, LayerGraph
-from kasoku.memory.plan import choices
-from kasoku.memory.program import Instruction, over_inputs, program
+from kasoku.memory.schedule import Instruction, over_inputs, program
+from kasoku.memory.solver import choices
 from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.optim import sgd
 from memory.nets import FEW, assert_near, images, networks, one_step, peak_of_step, plain_chain, planner_of

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from helpers.grids import covering
+from kasoku.config.recipe import load
 from kasoku.core import Comm, InputError, Job, Threads, process_start
 from kasoku.data import digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile
-from kasoku.evaluate import evaluate
+from kasoku.distributed import Overlap
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, sgd
-from kasoku.parallel import Overlap
-from kasoku.recipe import load
-from kasoku.trainer import fit, prepare
+from kasoku.training.evaluation import evaluate
+from kasoku.training.trainer import fit, prepare
 from memory.nets import assert_equal, images, one_step, plain_chain, trained
 from started import RECIPE
 

@@ -20,7 +20,8 @@ from helpers.published_lars import (
     moved,
     random_grads,
 )
-from kasoku.core import Factory, InputError, Linear
+from kasoku.config.toml import Factory
+from kasoku.core import InputError, Linear
 from kasoku.optim import LARS, Rate, Trust, lars
 
 PATHS = ("cpu", "foreach", "triton")
@@ -38,7 +39,7 @@ def use(monkeypatch: pytest.MonkeyPatch):
             pytest.importorskip("triton", reason="triton is not installed")
             from triton.runtime.interpreter import InterpretedFunction
 
-            from kasoku.optim import lars_triton
+            from kasoku.optim.lars import triton as lars_triton
 
             for kernel in ("_squares", "_trusts", "_move"):
                 monkeypatch.setattr(lars_triton, kernel, InterpretedFunction(getattr(lars_triton, kernel).fn))
@@ -299,7 +300,7 @@ def test_nothing_is_read_back_to_the_host():
 
 def test_as_many_launches_for_322_tensors_as_for_161(use, monkeypatch: pytest.MonkeyPatch):
     use("triton")
-    from kasoku.optim import lars_triton
+    from kasoku.optim.lars import triton as lars_triton
 
     counts = []
     for tensors in (161, 322):
@@ -318,7 +319,7 @@ def test_the_kernels_compile_for_cuda_with_accesses_of_16_bytes(capability: int,
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kasoku.optim import lars_triton
+    from kasoku.optim.lars import triton as lars_triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     tl = triton.language

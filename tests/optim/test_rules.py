@@ -6,7 +6,8 @@ from torch import nn
 
 from contracts import Net, make, rule, train
 from contracts import one_thread as one_thread
-from kasoku.core import Constant, Factory, InputError
+from kasoku.config.toml import Factory
+from kasoku.core import Constant, InputError
 from kasoku.core.job import Job
 from kasoku.optim import Muon, Rate, Rest, adamw, cross_entropy, muon, sgd
 from kasoku.optim.muon import orthogonalize

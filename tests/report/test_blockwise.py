@@ -8,10 +8,10 @@ from shown import FACTS, step
 from torch import Tensor, nn
 
 from kasoku.core import Job
-from kasoku.core.cost import Link
+from kasoku.distributed.ddp.cost_model import Link
 from kasoku.optim import sgd
 from kasoku.report import Timed
-from kasoku.report.verdict import find_bottlenecks
+from kasoku.report.bottleneck import find_bottlenecks
 from kasoku.simulate.virtual_comm import SimComm, VirtualClock
 
 

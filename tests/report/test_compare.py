@@ -7,8 +7,8 @@ import pytest
 from shown import run_folder
 
 from kasoku.cli import main
-from kasoku.report.compare import RunOutcome, compare, interval
-from kasoku.reporting import by_recipe, read, verdicts
+from kasoku.commands.report import by_recipe, read, verdicts
+from kasoku.report.significance import RunOutcome, compare, interval
 
 
 def timed(*seconds: float, first_seed: int = 0) -> list[RunOutcome]:

@@ -14,8 +14,8 @@ from torch import nn
 
 from kasoku.core import Comm, Solo, Threads
 from kasoku.data import Files, GoneError, digits, loader
-from kasoku.evaluate import evaluate
-from kasoku.report.confusion import PredictionLog
+from kasoku.report.predictions import PredictionLog
+from kasoku.training.evaluation import evaluate
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from contracts import Batches, Net, make, rule, train
 from contracts import one_thread as one_thread
 from kasoku.core import Comm, Job, Solo, Threads, Trace
-from kasoku.core.cost import Link, Unit
+from kasoku.distributed import AllReduce, Layer, Overlap
+from kasoku.distributed.ddp.cost_model import Link, Unit
+from kasoku.distributed.startup import Start
 from kasoku.optim import sgd
-from kasoku.parallel import AllReduce, Layer, Overlap
 from kasoku.report import Ledger, StepFacts, Timed
-from kasoku.report.steps import STEP, Steps
+from kasoku.report.phase_timer import STEP, Steps
 from kasoku.simulate.virtual_comm import Emulate, SimComm, VirtualClock
-from kasoku.start import Start
 
 ROOT = Path(__file__).parent.parent.parent
 FACTS = StepFacts(device="cpu", batch=64, layers=3, layer_s=1e-5, parameters=100)

@@ -14,10 +14,10 @@ import browser
 from browser import Opened
 from contracts import make, train
 from kasoku.cli import main
+from kasoku.commands.report import read
 from kasoku.core import Comm, Threads
-from kasoku.parallel import OneGroup, Overlap
+from kasoku.distributed import OneGroup, Overlap
 from kasoku.report.html import RunRecord
-from kasoku.reporting import read
 
 HOSTILE = ("<script>window.hacked = 1</script>", "<img src=x onerror='window.hacked=1'>", "</script><b>bold face")
 needs_plotly = pytest.mark.usefixtures("figures")

@@ -16,7 +16,7 @@ from kasoku.cli import main
 from kasoku.core import InputError, Job
 from kasoku.device import Compile
 from kasoku.report import Timed
-from kasoku.report.profile import Profiler, StepProfile, _covered, measure_bounds
+from kasoku.report.profiler import Profiler, StepProfile, _covered, measure_bounds
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 

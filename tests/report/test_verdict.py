@@ -10,7 +10,7 @@ from torch import nn
 from kasoku.core import Job
 from kasoku.device import Compile
 from kasoku.report import StepFacts, facts_of
-from kasoku.report.verdict import find_bottlenecks, layer_s
+from kasoku.report.bottleneck import find_bottlenecks, layer_s
 
 
 def causes(*steps: dict[str, float], facts: StepFacts = FACTS, **bounds: float) -> list[str]:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kasoku.core import InputError
-from kasoku.simulate import allreduce
+from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks, load
-from kasoku.simulate.network import Flows, rates, seconds
+from kasoku.simulate.fair_share import Flows, rates, seconds
 
 A, B = 5e-6, 10e9  # latency of a message, bandwidth of a NIC in one direction
 A_IN, B_IN = 1e-6, 100e9  # the same within a node

@@ -14,12 +14,14 @@ import torch
 
 from helpers.grids import covering
 from kasoku.core import Comm, InputError, Job, Threads
+from kasoku.distributed import Asynchronous, Fixed, Graded, Layer, Planned, Policy
 from kasoku.models import cifar_resnet18, cifarnet
 from kasoku.optim import sgd
-from kasoku.parallel import Asynchronous, Fixed, Graded, Layer, Planned, Policy
-from kasoku.simulate import ModelCosts, Sharing, Simulator, Stragglers, allreduce, apart, model_costs
+from kasoku.simulate import ModelCosts, Sharing, Simulator, Stragglers, model_costs
+from kasoku.simulate import async_exchange as apart
+from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks
-from kasoku.simulate.network import Flows, seconds
+from kasoku.simulate.fair_share import Flows, seconds
 from kasoku.simulate.step import SimulatedStep, spans
 
 START, A, A_IN = 2e-6, 5e-6, 1e-6  # what a message waits, and takes between nodes and within one

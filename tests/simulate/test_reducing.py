@@ -11,10 +11,7 @@ import torch
 
 from helpers.grids import covering
 from kasoku.core import InputError, Job
-from kasoku.core.cost import LinkModel
-from kasoku.models import cifar_resnet18
-from kasoku.optim import sgd
-from kasoku.parallel import (
+from kasoku.distributed import (
     Fixed,
     Graded,
     Hierarchical,
@@ -28,8 +25,13 @@ from kasoku.parallel import (
     Reducer,
     Wire,
 )
-from kasoku.parallel.buckets import search
-from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, allreduce, load, model_costs, reducing
+from kasoku.distributed.ddp.bucketing import search
+from kasoku.distributed.ddp.cost_model import LinkModel
+from kasoku.models import cifar_resnet18
+from kasoku.optim import sgd
+from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, load, model_costs
+from kasoku.simulate import collectives as allreduce
+from kasoku.simulate import compressed as reducing
 from kasoku.simulate.cluster import ClusterNode, Gpu, Protocol
 from kasoku.simulate.step import spans
 from kasoku.simulate.virtual_comm import Emulate, SimComm

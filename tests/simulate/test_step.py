@@ -12,13 +12,14 @@ import torch
 
 from helpers.grids import covering
 from kasoku.core import InputError, Job
+from kasoku.distributed import Fixed, Graded, Layer, OneGroup, Overlap, Planned, Policy
+from kasoku.distributed.batchnorm.grouped import norms
 from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
-from kasoku.parallel import Fixed, Graded, Layer, OneGroup, Overlap, Planned, Policy
-from kasoku.parallel.batchnorm import norms
-from kasoku.simulate import ModelCosts, Sharing, Simulator, Stragglers, allreduce, load, model_costs
+from kasoku.simulate import ModelCosts, Sharing, Simulator, Stragglers, load, model_costs
+from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import ClusterNode
-from kasoku.simulate.compute import MeasuredTimes
+from kasoku.simulate.compute_model import MeasuredTimes
 from kasoku.simulate.step import SimulatedStep, spans
 from kasoku.simulate.virtual_comm import Emulate, SimComm
 

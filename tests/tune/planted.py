@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from contracts import Net
-from kasoku.tune.sample import BRIEF, STEPS, Limits, Measurement, interval
+from kasoku.tune.measurement import BRIEF, STEPS, Limits, Measurement, interval
 
 WARM = 1  # steps thrown away at each look
 SWEEP_STEPS = 30

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from planted import CURVES, Planted
 
-from kasoku.tune.climb import best_of, doubtful, errors_of
-from kasoku.tune.sample import BRIEF, STEPS, Measurement
+from kasoku.tune.measurement import BRIEF, STEPS, Measurement
+from kasoku.tune.size_search import best_of, doubtful, errors_of
 from kasoku.tune.strategies import Throughput
 
 SEEDS, JITTER, MOST = 200, 0.02, 512

@@ -20,12 +20,12 @@ from contracts import Batches, Net, assert_same, make, rule, train, weights
 from kasoku.core import Comm, Constant, InputError, Job, Solo, Stage, Step, Technique, Threads
 from kasoku.data import Dataset, GrowBatch, Items, LowResolution, digits, folder, loader
 from kasoku.device import Compile
+from kasoku.distributed import VirtualRanks
 from kasoku.optim import EMA, sgd
-from kasoku.parallel import VirtualRanks
 from kasoku.tune import BatchSizeResult, EpochTimeMinimize, Throughput, TimeToTarget, minibatch
-from kasoku.tune.copies import Sandbox, undisturbed
-from kasoku.tune.memory import MemoryForecast
-from kasoku.tune.sample import Needs
+from kasoku.tune.measurement import Needs
+from kasoku.tune.memory_forecast import MemoryForecast
+from kasoku.tune.sandbox import Sandbox, undisturbed
 from kasoku.tune.trial import Trial
 
 pytestmark = pytest.mark.usefixtures("ticking")

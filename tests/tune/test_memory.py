@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kasoku.tune import memory
-from kasoku.tune.memory import MemoryForecast, available_bytes, forecast, out_of_memory, resident_bytes
+from kasoku.tune import memory_forecast as memory
+from kasoku.tune.memory_forecast import MemoryForecast, available_bytes, forecast, out_of_memory, resident_bytes
 
 GIB = 2**30
 

@@ -19,14 +19,14 @@ from contracts import Batches, Net, assert_same, judged, make, rule, train, weig
 from kasoku.core import Comm, DeadlockError, InputError, Job, Linear, Solo, Technique, Threads
 from kasoku.data import Augment, Mix, digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
+from kasoku.distributed import AllReduce, Overlap, VirtualRanks
 from kasoku.models import cifarnet
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
-from kasoku.parallel import AllReduce, Overlap, VirtualRanks
 from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, minibatch
-from kasoku.tune.copies import Sandbox, copied
-from kasoku.tune.memory import MemoryForecast
-from kasoku.tune.noise import NoiseEstimate
-from kasoku.tune.sample import BatchSizeResult, Measurement
+from kasoku.tune.measurement import BatchSizeResult, Measurement
+from kasoku.tune.memory_forecast import MemoryForecast
+from kasoku.tune.noise_scale import NoiseEstimate
+from kasoku.tune.sandbox import Sandbox, copied
 from kasoku.tune.strategies import Strategy
 from kasoku.tune.trial import Trial
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kasoku.core import InputError
-from kasoku.tune.noise import GradientParts, NoiseEstimate, from_lengths, mean
+from kasoku.tune.noise_scale import GradientParts, NoiseEstimate, from_lengths, mean
 
 DIMS, PLACE = 50, 0.5
 SIGNAL, TRACE = DIMS * PLACE**2, float(DIMS)  # of the gradient w - mean(x) with x ~ N(0, 1)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kasoku import data, device, models, optim, parallel
+from kasoku import data, device, models, optim
+from kasoku import distributed as parallel
 from kasoku.core import InputError, Job, Linear, Threads
-from kasoku.tune.rate import range_test, try_alone
+from kasoku.tune.lr_range_test import range_test, try_alone
 
 CURVATURE = 10.0  # gradient descent diverges above a rate of 2 / CURVATURE
 

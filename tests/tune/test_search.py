@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kasoku.core import InputError
-from kasoku.tune.search import SearchSettings, accuracies, search
-from kasoku.tune.space import Between, OneOf, read_space, toml
+from kasoku.tune.hyperparameters import SearchSettings, accuracies, search
+from kasoku.tune.search_space import Between, OneOf, read_space, toml
 
 # Trains nothing: evaluates `evaluations` times, `pause` seconds apart, at accuracy `top1`; says it as training does.
 FAKE = """

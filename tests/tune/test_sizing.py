@@ -11,10 +11,11 @@ import torch
 
 from helpers.photos import coloured_photos
 from helpers.tuning import MLPERF, SMALL, planted
-from kasoku import auto as photos_of
-from kasoku import recipe as recipes
-from kasoku import sizing, tuning
 from kasoku.cli import main
+from kasoku.commands import tune as tuning
+from kasoku.config import from_folder as photos_of
+from kasoku.config import recipe as recipes
+from kasoku.training import auto_batch as sizing
 from started import started
 
 IMAGENET = 1_281_167

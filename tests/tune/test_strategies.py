@@ -8,8 +8,8 @@ import pytest
 from planted import CURVES, Planted
 
 from kasoku.core import InputError
-from kasoku.tune.climb import line
-from kasoku.tune.sample import interval
+from kasoku.tune.measurement import interval
+from kasoku.tune.size_search import line
 from kasoku.tune.strategies import EpochTimeMinimize, GpuUsageMaximize, Strategy, Throughput, TimeToTarget
 
 GROWN = [32, 34, 37, 41, 46, 52, 59, 67, 76, 86, 96]  # by one image more each loop, to ten at most

@@ -10,17 +10,18 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from parallel.ranks import on_processes
 from safetensors.torch import load_file
 
 from helpers.tuning import DIGITS, MLPERF, SMALL, planted
-from kasoku import recipe as recipes
-from kasoku import sizing, tuning
 from kasoku.cli import main
+from kasoku.commands import tune as tuning
+from kasoku.config import recipe as recipes
 from kasoku.core import InputError
-from kasoku.core.run import RunFolder
-from kasoku.ranging import rates_of
-from kasoku.trainer import prepare
-from parallel.ranks import on_processes
+from kasoku.training import auto_batch as sizing
+from kasoku.training.checkpoint import RunFolder
+from kasoku.training.trainer import prepare
+from kasoku.tune.lr_range import rates_of
 from started import KASOKU, clean
 
 # ---- kasoku tune

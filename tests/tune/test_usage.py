@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kasoku.core import InputError
-from kasoku.tune.usage import UtilizationMonitor, higher_half
+from kasoku.tune.utilization import UtilizationMonitor, higher_half
 
 GPU = torch.device("cuda")
 

@@ -6,7 +6,6 @@ from kasoku.core.errors import InputError
 from kasoku.core.job import Batch, Hyper, Job, Stateful
 from kasoku.core.schedule import ArcCotangent, Constant, Cosine, Linear, Polynomial, Schedule, Step
 from kasoku.core.technique import Stage, Technique
-from kasoku.core.toml import Factory
 from kasoku.core.trace import Span, Trace
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "Constant",
     "Cosine",
     "DeadlockError",
-    "Factory",
     "Hyper",
     "InputError",
     "Job",

@@ -1,22 +1,22 @@
 """Where images come from and how they reach the model: sources, augmentation, order, loaders."""
 
-from kasoku.data.augment import Augment, Transform, normalise
-from kasoku.data.cifar import cifar10, cifar100
-from kasoku.data.decode import decode, read_image
-from kasoku.data.folder import find_images, folder, imagenet
-from kasoku.data.grow import GrowBatch
-from kasoku.data.idx import fashion_mnist, idx, mnist
-from kasoku.data.images import FilesLoader
-from kasoku.data.loader import Loader, MemoryLoader, loader, sample
-from kasoku.data.mix import Mix
-from kasoku.data.nvjpeg import Decoding
-from kasoku.data.order import draws, order
-from kasoku.data.randaugment import RandAugment
-from kasoku.data.resolution import LowResolution
-from kasoku.data.shards import shards
-from kasoku.data.shared import shared
-from kasoku.data.shares import Shares, by_speed
-from kasoku.data.sources import PUBLISHED, Dataset, Encoded, Facts, Files, GoneError, Items, Memory, Split, digits
+from kasoku.data.augment.basic import Augment, Transform, normalise
+from kasoku.data.augment.batch_growth import GrowBatch
+from kasoku.data.augment.mixup import Mix
+from kasoku.data.augment.progressive_resize import LowResolution
+from kasoku.data.augment.randaugment import RandAugment
+from kasoku.data.datasets.base import PUBLISHED, Dataset, Encoded, Facts, Files, GoneError, Items, Memory, Split, digits
+from kasoku.data.datasets.cifar import cifar10, cifar100
+from kasoku.data.datasets.folder import find_images, folder, imagenet
+from kasoku.data.datasets.mnist import fashion_mnist, idx, mnist
+from kasoku.data.decode.decode import decode, read_image
+from kasoku.data.decode.nvjpeg import Decoding
+from kasoku.data.loading.file_loader import FilesLoader
+from kasoku.data.loading.loader import Loader, MemoryLoader, loader, sample
+from kasoku.data.loading.shared_batches import shared
+from kasoku.data.loading.shuffle import draws, order
+from kasoku.data.loading.uneven_shares import Shares, by_speed
+from kasoku.data.packs.reader import shards
 
 __all__ = [
     "PUBLISHED",

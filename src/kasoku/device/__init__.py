@@ -1,13 +1,13 @@
 """What makes one device fast: precision, layout, allocator, compilation, graphs, and the choice among them."""
 
+from kasoku.device.allocator import tune_malloc
 from kasoku.device.autocast import Autocast
-from kasoku.device.choose import Chosen, Device, choose
+from kasoku.device.channels_last import ChannelsLast
 from kasoku.device.compile import Compile
-from kasoku.device.graphs import Graphs
-from kasoku.device.layout import ChannelsLast
-from kasoku.device.malloc import tune_malloc
-from kasoku.device.scaling import LossScale
-from kasoku.device.seed import Seeded
+from kasoku.device.cuda_graphs import Graphs
+from kasoku.device.loss_scale import LossScale
+from kasoku.device.seeding import Seeded
+from kasoku.device.select import Chosen, Device, choose
 
 __all__ = [
     "Autocast",

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
-from kasoku.memory.dense import LinearInBackward
 from kasoku.memory.graph import LayerGraph, ValueShape
-from kasoku.memory.look import Call, CallLog, Hook, chains, place_of, undisturbed, units, watch
+from kasoku.memory.inspection import Call, CallLog, Hook, chains, place_of, undisturbed, units, watch
+from kasoku.memory.linear_in_backward import LinearInBackward
+from kasoku.memory.memory_model import ImageLayout, MemoryNeed, work_of
 from kasoku.memory.ops import Numerics
-from kasoku.memory.plan import ChainSetting, MemoryPlan, OutsideBytes, SegmentChoice, best, choices, lowest
-from kasoku.memory.predict import ImageLayout, MemoryNeed, work_of
 from kasoku.memory.segment import Segment
+from kasoku.memory.solver import ChainSetting, MemoryPlan, OutsideBytes, SegmentChoice, best, choices, lowest
 
 _LOOK = 2  # images
 

@@ -19,7 +19,7 @@ from kasoku.core import InputError
 from kasoku.core.torch_internals import forward_pre_hooks, version
 from kasoku.memory import ops
 from kasoku.memory.graph import LayerGraph, tensors
-from kasoku.memory.program import Instruction, Program
+from kasoku.memory.schedule import Instruction, Program
 
 Gradients = dict[Tensor, Tensor]
 _rounded = WeakTensorKeyDictionary()  # tensor -> (its version, its bf16)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kasoku.optim.groups import decay_groups, has_fused, refuse_outside
+from kasoku.optim.param_groups import decay_groups, has_fused, refuse_outside
 
 
 def adamw(

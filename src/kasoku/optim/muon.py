@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kasoku.core import InputError
 from kasoku.core.hardware import computes_bf16
-from kasoku.optim.groups import refuse_outside, split
+from kasoku.optim.param_groups import refuse_outside, split
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: small singular values rise fast, all end near 1 (0.7 to 1.2)
 

@@ -1,11 +1,11 @@
 """What a run shows and writes: the bar, the logs, the charts."""
 
-from kasoku.report.bar import Bar, print_table
+from kasoku.report.bottleneck import StepBottleneck, StepFacts, facts_of
+from kasoku.report.environment import environment
 from kasoku.report.ledger import Ledger
-from kasoku.report.log import Log, NoLog
-from kasoku.report.machine import environment
-from kasoku.report.steps import Timed
-from kasoku.report.verdict import StepBottleneck, StepFacts, facts_of
+from kasoku.report.loggers import Log, NoLog
+from kasoku.report.phase_timer import Timed
+from kasoku.report.progress_bar import Bar, print_table
 
 __all__ = [
     "Bar",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from kasoku.core import Comm, Trace
-from kasoku.report.steps import APART, STEP, Steps, Stretch
-from kasoku.report.verdict import StepFacts, find_bottlenecks
+from kasoku.report.bottleneck import StepFacts, find_bottlenecks
+from kasoku.report.phase_timer import APART, STEP, Steps, Stretch
 
 _STREAM = {"input": "input", "copy": "input"}
 _TRANSFER = "transfer"  # spans of what is under way between ranks while this one goes on

@@ -1,10 +1,10 @@
 """Clusters that nobody has on a desk: what a training step takes on them, before anything is rented."""
 
-from kasoku.simulate.allreduce import ALGORITHMS
 from kasoku.simulate.cluster import Cluster, load
-from kasoku.simulate.compute import ModelCosts, model_costs, profile_of, profiled, remarks
-from kasoku.simulate.jitter import Stragglers
+from kasoku.simulate.collectives import ALGORITHMS
+from kasoku.simulate.compute_model import ModelCosts, model_costs, profile_of, profiled, remarks
 from kasoku.simulate.step import WITHOUT, Sharing, SimulatedStep, Simulator, timeline
+from kasoku.simulate.stragglers import Stragglers
 
 __all__ = [
     "ALGORITHMS",

@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from kasoku.config.toml import parse
 from kasoku.core import InputError
-from kasoku.core.toml import parse
-from kasoku.simulate.network import Floats
+from kasoku.simulate.fair_share import Floats
 
 T = TypeVar("T")
 _HERE = Path(__file__).parent

@@ -14,14 +14,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kasoku.core import InputError, Span
-from kasoku.core.cost import BucketPlan, Forecast, LinkModel, Sized, UnitTimes, forecast
-from kasoku.parallel import Asynchronous, Reducer
-from kasoku.parallel.buckets import Graded, OneGroup, Planned, Policy, search
-from kasoku.parallel.wires import CODECS
-from kasoku.simulate import allreduce, apart, compute, reducing
+from kasoku.distributed import Asynchronous, Reducer
+from kasoku.distributed.async_sgd.quantization import CODECS
+from kasoku.distributed.ddp.bucketing import Graded, OneGroup, Planned, Policy, search
+from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, LinkModel, Sized, UnitTimes, forecast
+from kasoku.simulate import async_exchange as apart
+from kasoku.simulate import collectives as allreduce
+from kasoku.simulate import compressed as reducing
+from kasoku.simulate import compute_model as compute
 from kasoku.simulate.cluster import Cluster
-from kasoku.simulate.compute import MeasuredTimes, ModelCosts
-from kasoku.simulate.jitter import Stragglers
+from kasoku.simulate.compute_model import MeasuredTimes, ModelCosts
+from kasoku.simulate.stragglers import Stragglers
 
 _FP32 = 4  # bytes of an element
 _TRIES = 1000  # to improve each plan of a search: a number and no time limit, so that every machine finds the same plan

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from kasoku.core.cost import LinkModel, UnitTimes
 from kasoku.core.errors import InputError
 from kasoku.core.job import Job
 from kasoku.core.technique import Stage, Technique
+from kasoku.distributed.ddp.cost_model import LinkModel, UnitTimes
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
 
 from kasoku.core import InputError
-from kasoku.tune.climb import search_sizes
-from kasoku.tune.sample import BatchSizeResult, Limits, Measure, Measurement, Needs, SizeSearch
+from kasoku.tune.measurement import BatchSizeResult, Limits, Measure, Measurement, Needs, SizeSearch
+from kasoku.tune.size_search import search_sizes
 
 _CHECK = 5  # loops from one look at convergence to the next
 _LOOPS = 100

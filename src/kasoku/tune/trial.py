@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Batch, Job
-from kasoku.tune.copies import Sandbox, endless
-from kasoku.tune.memory import MemoryForecast
-from kasoku.tune.noise import GradientParts, NoiseEstimate, mean
-from kasoku.tune.sample import Needs
-from kasoku.tune.usage import UtilizationMonitor
+from kasoku.tune.measurement import Needs
+from kasoku.tune.memory_forecast import MemoryForecast
+from kasoku.tune.noise_scale import GradientParts, NoiseEstimate, mean
+from kasoku.tune.sandbox import Sandbox, endless
+from kasoku.tune.utilization import UtilizationMonitor
 
 _WARM = 2  # steps that are thrown away, at most: memory is taken, kernels are chosen and compiled
 _LEAST_STEPS = 3  # where time is short

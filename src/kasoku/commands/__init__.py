@@ -1,0 +1,1 @@
+"""The commands of kasoku, one file a verb."""

@@ -1,0 +1,235 @@
+"""`kasoku report`: reads run folders, and writes a page of them, a verdict over seeds, or a trace for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kasoku.core import InputError
+
+if TYPE_CHECKING:
+    from kasoku.report.html import RunRecord
+
+_PARTS = ("ledger", "timeline", "tuning", "classes")
+_NO_RECIPE = ("seed", "origin", "save.")  # settings that make no other recipe
+
+Group = tuple[str, Sequence["RunRecord"]]
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `report` to the command's parsers."""
+    report = commands.add_parser(
+        "report",
+        help="one HTML page of runs: curves, where the time went, classes; which recipe is faster",
+        description="Runs of two recipes are compared over their seeds: A1 A2 A3 -- B1 B2 B3, or all of them in any "
+        "order, by recipe.",
+    )
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    report.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html; of one run, in it)")
+    report.add_argument("--compare", action="store_true", help="refuse runs of which there are not two groups")
+    report.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a run's timeline for Chrome or Perfetto (and --out, if given)"
+    )
+    report.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from kasoku.report.html.page import page
+    from kasoku.training.trained import members_of
+
+    given = list(arguments.given)
+    after = len(given) - given.index("--") - 1 if "--" in given else 0  # how many stand behind it
+    expanded = [members_of(path) or [path] for path in arguments.runs]
+    paths = [path for some in expanded for path in some]
+    runs = read(paths)
+    if arguments.trace:
+        _write_trace(runs, arguments.trace)
+        if not arguments.out:
+            return 0
+    split = sum(map(len, expanded[:-after])) if after else 0
+    by_hand: list[Group] = [(_label(part[0]), part) for part in (runs[:split], runs[split:]) if part]
+    groups = by_hand if split else by_recipe(runs)
+    if arguments.compare and len(groups) < 2:
+        raise InputError("--compare: these runs are of one recipe; give two groups, as A1 A2 A3 -- B1 B2 B3")
+    lines = verdicts(_told_apart(groups))
+    out = arguments.out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
+    _write(out, page(runs, lines))
+    for line in lines:
+        print(line)
+    print(out)
+    return 0
+
+
+def read(paths: Sequence[Path]) -> list[RunRecord]:
+    """What the folders of runs hold. Raises InputError for a folder that is none."""
+    names = [path.resolve().name for path in paths]
+    unique = len(set(names)) == len(names)
+    return [_read(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
+
+
+def _read(path: Path, name: str) -> RunRecord:
+    from kasoku.report.html import RunRecord
+
+    damaged: list[str] = []
+    try:
+        recipe = tomllib.loads((path / "recipe.toml").read_text())
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path / 'recipe.toml'}: cannot be read ({error}); write it anew, or leave it out") from error
+    parts = {part: _json(path / f"{part}.json", damaged) for part in _PARTS}
+    environment = _json(path / "environment.json", damaged)
+    more: dict[str, Any] = {k: environment[k] for k in ("chosen", "command") if k in environment}
+    return RunRecord(
+        name,
+        recipe,
+        result=_json(path / "result.json", damaged),
+        metrics=_metrics(path / "metrics.jsonl"),
+        parts={part: found for part, found in parts.items() if found},
+        buckets=str(_json(path / "buckets.json", damaged).get("text", "")),
+        machine={**environment.get("machine", {}), **more},
+        damaged=damaged,
+    )
+
+
+def _json(file: Path, damaged: list[str]) -> dict[str, Any]:
+    """A file's table; empty where there is none, or where it is damaged, which is noted."""
+    try:
+        found = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        damaged.append(f"{file.name} cannot be read ({error})")
+        return {}
+    if not isinstance(found, dict):
+        damaged.append(f"{file.name} holds no table")
+        return {}
+    return found
+
+
+def _metrics(file: Path) -> list[dict[str, Any]]:
+    """The lines that are whole."""
+    try:
+        text = file.read_text(errors="replace")
+    except OSError:
+        return []
+    lines = []
+    for line in text.splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # half written
+        if isinstance(found, dict) and all(_is_number(found.get(k)) for k in ("step", "epoch", "time_s")):
+            lines.append(found)
+    return lines
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+# ---- groups of runs
+
+
+def by_recipe(runs: Sequence[RunRecord]) -> list[Group]:
+    """The runs whose recipes differ in nothing but the seed, with a name for them; in order of appearance."""
+    found: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        found.setdefault(json.dumps(_settings(run), sort_keys=True, default=str), []).append(run)
+    return [(_label(some[0]), some) for some in found.values()]
+
+
+def verdicts(groups: Sequence[Group]) -> list[str]:
+    """A sentence for each group against the first one."""
+    from kasoku.report.significance import RunOutcome, compare
+
+    outcomes = [
+        [RunOutcome(r.seed, r.target, r.result.get("time_to_target_s"), _top1_at_the_end(r)) for r in runs]
+        for _, runs in groups
+    ]
+    lines = []
+    for (name, runs), theirs in list(zip(groups, outcomes, strict=True))[1:]:
+        verdict = compare(outcomes[0], theirs, names=(groups[0][0], name))
+        machines = {json.dumps(_hardware(run), sort_keys=True) for run in (*groups[0][1], *runs)}
+        lines.append(verdict.line + ("; these runs were made on different machines" if len(machines) > 1 else ""))
+    return lines
+
+
+def _top1_at_the_end(run: RunRecord) -> float | None:
+    return None if run.result.get("stopped") else run.result.get("top1")
+
+
+def _told_apart(groups: Sequence[Group]) -> list[Group]:
+    """Groups of one name also get what differs between them."""
+    names = [name for name, _ in groups]
+    if len(set(names)) == len(names):
+        return list(groups)
+    each = [_settings(runs[0]) for _, runs in groups]
+    keys = sorted({key for settings in each for key in settings})
+    differ = [key for key in keys if len({json.dumps(settings.get(key), default=str) for settings in each}) > 1]
+    out: list[Group] = []
+    for i, (name, runs) in enumerate(groups):
+        more = ", ".join(f"{key}={each[i].get(key, 'none')}" for key in differ[:3])
+        out.append((f"{name} ({more or f'group {i + 1}'})", runs))
+    return out
+
+
+def _settings(run: RunRecord) -> dict[str, Any]:
+    """All settings of a run's recipe by their paths, but its seed and what changes no result."""
+    return {key: value for key, value in _flat(run.recipe).items() if not key.startswith(_NO_RECIPE)}
+
+
+def _flat(document: Any, prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    items: Any = dict(enumerate(document)) if isinstance(document, list) else document
+    for key, value in items.items():
+        if isinstance(value, Mapping | list):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out
+
+
+def _label(run: RunRecord) -> str:
+    """What a run's recipe is called: by its file, or by the run's folder without its number."""
+    command = run.machine.get("command", [])
+    file = next((word for word in command if isinstance(word, str) and word.endswith(".toml")), "")
+    name = Path(run.name).name
+    return Path(file).stem if file else re.sub(r"[-_]?(seed)?[-_]?\d+$", "", name) or name
+
+
+def _hardware(run: RunRecord) -> dict[str, Any]:
+    return {k: run.machine.get(k) for k in ("cpu", "cores", "gpus")}
+
+
+# ---- files
+
+
+def _write_trace(runs: Sequence[RunRecord], file: Path) -> None:
+    from kasoku.report.html.timeline import chrome_trace
+
+    if len(runs) != 1:
+        raise InputError(f"--trace: the timeline of one run is written; {len(runs)} are given")
+    timeline = runs[0].parts.get("timeline")
+    if timeline is None:
+        raise InputError(f"--trace: {runs[0].name} has no timeline.json; train it anew, or give another run")
+    try:
+        text = json.dumps(chrome_trace(timeline))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"--trace: timeline.json of {runs[0].name} is damaged ({type(error).__name__}: {error}); train it anew"
+        ) from error
+    _write(file, text)
+    print(file)
+
+
+def _write(file: Path, text: str) -> None:
+    from kasoku.training.checkpoint import write_atomically
+
+    write_atomically(file, lambda part: part.write_text(text, encoding="utf-8", errors="replace"))

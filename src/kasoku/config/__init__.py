@@ -1,0 +1,1 @@
+"""Recipes: TOML documents and the frozen dataclasses they become."""

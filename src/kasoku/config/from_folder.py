@@ -1,0 +1,93 @@
+"""A recipe for a folder of photos: looks at the folder, picks network, size and settings."""
+
+import inspect
+import random
+import statistics
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from PIL import Image
+
+from kasoku import models
+from kasoku.config.recipe import AUTO, Recipe, from_document
+from kasoku.config.toml import override
+from kasoku.core import InputError
+from kasoku.data import Files, folder
+
+_FROM_SCRATCH_UPDATES = 4_000  # about where small networks on small sets stop gaining; epochs follow from it
+_FINE_TUNE_UPDATES = 400
+
+
+def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: list[str] | None = None) -> Recipe:
+    """A recipe to train on `data`; from published `weights` where given, then with the network they are of.
+
+    Raises InputError for a folder without classes or images, and for weights of no network of ours.
+    """
+    dataset = folder(str(data))
+    paths = cast(Files, dataset.train).paths  # a folder is files
+    n = len(paths)
+    side = _usual_side(paths)
+    batch = min(n, max(8, min(64, n // 8)))
+    steps = max(1, n // batch)
+    document: dict[str, Any] = {"batch": batch, "data": {"use": "kasoku.data.folder", "root": str(data.resolve())}}
+    augment = {"use": "kasoku.data.Augment", "flip": "random", "crop": "random_resized"}
+    if weights is not None:
+        size, updates, lr = min(224, max(64, side // 32 * 32)), _FINE_TUNE_UPDATES, 0.01 * batch / 64
+        document["model"] = {"use": f"kasoku.models.{_network_of(weights)}"}
+        pretrained = {"use": "kasoku.models.Pretrained", "weights": str(weights.resolve()), "freeze": freeze}
+        document["techniques"] = [pretrained, augment]
+        document["optimizer"] = {"use": "kasoku.optim.sgd", "lr": lr, "nesterov": True, "weight_decay": 1e-4}
+    else:
+        size, updates = min(128, max(32, side // 32 * 32)), _FROM_SCRATCH_UPDATES
+        name = "resnet18" if size > 48 else "cifar_resnet18"
+        document["model"] = {"use": f"kasoku.models.{name}"}
+        document["techniques"] = [augment]
+        document["optimizer"] = {"use": "kasoku.optim.sgd", "lr": 0.1 * batch / 128, "nesterov": True}
+        document["optimizer"]["weight_decay"] = 5e-4
+    epochs = float(max(3, min(60, round(updates / steps))))
+    document["epochs"] = epochs
+    asked = (f"batch={AUTO}", f'batch="{AUTO}"')
+    if any(setting.replace(" ", "").replace("'", '"') in asked for setting in settings or ()):
+        document["reference_batch"] = batch  # what the rates above are for; tuning begins there
+    for setting in (s for s in settings or () if s.partition("=")[0].strip() == "epochs"):
+        override(document, setting)  # the schedule follows the epochs asked for
+        epochs = document["epochs"] if isinstance(document["epochs"], int | float) else epochs
+    document["schedule"] = {"use": "kasoku.core.Cosine", "epochs": epochs, "warmup": epochs / 10}
+    document["loss"] = {"use": "kasoku.optim.cross_entropy", "smoothing": 0.1}
+    document["data"]["size"] = size
+    return from_document(document, settings or [])
+
+
+def _usual_side(paths: tuple[str, ...]) -> int:
+    """The median shorter side of some of the images, in pixels."""
+    some = random.Random(0).sample(paths, min(50, len(paths)))
+    sides = []
+    for path in some:
+        try:
+            with Image.open(path) as image:
+                sides.append(min(image.size))
+        except (OSError, Image.DecompressionBombError):
+            continue
+    if not sides:
+        raise InputError(f"{Path(some[0]).parent}: none of {len(some)} images tried can be opened: look at the files")
+    return int(statistics.median(sides))
+
+
+def _network_of(weights: Path) -> str:
+    """The name of our network whose tensors a file holds, its head apart."""
+    state = models.read(weights)
+    for name in models.__all__:
+        factory = getattr(models, name)
+        if not inspect.isfunction(factory) or "num_classes" not in inspect.signature(factory).parameters:
+            continue
+        with torch.device("meta"):
+            model = factory()
+        try:
+            models.fill(model, state, weights)
+        except InputError:
+            continue
+        return name
+    raise InputError(
+        f"{weights}: weights of none of our networks (kasoku list): write a recipe with a model of your own"
+    )

@@ -1,0 +1,60 @@
+"""Which techniques a recipe trains with on a number of ranks, and whether its ranks step asynchronously."""
+
+from __future__ import annotations
+
+from kasoku.config.recipe import Recipe
+from kasoku.core import InputError, Technique
+from kasoku.distributed import AllReduce, Overlap, VirtualRanks
+
+
+def techniques_for(recipe: Recipe, ranks: int) -> list[Technique]:
+    """The recipe's techniques in the form that so many ranks train with.
+
+    Raises:
+        InputError: for settings that asynchronous ranks cannot have.
+    """
+    techniques = [technique.for_ranks(ranks) for technique in recipe.techniques]
+    if is_asynchronous(recipe, ranks):
+        _check_asynchronous(recipe, ranks)
+    return techniques
+
+
+def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Technique]:
+    """What a batch needs that real or virtual ranks share: BatchNorm over its groups, and an exchange of gradients.
+
+    Args:
+        recipe: what is trained.
+        ranks: how many train it.
+        uneven: whether they take unequal shares of a batch.
+    """
+    if is_asynchronous(recipe, ranks):
+        return []
+    norm_batch = recipe.norm_batch
+    # Without groups the running statistics are each rank's own, as where another technique runs BatchNorm itself.
+    replaced = any("replaces_batchnorm" in t.refuses for t in techniques_for(recipe, ranks))
+    if ranks > 1 and not (norm_batch or recipe.device.graphs or replaced or uneven):
+        norm_batch = recipe.batch // (ranks * recipe.parts(ranks))
+    derived: list[Technique] = []
+    if norm_batch or recipe.norm_average or uneven:
+        derived.append(VirtualRanks(norm_batch, recipe.norm_average))
+    if not any(technique.exchanges_gradients for technique in recipe.techniques):
+        # on one rank too, so that several ranks can resume from there
+        derived.append(AllReduce() if recipe.device.graphs else Overlap())
+    return derived
+
+
+def is_asynchronous(recipe: Recipe, ranks: int) -> bool:
+    """Whether the ranks step without waiting for each other."""
+    return ranks > 1 and any(technique.is_asynchronous for technique in recipe.techniques)
+
+
+def _check_asynchronous(recipe: Recipe, ranks: int) -> None:
+    refused = {
+        f"norm_batch={recipe.norm_batch}: ranks that do not wait share no statistics": recipe.norm_batch,
+        f"norm_average={recipe.norm_average:g}: needs the statistics of all ranks": recipe.norm_average,
+        f"accumulate={recipe.accumulate}: each rank takes its share at once": recipe.parts(ranks) > 1,
+        "GrowBatch: all ranks change the batch after the same step": any(t.changes_batch for t in recipe.techniques),
+    }
+    for line, present in refused.items():
+        if present:
+            raise InputError(f"kasoku.distributed.Asynchronous beside {line}; leave it out")

@@ -1,0 +1,1 @@
+"""Augmentation, as a pure function of (seed, epoch, sample index)."""

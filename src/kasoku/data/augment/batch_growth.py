@@ -1,0 +1,80 @@
+"""A batch that grows as training goes on."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kasoku.core import Batch, InputError, Job, Schedule, Stage, Step, Technique
+from kasoku.data.loading.loader import Loader
+
+
+@dataclass(frozen=True)
+class GrowBatch(Technique):
+    """Multiplies the batch by a schedule's value at the start of each epoch.
+
+    What a device takes at once stays as it is: more parts are accumulated for an update. The rate has its own
+    schedule and is left alone.
+
+    Args:
+        schedule: epoch -> factor on the batch; the nearest whole number is taken, at least 1.
+
+    Saves: updates, and with them communication; a larger batch late replaces a decay of the rate.
+    Costs: nothing that can be measured.
+    Ref: Smith et al. 2018 (arXiv 1711.00489); [000]'s references 4 (Ying et al. 2018) and 9 (Mikami et al. 2018).
+    """
+
+    stage: ClassVar[Stage] = Stage.DATA
+    changes_batch: ClassVar[bool] = True
+    in_sandbox: ClassVar[bool] = False
+
+    schedule: Schedule = Step(milestones=(30.0, 60.0), gamma=2.0)  # noqa: RUF009 - frozen
+
+    def batch_factor(self, epoch: int) -> int:
+        """The factor on the batch in this epoch."""
+        return max(1, round(self.schedule(epoch)))
+
+    def apply(self, job: Job) -> None:
+        """Sets the batch as each epoch starts."""
+        plain = job.plain_loader
+        if not isinstance(plain, Loader):
+            raise InputError(f"GrowBatch: a loader of kasoku.data is wanted, this is a {type(plain).__name__}")
+        growing = _Growing(job, plain, self)
+
+        def grown(batches: Iterable[Batch]) -> Iterator[Batch]:
+            growing.set()
+            yield from batches
+
+        job.around_loader(grown)
+        job.keep("batch", growing)
+        job.undo(lambda: growing.resize(1))
+
+
+class _Growing:
+    def __init__(self, job: Job, loader: Loader, technique: GrowBatch) -> None:
+        self.job, self.loader, self.technique = job, loader, technique
+        self.first = (loader.batch, loader.parts, job.accumulate)
+
+    def set(self) -> None:
+        self.resize(self.technique.batch_factor(math.floor(self.job.progress + 1e-9)))
+
+    def resize(self, factor: int) -> None:
+        batch = self.first[0] * factor
+        if batch == self.loader.batch:
+            return
+        if batch > self.loader.images:
+            raise InputError(
+                f"GrowBatch: batch {batch} at epoch {self.job.progress:g}, but only {self.loader.images} images "
+                "to train on: let the schedule grow less"
+            )
+        with self.job.other_length():
+            self._put(factor)
+
+    def _put(self, factor: int) -> None:
+        self.loader.batch, self.loader.parts, self.job.accumulate = (n * factor for n in self.first)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.loader.batch // self.first[0]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._put(int(state["factor"]))

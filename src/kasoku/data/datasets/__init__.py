@@ -1,0 +1,1 @@
+"""Data sets: which images there are, with their labels."""

@@ -1,0 +1,282 @@
+"""What a data set is, in memory or as files, and the digits that come with the package."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kasoku.core.errors import InputError
+from kasoku.data.decode import jpeg
+from kasoku.data.loading.shuffle import order
+
+_PATIENCE_S = 60.0  # with a disk, perhaps a network's, that does not answer
+_OF_THE_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """One split held in memory: images_NHWC uint8, contiguous; labels_N int64."""
+
+    images_NHWC: torch.Tensor  # noqa: N815
+    labels_N: torch.Tensor  # noqa: N815
+
+    def __len__(self) -> int:
+        return len(self.labels_N)
+
+
+class Encoded(Protocol):
+    """A split whose images are read one by one, by any number of threads at once. labels_N: int64."""
+
+    @property
+    def labels_N(self) -> torch.Tensor:  # noqa: N802
+        """The class of each image (int64)."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        """The bytes of an image file, or pixels_HWC (uint8, RGB). Raises InputError with its name where it cannot."""
+        ...
+
+    def name(self, index: int) -> str:
+        """What messages call an image: class and file name."""
+        ...
+
+
+class GoneError(InputError):
+    """A source that no longer answers; not the fault of one image, so nothing is skipped."""
+
+    gone = True
+
+
+@dataclass(frozen=True, eq=False)
+class Files:
+    """One split as image files, decoded when needed: absolute paths; labels_N int64."""
+
+    paths: tuple[str, ...]
+    labels_N: torch.Tensor  # noqa: N815
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, index: int) -> bytes:
+        """The bytes of a file. Raises InputError where it cannot be read, GoneError where the disk is at fault."""
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                with open(self.paths[index], "rb", buffering=0) as file:
+                    return file.read()
+            except OSError as error:
+                if error.errno in _OF_THE_FILE:
+                    raise InputError(
+                        f"{self.paths[index]}: cannot be read ({error.strerror}); mend or remove the file"
+                    ) from error
+                if time.monotonic() > until:
+                    raise GoneError(
+                        f"{self.paths[index]}: no answer for {_PATIENCE_S:g} s ({error.strerror}); go on with --resume "
+                        "when the disk is back"
+                    ) from error
+            time.sleep(0.5)
+
+    def name(self, index: int) -> str:
+        """Class and file name: folders may lie elsewhere on another host."""
+        return "/".join(self.paths[index].rsplit(os.sep, 2)[-2:])
+
+
+class Items:
+    """A data set of the user's own as a split: `dataset[i]` gives an image and its label.
+
+    The image: the bytes or the path of a file, pixels (uint8, HWC or HW), a uint8 tensor (CHW), or a Pillow image.
+
+    Args:
+        dataset: anything with len() and items.
+        labels_N: the labels; else `dataset.targets` or `dataset.labels`; else every item is asked for once.
+        processes: so many read and decode, each with a copy of the data set; 0: threads, as for files. For a data set
+            whose own code takes long and holds the interpreter's lock.
+    """
+
+    def __init__(self, dataset: Any, labels_N: Sequence[int] | torch.Tensor | None = None, *, processes: int = 0):
+        if processes < 0:
+            raise InputError(f"processes={processes}: 0 for threads, or at least 1")
+        for name in ("targets", "labels"):
+            labels_N = getattr(dataset, name, None) if labels_N is None else labels_N
+        if labels_N is None:
+            labels_N = [int(dataset[i][1]) for i in range(len(dataset))]
+        self.labels_N = torch.as_tensor(labels_N, dtype=torch.int64)
+        if self.labels_N.shape != (len(dataset),):
+            raise InputError(f"labels of shape {tuple(self.labels_N.shape)} for {len(dataset)} items: one for each")
+        self.dataset, self.processes = dataset, processes
+
+    def __len__(self) -> int:
+        return len(self.labels_N)
+
+    def name(self, index: int) -> str:
+        """Its number."""
+        return f"item {index}"
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        """The image of an item. Raises InputError with its number for anything but an image."""
+        from kasoku.data.decode.decode import upright
+
+        try:
+            image = self.dataset[index][0]
+            if isinstance(image, str | os.PathLike):
+                return Path(image).read_bytes()
+            if isinstance(image, torch.Tensor):
+                image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
+            elif hasattr(image, "convert"):
+                image = upright(image)
+        except Exception as error:  # the user's own code
+            raise InputError(f"item {index}: {type(error).__name__}: {error}; mend or leave it out") from error
+        if isinstance(image, bytes):
+            return image
+        if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
+            grey = image.ndim == 2 or image.shape[2] == 1
+            if image.size and (grey or image.shape[2] == 3):
+                return np.repeat(image.reshape(*image.shape[:2], 1), 3, 2) if grey else image
+        raise InputError(
+            f"item {index}: {_kind(image)}: the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, "
+            "or a Pillow image"
+        )
+
+
+def _kind(image: object) -> str:
+    if isinstance(image, np.ndarray):
+        return f"an array of {image.dtype}, shape {image.shape}"
+    return f"a {type(image).__name__}"
+
+
+Split = Memory | Encoded
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A training and a test split, with what a model and its input need to know of them.
+
+    `image_size` is (height, width); files are decoded to it. `mean` and `std`, a number a channel, are of pixel values
+    / 255: measured on the training images in memory, the usual ImageNet ones for files. A larger share of
+    images than `max_bad_fraction` (but more than one) that cannot be decoded ends a training.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    train: Split
+    test: Split
+    channels: int
+    image_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    max_bad_fraction: float = 0.001
+
+    def index(self) -> dict[str, str]:
+        """What it holds, in a few texts that ranks can compare: classes, a digest of labels and names, the decoder."""
+        facts = {"classes": ", ".join(self.classes), "train": _digest(self.train), "test": _digest(self.test)}
+        return facts if isinstance(self.train, Memory) else facts | {"decoder": jpeg.decoder()}  # bits depend on it
+
+
+def _digest(split: Split) -> str:
+    digest = hashlib.sha256(split.labels_N.numpy().tobytes())
+    if not isinstance(split, Memory):
+        digest.update("\n".join(split.name(index) for index in range(len(split))).encode("utf-8", "surrogateescape"))
+    return f"{len(split)} images, labels and names {digest.hexdigest()[:12]}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """How many training images a set has, of how many classes, channels and pixels a side, and how many to test on."""
+
+    images: int
+    classes: int
+    channels: int
+    side: int
+    tested: int
+
+
+PUBLISHED = {  # for a look ahead where the files are not
+    "kasoku.data.imagenet": Facts(1_281_167, 1000, 3, 224, 50_000),
+    "kasoku.data.cifar10": Facts(50_000, 10, 3, 32, 10_000),
+    "kasoku.data.cifar100": Facts(50_000, 100, 3, 32, 10_000),
+    "kasoku.data.mnist": Facts(60_000, 10, 1, 28, 10_000),
+    "kasoku.data.fashion_mnist": Facts(60_000, 10, 1, 28, 10_000),
+}
+
+
+def digits(seed: int = 0) -> Dataset:
+    """Handwritten digits, 8x8 grey, 1,437 to train and 360 to test: comes with the package.
+
+    `seed` chooses the split, which has each digit in proportion.
+    Source: E. Alpaydin, C. Kaynak (1998), Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
+    doi:10.24432/C50P49, licence CC BY 4.0; the 1,797 images of its test part, the ones scikit-learn has.
+    Changed by us: pixel values 0..16 are scaled to 0..255.
+    """
+    with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as stored:
+        images_NHWC = torch.from_numpy((stored["images"].astype(np.int64) * 255 + 8) // 16).to(torch.uint8)[..., None]
+        labels_N = torch.from_numpy(stored["labels"].astype(np.int64))
+    n, tests = len(labels_N), 360
+    shuffled_N = order(n, seed, 0)
+    by_class_N = shuffled_N[labels_N[shuffled_N].argsort(stable=True)]
+    test_N = torch.zeros(n, dtype=torch.bool)
+    test_N[by_class_N[torch.arange(tests) * n // tests]] = True
+    train, test = (Memory(images_NHWC[keep_N].contiguous(), labels_N[keep_N]) for keep_N in (~test_N, test_N))
+    return in_memory("digits", [str(digit) for digit in range(10)], train, test)
+
+
+def in_memory(name: str, classes: Sequence[str], train: Memory, test: Memory) -> Dataset:
+    """Data set of two splits in memory; measures mean and standard deviation of the training images exactly."""
+    height, width, channels = train.images_NHWC.shape[1:]
+    sums_2C = np.zeros((2, channels))
+    for part in torch.split(train.images_NHWC, 256):  # 256 squares of at most 255 are exact in float32
+        value_NP = part.reshape(len(part), -1).numpy().astype(np.float32)
+        sums_2C[0] += value_NP.sum(0).reshape(-1, channels).sum(0, np.float64)
+        sums_2C[1] += np.square(value_NP, out=value_NP).sum(0).reshape(-1, channels).sum(0, np.float64)
+    count = len(train) * height * width
+    mean_C = sums_2C[0] / count
+    std_C = np.sqrt(np.maximum(sums_2C[1] / count - mean_C**2, 0))
+    std_C[std_C == 0] = 255.0  # a channel that never changes stays as it is
+    mean, std = tuple((mean_C / 255).tolist()), tuple((std_C / 255).tolist())
+    return Dataset(name, tuple(classes), train, test, channels, (height, width), mean, std)
+
+
+def places(root: str, name: str, below: Sequence[str]) -> list[Path]:
+    """Folders that may hold the files of data set `name`: root and its subfolders `below`, those that exist.
+
+    Without a root it is looked for in $KASOKU_DATA/<name> and in $KASOKU_DATA itself.
+    """
+    home = os.environ.get("KASOKU_DATA", "")
+    if root:
+        tops = [Path(root).expanduser()]
+    elif home:
+        tops = [Path(home).expanduser() / name, Path(home).expanduser()]
+    else:
+        raise InputError(
+            f"{name}: no root given and $KASOKU_DATA is not set; "
+            f"give root=<folder> or set $KASOKU_DATA to the folder that holds {name}/"
+        )
+    found = [place for top in tops for place in (top, *(top / sub for sub in below)) if place.is_dir()]
+    if not found:
+        raise InputError(
+            f"{name}: no folder {tops[0]}"
+            + ("" if root else " (from $KASOKU_DATA)")
+            + "; give root=<folder that holds the data>"
+        )
+    return found
+
+
+def check_labels(labels_N: np.ndarray, classes: int, where: Path) -> None:
+    """Raise InputError naming the first label that is not in range(classes)."""
+    wrong_N = np.flatnonzero((labels_N < 0) | (labels_N >= classes))
+    if len(wrong_N):
+        first = int(wrong_N[0])
+        raise InputError(
+            f"{where}: image {first} has label {int(labels_N[first])}, allowed are 0 to {classes - 1}; "
+            "the file is damaged or of another data set"
+        )

@@ -1,0 +1,191 @@
+"""CIFAR-10 and CIFAR-100 in the official binary and python formats."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kasoku.core.errors import InputError
+from kasoku.data.datasets.base import Dataset, Memory, check_labels, in_memory, places
+
+_PIXELS = 3 * 32 * 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One official distribution: its folders, its files, and what is in them."""
+
+    name: str
+    folders: tuple[str, ...]
+    train: tuple[str, ...]  # names in the python format; the binary ones end with .bin
+    test: str
+    train_images: int  # in each training file
+    test_images: int
+    label_bytes: int  # in a binary record; the last one is the label
+    labels_key: bytes
+    names: tuple[str, str, bytes]  # the classes' names: binary file, python file, key in it
+    classes: int
+
+
+CIFAR10 = Layout(
+    name="cifar10",
+    folders=("cifar-10-batches-bin", "cifar-10-batches-py"),
+    train=tuple(f"data_batch_{number}" for number in range(1, 6)),
+    test="test_batch",
+    train_images=10_000,
+    test_images=10_000,
+    label_bytes=1,
+    labels_key=b"labels",
+    names=("batches.meta.txt", "batches.meta", b"label_names"),
+    classes=10,
+)
+CIFAR100 = Layout(
+    name="cifar100",
+    folders=("cifar-100-binary", "cifar-100-python"),
+    train=("train",),
+    test="test",
+    train_images=50_000,
+    test_images=10_000,
+    label_bytes=2,
+    labels_key=b"fine_labels",
+    names=("fine_label_names.txt", "meta", b"fine_label_names"),
+    classes=100,
+)
+
+
+def cifar10(root: str = "") -> Dataset:
+    """CIFAR-10: 50,000 + 10,000 colour images, 32x32, 10 classes, from the official binary or python files.
+
+    `root` holds cifar-10-batches-bin/ or cifar-10-batches-py/, or is one of them; empty means $KASOKU_DATA/cifar10.
+    Errors: InputError for a missing, truncated or damaged file and for a label out of range.
+    """
+    return load(CIFAR10, root)
+
+
+def cifar100(root: str = "") -> Dataset:
+    """CIFAR-100: 50,000 + 10,000 colour images, 32x32, 100 fine classes, from the official binary or python files.
+
+    `root` holds cifar-100-binary/ or cifar-100-python/, or is one of them; empty means $KASOKU_DATA/cifar100.
+    Errors: as of cifar10.
+    """
+    return load(CIFAR100, root)
+
+
+def load(layout: Layout, root: str) -> Dataset:
+    """Data set read from the first folder that holds files of the layout."""
+    tried = places(root, layout.name, layout.folders)
+    stems = (*layout.train, layout.test)
+    for folder in tried:
+        for ending, read in ((".bin", _read_binary), ("", _read_python)):
+            there = [(folder / (stem + ending)).is_file() for stem in stems]
+            if any(there):
+                if not all(there):
+                    raise InputError(
+                        f"{folder / (stems[there.index(False)] + ending)}: missing; {layout.name} needs "
+                        f"{', '.join(stem + ending for stem in stems)}"
+                    )
+                return _assemble(layout, folder, ending, read)
+    names = f"{', '.join(stem + '.bin' for stem in stems)} (binary) or {', '.join(stems)} (python)"
+    raise InputError(
+        f"{layout.name}: no data in {', '.join(map(str, tried))}; looked for {names}; "
+        f"give root=<folder that holds {' or '.join(layout.folders)}>"
+    )
+
+
+def _assemble(layout: Layout, folder: Path, ending: str, read: Callable[..., tuple[np.ndarray, np.ndarray]]) -> Dataset:
+    splits = []
+    for stems, count in ((layout.train, layout.train_images), ((layout.test,), layout.test_images)):
+        images_NHWC = torch.empty((len(stems) * count, 32, 32, 3), dtype=torch.uint8)
+        labels_N = np.empty(len(stems) * count, np.int64)
+        for number, stem in enumerate(stems):
+            part = slice(number * count, (number + 1) * count)
+            flat_NP, labels_N[part] = read(folder / (stem + ending), layout, count)
+            pixels_N3HW = torch.from_numpy(np.array(flat_NP)).view(count, 3, 32, 32)
+            images_NHWC[part] = pixels_N3HW.permute(0, 2, 3, 1)
+            check_labels(labels_N[part], layout.classes, folder / (stem + ending))
+        splits.append(Memory(images_NHWC, torch.from_numpy(labels_N)))
+    return in_memory(layout.name, _names(layout, folder, ending), *splits)
+
+
+def _read_binary(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np.ndarray]:
+    record, have = layout.label_bytes + _PIXELS, path.stat().st_size
+    if have != count * record:
+        raise InputError(
+            f"{path}: {have} bytes, expected {count * record} ({count} records of {record}); "
+            f"truncated or not a {layout.name} file, get it again"
+        )
+    record_NB = np.fromfile(path, np.uint8).reshape(count, record)
+    return record_NB[:, layout.label_bytes :], record_NB[:, layout.label_bytes - 1]
+
+
+def _read_python(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np.ndarray]:
+    stored = unpickled(path)
+    pixels_NP, labels = stored.get(b"data"), stored.get(layout.labels_key)
+    if not isinstance(pixels_NP, np.ndarray) or pixels_NP.dtype != np.uint8 or pixels_NP.shape != (count, _PIXELS):
+        got = f"{pixels_NP.dtype} {pixels_NP.shape}" if isinstance(pixels_NP, np.ndarray) else type(pixels_NP).__name__
+        raise InputError(
+            f"{path}: 'data' is {got}, expected uint8 ({count}, {_PIXELS}), {count * _PIXELS} bytes; "
+            f"truncated or not a {layout.name} file, get it again"
+        )
+    if not isinstance(labels, list) or len(labels) != count or not all(type(label) is int for label in labels):
+        raise InputError(
+            f"{path}: '{layout.labels_key.decode()}' is no list of {count} whole numbers; get the file again"
+        )
+    return pixels_NP, np.asarray(labels)
+
+
+def _names(layout: Layout, folder: Path, ending: str) -> list[str]:
+    """Class names beside the data, or plain numbers where that small file is missing."""
+    path = folder / (layout.names[0] if ending else layout.names[1])
+    names: list[str] = []
+    if path.is_file() and ending:
+        names = path.read_text(encoding="utf-8", errors="replace").split()
+    elif path.is_file():
+        stored = unpickled(path).get(layout.names[2], [])
+        names = [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in stored]
+    return names if len(names) == layout.classes else [str(number) for number in range(layout.classes)]
+
+
+def unpickled(path: Path) -> dict[bytes, Any]:
+    """The dictionary in a CIFAR python file, with nothing called but what makes numpy arrays.
+
+    Errors: InputError where the file asks for anything else, is damaged, or holds no dictionary.
+    """
+    try:
+        stored = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+    except Exception as error:  # damaged bytes make the unpickler raise nearly anything
+        raise InputError(
+            f"{path}: cannot be read as a CIFAR python file ({str(error) or type(error).__name__}); get it again"
+        ) from error
+    if not isinstance(stored, dict):
+        raise InputError(f"{path}: holds a {type(stored).__name__}, expected a dictionary; not a CIFAR python file")
+    return stored
+
+
+def _latin1(text: str, encoding: object) -> bytes:
+    """Stand-in for _codecs.encode, by which Python 3 writes bytes into old pickles."""
+    return text.encode("latin1")
+
+
+_new_array = np.empty(0).__reduce__()[0]  # numpy's own _reconstruct: its module has moved between versions
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _new_array,
+    ("numpy._core.multiarray", "_reconstruct"): _new_array,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("_codecs", "encode"): _latin1,
+}
+
+
+class _ArraysOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise InputError(f"it asks for {module}.{name}, which no CIFAR file needs: refused")
+        return _ALLOWED[module, name]

@@ -1,0 +1,205 @@
+"""Image folders: a folder a class, on this machine or far away."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+import torch
+
+from kasoku.core.errors import InputError
+from kasoku.data.datasets.base import Dataset, Files, Split
+from kasoku.data.datasets.folder_index import Found, Parts, Tree, arranged, below, indexed, look_in, once
+from kasoku.data.decode.decode import SUFFIXES
+from kasoku.data.remote.store import Store, is_remote
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+_LOOKED_FOR = 8  # files of each part that a rank looks for where another listed them
+
+
+@dataclass(frozen=True, eq=False)
+class FarFiles:
+    """One split as image files of a store, read when needed: paths below its root; labels_N int64."""
+
+    store: Store
+    paths: tuple[str, ...]
+    labels_N: torch.Tensor  # noqa: N815
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, index: int) -> bytes:
+        """The bytes of a file. Raises InputError with its path where it cannot be read."""
+        return self.store.read(self.paths[index])
+
+    def name(self, index: int) -> str:
+        """Class and file name."""
+        return "/".join(self.paths[index].rsplit("/", 2)[-2:])
+
+
+def imagenet(root: str, size: int = 224) -> Dataset:
+    """ImageNet (ILSVRC 2012): a folder with train/ and val/, in each a folder a class; 1,281,167 images, 1,000 classes.
+
+    `root` may name environment variables. `size`: side in pixels of the square that a file is decoded to.
+    Errors: InputError as `folder`, and for a folder with other than 1,000 classes.
+    """
+    dataset = folder(root, size)
+    if len(dataset.classes) != 1000:
+        raise InputError(
+            f"root={root}: {len(dataset.classes)} classes, ImageNet has 1,000: give its folder, or use "
+            "kasoku.data.folder for other photos"
+        )
+    return dataset
+
+
+def folder(  # noqa: PLR0913
+    root: str,
+    size: int = 224,
+    *,
+    validation: float = 0.1,
+    seed: int = 0,
+    cache: str = "",
+    cache_bytes: int = 64 * 2**30,
+    max_bad_fraction: float = 0.001,
+) -> Dataset:
+    """Image folder: JPEG, PNG, WebP or BMP files, a folder a class, with or without train/ and val/.
+
+    root/<class>/<file>, or root/train/<class>/<file> and root/val/<class>/<file> (also validation/, test/). Without a
+    validation part the share `validation` of each class is split off, chosen by `seed` and the file names alone.
+    `root` may name environment variables, and be an address as Store has it (s3://bucket/photos). `size`: side in
+    pixels of the square that a file is decoded to. Hidden files and other types are left out.
+    `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku) keeps the list of files, so that only folders that
+    changed are listed again; of an address, which is listed at each start, the files that were read, at most
+    `cache_bytes` of them.
+    More bad images than the share `max_bad_fraction` (but more than one) end a training; fewer are skipped and told.
+    Errors: InputError for no class folder, a class folder with no image, a class that is only in the validation part.
+    """
+    if not root:
+        raise InputError("data.root is not given: --set data.root=DIR, the folder of train/ and val/ or of the classes")
+    if size < 1:
+        raise InputError(f"size={size}: at least 1 pixel")
+    if not 0 < validation < 1:
+        raise InputError(
+            f"validation={validation}: more than 0 and less than 1, the share of images kept for validation"
+        )
+    where = os.path.expandvars(root)
+    split: Callable[[str, Tree, list[str]], Split]
+    if is_remote(where):
+        store, address = Store(where, cache=cache, cache_bytes=cache_bytes), urlsplit(where)
+        top, name = root.rstrip("/"), PurePosixPath(address.path).name or str(address.hostname)
+        found = once(where, lambda: _far(store, top), partial(_learn, store))
+        split = partial(_far_files, store)
+    else:
+        home = Path(where.removeprefix("file://")).expanduser()
+        if not home.is_dir():
+            raise InputError(
+                f"root={root}: no such folder; give the folder that holds a folder for each class, or train/ and val/"
+            )
+        home = home.resolve()
+        top, name = str(home), home.name
+        found = once(root, lambda: (indexed(home, cache), []), partial(_check_here, top))
+        split = partial(_files, top)
+    (part, first), (away, second) = _train_and_test(found[0], top, validation, seed)
+    classes = sorted(first)
+    train, test = split(part, first, classes), split(away, second, classes)
+    shape = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
+    return Dataset(name, tuple(classes), train, test, *shape, max_bad_fraction=max_bad_fraction)
+
+
+def find_images(path: str | Path) -> list[Path]:
+    """The image files below a folder, sorted, without hidden ones; of a file, itself. Raises InputError for none."""
+    start = Path(path).expanduser()
+    if start.is_file():
+        return [start]
+    if not start.is_dir():
+        raise InputError(f"{path}: no such file or folder; give an image or a folder of images")
+    below = (file for file in start.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    found = sorted(file for file in below if not any(part.startswith(".") for part in file.relative_to(start).parts))
+    if not found:
+        raise InputError(f"{path}: no image in it (looked for {', '.join(SUFFIXES)}); give another folder")
+    return found
+
+
+def held_out(name: str, files: list[str], validation: float, seed: int) -> set[str]:
+    """The share of one class that is kept for validation: at least one image, and at least one is left to train."""
+    count = min(max(1, round(len(files) * validation)), len(files) - 1)
+    return set(
+        sorted(
+            files,
+            key=lambda file: hashlib.blake2b(
+                f"{seed}/{name}/{file}".encode("utf-8", "surrogateescape"), digest_size=8
+            ).digest(),
+        )[:count]
+    )
+
+
+def _train_and_test(parts: Parts, top: str, validation: float, seed: int) -> list[tuple[str, Tree]]:
+    """The two parts of a tree; of a tree with one part, that part twice, with the files to train on and the others."""
+    if len(parts) == 2:
+        (home, first), (away, second) = parts.items()
+        unknown = sorted(set(second) - set(first))
+        if unknown:
+            raise InputError(
+                f"{below(top, away)}/{unknown[0]}: a class that {below(top, home)} does not have; add it there or "
+                "remove it"
+            )
+        return [(home, first), (away, second)]
+    ((home, whole),) = parts.items()
+    held = {name: held_out(name, files, validation, seed) for name, files in whole.items()}
+    if not any(held.values()):
+        raise InputError(
+            f"{below(top, home)}: no class has two images, so none can be split off for validation; add a val/ folder"
+        )
+    kept = {name: [file for file in files if file not in held[name]] for name, files in whole.items()}
+    return [(home, kept), (home, {name: sorted(files) for name, files in held.items()})]
+
+
+def _files(top: str, part: str, tree: Tree, classes: list[str]) -> Files:
+    return Files(_paths(f"{below(top, part)}/", tree, classes), _labels(tree, classes))
+
+
+def _far_files(store: Store, part: str, tree: Tree, classes: list[str]) -> FarFiles:
+    return FarFiles(store, _paths(f"{part}/" if part else "", tree, classes), _labels(tree, classes))
+
+
+def _far(store: Store, top: str) -> Found:
+    """What is in a far folder, with size and version of each image where the list tells them (http does not)."""
+    parts = arranged(look_in(store.list()), top)
+    facts = store.facts(_far_paths(parts))
+    return parts, facts if any(facts) else []
+
+
+def _learn(store: Store, found: Found) -> None:
+    parts, facts = found
+    if facts:
+        store.learn(_far_paths(parts), facts)
+
+
+def _far_paths(parts: Parts) -> list[str]:
+    """The images of a far folder as its store calls them."""
+    return [path for part, tree in parts.items() for path in _paths(f"{part}/" if part else "", tree, sorted(tree))]
+
+
+def _paths(home: str, tree: Tree, classes: list[str]) -> tuple[str, ...]:
+    return tuple(f"{home}{name}/{file}" for name in classes for file in tree.get(name, ()))
+
+
+def _labels(tree: Tree, classes: list[str]) -> torch.Tensor:
+    counts_K = torch.tensor([len(tree.get(name, ())) for name in classes])
+    return torch.repeat_interleave(torch.arange(len(classes)), counts_K)
+
+
+def _check_here(top: str, found: Found) -> None:
+    """Looks for some of the files that rank 0 listed. Raises InputError where one is not on this host."""
+    for part, tree in found[0].items():
+        names = sorted(tree)
+        for name in names[:: -(-len(names) // _LOOKED_FOR)]:
+            path = f"{below(top, part)}/{name}/{tree[name][-1]}"  # the last: of a copy that broke off it is missing
+            if not os.path.lexists(path):
+                raise InputError(f"{path}: not on this host, though rank 0 has it; give all ranks the same data")

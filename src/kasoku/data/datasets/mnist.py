@@ -1,0 +1,102 @@
+"""IDX files, the format of MNIST and Fashion-MNIST, plain or gz."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kasoku.core.errors import InputError
+from kasoku.data.datasets.base import Dataset, Memory, check_labels, in_memory, places
+
+_STEMS = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+
+
+def mnist(root: str = "") -> Dataset:
+    """MNIST: 60,000 + 10,000 handwritten digits, 28x28 grey. `root` as of idx; empty means $KASOKU_DATA/mnist."""
+    return idx(root, tuple(map(str, range(10))), name="mnist")
+
+
+def fashion_mnist(root: str = "") -> Dataset:
+    """Fashion-MNIST: 60,000 + 10,000 pieces of clothing, 28x28 grey. `root` empty: $KASOKU_DATA/fashion_mnist."""
+    return idx(root, _FASHION, name="fashion_mnist")
+
+
+def idx(root: str = "", classes: Sequence[str] = (), *, name: str = "idx") -> Dataset:
+    """Grey images in four IDX files (train-images-idx3-ubyte, ... as MNIST has them), each plain or .gz.
+
+    `root` holds the files, or a folder raw/ or `name` that does. Without `classes` the labels say how many there are.
+    Errors: InputError for a missing, truncated or damaged file, unequal counts, and a label out of range.
+    """
+    tried = places(root, name, ("raw", name))
+    folder = next((place for place in tried if any(_file(place, stem) for stem in _STEMS)), None)
+    if folder is None:
+        raise InputError(
+            f"{name}: no data in {', '.join(map(str, tried))}; looked for {', '.join(_STEMS)}, each plain or .gz; "
+            "give root=<folder that holds them>"
+        )
+    splits = []
+    for images_stem, labels_stem in (_STEMS[:2], _STEMS[2:]):
+        images_path, labels_path = _need(folder, images_stem, name), _need(folder, labels_stem, name)
+        images_NHW, labels_N = read_idx(images_path, 3), read_idx(labels_path, 1).astype(np.int64)
+        if len(images_NHW) != len(labels_N):
+            raise InputError(
+                f"{images_path}: {len(images_NHW)} images, but {labels_path.name} has {len(labels_N)} labels; "
+                "the two must be of one set"
+            )
+        if not len(labels_N) or not images_NHW.size:
+            raise InputError(f"{images_path}: no images in it; get the data again")
+        classes = classes or [str(number) for number in range(int(labels_N.max()) + 1)]
+        check_labels(labels_N, len(classes), labels_path)
+        splits.append(Memory(torch.from_numpy(images_NHW)[..., None], torch.from_numpy(labels_N)))
+    if splits[0].images_NHWC.shape[1:] != splits[1].images_NHWC.shape[1:]:
+        raise InputError(
+            f"{folder}: training images are {tuple(splits[0].images_NHWC.shape[1:3])}, "
+            f"test images {tuple(splits[1].images_NHWC.shape[1:3])}; both must have one size"
+        )
+    return in_memory(name, classes, *splits)
+
+
+def read_idx(path: Path, dims: int) -> np.ndarray:
+    """Array of unsigned bytes with `dims` dimensions from one IDX file; a name that ends with .gz is unpacked.
+
+    Errors: InputError for another type of file, and for one that is truncated, damaged, or too long.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            head = file.read(4 + 4 * dims)
+            if len(head) < 4 + 4 * dims or head[:4] != bytes((0, 0, 8, dims)):
+                raise InputError(
+                    f"{path}: starts with {head[:4].hex() or 'nothing'}, expected {bytes((0, 0, 8, dims)).hex()} "
+                    f"(IDX, unsigned bytes, dimensions: {dims}) and the sizes; truncated or another type of file"
+                )
+            shape = tuple(int(size) for size in np.frombuffer(head, ">u4", offset=4))
+            count = int(np.prod(shape, dtype=object))
+            body = file.read(count + 1)  # one more than there should be: also makes gzip check its sum
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}: truncated or damaged gzip file ({error}); get it again") from error
+    except (OSError, MemoryError, OverflowError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from error
+    if len(body) != count:
+        got = f"only {len(body)}" if len(body) < count else "more"
+        raise InputError(
+            f"{path}: {got} bytes after the head, expected {count} for {shape}; "
+            f"the file is {'truncated' if len(body) < count else 'damaged'}, get it again"
+        )
+    return np.frombuffer(bytearray(body), np.uint8).reshape(shape)
+
+
+def _file(folder: Path, stem: str) -> Path | None:
+    return next((path for path in (folder / stem, folder / f"{stem}.gz") if path.is_file()), None)
+
+
+def _need(folder: Path, stem: str, name: str) -> Path:
+    path = _file(folder, stem)
+    if path is None:
+        raise InputError(f"{folder / stem}: missing (nor is there a {stem}.gz); {name} needs {', '.join(_STEMS)}")
+    return path

@@ -1,0 +1,1 @@
+"""From image bytes to pixels."""

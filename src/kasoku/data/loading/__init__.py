@@ -1,0 +1,1 @@
+"""Loaders: batches in a reproducible order, read ahead by workers."""

@@ -1,0 +1,93 @@
+"""Ranks that take unequal shares of a batch: the faster, the more images; the mean over all images stays exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.data.loading.loader import Loader
+
+_ALIKE = 0.1  # ranks whose speeds differ by no more take equal shares
+
+
+def by_speed(batch: int, images_per_s: Sequence[float], *, unit: int = 1) -> tuple[int, ...]:
+    """How many images of a batch each rank takes, in proportion to its speed.
+
+    Whole units, by largest remainders, at least one each; equal speeds to a tenth of the fastest give equal shares.
+
+    Args:
+        batch: images of a step over all ranks.
+        images_per_s: of each rank.
+        unit: every share is a multiple of it.
+
+    Raises:
+        InputError: for a batch of no whole units, or of fewer than there are ranks; for a speed that is none.
+    """
+    ranks, units = len(images_per_s), batch // unit
+    if batch % unit or units < ranks:
+        raise InputError(f"batch={batch}: {ranks} ranks share it in units of {unit} images, at least one each")
+    if not all(0 < speed < math.inf for speed in images_per_s):
+        raise InputError(f"images_per_s={list(images_per_s)}: speeds above 0 are wanted")
+    if min(images_per_s) >= (1 - _ALIKE) * max(images_per_s) and units % ranks == 0:
+        return (batch // ranks,) * ranks
+    spare, whole = units - ranks, sum(images_per_s)  # beyond the one unit that each has
+    exact = [max(0.0, units * speed / whole - 1) for speed in images_per_s]
+    exact = [spare * one / (sum(exact) or 1.0) for one in exact]
+    given = [math.floor(one) for one in exact]
+    most_left = sorted(range(ranks), key=lambda rank: (given[rank] - exact[rank], rank))
+    for rank in most_left[: spare - sum(given)]:
+        given[rank] += 1
+    return tuple(unit * (1 + one) for one in given)
+
+
+@dataclass(frozen=True)
+class Shares(Technique):
+    """Each rank takes its own number of images of every batch, so that none waits for a slower one.
+
+    The batches stay what they are, image by image, and so does the data order.
+
+    Args:
+        images: of a batch, for each rank in rank order; `by_speed` gives them.
+
+    Saves: the time that fast ranks wait for slow ones.
+    Costs: BatchNorm's groups are as large as each rank's share, unless shares are multiples of norm_batch.
+    Maths: g = sum over ranks of images / batch * g_rank: the loss of a rank is multiplied by images * ranks / batch
+        before the mean over ranks, so that every image counts the same.
+    Ref: Moreno-Alvarez et al. 2020 (heterogeneous data parallelism); Hetseq, Qian et al. 2021.
+    """
+
+    stage: ClassVar[Stage] = Stage.DATA
+    in_sandbox: ClassVar[bool] = False
+
+    images: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(n < 1 for n in self.images):
+            raise InputError(f"images={self.images}: at least 1 image for each rank")
+
+    def apply(self, job: Job) -> None:
+        """Has the loader share its batches so, and weighs the loss. Raises InputError where they do not fit the job."""
+        if not self.images or job.comm.size == 1:
+            return
+        plain, ranks = job.plain_loader, job.comm.size
+        if not isinstance(plain, Loader):
+            raise InputError(f"Shares: a loader of kasoku.data is wanted, this is a {type(plain).__name__}")
+        whole, parts = sum(self.images), plain.parts
+        if len(self.images) != ranks or whole != plain.batch or any(n % parts for n in self.images):
+            raise InputError(
+                f"Shares: images={self.images} for {ranks} ranks, batch={plain.batch} in {parts} parts: a number for "
+                "each rank, a multiple of the parts, that add up to the batch"
+            )
+        inner: Any = job.loss
+
+        def loss(outputs: Any, y_N: Tensor) -> Tensor:
+            weighed: Tensor = inner(outputs, y_N) * (len(y_N) * ranks * plain.parts / plain.batch)
+            return weighed
+
+        job.patch(plain, "shares", self.images)
+        job.patch(job, "loss", loss)

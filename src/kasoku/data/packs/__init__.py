@@ -1,0 +1,1 @@
+"""Packs: images in tar shards with an index."""

@@ -1,0 +1,98 @@
+"""How an image is packed, as a JPEG file or as raw pixels, and how raw pixels are read."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from kasoku.core.errors import InputError
+from kasoku.data.decode.decode import decode, fitted
+
+_PLANES = re.compile(
+    rb"\x93NUMPY\x01\0(..)\{'descr': '\|u1', 'fortran_order': False, 'shape': \(3, (\d{1,6}), (\d{1,6})\), \} *\n", re.S
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What images are packed as.
+
+    Attributes:
+        side: the shorter side that larger ones are shrunk to, in pixels; 0: as they are.
+        format: jpeg or raw.
+        quality: of JPEG files, 1 to 100.
+    """
+
+    side: int
+    format: str
+    quality: int
+
+    def __post_init__(self) -> None:
+        if self.side < 0:
+            raise InputError(f"side={self.side}: 0 (as they are) or more pixels")
+        if self.format not in ("jpeg", "raw"):
+            raise InputError(f"format={self.format}: jpeg or raw")
+        if not 1 <= self.quality <= 100:
+            raise InputError(f"quality={self.quality}: 1 to 100")
+
+    def encoded(self, source: bytes | np.ndarray, name: str) -> bytes:
+        """An image file's bytes, or pixels_HWC (uint8), as they are packed. Raises InputError for a damaged image."""
+        if isinstance(source, bytes):
+            if self.side == 0 and self.format == "jpeg" and _baseline(source):
+                decode(source, 1, name=name)  # only whether it is whole, so at an eighth of its size
+                return source
+            pixels_HWC = decode(source, self.side, name=name)
+        else:
+            height, width = source.shape[:2]
+            scale = self.side / min(height, width) if 0 < self.side < min(height, width) else 1.0
+            pixels_HWC = fitted(source, (0, 0, width, height), (round(height * scale), round(width * scale)))
+        return self._raw(pixels_HWC) if self.format == "raw" else self._jpeg(np.ascontiguousarray(pixels_HWC), name)
+
+    def _raw(self, pixels_HWC: np.ndarray) -> bytes:
+        """Planes, so that whoever resizes reads whole rows of one colour."""
+        out = io.BytesIO()
+        planes_CHW = np.ascontiguousarray(pixels_HWC.transpose(2, 0, 1))
+        np.lib.format.write_array(out, planes_CHW, version=(1, 0), allow_pickle=False)
+        return out.getvalue()
+
+    def _jpeg(self, pixels_HWC: np.ndarray, name: str) -> bytes:
+        """With a marker every 64 pixels, so that a crop's blocks can be found without decoding those before them.
+
+        The usual codes, not ones made for this image: a few bytes more, and whoever reads it has their tables ready.
+        """
+        out = io.BytesIO()
+        try:
+            Image.fromarray(pixels_HWC).save(
+                out, "JPEG", quality=self.quality, subsampling="4:2:0", restart_marker_blocks=4
+            )
+        except OSError as error:
+            raise InputError(f"{name}: cannot be written as JPEG ({error}); remove the image") from error
+        return out.getvalue()
+
+
+def planes(data_B: np.ndarray, name: str) -> np.ndarray:
+    """pixels_HWC (uint8) of raw pixels, a view of the planes in the bytes of an .npy file.
+
+    Errors: InputError with `name` for other bytes.
+    """
+    head = _PLANES.match(data_B[:256].tobytes())
+    if head is not None and head.end() == 10 + int.from_bytes(head[1], "little"):
+        height, width = int(head[2]), int(head[3])
+        if height * width > 0 and len(data_B) == head.end() + 3 * height * width:
+            return data_B[head.end() :].reshape(3, height, width).transpose(1, 2, 0)
+    raise InputError(f"{name}: not an .npy file of uint8 pixels, 3 x height x width; mend or remove the image")
+
+
+def _baseline(data: bytes) -> bool:
+    """Whether these are the bytes of a baseline JPEG file: the kind of frame is told before the first scan."""
+    at = 2
+    while data[:2] == b"\xff\xd8" and at + 4 <= len(data) and data[at] == 0xFF:
+        kind = data[at + 1]
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # those are tables and extensions
+            return kind == 0xC0
+        at += 1 if kind == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return False

@@ -1,0 +1,297 @@
+"""Images in tar shards: packs that `kasoku pack` wrote, and WebDataset-style shards of others."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import mmap
+import os
+import re
+import sys
+import weakref
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kasoku.core.errors import InputError
+from kasoku.data.datasets.base import Dataset, GoneError
+from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, held_out
+from kasoku.data.packs.encode import planes
+from kasoku.data.packs.tar_index import VERSION, Damaged, Index, one_line, walk
+from kasoku.data.remote.cache import cache_folder, keep
+from kasoku.data.remote.store import Store, is_remote
+
+_SHARD = re.compile(r"(train|val)-\d{5,}\.tar")
+_PART = re.compile(r"(?:^|[^a-z])(training|train|validation|valid|val|testing|test)(?![a-z])")
+_PASSWORD = re.compile(r"(?<=://)[^/@]*@")
+_AT_ONCE = 16  # indices that are read at once: from far away each takes a few answers
+_MAPS = 256  # shards that stay mapped: each takes a file descriptor
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """One split as images in tar shards, read by any number of threads at once; labels_N int64.
+
+    Raw images of a local shard are views of the mapped file: their pages come from the disk as they are used.
+    """
+
+    store: Store
+    files: tuple[str, ...]
+    place_N5: np.ndarray  # noqa: N815 - number of the shard, offset, bytes, crc32 (-1: not known), whether raw
+    labels_N: torch.Tensor  # noqa: N815
+    names: tuple[str, ...]
+    mapped: Callable[[str], np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, index: int) -> str:
+        """What it was called before it was packed; in shards of others, the shard and the member."""
+        return self.names[index]
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        """The bytes of an image file; of a raw image pixels_HWC (uint8), which lie in memory as planes.
+
+        Errors: InputError naming the image where it cannot be read, or came from far away and is not what was packed.
+        """
+        shard, offset, size, crc32, raw = self.place_N5[index].tolist()
+        file, name = self.files[shard], self.names[index]
+        if raw and self.store.local:
+            return planes(self.mapped(file)[offset : offset + size], name)
+        try:
+            data = self.store.read(file, offset, offset + size)
+        except GoneError:
+            raise
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
+        if len(data) != size or (crc32 >= 0 and not self.store.local and zlib.crc32(data) != crc32):
+            raise InputError(
+                f"{name}: not what {file} had; fetch it anew (`kasoku pack --verify` finds all such images)"
+            )
+        return planes(np.frombuffer(data, np.uint8), name) if raw else data
+
+    def take(self, rows_N: np.ndarray) -> Shards:
+        """Some of the images."""
+        names = tuple(self.names[row] for row in rows_N.tolist())
+        return replace(self, place_N5=self.place_N5[rows_N], labels_N=self.labels_N[rows_N], names=names)
+
+
+def shards(  # noqa: PLR0913
+    root: str,
+    size: int = 224,
+    *,
+    validation: float = 0.1,
+    seed: int = 0,
+    cache: str = "",
+    cache_bytes: int = 64 * 2**30,
+    max_bad_fraction: float = 0.001,
+) -> Dataset:
+    """A pack of `kasoku pack`, or WebDataset-style tar shards of others, here or far away.
+
+    Shards of others: all .tar files below `root`; in each, beside each other under one key, an image (.jpg .jpeg .png
+    .webp .bmp, or .npy: uint8, 3 x height x width) and its class, a number: .cls, or "label" in .json. Files or
+    folders called train and val (validation, test) are the parts; without a validation part the share `validation` of
+    each class is split off, chosen by `seed`. Classes are called as classes.txt beside the shards says, else by number.
+    `root` may name environment variables. `size`: side in pixels of the square that an image is decoded to.
+    `cache`: keeps the index of others' shards, and what was read from far away, at most `cache_bytes` of it.
+    Errors: InputError for no shards, a file that is no tar archive, a damaged pack, a class without a name.
+    """
+    if size < 1:
+        raise InputError(f"size={size}: at least 1 pixel")
+    if not 0 < validation < 1:
+        raise InputError(f"validation={validation}: more than 0 and less than 1, the share kept for validation")
+    top, store = opened(root, cache=cache, cache_bytes=cache_bytes)
+    try:
+        facts = pack_facts(store)
+        name = top.rpartition("/")[2] if facts is None else facts["name"]
+        whole, classes = _foreign(top, store, cache) if facts is None else _own(top, store, facts)
+    except Damaged as damaged:
+        raise InputError(f"{top}/{damaged}; run `kasoku pack --verify {top}`") from damaged
+    away_K = np.array([_part(file) != "train" for file in whole.files])
+    test_N = away_K[whole.place_N5[:, 0]]
+    if test_N.all() or not test_N.any():
+        test_N = _held_out(whole, validation, seed)
+    if not test_N.any():
+        raise InputError(f"{top}: no class has two images, so none can be split off for validation; add val-*.tar")
+    train, test = whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N))
+    shape = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
+    return Dataset(name, classes, train, test, *shape, max_bad_fraction=max_bad_fraction)
+
+
+def opened(root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30) -> tuple[str, Store]:
+    """The folder or the address, as messages call it, and what reads below it. Raises InputError for no folder."""
+    if not root:
+        raise InputError("data.root is not given: --set data.root=DIR, the folder or the address of the shards")
+    where = os.path.expandvars(root)
+    if is_remote(where):
+        return _PASSWORD.sub("", root).rstrip("/"), Store(where, cache=cache, cache_bytes=cache_bytes)
+    top = Path(where.removeprefix("file://")).expanduser()
+    if not top.is_dir():
+        raise InputError(f"root={root}: no such folder; give the folder that holds the shards")
+    return str(top.resolve()), Store(str(top.resolve()), cache=cache, cache_bytes=cache_bytes)
+
+
+# ---- packs of our own
+
+
+def pack_facts(store: Store) -> dict[str, Any] | None:
+    """What pack.json says; None without one. Raises Damaged where it cannot be used."""
+    try:
+        data = store.read("pack.json")
+    except GoneError:
+        raise
+    except InputError:
+        return None
+    try:
+        facts: dict[str, Any] = json.loads(data)
+        if facts["version"] != VERSION:
+            raise Damaged(f"pack.json: of version {facts['version']}, this kasoku reads {VERSION}")
+        good = bool(facts["classes"]) and all(isinstance(text, str) for text in (facts["name"], *facts["classes"]))
+        good = good and facts["format"] in ("jpeg", "raw") and isinstance(facts["whole"], bool)
+        good = good and all(type(count) is int for count in (facts["images_per_shard"], *facts["counts"].values()))
+        good = good and facts["images_per_shard"] > 0
+        for shard in facts["shards"]:
+            good = good and bool(_SHARD.fullmatch(shard["file"]))
+            good = good and all(isinstance(shard[digest], str) for digest in ("sha256", "index_sha256"))
+            good = good and all(type(shard[count]) is int and shard[count] >= 0 for count in ("images", "bytes"))
+        if not good:
+            raise ValueError("a value that no pack has")
+    except Damaged:
+        raise
+    except Exception as error:  # whatever may be in a damaged file
+        raise Damaged(f"pack.json: damaged ({one_line(str(error)) or type(error).__name__})") from error
+    return facts
+
+
+def pack_index(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> Index:
+    """The index of one of the shards that pack.json tells of. Raises Damaged where it does not fit the shard."""
+    file, table = shard["file"], shard["file"].removesuffix(".tar") + ".npz"
+    whole = store.size(file)
+    if whole != shard["bytes"]:
+        raise Damaged(f"{file}: {whole:,} bytes, {shard['bytes']:,} were packed")
+    data = store.read(table)
+    if hashlib.sha256(data).hexdigest() != shard["index_sha256"]:
+        raise Damaged(f"{table}: not what was packed")
+    try:
+        index = Index.load(data)
+    except Damaged as damaged:
+        raise Damaged(f"{table}: {damaged}") from damaged
+    fits = (index.shard_bytes, len(index.names), index.sha256) == (whole, shard["images"], shard["sha256"])
+    if not fits or (index.label_N >= len(facts["classes"])).any():
+        raise Damaged(f"{table}: not the index of this {file}")
+    return index
+
+
+def _own(top: str, store: Store, facts: dict[str, Any]) -> tuple[Shards, tuple[str, ...]]:
+    """All images of a pack, and the classes' names."""
+    if not facts["whole"]:
+        raise InputError(f"{top}: a pack that is not whole; run the same `kasoku pack` again to finish it")
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-index") as pool:
+        known = list(pool.map(lambda shard: pack_index(store, facts, shard), facts["shards"]))
+    files = [shard["file"] for shard in facts["shards"]]
+    return _joined(top, store, files, known, facts["format"] == "raw"), tuple(facts["classes"])
+
+
+def _joined(top: str, store: Store, files: list[str], known: list[Index], raw: bool | None = None) -> Shards:
+    """The images of all shards as one split. `raw`: whether pixels or files; None: as the members are called."""
+    names = tuple(itertools.chain.from_iterable(index.names for index in known))
+    if not names:
+        raise InputError(f"{top}: no whole sample (an image and its class) in its shards; give other shards")
+    columns = (
+        np.repeat(np.arange(len(known)), [len(index.names) for index in known]),
+        np.concatenate([index.offset_N for index in known]),
+        np.concatenate([index.size_N for index in known]),
+        np.concatenate([index.crc32_N if index.sha256 else index.crc32_N * 0 - 1 for index in known]),
+        np.array([name.lower().endswith(".npy") for name in names]) if raw is None else np.full(len(names), raw),
+    )
+    labels_N = torch.from_numpy(np.concatenate([index.label_N for index in known]))
+    store.close()  # the indices' files need not stay open
+    mapped = functools.lru_cache(_MAPS)(lambda file: _mapped(os.path.join(top, file)))
+    weakref.finalize(mapped, store.close).atexit = False  # with the last split; at exit threads may be reading
+    return Shards(store, tuple(files), np.stack(columns, 1).astype(np.int64), labels_N, names, mapped)
+
+
+def _mapped(path: str) -> np.ndarray:
+    """A file in memory, read-only; it is closed when the last view of it goes."""
+    try:
+        with open(path, "rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); mend or remove the file") from error
+
+
+# ---- shards of others
+
+
+def _foreign(top: str, store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
+    """All images of tar shards without pack.json, and the classes' names."""
+    listed = store.list()
+    files = _wanted([file for file in listed if file.lower().endswith(".tar")])
+    if not files:
+        raise InputError(f"{top}: no pack.json and no .tar file in it; give the folder of the shards")
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-index") as pool:
+        known = list(pool.map(lambda file: _indexed(top, store, file, cache), files))
+    wrong = [f"{file}: {', '.join(index.left_out)}" for file, index in zip(files, known, strict=True) if index.left_out]
+    if wrong:
+        more = [f"and {len(wrong) - 3} more shards"] if len(wrong) > 3 else []
+        print("kasoku: " + "; ".join([one_line(text) for text in wrong[:3]] + more), file=sys.stderr)
+    whole = _joined(top, store, files, known)
+    count = int(whole.labels_N.max()) + 1
+    if "classes.txt" not in listed:
+        return whole, tuple(str(number) for number in range(count))
+    lines = store.read("classes.txt").decode("utf-8", "replace").splitlines()
+    classes = tuple(line.strip() for line in lines if line.strip())
+    if len(classes) < count:
+        raise InputError(f"{top}/classes.txt: {len(classes)} names, but a label is {count - 1}; add names or remove it")
+    return whole, classes
+
+
+def _part(file: str) -> str:
+    """Which part a shard belongs to by its name, or by the nearest folder that tells: train, val, test or ""."""
+    for piece in reversed(file.lower().removesuffix(".tar").split("/")):
+        if told := _PART.search(piece):
+            return {"tr": "train", "va": "val", "te": "test"}[told[1][:2]]
+    return ""
+
+
+def _wanted(files: list[str]) -> list[str]:
+    """Training shards, and those of the first other part there is; all where none is for training."""
+    train, val, test = ([file for file in files if _part(file) == part] for part in ("train", "val", "test"))
+    return train + (val or test) if train else files
+
+
+def _held_out(whole: Shards, validation: float, seed: int) -> np.ndarray:
+    """Which images are kept for validation: the share of each class, chosen as of an image folder."""
+    names: dict[int, list[str]] = {}
+    for name, label in zip(whole.names, whole.labels_N.tolist(), strict=True):
+        names.setdefault(label, []).append(name)
+    held = set[str]().union(*(held_out(str(label), some, validation, seed) for label, some in names.items()))
+    return np.array([name in held for name in whole.names])
+
+
+def _indexed(top: str, store: Store, file: str, cache: str) -> Index:
+    """The index of one shard: from the cache, or its headers are read; a damaged one is made anew."""
+    whole = store.size(file)
+    version = store.version(file)
+    if not version:  # nothing would tell of another file of the same size
+        return walk(top, store, file)
+    known = f"{top}\n{os.path.expandvars(store.root)}\n{file}\n{whole}\n{version}"
+    key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]
+    kept = cache_folder(cache) / "shards" / f"{key}.npz"
+    try:
+        index = Index.load(kept.read_bytes())
+        if index.shard_bytes == whole:
+            return index
+    except (OSError, Damaged):
+        pass
+    index = walk(top, store, file)
+    keep(kept, index.dump())
+    return index

@@ -1,0 +1,234 @@
+"""One tar shard: the index of what is in it, and how its headers tell that.
+
+Note: nothing is taken out of a shard
+An image is a range of its shard's bytes. What a member is called is a key and never a path, so one called ../../x or
+/etc/x does no harm; links, folders and devices are left out.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+import tarfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kasoku.core.errors import InputError
+from kasoku.data.remote.store import Store
+
+VERSION = 1  # of packs and their indices
+_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "npy")
+_KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)  # up to the first dot, as WebDataset has it
+_RECORD = re.compile(rb"(\d{1,7}) ([^=\n]*)=")
+BLOCK_BYTES = 512  # what a tar file is counted in
+_AHEAD_BYTES = 8192  # read at each header: the label and the next header mostly lie in it
+_SMALL_BYTES = 2**20  # a label or a long name has fewer
+_MOST_CLASSES = 2**20
+_PARSING = threading.Lock()  # ast reads numpy's headers, and before Python 3.11.8 threads share its depth (gh-106905)
+_NO_DATA = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)
+
+
+class Damaged(Exception):  # noqa: N818 - never at a user: who catches it says what to do
+    """A file is not what it was; the text says which and how."""
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Where the images of one shard lie in it (int64), what they are called, and what was left out of it and why."""
+
+    offset_N: np.ndarray  # noqa: N815
+    size_N: np.ndarray  # noqa: N815
+    label_N: np.ndarray  # noqa: N815
+    crc32_N: np.ndarray  # noqa: N815
+    names: tuple[str, ...]
+    shard_bytes: int
+    sha256: str = ""  # of the shard; empty where its bytes were not read: then crc32_N says nothing either
+    left_out: tuple[str, ...] = ()
+
+    def dump(self) -> bytes:
+        """As the bytes of an .npz file."""
+        out = io.BytesIO()
+        np.savez(
+            out,
+            version=np.int64(VERSION),
+            offset=self.offset_N.astype(np.int64),
+            size=self.size_N.astype(np.int64),
+            label=self.label_N.astype(np.int32),
+            crc32=self.crc32_N.astype(np.uint32),
+            names=_letters(self.names),
+            bytes=np.int64(self.shard_bytes),
+            sha256=_letters((self.sha256,)),
+            left_out=_letters(self.left_out),
+        )
+        return out.getvalue()
+
+    @staticmethod
+    def load(data: bytes) -> Index:
+        """What `dump` gave. Raises Damaged for anything else."""
+        try:
+            with _PARSING, np.load(io.BytesIO(data), allow_pickle=False) as stored:
+                if int(stored["version"]) != VERSION:
+                    raise Damaged(f"of version {int(stored['version'])}, this kasoku reads {VERSION}")
+                offset_N, size_N, label_N, crc32_N = (
+                    stored[name].astype(np.int64, casting="safe") for name in ("offset", "size", "label", "crc32")
+                )
+                names, sha256, left_out = (_texts(stored[name]) for name in ("names", "sha256", "left_out"))
+                whole = int(stored["bytes"].astype(np.int64, casting="safe"))
+            shapes = {column.shape for column in (offset_N, size_N, label_N, crc32_N)}
+            inside_N = (offset_N >= 0) & (size_N >= 0) & (size_N <= whole) & (offset_N <= whole - size_N)
+            if shapes != {(len(names),)} or not inside_N.all() or (label_N < 0).any():
+                raise Damaged("damaged (its columns do not fit each other)")
+        except Damaged:
+            raise
+        except Exception as error:  # damaged bytes make the reader raise nearly anything
+            raise Damaged(f"damaged ({one_line(str(error)) or type(error).__name__})") from error
+        return Index(offset_N, size_N, label_N, crc32_N, names, whole, "".join(sha256), left_out)
+
+
+def one_line(text: str) -> str:
+    """The text, with a question mark for what would break a line or a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def member(name: str, data: bytes) -> bytes:
+    """A file as it stands in a shard, whenever it is written: header, data, and zeros to the end of a block."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), 0o644
+    return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK_BYTES)
+
+
+def walk(top: str, store: Store, file: str) -> Index:
+    """The samples of a shard, found by its headers. What is not whole is left out, and told in `left_out`.
+
+    Errors: InputError for a file that is no tar archive.
+    """
+    window, members, wrong = _Window(store, file), [], []
+    try:
+        _header(window, 0)
+    except Damaged as damaged:
+        raise InputError(f"{top}/{file}: not a tar archive; mend or remove the file") from damaged
+    try:
+        for name, offset, size in _members(window):
+            if told := _KEY.fullmatch(name):
+                key, suffix = told[1], told[2].lower()
+                tells = suffix in ("cls", "json") and size < _SMALL_BYTES
+                label = _label(suffix, window.read(offset, size)) if tells else None
+                members.append((key, suffix, offset, size, label))
+    except Damaged as damaged:
+        wrong.append(str(damaged))
+    rows, left = [], 0
+    for key, group in itertools.groupby(members, key=lambda one: one[0]):
+        parts = list(group)
+        image = next((part for part in parts if part[1] in _SUFFIXES), None)
+        label = next((part[4] for part in parts if part[4] is not None), None)
+        if image is None or label is None:
+            left += 1
+        else:
+            rows.append((image[2], image[3], label, one_line(f"{file}/{key}.{image[1]}")))
+    if left:
+        wrong.append(f"{left:,} without an image or a class left out")
+    offset_N, size_N, label_N = np.array([row[:3] for row in rows], np.int64).reshape(-1, 3).T
+    names = tuple(row[3] for row in rows)
+    return Index(offset_N, size_N, label_N, label_N * 0, names, window.whole, left_out=tuple(wrong))
+
+
+class _Window:
+    """What was read last of a shard: headers and labels that lie close together are one read."""
+
+    def __init__(self, store: Store, file: str) -> None:
+        self.store, self.file, self.whole = store, file, store.size(file)
+        self.start, self.data = 0, b""
+
+    def read(self, offset: int, size: int) -> bytes:
+        """So many bytes; fewer at the end of the shard."""
+        stop = min(offset + size, self.whole)
+        if not self.start <= offset <= stop <= self.start + len(self.data):
+            last = min(offset + max(size, _AHEAD_BYTES), self.whole)
+            self.start, self.data = offset, self.store.read(self.file, offset, max(offset, last))
+        return self.data[offset - self.start : max(stop - self.start, 0)]
+
+    def lacking(self, stop: int) -> Damaged:
+        return Damaged(f"cut off, {stop - self.whole:,} or more bytes are missing")
+
+    def broken(self, at: int) -> Damaged:
+        return Damaged(f"damaged at byte {at:,}, the {self.whole - at:,} bytes from there on left out")
+
+
+def _members(window: _Window) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of each regular file, as headers have it (ustar, pax, GNU). Raises Damaged at a fault."""
+    at, told = 0, dict[str, bytes]()  # what an extended header says of the next member
+    while at < window.whole and (header := _header(window, at)) is not None:
+        start, kind = at + BLOCK_BYTES, header.type
+        extended = kind in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME)
+        size = header.size if extended else int(told.get("size", header.size))
+        if kind in _NO_DATA:
+            size = 0  # nothing follows, whatever they say
+        if start + size > window.whole:
+            raise window.lacking(start + size)
+        if extended:
+            if size > _SMALL_BYTES:
+                raise window.broken(at)
+            text = window.read(start, size)
+            told |= {"path": text.rstrip(b"\0")} if kind == tarfile.GNUTYPE_LONGNAME else _pax(text)
+        elif kind not in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
+            if kind in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE):
+                path = told.get("path")
+                yield header.name if path is None else path.decode("utf-8", "surrogateescape"), start, size
+            told = {}
+        at = start + -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _header(window: _Window, at: int) -> tarfile.TarInfo | None:
+    """The header at a byte of the shard; None at the end of the archive. Raises Damaged."""
+    block = window.read(at, BLOCK_BYTES)
+    if len(block) < BLOCK_BYTES:
+        raise window.lacking(at + BLOCK_BYTES)
+    if not any(block):
+        return None
+    try:
+        header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError as error:
+        raise window.broken(at) from error
+    if header.size < 0:
+        raise window.broken(at)
+    return header
+
+
+def _pax(text: bytes) -> dict[str, bytes]:
+    """Path and size of the next member, from records "length key=value" with a line's end each."""
+    told, at = dict[str, bytes](), 0
+    while record := _RECORD.match(text, at):
+        stop = at + int(record[1])
+        if not record.end() < stop <= len(text):
+            break
+        value = text[record.end() : stop - 1]
+        if record[2] == b"path" or (record[2] == b"size" and value.isdigit() and len(value) < 16):
+            told[record[2].decode()] = value
+        at = stop
+    return told
+
+
+def _label(suffix: str, text: bytes) -> int | None:
+    """The class that a .cls or a .json member tells; None for none."""
+    if suffix == "cls":
+        label = int(text) if len(text) < 32 and text.strip().isdigit() else None
+    else:
+        try:
+            label = json.loads(text)["label"]
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            return None
+    return label if type(label) is int and 0 <= label < _MOST_CLASSES else None
+
+
+def _letters(texts: Sequence[str]) -> np.ndarray:
+    return np.frombuffer("\n".join(texts).encode(), np.uint8)
+
+
+def _texts(data_B: np.ndarray) -> tuple[str, ...]:
+    text = data_B.tobytes().decode()
+    return tuple(text.split("\n")) if text else ()

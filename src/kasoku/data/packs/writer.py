@@ -1,0 +1,302 @@
+"""Packs: a data set as tar shards that are read in long runs; making one, and checking that one is whole.
+
+Note: a run that was stopped goes on
+What goes into which shard is settled before the first is written: the order of the images, and how many a shard takes,
+estimated once and kept in pack.json. A shard gets its name when it is whole and on the disk, and its index after it, so
+what has an index is not made again. The bytes do not depend on the number of workers, nor on when a run was stopped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import textwrap
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kasoku.core.errors import InputError
+from kasoku.core.hardware import cores
+from kasoku.data.datasets.base import Dataset, Encoded, GoneError
+from kasoku.data.datasets.folder import folder
+from kasoku.data.decode.decode import SUFFIXES
+from kasoku.data.loading.shuffle import order
+from kasoku.data.packs.encode import Form
+from kasoku.data.packs.reader import opened, pack_facts, pack_index, shards
+from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member, one_line
+from kasoku.data.remote.store import Store, is_remote
+from kasoku.training.checkpoint import write_atomically
+
+_SETTINGS = ("side", "format", "quality", "shard_bytes", "classes", "source")  # what a run that goes on has in common
+_ESTIMATED = 64  # images
+_END = bytes(2 * BLOCK_BYTES)  # of a tar file
+
+
+def pack(  # noqa: PLR0913
+    source: str,
+    target: str,
+    *,
+    side: int = 256,
+    format: Literal["jpeg", "raw"] = "jpeg",
+    quality: int = 90,
+    shard_bytes: int = 2**28,
+    workers: int = 0,
+    quiet: bool = False,
+) -> str:
+    """Writes the images of a folder, of shards, or of an address of either, as a pack; returns what was packed.
+
+    A pack is a folder of tar shards of about `shard_bytes`, in a fixed random order, each with an index, and pack.json.
+    Images are upright RGB, shrunk until their shorter side is `side` pixels (never enlarged; 0: as they are).
+    `format`: JPEG of that `quality` (1 to 100; with side=0 a baseline JPEG file stays as it is), or raw pixels.
+    `workers`: threads, 0 for one a core; the pack is the same. A run that was stopped goes on in the same folder.
+    Errors: InputError for a target that holds something else or a pack with other settings, and for more than one bad
+    image in a thousand; fewer are left out, told, and listed in pack.json.
+    """
+    form = Form(side, format, quality)
+    for name, value, least in (("shard_bytes", shard_bytes, 1), ("workers", workers, 0)):
+        if value < least:
+            raise InputError(f"{name}={value}: {least} or more")
+    if is_remote(target):
+        raise InputError(f"{target}: a pack is written to a folder of this machine; copy it from there")
+    home = Path(os.path.expandvars(target)).expanduser()
+    dataset = _found(source)
+    threads = workers or cores()
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="kasoku-pack") as pool, _locked(home), _bar(quiet) as bar:
+            images = len(dataset.train) + len(dataset.test)
+            task = bar.add_task("packing", total=images)
+            run = _Run(form, home, pool, min(4 * threads, 256), images, lambda: bar.advance(task))
+            return _finished(run, dataset, _begun(run, dataset, shard_bytes))
+    except OSError as error:
+        raise InputError(f"{home}: cannot be written ({error.strerror or error}); run again to go on") from error
+
+
+def verify(target: str) -> str:
+    """Reads a whole pack, here or far away, and checks it against its checksums; returns how much it is.
+
+    Errors: InputError naming the first damaged shard, and the image in it.
+    """
+    top, store = opened(target, cache_bytes=0)
+    try:
+        facts = pack_facts(store)
+        if facts is None or not facts["whole"]:
+            raise InputError(f"{top}: no whole pack; `kasoku pack` makes one, or goes on with one that was stopped")
+        with ThreadPoolExecutor(cores(), thread_name_prefix="kasoku-verify") as pool:
+            images = sum(pool.map(lambda shard: _verified(store, facts, shard), facts["shards"]))
+        if images != sum(facts["counts"].values()):
+            raise Damaged(f"pack.json: {images:,} images in its shards, packed were {facts['counts']}")
+    except Damaged as damaged:
+        raise InputError(
+            f"{top}/{damaged}; fetch the pack anew, or remove this .tar and its .npz and run the same `kasoku pack`"
+        ) from damaged
+    finally:
+        store.close()
+    return f"{images:,} images in {len(facts['shards'])} shards are whole"
+
+
+def _verified(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> int:
+    """How many images a shard has, all of it read. Raises Damaged."""
+    index, file = pack_index(store, facts, shard), shard["file"]
+    digest, at = hashlib.sha256(), 0
+    for row, name in enumerate(index.names):
+        offset, size = int(index.offset_N[row]), int(index.size_N[row])
+        digest.update(store.read(file, at, offset))
+        data = store.read(file, offset, offset + size)
+        if zlib.crc32(data) != index.crc32_N[row]:
+            raise Damaged(f"{file}: {name} is damaged")
+        digest.update(data)
+        at = offset + size
+    digest.update(store.read(file, at))
+    if digest.hexdigest() != shard["sha256"]:
+        raise Damaged(f"{file}: all images are whole, but a header or a label is damaged")
+    return len(index.names)
+
+
+@dataclass
+class _Run:
+    """One run of `pack`. window: images in flight at most; images: of the source; bad: those left out, and why."""
+
+    form: Form
+    home: Path
+    pool: ThreadPoolExecutor
+    window: int
+    images: int
+    advance: Callable[[], None]
+    bad: list[str] = field(default_factory=list)
+
+    def encoded(self, split: Encoded, rows: list[int]) -> Iterator[tuple[int, bytes | str]]:
+        """Images in the order of `rows`, made ahead by the pool: their bytes, or what is wrong with one."""
+        waiting: deque[tuple[int, Future[bytes | str]]] = deque()
+        try:
+            for row in rows:
+                waiting.append((row, self.pool.submit(self._encoded, split, row)))
+                if len(waiting) == self.window:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            for first, future in waiting:
+                yield first, future.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+    def _encoded(self, split: Encoded, row: int) -> bytes | str:
+        try:
+            return self.form.encoded(split.read(row), split.name(row))
+        except GoneError:
+            raise
+        except InputError as error:
+            return one_line(str(error).partition(";")[0])
+
+    def leave_out(self, reasons: tuple[str, ...]) -> None:
+        """Notes bad images. Raises InputError where they are too many."""
+        self.bad += reasons
+        most = max(1, self.images // 1000)
+        if len(self.bad) > most:
+            raise InputError(
+                f"more than {most} of {self.images:,} images cannot be packed: {_named(self.bad)}; mend them and run "
+                "again, or remove them and pack into an empty folder"
+            )
+
+    def shard(self, split: Encoded, file: str, first: int, rows: list[int]) -> Index:
+        """Writes a shard and its index, or finds them whole. first: number of its first image, for the keys."""
+        path, table = self.home / file, self.home / file.replace(".tar", ".npz")
+        try:
+            index = Index.load(table.read_bytes())
+            if path.stat().st_size == index.shard_bytes:
+                for _ in rows:
+                    self.advance()
+                self.leave_out(index.left_out)
+                return index
+        except (OSError, Damaged):
+            pass
+        made: list[Index] = []
+        write_atomically(path, lambda part: made.append(self._written(part, split, first, rows)))
+        write_atomically(table, lambda part: part.write_bytes(made[0].dump()))
+        return made[0]
+
+    def _written(self, path: Path, split: Encoded, first: int, rows: list[int]) -> Index:
+        suffix = "jpg" if self.form.format == "jpeg" else "npy"
+        found, names, bad, at, digest = [], [], [], 0, hashlib.sha256()
+        with open(path, "wb") as out:
+            for key, (row, data) in enumerate(self.encoded(split, rows), first):
+                self.advance()
+                if isinstance(data, str):
+                    bad.append(data)
+                    self.leave_out((data,))
+                    continue
+                label = int(split.labels_N[row])
+                found.append((at + BLOCK_BYTES, len(data), label, zlib.crc32(data)))
+                names.append(one_line(split.name(row)))
+                written = member(f"{key:08d}.{suffix}", data) + member(f"{key:08d}.cls", str(label).encode())
+                out.write(written)
+                digest.update(written)
+                at += len(written)
+            out.write(_END)
+        digest.update(_END)
+        offset_N, size_N, label_N, crc32_N = np.array(found, np.int64).reshape(-1, 4).T
+        whole = at + len(_END)
+        return Index(offset_N, size_N, label_N, crc32_N, tuple(names), whole, digest.hexdigest(), tuple(bad))
+
+
+def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
+    """What pack.json says before the first shard; of a run that was stopped, what it said."""
+    form, told = run.form, dataset.index()
+    facts: dict[str, Any] = {"version": VERSION, "whole": False, "name": dataset.name, "classes": [*dataset.classes]}
+    facts |= {"channels": 3, "side": form.side, "format": form.format}
+    facts |= {"quality": form.quality if form.format == "jpeg" else None, "shard_bytes": shard_bytes}
+    facts |= {"source": {"train": told["train"], "val": told["test"]}, "counts": {}, "shards": [], "bad": []}
+    try:
+        before = pack_facts(opened(str(run.home))[1])
+    except Damaged as damaged:
+        raise InputError(f"{run.home}/{damaged}; give an empty folder, or remove what is in it") from damaged
+    if before is None:
+        facts["images_per_shard"] = _images_per_shard(run, dataset, shard_bytes)
+        _write_facts(run.home, facts)
+        return facts
+    for name in _SETTINGS:
+        if before.get(name) != facts[name]:
+            old, new = (textwrap.shorten(one_line(str(value)), 150) for value in (before.get(name), facts[name]))
+            differ = f"has a pack with {name}={old}, asked for is {name}={new}"
+            raise InputError(f"{run.home}: {differ}; give the same settings or another folder")
+    return facts | {name: before[name] for name in ("name", "images_per_shard")}
+
+
+def _images_per_shard(run: _Run, dataset: Dataset, shard_bytes: int) -> int:
+    """How many images make about shard_bytes, by the first few that are packed."""
+    train = cast(Encoded, dataset.train)
+    rows = order(len(train), 0, 0)[:_ESTIMATED].tolist()
+    made = [data for _, data in run.encoded(train, rows)]
+    bytes_each = [len(member("", data)) + len(member("", b"0")) for data in made if isinstance(data, bytes)]
+    if not bytes_each:
+        raise InputError(f"{dataset.name}: no image can be packed: {_named([str(data) for data in made])}")
+    return max(1, shard_bytes * len(bytes_each) // sum(bytes_each))
+
+
+def _finished(run: _Run, dataset: Dataset, facts: dict[str, Any]) -> str:
+    """Writes all shards and what pack.json says of them; returns the line that tells of it."""
+    each = facts["images_per_shard"]
+    for part, split in (("train", dataset.train), ("val", dataset.test)):
+        rows, count = order(len(split), 0, 0).tolist(), 0
+        for first in range(0, len(rows), each):
+            file = f"{part}-{first // each:05d}.tar"
+            index = run.shard(cast(Encoded, split), file, first, rows[first : first + each])
+            count += len(index.names)
+            table = hashlib.sha256((run.home / file.replace(".tar", ".npz")).read_bytes()).hexdigest()
+            shard = {"file": file, "images": len(index.names), "bytes": index.shard_bytes, "sha256": index.sha256}
+            facts["shards"].append(shard | {"index_sha256": table})
+        facts["counts"][part] = count
+    _write_facts(run.home, facts | {"bad": run.bad, "whole": True})
+    images, megabytes = sum(facts["counts"].values()), sum(shard["bytes"] for shard in facts["shards"]) / 1e6
+    line = f"{images:,} images of {len(facts['classes'])} classes, {megabytes:,.1f} MB in {len(facts['shards'])} shards"
+    return f"{run.home}: {line}" + (f"; {len(run.bad)} left out: {_named(run.bad)}" if run.bad else "")
+
+
+def _named(bad: list[str]) -> str:
+    return ", ".join([*bad[:10], *(["..."] if len(bad) > 10 else [])])
+
+
+def _write_facts(home: Path, facts: dict[str, Any]) -> None:
+    write_atomically(home / "pack.json", lambda part: part.write_text(json.dumps(facts, indent=1) + "\n"))
+
+
+@contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """The folder, made if need be; nobody else writes a pack into it meanwhile."""
+    if home.is_dir() and not (home / "pack.json").exists() and any(not p.name.startswith(".") for p in home.iterdir()):
+        raise InputError(f"{home}: not empty, and no pack; give another folder")
+    home.mkdir(parents=True, exist_ok=True)
+    with open(home / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"{home}: another process is packing into it; wait for it") from error
+        yield
+
+
+def _bar(quiet: bool) -> Progress:
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
+
+
+def _found(source: str) -> Dataset:
+    """The data set at a folder or an address: shards where some are there, else image files."""
+    where = os.path.expandvars(source)
+    if is_remote(where):
+        packed = any(file.endswith(".tar") for file in Store(where, cache_bytes=0).list())
+    else:
+        parts = [Path(where).expanduser() / part for part in ("", "train", "val", "validation", "test")]
+        packed = any(next(part.glob("*.tar"), None) for part in parts)
+        packed = packed and not any(file.suffix.lower() in SUFFIXES for file in parts[0].rglob("*"))
+    return shards(source, cache_bytes=0) if packed else folder(source, cache_bytes=0)  # each file is read but once

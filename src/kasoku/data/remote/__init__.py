@@ -1,0 +1,1 @@
+"""Files read from remote storage, through a local cache."""

@@ -1,0 +1,289 @@
+"""Files below a root, on this machine or far away; what comes from far away is kept on the local disk."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NoReturn
+from urllib.parse import quote, unquote
+
+from kasoku.core.errors import InputError
+from kasoku.data.datasets.base import GoneError
+from kasoku.data.remote.cache import Copy, Room, cache_folder
+
+_REQUEST_BYTES = 8 * 2**20  # asked for at once: a large file on a slow line must not look like a stall
+_REQUEST_S = 20.0  # a request that takes longer is given up, and made again
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
+_OPEN, _COPIES = 128, 4096  # local files that stay open; remote files whose log stays in memory
+_LISTING, _DEPTH = 8, 32  # folders listed at once; folders below each other (some sites answer to any address)
+_VERSIONS = "ETag etag md5Hash LastModified Last-Modified last_modified mtime modificationTime modified updated created"
+
+_Paths = list[str]  # in a class with a method `list`
+_Facts = list[tuple[int, str] | None]
+
+
+def is_remote(root: str) -> bool:
+    """Whether a root is an address ("s3://bucket/folder") and not a folder of this machine."""
+    return "://" in root and not root.startswith("file://")
+
+
+class Store:
+    """Files below a root, on this machine or far away; what is read from far away is kept on the local disk.
+
+    Args:
+        root: a folder (it may name environment variables), or an address that fsspec knows (http:// s3:// gs:// hdfs://
+            and more); credentials and endpoints come from fsspec's own settings.
+        cache: where remote files are kept; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
+        cache_bytes: how much of this root is kept there, by all processes together; what is there already counts.
+        patience_s: how long a source that does not answer is asked again.
+
+    `local`: whether the files are on this machine.
+    Errors: InputError for what is missing, a package too; GoneError for a source that refuses, or no longer answers.
+    """
+
+    def __init__(self, root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30, patience_s: float = 60.0) -> None:
+        if cache_bytes < 0:
+            raise InputError(f"cache_bytes={cache_bytes}: 0 bytes or more")
+        if not patience_s > 0:
+            raise InputError(f"patience_s={patience_s}: more than 0 seconds")
+        self.root, self.local = root, not is_remote(root)
+        self._files: _Here | _Far = _Here(root) if self.local else _Far(root, patience_s)
+        digest = hashlib.sha256(os.fsencode(root.rstrip("/"))).hexdigest()[:20]
+        self._room = Room(cache_folder(cache) / f"store-{digest}", cache_bytes, self._files.shown)
+        self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
+        self._copies: dict[str, Copy] = {}
+
+    def list(self) -> _Paths:
+        """Paths of all files below the root, relative to it, "/" between parts, sorted; without hidden ones."""
+        if isinstance(self._files, _Here):
+            return self._files.list()
+        entries = self._files.list()
+        self._states.update((path, _state(info)) for path, info in entries.items() if info.get("size") is not None)
+        return sorted(entries)
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        return self._files.size(path) if isinstance(self._files, _Here) else self._known(self._files, path)[0]
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes start (0 or more) to stop (None: its end) of a file, fewer where it ends before; thread-safe."""
+        if isinstance(self._files, _Here):
+            return self._files.read(path, start, stop)
+        size, version = self._known(self._files, path)
+        stop = size if stop is None else min(stop, size)
+        copy, parts = self._copy(path, size, version), []
+        while start < stop:
+            part, gap_end = copy.read(start, stop)
+            if not part:
+                first, data = self._files.read(path, start, min(gap_end, start + _REQUEST_BYTES), size)
+                copy.keep(first, data)
+                part = data[start - first : stop - first]
+            parts.append(part)
+            start += len(part)
+        return b"".join(parts)
+
+    def version(self, path: str) -> str:
+        """What changes with a file: its time of change, or what a remote source tells; empty where that is nothing."""
+        if isinstance(self._files, _Here):
+            return str(os.stat(f"{self._files.shown}/{path}").st_mtime_ns)
+        return self._known(self._files, path)[1]
+
+    def facts(self, paths: Iterable[str]) -> _Facts:
+        """Size and version of each remote file; None where no list told them yet. The source is not asked."""
+        return [self._states.get(path) for path in paths]
+
+    def learn(self, paths: Iterable[str], facts: Iterable[Sequence[Any] | None]) -> None:
+        """Takes the `facts` of another process's store of the same root, so that the source is not asked for them."""
+        pairs = zip(paths, facts, strict=True)
+        self._states.update((path, (int(fact[0]), str(fact[1]))) for path, fact in pairs if fact)
+
+    def close(self) -> None:
+        """Closes the files that stayed open; nobody may be reading."""
+        while isinstance(self._files, _Here) and self._files.open:
+            os.close(self._files.open.popitem()[1])
+
+    def _known(self, far: _Far, path: str) -> tuple[int, str]:
+        if path not in self._states:
+            self._states[path] = _state(far.info(path))
+        return self._states[path]
+
+    def _copy(self, path: str, size: int, version: str) -> Copy:
+        copy = self._copies.get(path)
+        if copy is None:
+            digest = hashlib.sha256(f"{size} {version} {path}".encode("utf-8", "surrogateescape")).hexdigest()
+            copy = Copy(self._room.folder / digest[:2] / digest[2:24], size, self._room)
+            if len(self._copies) < _COPIES:
+                copy = self._copies.setdefault(path, copy)  # another thread may have been faster
+        return copy
+
+
+class _Here:
+    """A folder of this machine. The first files stay open: on a network disk, opening one takes as long as a read."""
+
+    def __init__(self, root: str) -> None:
+        self.shown = os.path.expanduser(os.path.expandvars(root.removeprefix("file://"))).rstrip("/") or "/"
+        if not root or not os.path.isdir(self.shown):
+            raise InputError(f"root={root}: no such folder; give a folder, or an address such as s3://bucket/folder")
+        self.open: dict[str, int] = {}  # closed by close() alone: another thread may be reading
+
+    def list(self) -> _Paths:
+        found = []
+        for folder, below, names in os.walk(self.shown, onerror=_refuse, followlinks=True):
+            below[:] = [name for name in below if not name.startswith(".")]
+            found += [os.path.join(folder, name) for name in names if not name.startswith(".")]
+        return sorted(os.path.relpath(path, self.shown).replace(os.sep, "/") for path in found)
+
+    def size(self, path: str) -> int:
+        try:
+            return os.path.getsize(f"{self.shown}/{path}")
+        except OSError as error:
+            _refuse(error)
+
+    def read(self, path: str, start: int, stop: int | None) -> bytes:
+        parts, kept = [], self.open.get(path)
+        try:
+            file = os.open(f"{self.shown}/{path}", os.O_RDONLY) if kept is None else kept
+            try:
+                stop = os.fstat(file).st_size if stop is None else stop
+                while start < stop and (part := os.pread(file, min(stop - start, 2**30), start)):
+                    parts.append(part)
+                    start += len(part)
+            finally:
+                if kept is None and (len(self.open) >= _OPEN or self.open.setdefault(path, file) != file):
+                    os.close(file)
+        except OSError as error:
+            error.filename = f"{self.shown}/{path}"
+            _refuse(error)
+        return b"".join(parts)
+
+
+class _Far:
+    """A remote root, through fsspec, asked until the patience is over. shown: the root without a password."""
+
+    def __init__(self, root: str, patience_s: float) -> None:
+        self.shown = _plain(root.rstrip("/"))
+        self._web, self._patience_s = root.startswith(("http://", "https://")), patience_s
+        try:
+            self._system, top = importlib.import_module("fsspec.core").url_to_fs(root)
+            self._system.invalidate_cache()  # what an earlier store of this process listed
+        except ImportError as error:
+            missing = str(getattr(error.__cause__ or error, "name", None) or "fsspec").partition(".")[0]
+            package = "'kasoku[remote]'" if self._web or missing == "fsspec" else missing
+            raise InputError(f"root={self.shown}: {error}; run: pip install {package}") from error
+        except Exception as error:  # an unknown protocol, or whatever the source's own package raises
+            raise InputError(f"root={self.shown}: cannot be opened ({_plain(error)}); check the address") from error
+        self._top = str(top).rstrip("/")
+
+    def list(self) -> dict[str, dict[str, Any]]:
+        """What is told of each file, by its path. Not by fsspec's find(): it leaves out a folder it could not list."""
+        found, folders, seen = {}, [self._top], {self._top}
+        with ThreadPoolExecutor(_LISTING, thread_name_prefix="kasoku-list") as pool:
+            while folders:
+                below: dict[str, None] = {}
+                for info in (info for entries in pool.map(self._entries, folders) for info in entries):
+                    name, path = str(info["name"]).rstrip("/"), self._path(str(info["name"]))
+                    if path and (info.get("type") == "directory" or str(info["name"]).endswith("/")):
+                        below[name] = None
+                    elif path:
+                        found[path] = info
+                folders = [name for name in below if name not in seen]
+                seen.update(folders)
+        return found
+
+    def info(self, path: str) -> dict[str, Any]:
+        """What is told of a file. Raises InputError where its size is not."""
+        info: dict[str, Any] = self._ask(path, lambda limit_s: self._request(limit_s, "info", self._address(path)))
+        if info.get("size") is None or info.get("type") == "directory":
+            raise InputError(f"{self.shown}/{path}: not a file, or the source does not tell its size; leave it out")
+        return info
+
+    def read(self, path: str, start: int, stop: int, size: int) -> tuple[int, bytes]:
+        """Where the bytes begin, and the bytes: those asked for, or all of the file where a server knows no ranges."""
+
+        def attempt(limit_s: float) -> tuple[int, bytes]:
+            data = bytes(self._request(limit_s, "cat_file", self._address(path), start=start, end=stop))
+            if len(data) not in (stop - start, size):
+                raise OSError(f"{len(data)} bytes came, not {stop - start}")
+            return (start if len(data) == stop - start else 0), data
+
+        answer: tuple[int, bytes] = self._ask(path, attempt)
+        return answer
+
+    def _entries(self, folder: str) -> Any:
+        limit_s, where = self._patience_s, folder[len(self._top) + 1 :]  # a large folder takes many requests
+        return self._ask(where, lambda _: self._request(limit_s, "ls", folder or "/", detail=True))
+
+    def _path(self, name: str) -> str:
+        """The path of a listed name relative to the root; empty for what is hidden, elsewhere, or a page's own link."""
+        path = name[len(self._top) + 1 :].rstrip("/")
+        parts = (unquote(path, errors="surrogateescape") if self._web else path).split("/")
+        hidden = any(not part or part.startswith(".") for part in parts) or len(parts) > _DEPTH
+        other = not name.startswith(f"{self._top}/") or (self._web and ("?" in path or "#" in path))
+        return "" if hidden or other else "/".join(parts)
+
+    def _address(self, path: str) -> str:
+        return f"{self._top}/{quote(path, errors='surrogateescape') if self._web else path}"
+
+    def _ask(self, path: str, attempt: Callable[[float], Any]) -> Any:
+        """The answer to a request; `attempt` gets its time limit, and is made again after 0.5, 1, 2, 4, 8, 8 ... s."""
+        until, wait_s, where = time.monotonic() + self._patience_s, _FIRST_WAIT_S, f"{self.shown}/{path}"
+        while True:
+            try:
+                return attempt(max(1.0, min(_REQUEST_S, until - time.monotonic())))
+            except Exception as error:  # each source's package has its own
+                status = getattr(error, "status", None) or getattr(error.__cause__, "status", None)
+                # fsspec takes whatever goes wrong with a web page's info() for a missing file, but names the cause
+                missing = isinstance(error, FileNotFoundError) and not (self._web and error.__cause__)
+                if missing or status in (404, 410):
+                    raise InputError(f"{where}: no such file or folder; check the address") from error
+                refused, left_s = isinstance(error, PermissionError) or status in (401, 403), until - time.monotonic()
+                if refused or left_s <= 0:
+                    what = "access refused" if refused else f"no answer for {self._patience_s:g} s"
+                    raise GoneError(
+                        f"{where}: {what} ({type(error).__name__} {_plain(error)}); what was trained so far is in the "
+                        "last checkpoint, go on with --resume when the source is back"
+                    ) from error
+            time.sleep(min(wait_s, left_s))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def _request(self, limit_s: float, name: str, address: str, **options: Any) -> Any:
+        """What a method of fsspec gives. TimeoutError after limit_s: one that hangs holds up nothing, not even exit."""
+        answer: Future[Any] = Future()
+
+        def settle() -> None:
+            answer.set_running_or_notify_cancel()
+            try:
+                answer.set_result(getattr(self._system, name)(address, **options))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        if self._system.async_impl:
+            call = getattr(self._system, f"_{name}")(address, **options)
+            answer = asyncio.run_coroutine_threadsafe(call, self._system.loop)
+        else:
+            threading.Thread(target=settle, name="kasoku-store", daemon=True).start()
+        try:
+            return answer.result(limit_s)
+        finally:
+            answer.cancel()  # of one that hangs: closes its connection
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise InputError(f"{error.filename}: cannot be read ({error.strerror}); mend or remove it") from error
+
+
+def _state(info: dict[str, Any]) -> tuple[int, str]:
+    """Size and version of a remote file: the best that fsspec's info() tells, empty without etag or time."""
+    version = next((info[key] for key in _VERSIONS.split() if info.get(key)), "")
+    return int(info["size"]), str(version.timestamp() if hasattr(version, "timestamp") else version)
+
+
+def _plain(text: object) -> str:  # its first line, without a password
+    return re.sub(r"//[^/@:\s]*:[^/@\s]*@", "//", str(text).strip().partition("\n")[0])

@@ -1,0 +1,162 @@
+"""Which device a run uses, in which precision, with which techniques: the fast ones unless told otherwise."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kasoku.core import InputError, Technique
+from kasoku.core.hardware import computes_bf16, cores
+from kasoku.device.allocator import tune_malloc
+from kasoku.device.autocast import DTYPES, Autocast
+from kasoku.device.channels_last import ChannelsLast
+from kasoku.device.compile import Compile
+from kasoku.device.cuda_graphs import Graphs
+from kasoku.device.loss_scale import LossScale
+
+Kind = Literal["auto", "cpu", "cuda", "mps"]
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """The recipe's [device] table; the defaults are the fast ones.
+
+    Args:
+        kind: "auto" takes CUDA, then MPS, then the CPU.
+        precision: "auto" takes bf16 where the hardware computes it, fp16 with loss scaling on older CUDA, else fp32.
+        channels_last: lay images out with channels last.
+        compile: compile the forward of each block.
+        graphs: replay CUDA graphs.
+        threads: of the CPU; 0: all cores the process may use, shared among the ranks of this host.
+        malloc: tune glibc's allocator on a CPU.
+        deterministic: the same bits on every run, also on CUDA; slower there.
+        hang_timeout_s: a rank without a step for so long is said to hang; 0: the larger of 60 s and 10 median steps.
+            One that waits for its input is given two minutes more.
+    """
+
+    kind: Kind = "auto"
+    precision: Precision = "auto"
+    channels_last: bool = True
+    compile: bool = False
+    graphs: bool = False
+    threads: int = 0
+    malloc: bool = True
+    deterministic: bool = False
+    hang_timeout_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise InputError(f"threads={self.threads}: 0 for all cores, or at least 1")
+        if self.hang_timeout_s < 0:
+            raise InputError(f"hang_timeout_s={self.hang_timeout_s}: seconds above 0, or 0 to choose them by the steps")
+        if self.compile and self.graphs:
+            raise InputError("compile=true with graphs=true: not both; leave one of them out")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a run uses: the device, the precision of its convolutions, techniques to apply; `summary` says why."""
+
+    device: torch.device
+    precision: Literal["fp32", "bf16", "fp16"]
+    techniques: tuple[Technique, ...]
+    threads: int
+    summary: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What convolutions and matrix products compute in."""
+        return DTYPES.get(self.precision, torch.float32)
+
+    def __str__(self) -> str:
+        return self.summary
+
+
+def choose(settings: Device, *, local_rank: int = 0, local_size: int = 1) -> Chosen:
+    """Chooses and sets up the device: thread count, allocator, determinism or autotuning of kernels.
+
+    Args:
+        settings: the recipe's [device] table.
+        local_rank: of this process among those on this host.
+        local_size: how many there are; they share the cores.
+
+    Raises:
+        InputError: for a device that is not there.
+    """
+    device = _device(settings.kind, local_rank)
+    threads = settings.threads or max(1, cores() // local_size)
+    torch.set_num_threads(threads)
+    _set_determinism(device, settings.deterministic)
+    precision, why = _precision(settings.precision, device)
+    techniques: list[Technique] = []
+    words = [f"{_name(device)} ({threads} thread{'s' * (threads > 1)})", f"{precision} ({why})"]
+    if settings.channels_last:
+        techniques.append(ChannelsLast())
+        words.append("channels_last")
+    if precision != "fp32":
+        techniques.append(Autocast(precision))
+    if precision == "fp16":
+        techniques.append(LossScale())
+        words.append("loss scaling")
+    if settings.compile:
+        techniques.append(Compile())
+        words.append("compiled blocks")
+    if settings.graphs:
+        techniques.append(Graphs())
+        words.append("CUDA graphs")
+    if settings.malloc and device.type == "cpu" and tune_malloc():
+        words.append("malloc tuned")
+    if settings.deterministic:
+        words.append("deterministic")
+    return Chosen(device, precision, tuple(techniques), threads, ", ".join(words))
+
+
+def _device(kind: Kind, local_rank: int) -> torch.device:
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if kind == "auto":
+        kind = "cuda" if cuda else "mps" if mps else "cpu"
+    if kind == "cuda":
+        if not cuda:
+            built = torch.version.cuda is not None
+            reason = "torch finds no GPU or driver" if built else "this torch is built without CUDA"
+            raise InputError(f'kind="cuda": {reason}: use "auto" or "cpu", or a machine and a torch with CUDA')
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise InputError(f"local rank {local_rank}: this host has {count} GPUs: start at most {count} ranks on it")
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    if kind == "mps" and not mps:
+        raise InputError('kind="mps": torch finds no Apple GPU here: use "auto" or "cpu"')
+    return torch.device(kind)
+
+
+def _precision(wanted: Precision, device: torch.device) -> tuple[Literal["fp32", "bf16", "fp16"], str]:
+    fast = computes_bf16(device)
+    if wanted == "bf16" and not fast:
+        return wanted, "as asked, though this device does not compute it: slow"
+    if wanted != "auto":
+        return wanted, "as asked"
+    if fast:
+        return "bf16", "computed by the hardware"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):
+        return "fp16", "no bf16 on this GPU"
+    return "fp32", "no fast half precision known here"
+
+
+def _set_determinism(device: torch.device, deterministic: bool) -> None:
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports inductor: 2 s
+        torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,32 @@
+"""How ranks train together."""
+
+from kasoku.distributed.async_sgd.asynchronous import Asynchronous
+from kasoku.distributed.async_sgd.parameter_server import Remedies
+from kasoku.distributed.batchnorm.precise_bn import Recalibrate
+from kasoku.distributed.batchnorm.virtual_ranks import VirtualRanks
+from kasoku.distributed.ddp.all_reduce import AllReduce
+from kasoku.distributed.ddp.bucketing import Fixed, Graded, Layer, OneGroup, Planned, Policy
+from kasoku.distributed.ddp.compression import Hierarchical, LowRank, Mean, Reducer, Wire
+from kasoku.distributed.ddp.overlap import Overlap
+from kasoku.distributed.torch_comm import TorchComm
+
+__all__ = [
+    "AllReduce",
+    "Asynchronous",
+    "Fixed",
+    "Graded",
+    "Hierarchical",
+    "Layer",
+    "LowRank",
+    "Mean",
+    "OneGroup",
+    "Overlap",
+    "Planned",
+    "Policy",
+    "Recalibrate",
+    "Reducer",
+    "Remedies",
+    "TorchComm",
+    "VirtualRanks",
+    "Wire",
+]

@@ -1,0 +1,1 @@
+"""Asynchronous SGD: workers push updates to parameter servers without waiting."""

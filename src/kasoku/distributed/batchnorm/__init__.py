@@ -1,0 +1,1 @@
+"""BatchNorm over groups of images, on any number of ranks."""

@@ -1,0 +1,203 @@
+"""The numerics of many ranks on fewer devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.distributed.batchnorm.grouped import Steer, Take, norms, patches
+
+
+@dataclass(frozen=True)
+class VirtualRanks(Technique):
+    """BatchNorm takes its statistics over groups of exactly `norm_batch` images, whatever the number of devices.
+
+    A batch of N * norm_batch images then trains as on N ranks, on however many devices: each group has the statistics
+    of a rank; gradients are means over all groups, since a batch that a device takes in parts is accumulated
+    (`loader.parts` and `Job(accumulate=...)` of the same number; with one group a part the memory does not depend on
+    N). The running statistics move once an update, by the mean of the groups' means and their total variance, the
+    same on every rank.
+
+    Args:
+        norm_batch: images that share statistics; more than a device takes at once: a group spans neighbouring ranks.
+            0: those that a device takes at once, which by itself does nothing; but ranks of unequal shares then keep
+            the same running statistics.
+        average: epochs that the running statistics remember; 0: each module's own momentum. So few updates an epoch
+            still forget old weights: momentum = 1 - exp(-1 / (average * updates an epoch)).
+
+    Saves: a cluster, to learn whether a batch converges; ranks of any number train to the same result.
+    Costs: several groups a forward: a copy of each normalised activation; groups that span ranks: two small
+        collectives a layer; on many ranks a small one an update.
+    Maths: g = mean over groups of g_group; the order of summation is that of the groups on each device, then of ranks.
+    Ref: [000] 4.1.1 (statistics are a process's own; averages fit for few updates); Goyal et al. 2017, 3.
+    """
+
+    stage: ClassVar[Stage] = Stage.COMM
+    refuses: ClassVar[tuple[str, ...]] = ("captures_graph",)
+    replaces_batchnorm: ClassVar[bool] = True
+    needs_ranks_in_step: ClassVar[bool] = True
+
+    norm_batch: int = 0
+    average: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.norm_batch < 0:
+            raise InputError(f"norm_batch={self.norm_batch}: at least 1 image, or 0 for what a device takes at once")
+        if not 0 <= self.average < math.inf:
+            raise InputError(f"average={self.average}: epochs above 0, or 0 for each module's own momentum")
+
+    def apply(self, job: Job) -> None:
+        """Steers the BatchNorm modules of the model."""
+        if not self.norm_batch and not self.average and not getattr(job.plain_loader, "shares", ()):
+            return
+        self._check(job)
+        if not norms(job.model):
+            return
+        running = _Running(job, self.average, self.norm_batch)
+        for i, norm in enumerate(running.norms):
+            steer = Steer(norm, self.norm_batch, job.comm, running.taker(i), trace=job.trace)
+            for name, value in patches(norm, steer).items():
+                job.patch(norm, name, value)
+        job.undo(job.model.register_forward_hook(lambda *_: running.add()).remove)
+        job.before_step(running.move)  # ahead of what averages the model, statistics and all, after the step
+
+    def _check(self, job: Job) -> None:
+        batch, parts = getattr(job.plain_loader, "batch", 0), getattr(job.plain_loader, "parts", 1)
+        if not isinstance(batch, int) or not isinstance(parts, int) or not batch:
+            return
+        if parts != job.accumulate:
+            raise InputError(f"loader.parts={parts} beside Job(accumulate={job.accumulate}): the same number is wanted")
+        if not self.norm_batch:
+            return
+        if batch % self.norm_batch:
+            raise InputError(
+                f"batch={batch}: not a multiple of norm_batch={self.norm_batch}, the images of one virtual rank; "
+                f"{batch - batch % self.norm_batch or self.norm_batch} would be"
+            )
+        shares = getattr(job.plain_loader, "shares", ())
+        if any(n % (parts * self.norm_batch) for n in shares):
+            raise InputError(
+                f"norm_batch={self.norm_batch}: ranks take {shares} images in {parts} parts: each must be a multiple"
+            )
+        once = batch // (parts * job.comm.size)
+        if once > self.norm_batch and once % self.norm_batch:
+            raise InputError(
+                f"norm_batch={self.norm_batch}: a device takes {once} images at once, which must be a multiple of it: "
+                "change accumulate"
+            )
+        if once < self.norm_batch and (parts > 1 or job.comm.size == 1):
+            raise InputError(
+                f"norm_batch={self.norm_batch}: a device takes {once} images at once, and a group cannot span what it "
+                f"takes one after the other: accumulate at most {max(1, batch // (self.norm_batch * job.comm.size))}"
+            )
+
+
+class _Running:
+    """The sums of all groups' statistics since the last update, of all norms in one flat tensor.
+
+    Note: sums around the running mean. A group adds (mean - running mean) and variance + that squared. The sums are
+    linear, so ranks just add theirs; and what is squared is small, so the total variance keeps its digits.
+
+    Note: few launches. In forward a group's statistics are only noted; when the model's forward has ended all of them
+    are added at once. Norms are updated together too, so an update takes about twenty launches for any number of them.
+    """
+
+    def __init__(self, job: Job, average: float, norm_batch: int) -> None:
+        self.job, self.average, self.norm_batch = job, average, norm_batch
+        self.norms = norms(job.model)
+        self.means: list[Tensor] = [norm.running_mean for norm in self.norms if norm.running_mean is not None]
+        self.variances: list[Tensor] = [norm.running_var for norm in self.norms if norm.running_var is not None]
+        self.sizes = [len(mean) for mean in self.means]
+        channels, modules = sum(self.sizes), len(self.norms)
+        self.noted: list[tuple[int, Tensor, Tensor]] = []
+        self.groups, self.values = [0] * modules, [0] * modules  # of each norm, since the last update
+        self.flat = self.means[0].new_zeros(2 * channels, dtype=torch.float32)
+        self.first, self.second = torch.split(self.flat, channels)
+        sizes = torch.tensor(self.sizes, device=self.flat.device)
+        self.owner = torch.arange(modules, device=self.flat.device).repeat_interleave(sizes)  # of each channel
+        self.own: list[float | None] = []
+        self.share = self.flat
+
+    def taker(self, i: int) -> Take:
+        def take(mean_C: Tensor, variance_C: Tensor, n: int) -> None:
+            self.noted.append((i, mean_C, variance_C))
+            self.groups[i] += 1
+            self.values[i] += n
+
+        return take
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Adds what was noted in a forward, a group of each norm at a time: so the order is that of the groups."""
+        rounds: list[dict[int, tuple[Tensor, Tensor]]] = []
+        for i, mean_C, variance_C in self.noted:
+            free = next((r for r in rounds if i not in r), None)
+            if free is None:
+                rounds.append(free := {})
+            free[i] = (mean_C, variance_C)
+        self.noted.clear()
+        first, second = self._by_norm(self.first), self._by_norm(self.second)
+        for some in rounds:
+            off = torch._foreach_sub([mean for mean, _ in some.values()], [self.means[i] for i in some])
+            squares = torch._foreach_addcmul([variance for _, variance in some.values()], off, off)
+            torch._foreach_add_([first[i] for i in some], off)
+            torch._foreach_add_([second[i] for i in some], squares)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Moves the running statistics by what was summed since the last update; no value is read by the host."""
+        self._refuse_early()
+        counted = [self.norms[i].num_batches_tracked for i, n in enumerate(self.groups) if n]
+        torch._foreach_add_([c for c in counted if c is not None], 1)
+        counts = self.flat.new_tensor([self.groups, self.values])
+        works = [self.job.comm.all_reduce(x) for x in (self.flat, counts)]
+        with self.job.trace.span("wait", "statistics"):
+            for work in works:
+                work.wait()
+        groups, values = counts[:, self.owner]
+        off = self.first / groups.clamp(min=1)
+        variance = self.second / groups.clamp(min=1) - off * off
+        variance *= values / (values - 1).clamp(min=1)  # torch's running variance is the unbiased one
+        share = self._by_norm(self._shares()[self.owner] * (groups > 0))
+        torch._foreach_addcmul_(self.means, self._by_norm(off), share)
+        torch._foreach_lerp_(self.variances, self._by_norm(variance), share)
+        self.flat.zero_()
+        self.groups, self.values = [0] * len(self.norms), [0] * len(self.norms)
+
+    def _refuse_early(self) -> None:
+        """A step after some of the parts would train on a smaller batch without a word."""
+        job, seen = self.job, max(self.groups)
+        batch = getattr(job.plain_loader, "batch", 0)
+        own = batch // job.comm.size if isinstance(batch, int) else 0
+        own = getattr(job.plain_loader, "own_batch", own)  # of unequal shares
+        if self.norm_batch and 0 < seen < own // self.norm_batch:
+            raise InputError(
+                f"optimizer.step() after {seen} of {own // self.norm_batch} virtual ranks of this device: "
+                f"step once every {job.accumulate} batches (job.accumulate), each loss divided by that"
+            )
+
+    def _by_norm(self, flat: Tensor) -> list[Tensor]:
+        return list(torch.split(flat, self.sizes))
+
+    def _shares(self) -> Tensor:
+        """The share of the newest statistics, one a norm; sent to the device only when it changes."""
+        updates = len(self.job.loader) / self.job.accumulate  # type: ignore[arg-type]
+        fixed = momentum(self.average, updates) if self.average else None
+        own = [norm.momentum if fixed is None else fixed for norm in self.norms]
+        for i, share in enumerate(own):
+            counted = self.norms[i].num_batches_tracked
+            if share is None:  # torch: the plain mean of all updates so far
+                own[i] = 1 / max(1.0, float(counted)) if counted is not None else 1.0
+        if own != self.own:
+            self.own, self.share = own, self.flat.new_tensor(own)
+        return self.share
+
+
+def momentum(average: float, updates: float) -> float:
+    """Share of the newest statistics, for averages that remember `average` epochs of `updates` updates each."""
+    return 1 - math.exp(-1 / (average * updates))

@@ -1,0 +1,163 @@
+"""What `kasoku launch` writes for a cluster: an sbatch script, a Kubernetes manifest."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kasoku.distributed.local_launch import train_arguments
+
+_RECIPE = Path("/run/kasoku/recipe.toml")  # in a pod
+_GRACE_S = 180  # from the signal to the end: enough for a step and a checkpoint
+
+_SBATCH = """\
+#!/bin/bash
+# Submit with sbatch, from a folder that all nodes see. At its time limit the training writes a checkpoint and the job
+# is put into the queue again; it goes on from there.
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={each}
+{more}\
+#SBATCH --time={time}
+#SBATCH --signal=TERM@{grace_s}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+
+set -u
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # which srun does not take from the job
+export MASTER_ADDR="$(hostname)"  # this script runs on the first node, as does rank 0
+export MASTER_PORT={port}
+srun --kill-on-bad-exit=0 --wait=60 kasoku {arguments}
+status=$?
+if [ "$status" -eq 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """A training on a cluster.
+
+    Args:
+        name: of the job.
+        recipe: its file.
+        nodes: machines.
+        each: ranks a node, one a GPU.
+        on_gpus: whether the ranks train on GPUs.
+        set: changed settings of the recipe, PATH=VALUE.
+        out: the run folder, which all nodes see; None: under runs/, named after the job (Slurm only).
+        port: of rank 0; None: from the job's number (Slurm only).
+    """
+
+    name: str
+    recipe: Path
+    nodes: int
+    each: int
+    on_gpus: bool
+    set: Sequence[str] = ()
+    out: Path | None = None
+    port: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSpec(LaunchSpec):
+    """A LaunchSpec as a Slurm job; the arguments are those of sbatch(1)."""
+
+    time: str = "1-00:00:00"
+    cpus_per_gpu: int = 8
+    partition: str | None = None
+    account: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesSpec(LaunchSpec):
+    """A LaunchSpec as a Kubernetes Job; `mount` holds CLAIM:DIR, `image` has kasoku in it."""
+
+    out: Path
+    port: int
+    image: str = "kasoku:latest"
+    mount: Sequence[str] = ()
+
+
+def sbatch(spec: SlurmSpec) -> str:
+    """A Slurm script: srun starts the ranks of each node."""
+    quoted = shlex.join(train_arguments(spec.recipe, spec.set, spec.out, go_on=True))
+    if spec.out is None:  # one folder a job, the same when it is requeued
+        quoted += f' --out "runs/{spec.name}-$SLURM_JOB_ID"'
+    settings = {
+        "cpus-per-task": spec.cpus_per_gpu,
+        "gpus-per-node": spec.each if spec.on_gpus else None,
+        "partition": spec.partition,
+        "account": spec.account,
+    }
+    more = "".join(f"#SBATCH --{key}={value}\n" for key, value in settings.items() if value is not None)
+    shape = {"name": spec.name, "nodes": spec.nodes, "each": spec.each, "time": spec.time}
+    port = spec.port or "$((20000 + SLURM_JOB_ID % 10000))"
+    return _SBATCH.format(**shape, port=port, more=more, grace_s=_GRACE_S, arguments=quoted)
+
+
+def manifest(spec: KubernetesSpec) -> str:
+    """A Kubernetes List as JSON, which is YAML: the recipe, the Service that names the pods, and the Job."""
+    labels = {"app.kubernetes.io/name": "kasoku", "app.kubernetes.io/instance": spec.name}
+    recipe = {"recipe.toml": spec.recipe.read_text()}
+    ports = [{"name": "rank-0", "port": spec.port}]
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels, "ports": ports}
+    job = {
+        "completionMode": "Indexed",
+        "completions": spec.nodes,
+        "parallelism": spec.nodes,
+        "backoffLimit": 0,  # ranks end together: a pod alone cannot be started again
+        "template": {"metadata": {"labels": labels}, "spec": _pod(spec)},
+    }
+    named = {"metadata": {"name": spec.name, "labels": labels}}
+    items: list[dict[str, Any]] = [
+        {"apiVersion": "v1", "kind": "ConfigMap", **named, "data": recipe},
+        {"apiVersion": "v1", "kind": "Service", **named, "spec": service},
+        {"apiVersion": "batch/v1", "kind": "Job", **named, "spec": job},
+    ]
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2) + "\n"
+
+
+def _container(spec: KubernetesSpec) -> dict[str, Any]:
+    """Runs this node's ranks; Kubernetes says which node it is by JOB_COMPLETION_INDEX."""
+    _, recipe, *more = train_arguments(_RECIPE, spec.set, spec.out, go_on=True)
+    shape = ["--nodes", str(spec.nodes), "--gpus-per-node", str(spec.each)]
+    mounts = [{"name": "recipe", "mountPath": str(_RECIPE.parent)}, {"name": "shm", "mountPath": "/dev/shm"}]
+    paths = [mount.partition(":")[2] for mount in spec.mount]
+    container: dict[str, Any] = {
+        "name": "kasoku",
+        "image": spec.image,
+        "command": ["kasoku", "launch", "local", recipe, *shape, *more],
+        "env": [
+            {"name": "MASTER_ADDR", "value": f"{spec.name}-0.{spec.name}"},
+            {"name": "MASTER_PORT", "value": str(spec.port)},
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+        ],
+        "ports": [{"name": "rank-0", "containerPort": spec.port}],
+        "volumeMounts": mounts + [{"name": f"claim-{i}", "mountPath": path} for i, path in enumerate(paths)],
+    }
+    if spec.on_gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": str(spec.each)}}
+    return container
+
+
+def _pod(spec: KubernetesSpec) -> dict[str, Any]:
+    claims = [mount.partition(":")[0] for mount in spec.mount]
+    return {
+        "subdomain": spec.name,  # the pods' hosts are NAME-INDEX.NAME
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _GRACE_S,
+        "containers": [_container(spec)],
+        "volumes": [
+            {"name": "recipe", "configMap": {"name": spec.name}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # NCCL's, between the GPUs of a node
+            *({"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": c}} for i, c in enumerate(claims)),
+        ],
+    }

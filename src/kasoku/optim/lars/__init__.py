@@ -1,0 +1,1 @@
+"""LARS, in a foreach and a Triton implementation."""

@@ -1,0 +1,197 @@
+"""LARS: each layer's step is a share of its weights' norm, so that batches of tens of thousands of images train."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from kasoku.core import InputError
+from kasoku.core.hardware import laid_out_like
+from kasoku.optim.lars.foreach import Move, Rule, step_cpu, step_foreach
+from kasoku.optim.param_groups import refuse_momentum_sgd, refuse_outside, split
+
+Form = Literal["mlperf", "pytorch", "mxnet"]
+
+
+@dataclass(frozen=True)
+class Trust:
+    """How a layer's rate follows its norms: trust = eta * |w| / (|g| + weight_decay * |w| + eps).
+
+    Args:
+        eta: the trust coefficient: about the share of its norm that a layer moves in a step, over the rate.
+        eps: keeps the ratio finite where gradients vanish.
+        form: how rate and trust enter the momentum; they agree while the rate is constant. "mlperf": inside, as they
+            are at the step. "pytorch": the trust inside, the rate outside. "mxnet": as mlperf, and the momentum is
+            multiplied by this rate over the last one.
+        decoupled: the decay's term is weight_decay * w itself, multiplied neither by rate nor by trust; a `Rate`
+            technique then gives weight_decay the schedule's course.
+    """
+
+    eta: float = 1e-3
+    eps: float = 0.0
+    form: Form = "mlperf"
+    decoupled: bool = False
+
+    def __post_init__(self) -> None:
+        inf = float("inf")
+        refuse_outside(eta=(self.eta, 0, inf), eps=(self.eps, 0, inf))
+        if self.form not in get_args(Form):
+            raise InputError(f'form="{self.form}": one of {", ".join(get_args(Form))}')
+
+
+class LARS(torch.optim.Optimizer):
+    """Momentum SGD whose groups with `layerwise=True` scale each tensor's step to its norm.
+
+    Every setting is a key of the group, so that techniques may move it; every state is of one parameter. Weights are
+    read afresh in each step, so a write from outside, through `.data` too, needs no announcement.
+
+    Args:
+        params: parameter groups; each may set any of the keys below, and `layerwise`.
+        lr: rate of a group that sets none.
+        momentum: share of the velocity kept at each step.
+        nesterov: look one step ahead along the velocity.
+        weight_decay: added to the gradient as weight_decay * w.
+        trust: eta, eps, form and decoupled.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 10.0,
+        *,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float = 5e-5,
+        trust: Trust = Trust(),
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, **vars(trust), "layerwise": True})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. Raises InputError for a closure."""
+        if closure is not None:
+            raise InputError("LARS.step(closure) is not supported: call backward() in the loop, then step()")
+        alike: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Move]] = {}
+        for group in self.param_groups:
+            rule = _rule(group)
+            for p in group["params"]:
+                g = p.grad
+                if g is not None and p.numel():
+                    state = self.state[p]
+                    keep = _prepare(p, state, group)
+                    move = Move(p, g if g.stride() == p.stride() else laid_out_like(p, g), state, keep, rule)
+                    alike.setdefault((p.device, p.dtype, g.dtype), []).append(move)
+        for (device, *_), moves in alike.items():
+            _PATHS[_path(device)](moves)
+            torch.autograd.graph.increment_version([move.p for move in moves])  # fused kernels and ours do not
+
+
+def _prepare(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> float:
+    """Has the state of a parameter ready for a step; returns the share of its buffer that is kept."""
+    buffer = state.get("momentum_buffer")
+    if buffer is None:
+        state["momentum_buffer"] = torch.zeros_like(p)
+    elif buffer.stride() != p.stride():
+        state["momentum_buffer"] = laid_out_like(p, buffer)
+    keep: float = group["momentum"] * state.get("scale", 1.0)
+    if group["form"] == "mxnet":
+        last = state.get("lr", 0.0)
+        keep *= group["lr"] / last if last else 1.0
+        state["lr"] = group["lr"]
+    return keep
+
+
+def lars(
+    model: nn.Module,
+    lr: float = 10.0,
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 5e-5,
+    trust: Trust = Trust(),
+) -> LARS:
+    """LARS for all weights; plain momentum SGD at the same rate, without decay, for biases and norm parameters.
+
+    Args:
+        model: its parameters that require a gradient are trained.
+        lr: rate of the mean gradient; a `Rate` technique multiplies it by its schedule.
+        momentum: share of the velocity kept at each step.
+        nesterov: look one step ahead along the velocity.
+        weight_decay: added to the gradient as weight_decay * w.
+        trust: coefficient, form, and whether the decay is decoupled.
+
+    Raises:
+        InputError: for a setting outside its range.
+
+    Saves: steps: batches of tens of thousands of images reach the accuracy of small ones.
+    Costs: two norms a layer; on a CPU they fill the cache for the update, on CUDA a second read of w and g.
+    Maths: t = eta |w| / (|g| + weight_decay |w| + eps), 1 where |w| or |g| is 0; g' = g + weight_decay w.
+        mlperf: m = momentum m - lr t g'; w += m (Nesterov: w += momentum m - lr t g').
+        pytorch: v = momentum v + t g'; w -= lr v (Nesterov: lr (t g' + momentum v)).
+        mxnet: mlperf with momentum * lr / last lr in m, where there was a last lr above 0.
+        decoupled: lr t g' becomes lr t g + weight_decay w; pytorch: v = momentum v + t g; w -= lr v + weight_decay w.
+    Ref: You et al. 2017 (arXiv 1708.03888); the MLPerf reference; MXNet's LBSGD; [000] for the decoupled decay.
+    """
+    refuse_momentum_sgd(lr, momentum, nesterov=nesterov, weight_decay=weight_decay)
+    weights, vectors = split(model)
+    groups: list[dict[str, Any]] = [
+        {"params": weights, "layerwise": True},
+        {"params": vectors, "layerwise": False, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return LARS(groups, lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, trust=trust)
+
+
+def _rule(group: dict[str, Any]) -> Rule:
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    inside, decoupled = group["form"] != "pytorch", group["decoupled"]
+    return Rule(
+        rate=lr if inside else 1.0,
+        out=1.0 if inside else lr,
+        momentum=group["momentum"],
+        nesterov=group["nesterov"],
+        d0=decay if decoupled and inside else 0.0,
+        d1=0.0 if decoupled else decay,
+        shrink=1.0 - decay if decoupled and not inside else 1.0,
+        decay=decay,
+        eta=group["eta"] if group["layerwise"] else None,
+        eps=group["eps"],
+    )
+
+
+def _step_triton(moves: list[Move]) -> None:
+    from kasoku.optim.lars import triton as lars_triton  # where triton is, and only then
+
+    ours: list[Move] = []
+    rest: list[Move] = []
+    for move in moves:
+        (ours if lars_triton.takes(move) else rest).append(move)
+    if ours:
+        lars_triton.step(ours)
+    if rest:
+        step_foreach(rest)
+
+
+_PATHS: dict[str, Callable[[list[Move]], None]] = {
+    "cpu": step_cpu,
+    "foreach": step_foreach,
+    "triton": _step_triton,
+}
+
+
+def _path(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    return "triton" if device.type == "cuda" and _has_triton() else "foreach"
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

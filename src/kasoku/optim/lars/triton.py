@@ -1,0 +1,195 @@
+"""LARS on CUDA: three launches for any number of layers (six where some tensors allow no accesses of 16 bytes), and no
+value read back to the host.
+
+Note: how tensors of any number reach one kernel. A table on the device holds, for each tensor, its addresses, its size
+and its settings; it goes there in one copy from pinned memory. Each program of the first and the last kernel looks up
+which tensor its block of elements belongs to. Sums are of one block each, then of a tensor's blocks in order, in
+float64: the same bits at every run, and for a part of the tensors the same as for all of them.
+
+It has not yet been seen on a GPU: the kernels ran in Triton's interpreter and were compiled for sm_80 and sm_90.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found, misc, no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kasoku.core.hardware import is_dense
+from kasoku.optim.lars.foreach import Move, Rule
+
+_TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+_BLOCK = {"cuda": 4096, "cpu": 1 << 17}  # elements a program; the interpreter takes long for each program
+_Row = tuple[int, int, int, int, int, float]  # a tensor in the table: three addresses, size, rule; kept of V
+
+
+# tl.sum is tl.reduce with _sum_combine, but compiled for itself, which Triton's interpreter cannot call.
+
+
+@triton.jit(do_not_specialize=["n"])
+def _squares(  # noqa: PLR0913
+    table, owner, first, partial, n, W: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
+):
+    # Sums of squares of w and g over one block of a tensor.
+    block = tl.program_id(0)
+    tensor = tl.load(owner + block)
+    size = tl.load(table + 3 * n + tensor)
+    at = (block - tl.load(first + tensor)) * BLOCK + tl.arange(0, BLOCK)
+    w_at = tl.load(table + tensor).to(tl.pointer_type(W)) + at
+    g_at = tl.load(table + n + tensor).to(tl.pointer_type(G)) + at
+    if FULL:  # all that the compiler must know for accesses of 16 bytes
+        size = size // 8 * 8
+        w_at = tl.multiple_of(w_at, 16)
+        g_at = tl.multiple_of(g_at, 16)
+    live = at < size
+    w = tl.load(w_at, mask=live, other=0.0).to(tl.float64)
+    g = tl.load(g_at, mask=live, other=0.0).to(tl.float64)
+    tl.store(partial + 2 * block, tl.reduce(w * w, 0, tl.standard._sum_combine))
+    tl.store(partial + 2 * block + 1, tl.reduce(g * g, 0, tl.standard._sum_combine))
+
+
+@triton.jit(do_not_specialize=["n", "layers"])
+def _trusts(table, values, first, partial, factors, n, layers, CHUNK: tl.constexpr):  # noqa: PLR0913
+    # f and d of one tensor; the first `layers` tensors have a trust ratio.
+    tensor = tl.program_id(0)
+    begin = tl.load(first + tensor)
+    end = tl.where(tensor < layers, tl.load(first + tensor + 1), begin)
+    w_sum = tl.full((CHUNK,), 0.0, tl.float64)
+    g_sum = tl.full((CHUNK,), 0.0, tl.float64)
+    for start in range(begin, end, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        w_sum += tl.load(partial + 2 * at, mask=at < end, other=0.0)
+        g_sum += tl.load(partial + 2 * at + 1, mask=at < end, other=0.0)
+    w = tl.sqrt(tl.reduce(w_sum, 0, tl.standard._sum_combine))
+    g = tl.sqrt(tl.reduce(g_sum, 0, tl.standard._sum_combine))
+    rule = values + 6 * n + tl.load(table + 4 * n + tensor) * 10
+    rate, d0, d1 = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2)
+    decay, eta, eps = tl.load(rule + 3), tl.load(rule + 4), tl.load(rule + 5)
+    plain = (tensor >= layers) | (w == 0) | (g == 0)
+    f = rate * tl.where(plain, 1.0, eta * w / tl.where(plain, 1.0, g + decay * w + eps))
+    tl.store(factors + 2 * tensor, f)
+    tl.store(factors + 2 * tensor + 1, d0 + d1 * f)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _move(  # noqa: PLR0913
+    table, values, owner, first, factors, n, W: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
+):
+    # Velocity and weights of one block of a tensor; the last block first, which `_squares` has left in the cache.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    tensor = tl.load(owner + block)
+    size = tl.load(table + 3 * n + tensor)
+    at = (block - tl.load(first + tensor)) * BLOCK + tl.arange(0, BLOCK)
+    w_at = tl.load(table + tensor).to(tl.pointer_type(W)) + at
+    g_at = tl.load(table + n + tensor).to(tl.pointer_type(G)) + at
+    v_at = tl.load(table + 2 * n + tensor).to(tl.pointer_type(W)) + at
+    if FULL:
+        size = size // 8 * 8
+        w_at = tl.multiple_of(w_at, 16)
+        g_at = tl.multiple_of(g_at, 16)
+        v_at = tl.multiple_of(v_at, 16)
+    live = at < size
+    exact: tl.constexpr = tl.float64 if W == tl.float64 else tl.float32  # noqa: SIM300
+    w = tl.load(w_at, mask=live, other=0.0).to(exact)
+    g = tl.load(g_at, mask=live, other=0.0).to(exact)
+    v = tl.load(v_at, mask=live, other=0.0).to(exact)
+    f, d = tl.load(factors + 2 * tensor).to(exact), tl.load(factors + 2 * tensor + 1).to(exact)
+    rule = values + 6 * n + tl.load(table + 4 * n + tensor) * 10
+    keep = tl.load(values + 5 * n + tensor)
+    out, shrink, of_step, of_v = tl.load(rule + 6), tl.load(rule + 7), tl.load(rule + 8), tl.load(rule + 9)
+    step = f * g + d * w
+    v = keep.to(exact) * v + step
+    w = shrink.to(exact) * w - out.to(exact) * (of_step.to(exact) * step + of_v.to(exact) * v)
+    tl.store(v_at, v.to(W), mask=live)
+    tl.store(w_at, w.to(W), mask=live)
+
+
+def takes(move: Move) -> bool:
+    """True for what the kernels can read: dense memory of the usual dtypes."""
+    return move.p.dtype in _TYPES and move.g.dtype in _TYPES and is_dense(move.p)
+
+
+def step(moves: list[Move]) -> None:
+    """One update of tensors of one device and one pair of dtypes.
+
+    Tensors whose memory allows accesses of 16 bytes go apart from the rest; each goes the same way in any company,
+    since the order of a sum follows from it.
+    """
+    rules: dict[int, tuple[int, Rule]] = {}
+    parts: dict[bool, tuple[list[_Row], list[_Row]]] = {True: ([], []), False: ([], [])}
+    for p, g, state, keep, rule in moves:
+        size, w_at, g_at, v_at = p.numel(), p.data_ptr(), g.data_ptr(), state["momentum_buffer"].data_ptr()
+        full = size % 8 == 0 and (w_at | g_at | v_at) % 16 == 0
+        number, _ = rules.setdefault(id(rule), (len(rules), rule))
+        parts[full][rule.eta is None].append((w_at, g_at, v_at, size, number, keep))
+        state.pop("scale", None)
+    settings = tuple(value for _, rule in rules.values() for value in _settings(rule))
+    p, g = moves[0].p, moves[0].g
+    with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
+        for full, (layers, others) in parts.items():
+            if layers or others:
+                meta = {"W": _TYPES[p.dtype], "G": _TYPES[g.dtype], "FULL": full, "BLOCK": _BLOCK[p.device.type]}
+                _step(layers + others, len(layers), settings, p.device, meta)
+
+
+def _step(
+    rows: list[_Row], layers: int, settings: tuple[float, ...], device: torch.device, meta: dict[str, object]
+) -> None:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    n, (*ints, keeps) = len(rows), zip(*rows, strict=True)
+    owner, first, starts = _blocks(ints[3], meta["BLOCK"], device, stream)
+    table = _table(tuple(ints), keeps + settings, device, stream)
+    values = table.view(torch.float64)
+    partial = torch.empty(2 * max(1, starts[layers]), dtype=torch.float64, device=device)
+    factors = torch.empty(2 * n, dtype=torch.float64, device=device)
+    if layers:
+        _launch(_squares, starts[layers], table, owner, first, partial, n, **meta, num_warps=8)
+    _launch(_trusts, n, table, values, first, partial, factors, n, layers, CHUNK=512, num_warps=4)
+    _launch(_move, starts[n], table, values, owner, first, factors, n, **meta, num_warps=8)
+
+
+def _launch(kernel, programs: int, *args, **meta) -> None:
+    kernel[(programs,)](*args, **meta)
+
+
+def _settings(rule: Rule) -> tuple[float, ...]:
+    """What `_trusts` reads, then what `_move` reads."""
+    trust = (rule.rate, rule.d0, rule.d1, rule.decay, rule.eta or 0.0, rule.eps)
+    return (*trust, rule.out, rule.shrink, float(rule.nesterov), rule.momentum if rule.nesterov else 1.0)
+
+
+@lru_cache(maxsize=64)
+def _table(ints: tuple[tuple[int, ...], ...], reals: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
+    """A row each of addresses of w, g and V, of sizes and rules; then what is kept of each V; then the rules.
+
+    On the device; a table that was there in the last steps is not sent again, on the same stream.
+    """
+    numbers, bits = torch.tensor(ints, dtype=torch.int64), torch.tensor(reals, dtype=torch.float64).view(torch.int64)
+    return _sent(torch.cat([numbers.view(-1), bits]), device)
+
+
+@lru_cache(maxsize=256)
+def _blocks(
+    sizes: tuple[int, ...], block: int, device: torch.device, stream: int
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Which tensor each block is of; each tensor's first block, on the device and here."""
+    counts = torch.tensor([triton.cdiv(size, block) for size in sizes])
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    return _sent(owner, device), _sent(starts, device), tuple(starts.tolist())
+
+
+def _sent(host: Tensor, device: torch.device) -> Tensor:
+    """On the device without a wait: torch hands pinned memory out again only when the copy from it has ended."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

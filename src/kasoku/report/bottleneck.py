@@ -1,0 +1,349 @@
+"""Finds the bottlenecks of a training from the times of its steps, each with a figure and a remedy.
+
+Note: shares can be compared. The share of a bottleneck is the part of a step that would be saved without it, estimated
+from the rows of all ranks. So the first bottleneck is the one most worth removing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kasoku.core import Job
+
+_LISTED = 0.1  # of a step, at least
+_UPDATE = 0.25
+_FIXED = 0.3  # of a step with a small batch does not depend on the batch
+_SMALL = 32  # images
+_LAUNCH = {"cuda": 0.75, "cpu": 0.4}  # a GPU computes while the host launches, which so is the bound only near 1
+_STARVED = 0.15
+_COMPUTE = ("forward", "backward", "update")
+_SILENT = (nn.Identity, nn.Flatten, nn.Dropout)
+
+Step = Mapping[str, float]  # seconds by row
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """The facts about a step that its times do not show.
+
+    Args:
+        device: "cpu", "cuda" or "mps".
+        batch: images of one forward on one rank.
+        parts: forwards of a step.
+        layers: modules that the host calls one by one in a forward; 0 if a CUDA graph or compiled code calls them.
+        layer_s: seconds of forward and backward of a layer with almost no work (`layer_s`).
+        parameters: the number of parameters of the model.
+        threads: compute threads of one rank.
+        cores: cores of this host that the process may use.
+        processes: ranks that share these cores.
+        starved: the share of time in which the main thread was ready to run but had no core.
+    """
+
+    device: str
+    batch: int
+    layers: int
+    layer_s: float
+    parameters: int
+    parts: int = 1
+    threads: int = 1
+    cores: int = 1
+    processes: int = 1
+    starved: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepBottleneck:
+    """A bottleneck: its name, its share of a step (0 to 1), the figure in words, and the remedy."""
+
+    cause: str
+    share: float
+    line: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.line}; {self.remedy}"
+
+
+def find_bottlenecks(
+    steps: Sequence[Step],
+    facts: StepFacts,
+    bounds: Mapping[str, float] | None = None,
+    *,
+    transfer_s: float | None = None,
+    blocks: Sequence[Step] = (),
+) -> list[StepBottleneck]:
+    """The bottlenecks of a training, the costliest first; "compute-bound" if there is no other. Empty without a step.
+
+    Args:
+        steps: the mean step of each rank in rank order: seconds by row of the ledger.
+        facts: the facts about its steps.
+        bounds: measured by `kasoku profile`: flops and bytes of a step, flops_per_s and bytes_per_s of the device.
+        transfer_s: communication time that no rank can hide: each step's minimum wait over ranks, as a mean over steps;
+            None: the minimum over ranks of their mean waits.
+        blocks: the computing seconds a step by block of the model, for each rank in rank order, if known.
+    """
+    if not steps or not all(steps):
+        return []
+    whole_s = max(1e-9, statistics.median(sum(step.values()) for step in steps))
+    usual = {row: statistics.median(step[row] for step in steps) for row in steps[0]}
+    found = [
+        _input(usual, whole_s),
+        _communication(min(step["exposed"] for step in steps) if transfer_s is None else transfer_s, whole_s),
+        _straggler(steps, whole_s, blocks),
+        _update(usual, whole_s, facts),
+        _small_batch(usual, whole_s, facts),
+        _launches(whole_s, facts),
+        _oversubscribed(usual, whole_s, facts),
+        _starved(facts),
+        _memory(whole_s, bounds or {}),
+        _loop(usual, whole_s),
+    ]
+    causes = sorted((cause for cause in found if cause), key=lambda cause: -cause.share)
+    return causes or [_computing(usual, whole_s, bounds or {})]
+
+
+def _input(usual: Step, whole_s: float) -> StepBottleneck | None:
+    lost_s = usual["input"] + usual["copy"]
+    if lost_s < _LISTED * whole_s:
+        return None
+    copying = f", {_ms(usual['copy'])} of it for copies to the device" if usual["copy"] > 0.1 * lost_s else ""
+    gain = whole_s / max(whole_s - lost_s, 1e-9)
+    much = f"without it {gain:.1f} times as fast" if gain < 100 else "without it many times as fast"
+    line = f"{_of(lost_s, whole_s)} waits for its images{copying}; {much}"
+    remedy = "pack the images once (kasoku pack), keep them in memory, or give decoding more cores"
+    return StepBottleneck("input-bound", _share(lost_s, whole_s), line, remedy)
+
+
+def _communication(lost_s: float, whole_s: float) -> StepBottleneck | None:
+    """What even the last rank of a step waits for is the transfer itself; the others also wait for that rank."""
+    if lost_s < _LISTED * whole_s:
+        return None
+    line = f"{_of(lost_s, whole_s)} waits for gradients under way, on every rank"
+    remedy = (
+        "use kasoku.distributed.Overlap with Planned groups, send fewer bytes (reducer Wire or LowRank), raise the "
+        "batch, or take a faster link"
+    )
+    return StepBottleneck("communication-bound", _share(lost_s, whole_s), line, remedy)
+
+
+def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) -> StepBottleneck | None:
+    """Who has most to do of its own: waiting for others, wherever it happens, is not counted as its time."""
+    if len(steps) < 2:
+        return None
+    own_s = [sum(s for row, s in step.items() if row != "exposed") for step in steps]
+    last = max(range(len(steps)), key=lambda rank: own_s[rank])
+    others = [step for rank, step in enumerate(steps) if rank != last]
+    lag_s = own_s[last] - statistics.median(s for rank, s in enumerate(own_s) if rank != last)
+    if lag_s < _LISTED * whole_s:
+        return None
+    behind = {row: s - statistics.median(o[row] for o in others) for row, s in steps[last].items() if row != "exposed"}
+    row = max(behind, key=lambda row: behind[row])
+    waits_s = statistics.median(step["exposed"] for step in others)
+    line = (
+        f"rank {last} takes {_ms(lag_s)} longer than the others by its own work, most of it in {row} "
+        f"({_ms(behind[row])}){_slow_block(blocks, last, lag_s)}; they wait {_ms(waits_s)} of each step"
+    )
+    remedy = f"look at rank {last}'s host: what else runs there, clock rates, its disk; or leave it out"
+    return StepBottleneck("straggler", _share(lag_s, whole_s), line, remedy)
+
+
+def _slow_block(blocks: Sequence[Step], last: int, lag_s: float) -> str:
+    """In words: the block in which a rank lags most; or that none has half of what all of them lag."""
+    if len(blocks) < 2 or not all(blocks):
+        return ""
+    others = [one for rank, one in enumerate(blocks) if rank != last]
+    behind = {name: s - statistics.median(o.get(name, 0.0) for o in others) for name, s in blocks[last].items()}
+    worst, whole_s = max(behind, key=lambda name: behind[name]), sum(s for s in behind.values() if s > 0)
+    if whole_s < 0.5 * lag_s:
+        return ""  # it is late elsewhere
+    spread = ", no block has half of it" if behind[worst] < 0.5 * whole_s else ""
+    return f", of all blocks most in {worst} ({_ms(behind[worst])}){spread}"
+
+
+def _update(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
+    if usual["update"] < _UPDATE * whole_s or facts.batch < _SMALL:
+        return None
+    each = f"{usual['update'] / max(1, facts.parameters) * 1e9:.1f} ns a parameter"
+    line = f"{_of(usual['update'], whole_s)} is the optimizer's update of {facts.parameters:,} parameters, {each}"
+    remedy = "use a fused rule (kasoku.optim.sgd, adamw, lars), a cheaper one, or a larger batch with fewer updates"
+    return StepBottleneck("update-bound", _share(usual["update"], whole_s), line, remedy)
+
+
+def _small_batch(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
+    """Calling the layers and the update take the same for one image as for many."""
+    whole_s *= 1 - facts.starved  # layer_s is of a time with a core
+    calling_s = facts.parts * facts.layers * facts.layer_s
+    fixed_s = min(whole_s, calling_s + usual["update"] * (1 - facts.starved))
+    if facts.batch >= _SMALL or fixed_s < _FIXED * whole_s:
+        return None
+    enough = max(_SMALL, round(9 * fixed_s * facts.batch / max(whole_s - fixed_s, 0.01 * whole_s)))
+    parts = f", {facts.parts} times a step" if facts.parts > 1 else ""
+    line = f"{_of(fixed_s, whole_s)} does not depend on the batch of {facts.batch}{parts} (calling layers, updating)"
+    raised = "norm_batch, or lower accumulate" if facts.parts > 1 else "batch"
+    remedy = f"raise {raised}: at about {enough:,} images a forward it is a tenth; kasoku tune finds the best"
+    return StepBottleneck("small batch", _share(fixed_s, whole_s), line, remedy)
+
+
+def _launches(whole_s: float, facts: StepFacts) -> StepBottleneck | None:
+    whole_s *= 1 - facts.starved  # as in _small_batch
+    lost_s = min(whole_s, facts.parts * facts.layers * facts.layer_s)
+    if facts.batch < _SMALL or lost_s < _LAUNCH.get(facts.device, 0.75) * whole_s:
+        return None
+    parts = f" {facts.parts} times" if facts.parts > 1 else ""
+    line = f"{_of(lost_s, whole_s)} is calling {facts.layers} layers{parts}, whatever they compute"
+    cuda = "device.graphs = true, device.compile = true, or a larger batch"
+    remedy = cuda if facts.device == "cuda" else "a larger batch, or a network of fewer, wider layers"
+    return StepBottleneck("launch-bound", _share(lost_s, whole_s), line, remedy)
+
+
+def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
+    threads = facts.threads * facts.processes
+    if threads <= facts.cores or facts.device != "cpu":
+        return None
+    lost_s = sum(usual[row] for row in _COMPUTE) * (1 - facts.cores / threads)  # at most: threads also wait for others
+    if lost_s < _LISTED * whole_s:
+        return None
+    ranks = f" ({facts.processes} ranks)" if facts.processes > 1 else ""
+    line = f"{threads} threads{ranks} compute on {facts.cores} cores, and wait for each other"
+    remedy = f"device.threads = {max(1, facts.cores // facts.processes)}, or 0 to have it chosen"
+    return StepBottleneck("oversubscribed", _share(lost_s, whole_s), line, remedy)
+
+
+def _starved(facts: StepFacts) -> StepBottleneck | None:
+    if facts.starved < _STARVED or facts.threads * facts.processes > facts.cores:
+        return None
+    line = f"{facts.starved:.0%} of the time the main thread could go on and had no core"
+    remedy = "end what else runs on this machine, give the training more cores, or decode on fewer threads"
+    return StepBottleneck("CPU-starved", min(1.0, facts.starved), line, remedy)
+
+
+def _memory(whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck | None:
+    moving_s, computing_s = _least_s(bounds)
+    if not max(0.5 * whole_s, computing_s) <= moving_s <= whole_s:  # longer than a step: caches served most of it
+        return None
+    line = f"moving {bounds['bytes'] / 2**20:,.0f} MiB takes this device {_ms(moving_s)} of {_ms(whole_s)}"
+    remedy = "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more on what they read"
+    return StepBottleneck("memory-bound", min(1.0, moving_s / whole_s), line, remedy)
+
+
+def _loop(usual: Step, whole_s: float) -> StepBottleneck | None:
+    if usual["other"] < _LISTED * whole_s:
+        return None
+    line = f"{_of(usual['other'], whole_s)} is the loop itself: what is done between the steps and the batches"
+    remedy = "look at kasoku profile's trace.json for what runs there; read losses and write logs less often"
+    return StepBottleneck("loop-bound", _share(usual["other"], whole_s), line, remedy)
+
+
+def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck:
+    busy_s = usual["forward"] + usual["backward"]
+    line = f"{_of(busy_s, whole_s)} is forward and backward, and nothing else holds it up"
+    computing_s = _least_s(bounds)[1]
+    if computing_s:
+        line += f"; at the device's measured speed they would take {_ms(computing_s)}"
+    remedy = "a lower precision, smaller images at first (LowResolution), or more devices"
+    return StepBottleneck("compute-bound", _share(busy_s, whole_s), line, remedy)
+
+
+def _least_s(bounds: Mapping[str, float]) -> tuple[float, float]:
+    """What moving the bytes and computing the FLOPs of a step take at least; 0: not known."""
+    if not bounds:
+        return 0.0, 0.0
+    return bounds["bytes"] / bounds["bytes_per_s"], bounds["flops"] / bounds["flops_per_s"]
+
+
+def _share(part_s: float, whole_s: float) -> float:
+    return round(min(1.0, part_s / whole_s), 4)
+
+
+def _of(part_s: float, whole_s: float) -> str:
+    return f"{min(1.0, part_s / whole_s):.0%} of a step ({_ms(part_s)} of {_ms(whole_s)})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+# ---- facts
+
+
+def facts_of(
+    job: Job,
+    batch: int,
+    *,
+    threads: int = 0,
+    cores: int = 1,
+    processes: int = 1,
+    starved: float = 0.0,
+) -> StepFacts:
+    """The facts of a job; measures `layer_s`, a few milliseconds.
+
+    Args:
+        job: with its techniques applied, its model on the device it trains on.
+        batch: images of one forward on one rank.
+        threads: of one rank; 0: torch's.
+        cores: cores of this host that the process may use.
+        processes: ranks that share these cores.
+        starved: `Ledger.starved()`.
+    """
+    model = job.model
+    first = next(model.parameters(), torch.zeros(0))
+    one_call = any(t.compiles_model or t.captures_graph for t in job.applied)
+    leaves = [m for m in model.modules() if not any(True for _ in m.children()) and not isinstance(m, _SILENT)]
+    return StepFacts(
+        device=first.device.type,
+        batch=batch,
+        layers=0 if one_call else len(leaves),
+        layer_s=layer_s(first.device),
+        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        parts=job.accumulate,
+        threads=threads or torch.get_num_threads(),
+        cores=cores,
+        processes=processes,
+        starved=round(min(0.95, starved), 4),
+    )
+
+
+def layer_s(device: torch.device) -> float:
+    """Seconds that forward and backward of a layer take that has next to nothing to compute: what calling it costs.
+
+    Eight channels of 4x4 pixels, on one thread (more would wait for each other); the least of a few tries, which what
+    else runs here lengthens.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _layer_s(device)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _layer_s(device: torch.device) -> float:
+    with torch.random.fork_rng(devices=[]):
+        network = _thin(device).to(device)
+    x = torch.zeros((2, 8) if device.type == "cuda" else (2, 8, 4, 4), device=device)
+    took_s = []
+    for _ in range(10):
+        begin_s = time.perf_counter()
+        with torch.enable_grad():
+            out: Tensor = network(x).sum()
+            out.backward()  # type: ignore[no-untyped-call]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took_s.append(time.perf_counter() - begin_s)
+    return min(took_s[2:]) / len(network)
+
+
+def _thin(device: torch.device) -> nn.Sequential:
+    """Layers as networks have them; on a GPU without convolutions, for which kernels would be searched first."""
+    flat = device.type == "cuda"
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(8, 8), nn.BatchNorm1d(8)] if flat else [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)]
+        layers.append(nn.ReLU())
+    return nn.Sequential(*layers)

@@ -1,0 +1,59 @@
+"""What ran and where: versions, commit, machine; written beside every result."""
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kasoku.core.hardware import cores
+from kasoku.data.decode.jpeg import decoder
+
+
+def environment() -> dict[str, Any]:
+    """Versions, the commit of the working folder and of kasoku's own source (None outside git), and the machine."""
+    packages = ("kasoku", "torch", "numpy", "pillow", "safetensors")
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+        "commit": _commit(Path.cwd()),
+        "kasoku_commit": _commit(Path(__file__).parent),
+        "jpeg_decoder": decoder(),
+        "machine": {
+            "system": platform.platform(),
+            "cpu": _cpu(),
+            "cores": cores(),
+            "memory_bytes": _memory_bytes(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def _commit(folder: Path) -> str | None:
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,93 @@
+"""What a training writes while it runs: JSONL, TensorBoard events and MLPerf log lines."""
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from kasoku.core import InputError
+from kasoku.training.checkpoint import write_atomically
+
+
+class Log:
+    """Metrics of one run, line by line, flushed as they come.
+
+    metrics.jsonl: one object a line with `step`, `epoch`, `time_s` and the values. tensorboard/: the same as scalars.
+    mlperf.log: `:::MLLOG` lines. Resuming at a step drops the metrics after it; the others go on behind what is there.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
+        self._path = folder / "metrics.jsonl"
+        try:
+            if resume_step is not None and self._path.exists():
+                kept = [line for line in self._path.read_text().splitlines() if _step(line) <= resume_step]
+                write_atomically(self._path, lambda part: part.write_text("".join(f"{line}\n" for line in kept)))
+            self._lines = self._path.open("a", buffering=1)
+            self._mlperf = (folder / "mlperf.log").open("a", buffering=1)
+            self._events = EventFileWriter(str(folder / "tensorboard"))
+        except OSError as error:
+            raise InputError(f"{folder}: cannot write logs there ({error.strerror}): give another --out") from error
+
+    def metrics(self, step: int, epoch: float, values: dict[str, float]) -> None:
+        """Records values at a step; times are seconds since 1970."""
+        now = time.time()
+        line = json.dumps({"step": step, "epoch": round(epoch, 4), "time_s": round(now, 3), **values})
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        try:
+            self._lines.write(line + "\n")
+            self._events.add_event(Event(wall_time=now, step=step, summary=Summary(value=scalars)))
+        except OSError as error:
+            raise _full(self._path, error) from error
+
+    def mlperf(self, key: str, value: Any = None, *, event: str = "POINT_IN_TIME", **metadata: Any) -> None:
+        """One line in mlperf-logging's format; event is INTERVAL_START, INTERVAL_END or POINT_IN_TIME."""
+        record = {
+            "namespace": "",
+            "time_ms": int(time.time() * 1000),
+            "event_type": event,
+            "key": key,
+            "value": value,
+            "metadata": metadata,
+        }
+        try:
+            self._mlperf.write(f":::MLLOG {json.dumps(record)}\n")
+        except OSError as error:
+            raise _full(self._path.parent / "mlperf.log", error) from error
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        for part in (self._lines, self._mlperf, self._events):
+            with suppress(OSError):  # a full disk was reported when the line was written
+                part.close()
+
+
+class NoLog(Log):
+    """Writes nothing: of a rank that another one speaks for."""
+
+    def __init__(self) -> None:
+        pass
+
+    def metrics(self, step: int, epoch: float, values: dict[str, float]) -> None:
+        """Drops them."""
+
+    def mlperf(self, key: str, value: Any = None, *, event: str = "POINT_IN_TIME", **metadata: Any) -> None:
+        """Drops it."""
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+
+def _full(path: Path, error: OSError) -> InputError:
+    return InputError(f"{path}: cannot be written ({error.strerror}): free some space and go on with --resume")
+
+
+def _step(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 1 << 62  # a half-written last line

@@ -1,0 +1,102 @@
+"""Steps of asynchronous ranks (`Asynchronous`): how long their exchanges take, and how much of that is exposed.
+
+Note: the busiest link. Each of N ranks owns an Nth of the weights. It sends every owner that part of its update and
+receives as many bytes: two all-to-alls, whose time the busiest link sets (`allreduce.exchange`).
+
+Note: what is not simulated: the owners' additions, copies between a GPU and its host, the request for data of a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from kasoku.core import InputError, Span
+from kasoku.distributed import Asynchronous
+from kasoku.distributed.async_sgd.worker import most_alone
+from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, Piece, Sized, UnitTimes
+from kasoku.simulate.cluster import Cluster
+from kasoku.simulate.collectives import ALONE, Fastest, exchange, fastest
+
+_DRAWN = 1000  # steps in a timeline; of more, several are drawn as one
+
+
+def check(pace: Asynchronous, parts: int) -> None:
+    """Raises InputError for settings under which ranks exchange in another way."""
+    if pace.servers or pace.max_staleness == 0 or parts > 1:
+        raise InputError(
+            f"servers={pace.servers}, max_staleness={pace.max_staleness}, {parts} parts: asynchronous ranks are "
+            "simulated with servers=0, max_staleness above 0 and a share in one part"
+        )
+
+
+@lru_cache(maxsize=1024)
+def link(cluster: Cluster, gpus: int) -> Fastest:
+    """The time of an exchange, by the bytes of a rank's update: requests, replies, and those bytes both ways."""
+    once = exchange(cluster, gpus)
+    return fastest(cluster, [("exchange", once + once)]) if gpus > 1 else ALONE
+
+
+def plan(pace: Asynchronous, tensors: Sequence[Sized]) -> BucketPlan:
+    """The groups of its policy, each sent whole, in order; `tensors` in order of definition."""
+    made = pace.buckets.plan(tensors)
+    sizes = [sum(tensors[i].elements for i in group) for group in made.groups]
+    return BucketPlan(made.groups, tuple(Piece(g, 0, size) for g, size in enumerate(sizes)), made.policy)
+
+
+def settled(pace: Asynchronous, units: Sequence[UnitTimes], groups: Sequence[tuple[float, float]]) -> Asynchronous:
+    """Replaces every=0 by the number of steps that an exchange lasts; `groups`: seconds and bytes of each."""
+    if pace.every:
+        return pace
+    between_s = sum(_phases(units).values()) * (len(groups) if pace.stream else 1)
+    steps = math.ceil(sum(s for s, _ in groups) / between_s - 1e-9) if pace.hidden and between_s else 1
+    return replace(pace, every=min(most_alone(pace.max_staleness), max(1, steps)))
+
+
+def forecast(
+    pace: Asynchronous, units: Sequence[UnitTimes], groups: Sequence[tuple[float, float]], *, timeline: bool = False
+) -> Forecast:
+    """The mean step of a rank in the steady state; the timeline shows as many steps as exchange every group once."""
+    compute_s = sum(_phases(units).values())
+    link_s = sum(s for s, _ in groups) / (pace.every * (len(groups) if pace.stream else 1))
+    exposed_s = max(0.0, link_s - compute_s) if pace.hidden else link_s
+    spans = _spans(pace, _phases(units), groups) if timeline else ()
+    return Forecast(compute_s + exposed_s, compute_s, link_s, spans=spans)
+
+
+def _phases(units: Sequence[UnitTimes]) -> dict[str, float]:
+    """The seconds of a step's compute by kind."""
+    return {kind: sum(getattr(u, f"{kind}_s") for u in units) for kind in ("forward", "backward", "update")}
+
+
+def _spans(pace: Asynchronous, phases: dict[str, float], groups: Sequence[tuple[float, float]]) -> tuple[Span, ...]:
+    numbered = list(enumerate(groups))
+    rounds = [[group] for group in numbered] if pace.stream else [numbered]
+    drawn = min(pace.every, max(1, _DRAWN // len(rounds)))
+    ends = list(itertools.accumulate(sum(s for _, (s, _) in members) for members in rounds))
+    # when the exchanges of the previous turn end: either the link is never free, or no step waits for them
+    busy = pace.hidden and ends[-1] > len(rounds) * pace.every * sum(phases.values())
+    ends = [end - ends[-1] if busy else -math.inf for end in ends]
+    spans: list[Span] = []
+
+    def draw(kind: str, name: str, start: float, stop: float, size: float = 0) -> float:
+        if stop > start:
+            spans.append(Span(kind, name, start, stop, bytes=round(size)))
+        return max(start, stop)
+
+    now, free, zero = ends[0] if busy else 0.0, 0.0, 0.0
+    for i, members in enumerate([*rounds, *rounds]):  # the second turn is in the steady state
+        if i == len(rounds):
+            zero = now
+            spans.clear()
+        for group, (s, size) in members:
+            free = draw("transfer", f"group {group}", max(now, free), max(now, free) + s, size)
+        ends.append(free)
+        now = now if pace.hidden else draw("exposed", "fresh weights", now, free)
+        for _, (kind, s) in itertools.product(range(drawn), phases.items()):
+            now = draw(kind, "all layers", now, now + s * pace.every / drawn)
+        now = draw("exposed", "fresh weights", now, ends[i + 1]) if pace.hidden else now
+    return tuple(replace(span, start=span.start - zero, stop=span.stop - zero) for span in spans)

@@ -1,0 +1,326 @@
+"""What an all-reduce takes on a cluster: its algorithm's messages put on the links, and what links and hops take.
+
+Note: latency and bandwidth apart. A message's way through an algorithm has so many hops, each of which takes what the
+library's table says. Its bytes take what the links allow when all flows of a round share them (`network`), which is
+linear in the bytes; so each algorithm in each protocol is a `LinkModel` of core, and a collective of n bytes takes the
+fastest of them. On a network without contention these are the closed forms (tests/simulate/test_allreduce.py):
+ring 2(p-1)a + 2(p-1)/p n/B; halving-doubling 2 log2(p) a + 2(p-1)/p n/B; double binary tree 2 log2(p) a + 2 n/B;
+hierarchical and 2-D torus: a reduce-scatter along rows, an all-reduce of what is left along columns, an all-gather.
+Ref: Thakur et al. 2005; Sanders et al. 2009 (two trees); Mikami et al. 2018 (2-D torus, arXiv 1811.05233).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from kasoku.core import InputError
+from kasoku.distributed.ddp.cost_model import LinkModel
+from kasoku.simulate.cluster import Cluster, Protocol
+from kasoku.simulate.fair_share import Flows, seconds
+
+Flow = tuple[int, int, int, float]  # from, to, NIC, bytes of each byte that is reduced
+
+# of NCCL; the others by name
+AUTO = ("ring", "tree")
+
+
+@dataclass(frozen=True)
+class AlgorithmCost:
+    """What an algorithm asks of a network: [within nodes, between nodes] hops, and seconds a byte."""
+
+    ring_hops: tuple[int, int] = (0, 0)
+    tree_hops: tuple[int, int] = (0, 0)
+    byte_s: float = 0.0
+    starts: int = 1
+    trees: int = 0  # of the starts
+
+    def __add__(self, other: AlgorithmCost) -> AlgorithmCost:
+        ring = (self.ring_hops[0] + other.ring_hops[0], self.ring_hops[1] + other.ring_hops[1])
+        tree = (self.tree_hops[0] + other.tree_hops[0], self.tree_hops[1] + other.tree_hops[1])
+        starts, trees = self.starts + other.starts, self.trees + other.trees
+        return AlgorithmCost(ring, tree, self.byte_s + other.byte_s, starts, trees)
+
+    def twice(self) -> AlgorithmCost:
+        """One way and back, started once."""
+        ring, tree = ((2 * a, 2 * b) for a, b in (self.ring_hops, self.tree_hops))
+        return replace(self, ring_hops=ring, tree_hops=tree, byte_s=2 * self.byte_s)
+
+    def of(self, share: float) -> AlgorithmCost:
+        """Where of each byte only a share is sent."""
+        return replace(self, byte_s=share * self.byte_s)
+
+    def link(self, protocol: Protocol) -> LinkModel:
+        """What it comes to in a protocol."""
+        hops = zip((*self.ring_hops, *self.tree_hops), (*protocol.ring_us, *protocol.tree_us), strict=True)
+        starts_us = self.starts * protocol.start_us + self.trees * protocol.tree_more_us
+        latency_us = starts_us + sum(n * us for n, us in hops)
+        return LinkModel(1e-6 * latency_us, protocol.share / self.byte_s if self.byte_s else float("inf"))
+
+
+@dataclass(frozen=True)
+class Fastest(LinkModel):
+    """Of several ways of the same collective the one that is fastest for the bytes it is asked for."""
+
+    choices: tuple[tuple[str, LinkModel], ...] = ()
+
+    def seconds(self, size: float) -> float:
+        """An all-reduce of `size` bytes, alone."""
+        return min(link.seconds(size) for _, link in self.choices)
+
+    def choice(self, size: float) -> str:
+        """The algorithm and protocol that it takes."""
+        return min(self.choices, key=lambda named: named[1].seconds(size))[0]
+
+
+ALONE = Fastest(0.0, float("inf"), choices=(("none", LinkModel(0.0, float("inf"))),))  # one GPU shares nothing
+
+
+@lru_cache(maxsize=1024)
+def link(cluster: Cluster, gpus: int, algorithm: str = "auto") -> Fastest:
+    """What an all-reduce over so many GPUs takes.
+
+    Args:
+        cluster: whose first nodes they are.
+        gpus: how many; they fill their nodes.
+        algorithm: of `ALGORITHMS`; "auto": the faster of ring and tree, as NCCL chooses.
+
+    Raises:
+        InputError: for an algorithm there is not, or not for so many GPUs.
+    """
+    nodes = cluster.nodes_for(gpus)
+    if gpus == 1:
+        return ALONE
+    if algorithm not in ALGORITHMS and algorithm != "auto":
+        raise InputError(f"all-reduce {algorithm}: one of auto, {', '.join(ALGORITHMS)}")
+    names = [name for name in AUTO if name == "ring" or nodes > 1] if algorithm == "auto" else [algorithm]
+    return fastest(cluster, [(name, shape) for name in names for shape in ALGORITHMS[name](cluster, gpus)])
+
+
+def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
+    """The fastest of several ways, by name, each in every protocol of the cluster."""
+    choices = tuple(
+        (f"{name}, {protocol.name}", shape.link(protocol)) for name, shape in shapes for protocol in cluster.table
+    )
+    least = min(choices, key=lambda named: named[1].seconds(1.0))[1]
+    most = min(choices, key=lambda named: named[1].seconds(1e12))[1]
+    return Fastest(least.latency_s, most.bytes_per_s, choices=choices)
+
+
+def fills(algorithm: str, gpus: int) -> bool:
+    """Whether an algorithm can be had on so many GPUs."""
+    return algorithm != "halving-doubling" or gpus & (gpus - 1) == 0
+
+
+def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
+    """Seconds for each byte reduced, of flows that go on at once."""
+    routes = [cluster.route(gpus, start, stop, nic) for start, stop, nic, _ in flows]
+    return seconds(Flows(routes, [size for *_, size in flows]), cluster.capacity(gpus))
+
+
+def ring(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
+    """A ring a NIC, each with its part of the bytes; a node is entered and left once."""
+    return [gather(cluster, gpus).twice()]
+
+
+def gather(cluster: Cluster, gpus: int) -> AlgorithmCost:
+    """An all-gather (or a reduce-scatter) by such rings: half of their all-reduce."""
+    rounds, between = gpus - 1, cluster.nodes_for(gpus) - 1
+    byte_s = rounds * contended_s(cluster, gpus, _rings(cluster, 0, gpus))
+    return AlgorithmCost(ring_hops=(rounds - between, between), byte_s=byte_s)
+
+
+@lru_cache(maxsize=1024)
+def gathering(cluster: Cluster, gpus: int) -> Fastest:
+    """What an all-gather takes, of the bytes of all ranks together."""
+    return fastest(cluster, [("all-gather", gather(cluster, gpus))])
+
+
+def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
+    """A round of the rings over so many GPUs from `first` on, which are one node's, or fill theirs."""
+    nodes, each = max(1, gpus // cluster.node.gpus), min(gpus, cluster.node.gpus)
+    channels = cluster.node.nics if nodes > 1 else 1
+    size = 1 / (gpus * channels)
+    flows: list[Flow] = []
+    for channel in range(channels):
+        last = channel * each // channels  # the GPU nearest to the NIC sends it out
+        order = [first + node * each + (last + 1 + i) % each for node in range(nodes) for i in range(each)]
+        flows += [(a, b, channel, size) for a, b in itertools.pairwise([*order, order[0]])]
+    return flows
+
+
+def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
+    """An all-to-all: each rank sends every other an equal part of its bytes, all at once.
+
+    `width`: only ranks at the same place of rows of so many send to each other.
+
+    Note: the busiest link. Where all flows are alike it sets the seconds: each of its flows gets an equal part, and no
+    flow less. As much comes into a node or a rack as goes out; its NICs carry equal parts of that.
+    """
+    nodes, node, racks = cluster.nodes_for(gpus), cluster.node, cluster.racks
+    each, high = gpus // nodes, gpus // width
+    ranks = np.arange(gpus)
+
+    def members(part: int) -> npt.NDArray[np.intp]:
+        """Of each stretch of so many GPUs how many there are at each place of a row."""
+        stretches = -(-gpus // part)
+        return np.bincount(ranks // part * width + ranks % width, minlength=stretches * width).reshape(-1, width)
+
+    def leaves(part: int) -> float:
+        """Of each byte that a rank has, what the busiest stretch of so many GPUs sends to the others."""
+        inside = members(part)
+        return float((inside * (high - inside)).sum(1).max()) / high
+
+    seconds = [0.0]
+    if each > 1:
+        seconds.append(float(members(each).max() - 1) / high / (1e9 * node.port_gb_s))
+    if nodes > 1:
+        seconds.append(leaves(each) / node.nics / (1e9 * node.nic_gb_s))
+    if racks and racks.uplink_gb_s:  # the last one may not be full
+        seconds.append(leaves(each * racks.nodes) / (1e9 * racks.uplink_gb_s))
+    return AlgorithmCost(ring_hops=(0, 1) if nodes > 1 else (1, 0), byte_s=max(seconds))
+
+
+def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
+    """Two binary trees over the nodes, each with half of the bytes, up and down at once; a chain within each node."""
+    nodes, each = cluster.nodes_for(gpus), min(gpus, cluster.node.gpus)
+    channels = cluster.node.nics if nodes > 1 else 1
+    flows: list[Flow] = []
+    for channel in range(channels):
+        first = channel * each // channels
+        chain = [(first + i) % each for i in range(each)]
+        for node in range(nodes):
+            inside = [(node * each + a, node * each + b) for a, b in itertools.pairwise(chain)]
+            flows += [(*pair, channel, 1 / channels) for a, b in inside for pair in ((a, b), (b, a))]
+        size = 0.5 / channels
+        leaders = [node * each + first for node in range(nodes)]
+        flows += [(a, b, channel, size) for a, b in _two_trees(leaders)]
+    hops = 2 * (each - 1), 2 * depth(nodes)
+    return [AlgorithmCost(tree_hops=hops, byte_s=contended_s(cluster, gpus, flows), trees=1)]
+
+
+def halving_doubling(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
+    """Partners at twice the distance with half the bytes each round, and back."""
+    if not fills("halving-doubling", gpus):
+        raise InputError(f"all-reduce halving-doubling on {gpus} GPUs: a power of two is wanted")
+    found = AlgorithmCost()
+    for k in range(gpus.bit_length() - 1):
+        away = 1 << k
+        flows = [(rank, rank ^ away, cluster.nic_of(rank), 0.5 / away) for rank in range(gpus)]
+        hops = (0, 2) if away >= cluster.node.gpus else (2, 0)
+        found += AlgorithmCost(ring_hops=hops, byte_s=2 * contended_s(cluster, gpus, flows), starts=0)
+    return [found]
+
+
+def hierarchical(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
+    """Reduce-scatter within each node, an all-reduce of each part between nodes (ring or trees), all-gather."""
+    return torus(cluster, gpus, min(gpus, cluster.node.gpus), trees=True)
+
+
+def torus(
+    cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False, across: float = 1.0, exchanged: bool = False
+) -> list[AlgorithmCost]:
+    """The same on a grid of `width` GPUs a row (0: about square, of whole nodes), with rings; or also with trees.
+
+    `across`: of the bytes that are left of a row, the share that is sent along columns. `exchanged`: what is sent there
+    goes by an all-to-all and an all-gather.
+    """
+    width = width or square(gpus, min(gpus, cluster.node.gpus))
+    if gpus % width:
+        raise InputError(f"all-reduce torus on {gpus} GPUs: rows of {width} do not fill it")
+    row, high = _rows(cluster, gpus, width), gpus // width
+    if high == 1:
+        return [row]
+    columns = [[first + width * i for i in range(high)] for first in range(width)]
+    ringed = [(a, b) for column in columns for a, b in itertools.pairwise([*column, column[0]])]
+    flows = [(a, b, cluster.nic_of(a), across / gpus) for a, b in ringed]
+    once = AlgorithmCost(ring_hops=(0, high - 1), byte_s=(high - 1) * contended_s(cluster, gpus, flows))
+    if exchanged:
+        return [row + exchange(cluster, gpus, width).of(across / width) + once]
+    found = [row + once.twice()]
+    if trees:
+        pairs = [pair for column in columns for pair in _two_trees(column)]
+        flows = [(a, b, cluster.nic_of(a), 0.5 * across / width) for a, b in pairs]
+        found.append(
+            row + AlgorithmCost(tree_hops=(0, 2 * depth(high)), byte_s=contended_s(cluster, gpus, flows), trees=1)
+        )
+    return found
+
+
+def _rows(cluster: Cluster, gpus: int, width: int) -> AlgorithmCost:
+    """A reduce-scatter and an all-gather along rows: by a ring a NIC where these are whole nodes."""
+    if width == 1:
+        return AlgorithmCost(starts=0)
+    rows, each = range(0, gpus, width), cluster.node.gpus
+    flows: list[Flow] = []
+    for row in rows:
+        if width % each == 0:
+            flows += _rings(cluster, row, width)
+        else:
+            pairs = [(row + i, row + (i + 1) % width) for i in range(width)]
+            flows += [(a, b, cluster.nic_of(a), 1 / width) for a, b in pairs]
+    between = max(0, -(-width // each) - 1)
+    once = AlgorithmCost(
+        ring_hops=(width - 1 - between, between), byte_s=(width - 1) * contended_s(cluster, gpus, flows)
+    )
+    return once + once
+
+
+def depth(ranks: int) -> int:
+    """The edges from the root of one of the trees to its farthest leaf."""
+    parent = dict(_edges(0, ranks))
+    far = 0
+    for rank in parent:
+        hops, at = 0, rank
+        while at in parent:
+            hops, at = hops + 1, parent[at]
+        far = max(far, hops)
+    return far
+
+
+def _two_trees(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Messages up and down both trees; who passes on in one is a leaf of the other, where there are evenly many."""
+    n = len(ranks)
+    for shift in (0, 1):
+        for child, parent in _edges(0, n):
+            a, b = ranks[(child + shift) % n], ranks[(parent + shift) % n]
+            yield a, b
+            yield b, a
+
+
+def _edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """(child, parent) of a binary tree over start..stop-1, in order, whose leaves are the even ones."""
+    middle = _root(start, stop)
+    for low, high in ((start, middle), (middle + 1, stop)):
+        if low < high:
+            yield _root(low, high), middle
+            yield from _edges(low, high)
+
+
+def _root(start: int, stop: int) -> int:
+    """The place behind the largest whole tree (2^k - 1 places) that leaves room for itself."""
+    n = stop - start
+    if n == 1:
+        return start
+    left = (1 << (n.bit_length() - 1)) - 1
+    return start + left if n > left else start
+
+
+def square(gpus: int, each: int) -> int:
+    """The row of whole nodes that makes the grid most nearly square."""
+    widths = [w for w in range(each, gpus + 1, each) if gpus % w == 0]
+    return min(widths, key=lambda w: abs(w - gpus / w))
+
+
+ALGORITHMS: dict[str, Callable[[Cluster, int], list[AlgorithmCost]]] = {
+    "ring": ring,
+    "tree": tree,
+    "halving-doubling": halving_doubling,
+    "hierarchical": hierarchical,
+    "torus": torus,
+}

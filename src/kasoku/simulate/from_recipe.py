@@ -1,0 +1,294 @@
+"""A recipe on a simulated cluster: how its ranks share gradients, its steps, its training, its scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kasoku import simulate
+from kasoku.config.recipe import Recipe
+from kasoku.config.techniques import is_asynchronous, techniques_for
+from kasoku.config.toml import Factory
+from kasoku.config.updates import ahead, updates
+from kasoku.core import InputError
+from kasoku.data import Facts
+from kasoku.device import Graphs
+from kasoku.distributed import OneGroup, Overlap, Policy
+from kasoku.distributed.batchnorm.grouped import norms
+from kasoku.distributed.ddp.bucketing import Graded
+from kasoku.distributed.ddp.cost_model import BucketPlan, Piece, Sized
+from kasoku.distributed.rendezvous import can_share, check_share
+from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
+from kasoku.simulate.compressed import exchanges, flat
+from kasoku.simulate.sweep import scaled
+
+_FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer get a remark, which advises at least _ENOUGH
+
+
+@dataclass(frozen=True)
+class PerParameter(Policy):
+    """The collectives of AllReduce: one for each parameter, in their order, so none before the end of backward."""
+
+    def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
+        """The parameters near the input come first."""
+        order = tuple(Piece(i, 0, t.elements) for i, t in enumerate(tensors))
+        return BucketPlan(tuple((i,) for i in range(len(tensors))), order, "a parameter")
+
+
+@dataclass(frozen=True)
+class GivenPlan(Policy):
+    """A plan that was searched before: a search at each size of a sweep would take minutes."""
+
+    given: BucketPlan
+
+    def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
+        """The plan, whatever the tensors."""
+        return self.given
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A recipe on a cluster. `notes`: remarks on its data; `norms`: the number of its model's BatchNorms."""
+
+    recipe: Recipe
+    facts: Facts
+    simulator: Simulator
+    notes: tuple[str, ...] = ()
+    norms: int = 0
+
+    def with_sharing(self, sharing: Sharing) -> Scenario:
+        """The same scenario with gradients shared in another way."""
+        return replace(self, simulator=replace(self.simulator, sharing=sharing))
+
+    def step(self, gpus: int) -> SimulatedStep:
+        """A step of the recipe's batch. Raises InputError where the GPUs cannot share it."""
+        self.simulator.cluster.nodes_for(gpus)
+        check_share(self.recipe, gpus)
+        techniques_for(self.recipe, gpus)  # raises for what asynchronous ranks refuse
+        if updates(self.recipe, self.facts.images) < 1:
+            raise InputError(
+                f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}: not one update of {self.facts.images:,} "
+                "images: a smaller batch or more epochs"
+            )
+        return self.simulator.step(gpus, self.recipe.batch, parts=self.recipe.parts(gpus))
+
+    def rows(self, step: SimulatedStep) -> dict[str, float]:
+        """Seconds of the whole training by item; the items are rows of a measured run's ledger."""
+        total = updates(self.recipe, self.facts.images)
+        costs, compute_s = self.simulator.cluster.costs, step.compute_s + step.straggler_s
+        forward = sum(u.forward_s for u in step.inputs.units)
+        share = forward / (forward + sum(u.backward_s for u in step.inputs.units))
+        return {
+            "start": costs.setup_s,
+            "first epoch": costs.first_epoch_s,
+            "input": total * step.input_s,
+            "forward": total * share * compute_s,
+            "backward": total * (1 - share) * compute_s,
+            "exposed": total * step.exposed_s,
+            "evaluate": evaluations(self.recipe) * self.simulator.evaluation_s(step.gpus, self._evaluated_images()),
+        }
+
+    def document(self, step: SimulatedStep) -> dict[str, Any]:
+        """All figures of a step and of the training, for a JSON file."""
+        rows = self.rows(step)
+        parts = self.recipe.parts(step.gpus)
+        alone = self.simulator.step(1, max(parts, self.recipe.batch // step.gpus), parts=parts)
+        training_s = sum(rows.values())
+        return {
+            "gpus": step.gpus,
+            "batch": step.images,
+            "step_s": step.step_s,
+            "compute_s": step.compute_s,
+            "jitter_s": step.straggler_s,
+            "exposed_s": step.exposed_s,
+            "input_s": step.input_s,
+            "exchange_s" if step.inputs.asynchronous else "all_reduce_s": step.link_s,
+            "images_per_s": step.images_per_s,
+            "efficiency": step.images_per_s / step.gpus / alone.images_per_s,
+            "rows": rows,
+            "training_s": training_s,
+            "usd": self.usd(step, training_s),
+        }
+
+    def usd(self, step: SimulatedStep, seconds: float) -> float:
+        """The rent of a step's GPUs for so many seconds; 0 where the price is unknown."""
+        return seconds / 3600 * step.gpus * self.simulator.cluster.device.usd_hour
+
+    def _evaluated_images(self) -> int:
+        """Forward passes of an evaluation: the test images in each view, and the images that recalibrate BatchNorm."""
+        from kasoku.training.evaluation import PASSES
+
+        renewing: list[Any] = [t for t in self.recipe.techniques if t.renews_statistics]
+        again = sum(technique.images or self.facts.images for technique in renewing)
+        tested = round(PASSES[self.recipe.evaluate.views] * self.facts.tested)
+        return tested + (min(again, self.facts.images) if self.norms else 0)
+
+    def remarks(self, step: SimulatedStep) -> list[str]:
+        """The limits of these times, a line each."""
+        recipe, simulator = self.recipe, self.simulator
+        gpu, profile, precision = simulator.cluster.device, simulator.profile, recipe.device.precision
+        images = step.images / (step.gpus * recipe.parts(step.gpus))
+        lines = list(self.notes)
+        if (exchange := step.inputs.asynchronous) and step.gpus > 1:
+            lines.append("Asynchronous: only links are simulated, not the owners' additions or copies to a host")
+            if exchange.warmup or exchange.finish:
+                epochs = f"warmup={exchange.warmup:g}, finish={exchange.finish:g}"
+                lines.append(f"Asynchronous: its synchronous epochs ({epochs}) are simulated as asynchronous ones")
+        if step.norms_s:
+            lines.append(
+                f"norm_batch={recipe.norm_batch} is more than a rank has at once: BatchNorms wait for all ranks, "
+                f"{1e3 * step.norms_s:.2f} ms of the exposed communication"
+            )
+        if any(technique.changes_resolution for technique in recipe.techniques):
+            lines.append("LowResolution: its epochs of small images are simulated at full size, which takes longer")
+        if not profile and precision not in ("auto", "fp16", gpu.precision):
+            lines.append(f"precision = {precision}: {gpu.name} was measured in {gpu.precision}; a profile is surer")
+        if not profile and any(technique.saves_memory for technique in recipe.techniques):
+            lines.append("SavedMemory: its recomputation is not simulated; a profile includes it")
+        return lines + self._few_images(step.gpus) + simulate.remarks(simulator.net, gpu, images, profile)
+
+    def _few_images(self, gpus: int) -> list[str]:
+        """A remark where BatchNorm statistics of so few images may cost accuracy."""
+        shared = self.recipe.norm_batch or self.recipe.batch // (gpus * self.recipe.parts(gpus))
+        if not self.norms or shared >= _FEW:
+            return []
+        return [
+            f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of so few are noisy and "
+            "cost accuracy (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He 2018, "
+            f"arXiv 1803.08494): {self._remedy(gpus, self._norm_batch(gpus, shared))}"
+        ]
+
+    def _remedy(self, gpus: int, enough: int) -> str:
+        """Settings under which more images share statistics; `enough`: such a norm_batch, or 0."""
+        recipe = self.recipe
+        own = recipe.batch // (gpus * max(1, recipe.accumulate))  # a larger group spans ranks
+        waits = " (ranks then wait for statistics)" if enough > own else ""
+        ways = [f"--set norm_batch={enough}{waits}" if enough else "a larger batch"]
+        if recipe.accumulate > 1 and not (enough and recipe.norm_batch):
+            ways.append(f"a smaller accumulate than {recipe.accumulate}")
+        if not recipe.norm_batch:
+            return " or ".join([*ways, *(["fewer GPUs"] if gpus > 1 else [])])
+        return " or ".join(ways) + ("" if enough else ", and then a larger norm_batch")
+
+    def _norm_batch(self, gpus: int, shared: int) -> int:
+        """The least norm_batch that is enough and that the GPUs can share; 0 where there is none."""
+        recipe = self.recipe
+        if recipe.device.graphs or is_asynchronous(recipe, gpus):
+            return 0  # statistics of several ranks work with neither
+        most = recipe.batch // max(1, recipe.accumulate)
+        sizes = (n for n in range(max(_ENOUGH, shared + 1), most + 1) if recipe.batch % n == 0)
+        return next((n for n in sizes if can_share(replace(recipe, norm_batch=n), gpus)), 0)
+
+
+def scenario(
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    algorithm: str = "",
+    profiles: Sequence[tuple[Path, int]] = (),
+    like: Scenario | None = None,
+) -> Scenario:
+    """The recipe on the cluster. Raises InputError for settings that are not simulated.
+
+    Args:
+        recipe: its batch, model, data and techniques count.
+        cluster: its nodes, network and GPUs.
+        algorithm: of the all-reduces; "": the fastest.
+        profiles: folders of `kasoku profile`, and the images of the steps profiled there.
+        like: another recipe on the same cluster; where model and data are equal, they are not inspected again.
+    """
+    if recipe.auto_batch:
+        raise InputError('batch = "auto": give --set batch=B, or the recipe of a run that was tuned')
+    if any(technique.changes_batch for technique in recipe.techniques):
+        raise InputError("technique GrowBatch: a batch that grows is not simulated: leave it out, and give one batch")
+    precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
+    shared = replace(sharing(recipe, algorithm), needs_all=precision == "fp16")
+    if like and (like.recipe.model, like.recipe.data) == (recipe.model, recipe.data):
+        other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
+        return replace(like, recipe=recipe, simulator=other)
+    facts, note = ahead(recipe)
+    net, batch_norms = _inspect(recipe.model, facts)
+    profile = simulate.profiled(profiles, net) if profiles else None
+    simulator = Simulator(cluster, net, shared, profile=profile, norm_batch=recipe.norm_batch)
+    return Scenario(recipe, facts, simulator, (note,) if note else (), batch_norms)
+
+
+def _inspect(model: Factory, facts: Facts) -> tuple[ModelCosts, int]:
+    """The network of a recipe, and the number of its BatchNorms."""
+    with torch.device("meta"):
+        made = model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
+        batch_norms = len(norms(made))
+    return simulate.model_costs(
+        model.use.rpartition(".")[2], made, (facts.channels, facts.side, facts.side)
+    ), batch_norms
+
+
+def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
+    """How a recipe's ranks share gradients. Raises InputError for techniques that are not simulated."""
+    techniques = techniques_for(recipe, 1)
+    exchange: Any = next((t for t in techniques if t.exchanges_gradients), Overlap())
+    if exchange.is_asynchronous:
+        others = [t for t in techniques if t is not exchange] + [Graphs()] * recipe.device.graphs
+        if conflicts := [line for other in others if (line := exchange.conflict(other))]:
+            raise InputError(conflicts[0])
+        if algorithm:
+            raise InputError(f"--allreduce {algorithm}: asynchronous ranks send no all-reduces: leave it out")
+        return Sharing(exchange.buckets, asynchronous=exchange)
+    if recipe.device.graphs or not exchange.overlaps_backward:
+        return Sharing(PerParameter(), wire_bytes=4, algorithm=algorithm or "auto")
+    late = exchange.next_forward and not any(technique.needs_whole_gradients for technique in techniques)
+    between = flat(exchange.reducer)  # raises for a reducer that is not simulated
+    if algorithm not in ("", "auto") and exchanges(between):
+        raise InputError(
+            f'--allreduce {algorithm}: reducer Wire with sums="fp32" makes no all-reduce, but an all-to-all and an '
+            'all-gather: leave it out, or give Wire sums="wire"'
+        )
+    reducer = between if algorithm else exchange.reducer
+    return Sharing(exchange.buckets, late, algorithm=algorithm or "auto", reducer=reducer)
+
+
+def sweep(
+    asked: Scenario, gpus: Sequence[int], step: SimulatedStep, changed: tuple[str, Cluster] | None = None
+) -> dict[str, list[SimulatedStep]]:
+    """Steps at each number of GPUs with the images a GPU of `step`, under each way to share gradients.
+
+    `changed`: a name and another cluster, on which the last way is simulated too.
+    """
+    simulator, parts = asked.simulator, asked.recipe.parts(step.gpus)
+    images = images_each(asked, step)
+    simulators = {name: replace(simulator, sharing=way) for name, way in _ways(simulator.sharing, step).items()}
+    if changed:
+        last = list(simulators)[-1]
+        simulators[f"{last}; {changed[0]}"] = replace(simulators[last], cluster=changed[1])
+    return {name: scaled(each, gpus, images=images, parts=parts) for name, each in simulators.items()}
+
+
+def images_each(asked: Scenario, step: SimulatedStep) -> int:
+    """Images a GPU of a step, at least one for each of its parts."""
+    return max(asked.recipe.parts(step.gpus), step.images // step.gpus)
+
+
+def _ways(shared: Sharing, step: SimulatedStep) -> dict[str, Sharing]:
+    """The ways that a sweep compares: nothing hidden, hidden behind backward, and the recipe's own."""
+    ways = {
+        "one group after backward": replace(shared, policy=OneGroup(), next_forward=False, asynchronous=None),
+        "graded groups behind backward": replace(shared, policy=Graded(), next_forward=False, asynchronous=None),
+    }
+    if shared.asynchronous:
+        return {**ways, "asynchronous": shared}
+    plan, late = step.inputs.plan, step.inputs.late
+    if step.gpus > 1:
+        name = f"{plan.policy}{', also behind the next forward' if late else ''}"
+        ways[name] = replace(shared, policy=GivenPlan(plan), next_forward=late)
+    return ways
+
+
+def evaluations(recipe: Recipe) -> int:
+    """The number of evaluations: every so many epochs from the start on, and at the end."""
+    every, start = recipe.evaluate.every, recipe.evaluate.start
+    inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
+    return len(inside) + 1

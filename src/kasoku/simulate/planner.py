@@ -1,0 +1,235 @@
+"""The search for a batch, a number of GPUs, groups and an all-reduce that meet a deadline or a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kasoku.config.recipe import Recipe, load, points
+from kasoku.config.techniques import techniques_for
+from kasoku.config.updates import updates
+from kasoku.core import InputError, Schedule
+from kasoku.core import schedule as schedules
+from kasoku.distributed import Graded, Hierarchical, Mean, Overlap, Planned
+from kasoku.distributed.rendezvous import can_share
+from kasoku.simulate import Cluster, Sharing, SimulatedStep
+from kasoku.simulate.collectives import square
+from kasoku.simulate.compressed import flat
+from kasoku.simulate.from_recipe import Scenario, scenario, sharing
+from kasoku.simulate.sweep import sizes
+
+# Measured over simulated steps, at the best and at the worst of the published runs that calibrate nothing
+# (benchmarks/simulate_published.py): the ranges of a plan; no simulated step depends on them. Bounds from physics alone
+# were tried (RECORDS.md): too wide to help with a deadline, and one of these runs lay outside
+LEAST, MOST = 0.97, 1.19
+_SIZES = 24  # numbers of GPUs that are tried with a batch
+_OUTPUTS = 22_228_968  # of an image of ResNet-50 at 224 pixels: a GPU held as many as it was measured with
+_WORTH = 0.99  # of the step's time: searched groups, or an all-reduce by nodes, must promise less
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A batch on a number of GPUs, and the seconds and USD of the training."""
+
+    scenario: Scenario
+    step: SimulatedStep
+    seconds: float
+    usd: float
+
+    @property
+    def late_s(self) -> float:
+        """The training if its steps are slower than simulated by the largest error that was measured."""
+        return self.seconds * MOST
+
+
+def choice(asked: Scenario, gpus: int) -> Choice:
+    """The recipe on so many GPUs, simulated."""
+    step = asked.step(gpus)
+    seconds = sum(asked.rows(step).values())
+    return Choice(asked, step, seconds, asked.usd(step, seconds))
+
+
+def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -> tuple[list[Recipe], str]:
+    """The recipe at each batch to try, and a remark on batches that it cannot have.
+
+    Args:
+        file: the recipe.
+        settings: `path=value`; one of the batch leaves that batch alone.
+        noise_scale: of the gradients, in images: batches around the recipe's own, with the epochs that each needs.
+            None: the recipe's points, or its own batch where it has none.
+    """
+    batches = points(file, settings)
+    if noise_scale is not None:
+        if batches:
+            raise InputError(
+                "--noise-scale: the recipe's points give the epochs of each batch: leave it out, or --set points=[]"
+            )
+        return _by_noise_scale(file, settings, noise_scale)
+    if not batches or any(setting.partition("=")[0].strip() == "batch" for setting in settings):
+        return [load(file, settings)], ""
+    return [load(file, [*settings, f"batch={batch}"]) for batch in batches], ""
+
+
+def _by_noise_scale(file: Path, settings: Sequence[str], noise: float) -> tuple[list[Recipe], str]:
+    """The recipe's batch times powers of two, with the epochs that each needs.
+
+    Maths: epochs(B) = epochs(B0) (1 + B / noise) / (1 + B0 / noise). Ref: McCandlish et al. 2018 (arXiv 1812.06162).
+    """
+    recipe = load(file, settings)
+    recipes: list[Recipe] = []
+    refused: list[tuple[int, InputError]] = []
+    for batch in sorted({max(1, round(recipe.batch * 2.0**k)) for k in range(-3, 8)}):
+        longer = (1 + batch / noise) / (1 + recipe.batch / noise)
+        more = [
+            f"batch={batch}",
+            f"epochs={recipe.epochs * longer:.6g}",
+            f"reference_batch={recipe.reference_batch or recipe.batch}",
+            *_stretched(recipe.schedule, longer),
+        ]
+        try:
+            recipes.append(load(file, [*settings, *more]))
+        except InputError as error:
+            refused.append((batch, error))
+    batches = ", ".join(f"{batch:,}" for batch, _ in refused)
+    remark = f"--noise-scale: without batches of {batches} (the first: {refused[0][1]})" if refused else ""
+    return recipes, remark
+
+
+def _stretched(schedule: Schedule, longer: float) -> list[str]:
+    """Settings that stretch the epochs of a schedule's curve by a factor, and leave its warm-up."""
+    if isinstance(schedule, schedules.Constant):
+        return []
+    if isinstance(schedule, schedules.Step):
+        return [f"schedule.milestones={[round(longer * epoch, 6) for epoch in schedule.milestones]}"]
+    epochs = getattr(schedule, "epochs", None)
+    if not isinstance(epochs, int | float):
+        raise InputError(
+            f"--noise-scale: {type(schedule).__name__} cannot be made for other epochs: take a schedule with epochs, "
+            "or plan without"
+        )
+    return [f"schedule.epochs={longer * epochs:.6g}"]
+
+
+def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tuple[Path, int]] = ()) -> list[Choice]:
+    """Each recipe on numbers of GPUs that can share its batch, with graded groups.
+
+    Raises:
+        InputError: where there is none.
+    """
+    found: list[Choice] = []
+    asked: Scenario | None = None
+    tight = ""
+    for recipe in recipes:
+        asked = scenario(recipe, cluster, profiles=profiles, like=asked)
+        if recipe.batch > asked.facts.images or updates(recipe, asked.facts.images) < 1:
+            continue
+        each, most = cluster.node.gpus, _images_at_once(asked)
+        counts = [n for n in range(1, min(cluster.most, recipe.batch) + 1) if n <= each or n % each == 0]
+        counts = [n for n in counts if can_share(recipe, n)]
+        fitting = {n for n in counts if recipe.batch <= n * recipe.parts(n) * most}
+        if fitting:
+            graded = asked.with_sharing(_graded(asked))
+            tried = sizes(cluster, 1, cluster.most, _SIZES, fits=fitting.__contains__)
+            found += [_by_nodes(choice(graded, gpus)) for gpus in tried]
+        elif counts and not tight:
+            fewer = "larger accumulate" if recipe.norm_batch <= most else "smaller norm_batch"
+            tight = f", {most:,} images at once each: a {fewer} takes fewer"
+    if not found:
+        raise InputError(f"no batch of this recipe makes an update and can be shared by GPUs of {cluster.name}{tight}")
+    return found
+
+
+def _has_groups(asked: Scenario) -> bool:
+    """Whether the planner may choose its groups: graphs have none, and asynchronous ranks exchange updates."""
+    return not (asked.recipe.device.graphs or asked.simulator.sharing.asynchronous)
+
+
+def _graded(asked: Scenario) -> Sharing:
+    shared = asked.simulator.sharing
+    if not _has_groups(asked):
+        return shared
+    return replace(shared, policy=Graded(), next_forward=False, reducer=flat(shared.reducer or Mean()))
+
+
+def _images_at_once(asked: Scenario) -> int:
+    """The images that a GPU surely holds: as many as it was measured with, scaled by the outputs of its layers.
+
+    With SavedMemory, which plans for the memory there is, all of them.
+    """
+    simulator = asked.simulator
+    if any(technique.saves_memory for technique in asked.recipe.techniques):
+        return asked.recipe.batch
+    outputs = sum(layer.outputs for layer in simulator.net.layers)
+    most = int(simulator.cluster.device.most * _OUTPUTS / max(1.0, outputs))
+    return max([most, *(images for images, _ in simulator.profile.measured)]) if simulator.profile else most
+
+
+def _by_nodes(plain: Choice) -> Choice:
+    """The same, averaged first within nodes or within rows of nodes, where that promises enough.
+
+    The reducer is Hierarchical. Its nodes may be any ranks of consecutive numbers: a row of several machines makes the
+    whole a 2-D torus. Between rows the recipe's own reducer averages.
+    """
+    asked, gpus = plain.scenario, plain.step.gpus
+    shared, each = asked.simulator.sharing, asked.simulator.cluster.node.gpus
+    if shared.reducer is None or gpus <= each:
+        return plain
+    best = plain
+    for row in sorted({each, square(gpus, each)} - {1, gpus}):
+        node = 0 if row == each else row  # 0: as many as a launcher starts on a machine
+        found = choice(asked.with_sharing(replace(shared, reducer=Hierarchical(node, shared.reducer))), gpus)
+        if found.step.step_s < min(_WORTH * plain.step.step_s, best.step.step_s):
+            best = found
+    return best
+
+
+def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choice:
+    """The cheapest by a deadline, or the fastest within a budget, or (both 0) the fastest.
+
+    Raises:
+        InputError: where none is, with the nearest one.
+    """
+    fastest = min(tried, key=lambda c: c.seconds)
+    if deadline_s:
+        in_time = [c for c in tried if c.late_s <= deadline_s]
+        if not in_time:
+            raise InputError(
+                f"deadline of {deadline_s:,.0f} s: the fastest way takes {fastest.seconds:,.0f} s, or "
+                f"{fastest.late_s:,.0f} s at worst, on {fastest.step.gpus:,} GPUs"
+            )
+        return min(in_time, key=lambda c: (c.usd or c.seconds * c.step.gpus, c.seconds))
+    if budget_usd:
+        if not fastest.scenario.simulator.cluster.device.usd_hour:
+            raise InputError("--budget: what a GPU costs is not known: give usd_hour in the cluster's [own_gpu]")
+        paid = [c for c in tried if c.usd * MOST <= budget_usd]
+        if not paid:
+            least = min(tried, key=lambda c: c.usd)
+            raise InputError(f"budget of {budget_usd:,.2f} USD: the cheapest way may cost {least.usd * MOST:,.2f} USD")
+        return min(paid, key=lambda c: c.seconds)
+    return fastest
+
+
+def with_searched_groups(graded: Choice) -> Choice:
+    """The same with searched groups, where they promise enough."""
+    asked = graded.scenario
+    if not _has_groups(asked):
+        return graded
+    late = sharing(asked.recipe).next_forward
+    planned = replace(asked.simulator.sharing, policy=Planned(), next_forward=late)
+    found = choice(asked.with_sharing(planned), graded.step.gpus)
+    return found if found.step.step_s < _WORTH * graded.step.step_s else graded
+
+
+def planned_recipe(chosen: Choice) -> Recipe:
+    """The recipe at the chosen batch, with an Overlap of the chosen groups and reducer."""
+    recipe, shared = chosen.scenario.recipe, chosen.scenario.simulator.sharing
+    if not _has_groups(chosen.scenario):
+        return recipe
+    techniques = techniques_for(recipe, 1)
+    own: Any = next((t for t in techniques if t.overlaps_backward), Overlap())
+    reducer = shared.reducer or own.reducer
+    own = replace(own, buckets=shared.policy, next_forward=shared.next_forward, reducer=reducer)
+    others = tuple(t for t in techniques if not t.exchanges_gradients)
+    return replace(recipe, techniques=(*others, own))

@@ -1,0 +1,1 @@
+"""Training from a recipe: the loop, checkpoints, validation, and trained runs put to use."""

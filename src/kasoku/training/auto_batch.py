@@ -1,0 +1,184 @@
+"""The batch of a recipe, found by trying sizes: which may be tried, and the recipe at the one that was found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kasoku.config.recipe import Recipe
+from kasoku.core import Comm, InputError
+
+if TYPE_CHECKING:
+    from kasoku.data import Dataset
+    from kasoku.tune.measurement import BatchSizeResult
+    from kasoku.tune.strategies import Strategy
+
+BUDGET_S = 60.0
+_OF_A_STEP = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)  # what may be raised by the user's model, loss or data
+
+
+@dataclass(frozen=True)
+class TunedRecipe:
+    """A recipe with the batch that was found, how it was found, and the data that was read for it."""
+
+    recipe: Recipe
+    found: BatchSizeResult
+    dataset: Dataset
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """How a batch is searched for.
+
+    Args:
+        strategy: TimeToTarget by default, with the recipe's own epochs for each batch where they differ.
+        budget_s: seconds; the best so far when they are over.
+        least: the smallest batch to try; 0: what the ranks can share, from 8 images each.
+        most: the largest; 0: the largest that the recipe can train with, however many images a rank then takes.
+    """
+
+    strategy: Strategy | None = None
+    budget_s: float = BUDGET_S
+    least: int = 0
+    most: int = 0
+
+
+def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSettings) -> TunedRecipe:
+    """Finds the batch for a recipe; on many ranks all call it, and all take the same.
+
+    Args:
+        recipe: with the batch to begin at.
+        at: the same recipe at a given batch, with rates that follow it.
+        comm: the ranks.
+        how: to search. What it asks for beyond what the ranks can share and the recipe train with is cut off, and told.
+
+    Raises:
+        InputError: for an empty range of sizes, and where no size can run.
+    """
+    from kasoku.distributed.consensus import together
+    from kasoku.training.trainer import prepare
+    from kasoku.tune import TimeToTarget, minibatch
+
+    once = partial(_at_once, at)
+    multiple = comm.size * max(1, recipe.accumulate) * max(1, recipe.norm_batch)
+    begin = _begin(at, recipe.batch, multiple)
+    training = together(comm, lambda: prepare(once(begin), comm))
+    job, dataset = training.job, training.dataset
+    sizes = {"multiple": multiple, "begin": begin, "few": 8 * comm.size}
+    least, most = limits(once, how, images=len(dataset.train), **sizes)
+    if comm.rank == 0 and how.least and least <= most and (least, most) != (how.least, how.most):
+        told = f"of batches from {how.least:,} to {how.most:,} those from {least:,} to {most:,}"
+        print(f"kasoku: {told} can be shared by the ranks and trained with", file=sys.stderr)
+    strategy = how.strategy or TimeToTarget(curve(at, least, most))
+
+    def search() -> BatchSizeResult:
+        with plainly():
+            return minibatch(job, strategy, budget_s=how.budget_s, least=least, most=most, multiple=multiple)
+
+    found = together(comm, search)
+    job.close()
+    tuned = once(found.batch, found.sample.parts)
+    origin = ", ".join(text for text in (f"tuned by {found.strategy}", tuned.origin) if text)
+    return TunedRecipe(replace(tuned, origin=origin), found, dataset)
+
+
+def _begin(at: Callable[[int], Recipe], batch: int, multiple: int) -> int:
+    """The multiple just below `batch`, or above where the recipe has no settings below."""
+    below = max(1, batch // multiple) * multiple
+    try:
+        at(below)
+    except InputError:
+        return -(-batch // multiple) * multiple
+    return below
+
+
+def _at_once(at: Callable[[int], Recipe], batch: int, parts: int = 1) -> Recipe:
+    """The recipe at a batch; with norm_batch a device takes its share at once, or in the parts that were measured.
+
+    Otherwise every batch would run in groups of norm_batch, and no size would be faster than another.
+    """
+    recipe = at(batch)
+    return replace(recipe, accumulate=parts) if recipe.norm_batch and recipe.accumulate <= 1 else recipe
+
+
+def limits(
+    at: Callable[[int], Recipe], how: TuneSettings, *, images: int, multiple: int, begin: int, few: int
+) -> tuple[int, int]:
+    """The smallest and the largest batch that may be tried and trained with, as far as is known before.
+
+    Args:
+        at: the recipe at a batch.
+        how: what is asked for.
+        images: there are to train on.
+        multiple: sizes are multiples of it.
+        begin: can be trained with.
+        few: the smallest that is worth a try.
+    """
+    from kasoku.config.updates import updates
+
+    def trains(batch: int) -> bool:
+        try:
+            return updates(at(batch), images) > 0
+        except InputError:  # beyond the recipe's points, or more than there are images when it has grown
+            return False
+
+    least = -(-(how.least or max(multiple, min(few, begin))) // multiple) * multiple
+    most = min(how.most or images, images) // multiple * multiple
+    if least < begin and not trains(least):
+        least = _edge(trains, begin, least, multiple=multiple)
+    if most > begin and not trains(most):
+        most = _edge(trains, begin, most, multiple=multiple)
+    return least, most or images
+
+
+def _edge(trains: Callable[[int], bool], good: int, bad: int, *, multiple: int) -> int:
+    """The last size that trains on the way from one that does to one that does not, by halves."""
+    while abs(bad - good) > multiple:
+        middle = (good + bad) // 2 // multiple * multiple
+        if trains(middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def curve(at: Callable[[int], Recipe], least: int, most: int) -> tuple[tuple[int, float], ...]:
+    """(batch, epochs) where the recipe says other epochs for other batches; else nothing."""
+    sizes = [least * 2**k for k in range(64) if least * 2**k < most]
+    try:
+        pairs = tuple((batch, at(batch).epochs) for batch in (*sizes, most))
+    except InputError:
+        return ()
+    return pairs if len({epochs for _, epochs in pairs}) > 1 else ()
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """What a step raises, as a line: model, loss and data are the user's, and must run before they can be tuned."""
+    from kasoku.distributed.rendezvous import is_lost_rank
+    from kasoku.tune.memory_forecast import out_of_memory
+
+    try:
+        yield
+    except InputError:
+        raise
+    except _OF_A_STEP as error:
+        if is_lost_rank(error):
+            raise
+        line = " ".join(str(error).split())[:200]
+        advice = "lower batch" if out_of_memory(error) else "mend model, loss or data"
+        raise InputError(f"no step can be made ({type(error).__name__}: {line}): {advice}") from error

@@ -1,0 +1,156 @@
+"""Members of an ensemble: trainings that differ in their seed, or in settings of the recipe.
+
+Note: what members share. Where images are decoded from files, members train in turns, a batch each, on the same
+batches, which are decoded once; data order and augmentation are then the same for all, and what differs is the
+initial weights and what the models draw. Images in memory cost nothing to read again, so there members train one
+after the other and each has an order of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from kasoku.config.recipe import Recipe, dumps
+from kasoku.core import InputError, Wall
+from kasoku.data import GoneError, Memory, loader, shared
+from kasoku.training.checkpoint import RunFolder
+from kasoku.training.monitor import DivergedError, Training, Watch
+from kasoku.training.run_state import Result
+from kasoku.training.trained import describe
+from kasoku.training.trainer import fit, prepare, signals, steps
+
+_ENDED = object()
+
+
+def varied(load: Callable[[list[str]], Recipe], members: int, vary: Sequence[str]) -> list[Recipe]:
+    """The recipe once a member: with the seeds that follow its own, and the settings of `vary`.
+
+    Args:
+        load: settings (path=value) -> the recipe with them, so that what depends on them follows.
+        members: how many.
+        vary: path=value,value,...: a value a member.
+
+    Raises:
+        InputError: for fewer than 2 members, for other than one value a member, and for members that would see other
+            data, which make no ensemble.
+    """
+    if members < 2:
+        raise InputError(f"--members {members}: at least 2 make an ensemble")
+    seed, out = load([]).seed, []
+    for i in range(members):
+        settings = [f"seed={seed + i}"]
+        for setting in vary:
+            path, _, values = setting.partition("=")
+            chosen = values.split(",")
+            if len(chosen) != members:
+                raise InputError(f"--vary {setting}: {len(chosen)} values for {members} members: one for each")
+            settings.append(f"{path}={chosen[i]}")
+        out.append(load(settings))
+    if any(recipe.data != out[0].data for recipe in out):
+        raise InputError("--vary of data: the members of an ensemble see the same data; train them apart")
+    return out
+
+
+def folders(folder: Path, members: int) -> list[Path]:
+    """Where the members' runs are."""
+    return [folder / f"member-{i + 1}" for i in range(members)]
+
+
+def train(
+    recipes: Sequence[Recipe],
+    paths: Sequence[Path],
+    *,
+    started: float,
+    own_modules: Sequence[str] | None = (),
+    quiet: bool = False,
+) -> list[Result]:
+    """Trains all members; returns their results, or those so far where a signal stopped it (`stopped` is set).
+
+    `own_modules`: the folders of the user's modules; None: go on with the runs that are there.
+    """
+    trainings, resume = _prepared(recipes), own_modules is None
+    with ExitStack() as stack:
+        runs = [stack.enter_context(RunFolder(path, resume=resume)) for path in paths]
+        for run, training in zip(runs, trainings, strict=True):
+            if own_modules is not None:
+                describe(run, training, own_modules)
+            else:
+                run.write("recipe.toml", dumps(training.recipe))
+        if not isinstance(trainings[0].dataset.train, Memory):
+            return _in_turns(trainings, runs, started=started, resume=resume, quiet=quiet)
+        results = []
+        for training, run in zip(trainings, runs, strict=True):
+            results.append(fit(training, run, started=started, resume=resume, quiet=quiet))
+            if results[-1].stopped:
+                break
+            started = Wall().now()
+        return results
+
+
+def _prepared(recipes: Sequence[Recipe]) -> list[Training]:
+    first = prepare(recipes[0])
+    dataset = first.dataset
+    if isinstance(dataset.train, Memory):
+        return [first, *(prepare(recipe, dataset=dataset) for recipe in recipes[1:])]
+    if any(_decoded(recipe) != _decoded(recipes[0]) for recipe in recipes):
+        raise InputError(
+            "--vary: members share decoded batches, so batch, accumulate, norm_batch, last_batch and the techniques of "
+            "kasoku.data must be the same for all"
+        )
+    one = loader(dataset, "train", recipes[0].batch, seed=recipes[0].seed, device=first.chosen.device)
+    batches = shared(one, len(recipes))
+    return [prepare(recipe, dataset=dataset, batches=b) for recipe, b in zip(recipes, batches, strict=True)]
+
+
+def _decoded(recipe: Recipe) -> tuple[object, ...]:
+    """All that decides which pixels a batch has."""
+    shown = [t for t in recipe.techniques if t.changes_pixels or t.changes_batch]
+    return recipe.batch, recipe.parts(1), recipe.last_batch, shown
+
+
+def _turns(watch: Watch, caught: list[str]) -> Generator[bool]:
+    """A member's turns: gives True before each, False when it needs none any more.
+
+    Its ledger tells the time between apart: it is the others'.
+    """
+    turns = steps(watch, caught)
+    wanted = True
+    while wanted:
+        with watch.job.trace.span("other members"):
+            yield True
+        wanted = next(turns, _ENDED) is not _ENDED
+    with watch.job.trace.span("other members"):
+        yield False
+
+
+def _in_turns(
+    trainings: Sequence[Training], runs: Sequence[RunFolder], *, started: float, resume: bool, quiet: bool
+) -> list[Result]:
+    """A batch each, the one furthest behind first, so that batches are decoded once."""
+    with ExitStack() as stack:
+        watches = []
+        for i, (training, run) in enumerate(zip(trainings, runs, strict=True)):
+            if i > 0:
+                training.start.note("members before", started, training.start.began)
+            watch = Watch(training, run, started=started, resume=resume, quiet=quiet or i > 0)
+            watches.append(stack.enter_context(watch))
+        caught = stack.enter_context(signals())
+        turns = [_turns(watch, caught) for watch in watches]
+        under_way = [i for i, turn in enumerate(turns) if next(turn)]
+        while under_way:
+            behind = min(under_way, key=lambda i: (watches[i].taken, i))
+            try:
+                if not next(turns[behind]):
+                    under_way.remove(behind)
+            except (DivergedError, GoneError) as error:
+                for i, watch in enumerate(watches):
+                    if isinstance(error, GoneError) or (watch.between_steps and i != behind):
+                        watch.save()
+                raise
+        results = []
+        for watch, turn in zip(watches, turns, strict=True):  # until its turn to end comes, the time is the others'
+            turn.close()
+            results.append(watch.finish())
+        return results

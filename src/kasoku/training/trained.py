@@ -1,0 +1,203 @@
+"""Run folders from outside: what a new one says of itself, and trained ones put to use (eval, predict)."""
+
+import csv
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from kasoku.config import recipe as recipes
+from kasoku.config.recipe import Recipe
+from kasoku.core import InputError, Job
+from kasoku.data import Dataset, Files, FilesLoader, find_images, folder, loader, normalise, read_image
+from kasoku.device import Chosen, choose
+from kasoku.report import environment
+from kasoku.training.checkpoint import RunFolder, load_weights, newest, write_atomically
+from kasoku.training.evaluation import averaged, tally
+from kasoku.training.monitor import Training
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network, in eval mode on its device, and what its images looked like."""
+
+    path: Path
+    recipe: Recipe
+    job: Job
+    chosen: Chosen
+    classes: tuple[str, ...]
+    channels: int
+    image_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def logits(self, x_NCHW: Tensor) -> Tensor:
+        """Logits_NK of normalised images on the device, with the recipe's test-time averaging."""
+        with torch.no_grad():
+            return averaged(self.job.model, x_NCHW, self.recipe.evaluate.views)
+
+
+def free_folder(name: str, parent: Path = Path("runs")) -> Path:
+    """The first of runs/NAME-1, runs/NAME-2, ... that does not exist."""
+    number = 1
+    while (parent / f"{name}-{number}").exists():
+        number += 1
+    return parent / f"{name}-{number}"
+
+
+def own_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
+    """The folder for what a command makes of a recipe: `out`, or a free one of that word; it is made.
+
+    Raises:
+        InputError: where it holds a run, or a file that is to be `written` there is the recipe itself.
+    """
+    path = out or free_folder(f"{recipe.stem}-{word}")
+    if any((path / name).exists() for name in ("environment.json", "checkpoints", "result.json")):
+        raise InputError(f"{path}: holds a run, which would be lost: give another --out")
+    if any((path / name).resolve() == recipe.resolve() for name in written):
+        raise InputError(f"{path}: {recipe} lies there and would be written over: give another --out")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {path}: {error.strerror}: a folder is wanted") from error
+    return path
+
+
+def put(file: Path, text: str) -> None:
+    """Writes a text, all of it or nothing."""
+    write_atomically(file, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def describe(run: RunFolder, training: Training, import_folders: Sequence[str] = ()) -> None:
+    """Writes what a run is before it starts: its machine, its data, its resolved recipe."""
+    d = training.dataset
+    facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
+    run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
+    more = {"chosen": str(training.chosen), "import_folders": [entry for entry in import_folders if entry]}
+    run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
+    run.write("recipe.toml", recipes.dumps(training.recipe))
+
+
+def allow_own_modules(run: Path) -> None:
+    """Lets a run's recipe name the user's modules again, from where they were when it was trained."""
+    try:
+        folders = json.loads((run / "environment.json").read_text())["import_folders"]
+    except (OSError, ValueError, KeyError):
+        return
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
+
+
+def load(path: Path) -> Trained:
+    """A trained run: its best weights, or its newest good checkpoint's. Raises InputError when there are none."""
+    if not (path / "recipe.toml").is_file():
+        raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
+    allow_own_modules(path)
+    recipe = recipes.load(path / "recipe.toml")
+    try:
+        facts: dict[str, Any] = json.loads((path / "data.json").read_text())
+        shown = {k: tuple(facts[k]) for k in ("classes", "image_size", "mean", "std")}
+        channels = int(facts["channels"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path / 'data.json'}: damaged or missing ({error}): train again") from error
+    model = recipe.model(num_classes=len(shown["classes"]), in_channels=channels, image_size=shown["image_size"][0])
+    weights = path / "best.safetensors"
+    if not weights.exists():
+        saved = newest(path, warn=lambda line: print(f"kasoku: {line}", file=sys.stderr))
+        if saved is None:
+            raise InputError(f"{path}: no weights yet: let the training write a checkpoint first")
+        weights = saved.folder / "model.safetensors"
+    load_weights(model, weights)
+    chosen = choose(dataclasses.replace(recipe.device, kind="auto", compile=False, graphs=False))
+    job = Job(model.eval().to(chosen.device), recipe.optimizer).apply(*chosen.techniques)
+    return Trained(path, recipe, job, chosen, channels=channels, **shown)
+
+
+def members_of(folder: Path) -> list[Path]:
+    """The members' runs in the folder of an earlier ensemble; none if it is no such folder."""
+    return sorted((p.parent for p in folder.glob("member-*/recipe.toml")), key=lambda p: int(p.name.split("-")[1]))
+
+
+def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
+    """Prints top-1, top-5 and loss of each run and of their ensemble (mean of probabilities); returns 0.
+
+    The folder of an ensemble stands for its members.
+    """
+    members = [load(run) for path in paths for run in members_of(path) or [path]]
+    first = members[0]
+    for other in members[1:]:
+        if (other.classes, other.image_size, other.mean) != (first.classes, first.image_size, first.mean):
+            raise InputError(f"{other.path}: trained on other data than {first.path}: an ensemble needs the same data")
+    dataset = _test_images(first, data)
+    totals = torch.zeros(len(members) + 1, 3, dtype=torch.double)
+    images = 0
+    batch = first.recipe.evaluate.batch or first.recipe.batch // first.recipe.parts(1)
+    batches = loader(dataset, "test", batch, device=first.chosen.device)
+    for x_NCHW, y_N in batches:
+        logits = [member.logits(x_NCHW).float() for member in members]
+        together = torch.stack([one.softmax(1) for one in logits]).mean(0).log()
+        totals += torch.stack([tally(one, y_N) for one in [*logits, together]]).cpu()
+        images += len(y_N)
+    table = Table(title=f"{images:,} test images", title_justify="left")
+    for column in ("run", "top-1", "top-5", "loss"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    names = [str(member.path) for member in members] + [f"ensemble of {len(members)}"]
+    shown = zip(names, (totals / images).tolist(), strict=True)
+    for name, (top1, top5, loss) in list(shown)[: len(members) + (len(members) > 1)]:
+        table.add_row(escape(name), f"{top1:.2%}", f"{top5:.2%}", f"{loss:.4f}")
+    Console(highlight=False).print(table)
+    if isinstance(batches, FilesLoader) and batches.skipped.reasons:
+        print(f"kasoku: {len(batches.skipped.reasons)} images skipped: {batches.skipped.told()}", file=sys.stderr)
+    return 0
+
+
+def predict(path: Path, images: Sequence[Path]) -> int:
+    """Writes CSV to stdout: the image, then class and probability of the five likeliest; returns 0."""
+    trained = load(path)
+    files = [file for image in images for file in find_images(image)]
+    top = min(5, len(trained.classes))
+    out = csv.writer(sys.stdout)
+    out.writerow(["image"] + [f"{what}_{i + 1}" for i in range(top) for what in ("class", "probability")])
+    for start in range(0, len(files), 64):
+        part = files[start : start + 64]
+        pixels_NHWC = torch.stack([read_image(file, trained.image_size, trained.channels) for file in part])
+        x_NCHW = normalise(pixels_NHWC.to(trained.chosen.device), trained.mean, trained.std)
+        best = trained.logits(x_NCHW).float().softmax(1).topk(top, dim=1)
+        for file, probabilities, classes in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
+            pairs = zip(classes, probabilities, strict=True)
+            out.writerow([file] + [cell for k, p in pairs for cell in (trained.classes[k], f"{p:.4f}")])
+    return 0
+
+
+def _test_images(trained: Trained, data: Path | None) -> Dataset:
+    if data is None:
+        dataset: Dataset = trained.recipe.data()
+    elif trained.channels != 3:
+        raise InputError(
+            f"--data {data}: {trained.path} was trained on grey images, a folder gives colour: leave it out"
+        )
+    else:
+        photos = folder(str(data), size=trained.image_size[0])
+        if not (data / "train").is_dir():  # nothing there was set aside: all of it is to be judged
+            photos = dataclasses.replace(photos, test=_together(photos))
+        dataset = dataclasses.replace(photos, mean=trained.mean, std=trained.std)
+    if dataset.classes != trained.classes:
+        unlike = sorted(set(dataset.classes) ^ set(trained.classes))[:3]
+        raise InputError(
+            f"{data or trained.recipe.data.use}: other classes than {trained.path} was trained on "
+            f"({', '.join(unlike)}): the same class folders are wanted"
+        )
+    return dataset
+
+
+def _together(photos: Dataset) -> Files:
+    train, test = cast(Files, photos.train), cast(Files, photos.test)
+    return Files(train.paths + test.paths, torch.cat([train.labels_N, test.labels_N]))

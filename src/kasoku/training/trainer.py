@@ -1,0 +1,259 @@
+"""Fit: the loop of a training, from a recipe to a run folder with its result.
+
+Exit codes of the command follow from what `fit` does: it returns (0), raises InputError (2), raises DivergedError (3),
+or returns with `stopped` set by SIGINT or SIGTERM (75: resume it).
+"""
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from kasoku.config.recipe import Recipe, made, optimizer
+from kasoku.config.techniques import derived_techniques, is_asynchronous, techniques_for
+from kasoku.config.updates import updates
+from kasoku.core import Comm, InputError, Job, Solo
+from kasoku.data import Dataset, FilesLoader, Loader, Shares, loader, sample
+from kasoku.data.datasets.folder_index import OneScan
+from kasoku.device import Chosen, Seeded, choose
+from kasoku.distributed.agreement import agree, facts_of_model
+from kasoku.distributed.consensus import SHARED, together
+from kasoku.distributed.environment import Place, place
+from kasoku.distributed.rendezvous import Gate, check_share
+from kasoku.distributed.startup import Start
+from kasoku.models import check_fits
+from kasoku.optim import Rate
+from kasoku.report import Timed
+from kasoku.training import async_source as meetings
+from kasoku.training.batches import batches
+from kasoku.training.checkpoint import RunFolder
+from kasoku.training.monitor import Training, Watch
+from kasoku.training.run_state import Result
+
+_SAME_S = 0.3  # a parent that is killed tells its children once for each of its threads: that is one signal
+
+
+def prepare(
+    recipe: Recipe,
+    comm: Comm | None = None,
+    *,
+    dataset: Dataset | None = None,
+    batches: Loader | None = None,
+    start: Start | None = None,
+    shares: Sequence[int] = (),
+) -> Training:
+    """Builds everything a training needs, what can be at the same time.
+
+    Args:
+        recipe: what to train.
+        comm: the ranks; alone by default.
+        dataset: the recipe's data, where it was read before.
+        batches: the training loader, where several trainings share one.
+        start: what was begun before, as meeting the other ranks.
+        shares: images of a batch that each rank takes, where they are not as many each.
+
+    Raises:
+        InputError: where the parts do not fit each other.
+    """
+    comm = comm or Solo()
+    start = start or Start(comm.clock, overlap=None if comm.own_threads or comm.size == 1 else False)
+    if recipe.auto_batch:
+        raise InputError('batch = "auto": tuned for a single training only; give the number that kasoku tune finds')
+    check_share(recipe, comm.size)
+    chosen = _begun(recipe, comm, start, dataset)
+    start.add("digest", lambda data: data.index() if comm.size > 1 else {}, after=("data",))
+    start.add("network", lambda data: _network(recipe, data), after=("data",))
+    start.add("model", lambda data, net, _: _ready(recipe, data, net, chosen), after=("data", "network", "compiler"))
+    start.add("loaders", lambda data: _loaders(recipe, data, chosen, comm, batches), after=("data",))
+    start.add("first batch", lambda loaders: None if batches else loaders[0].warm(), after=("loaders",))
+    ended = start.wait()
+    found = start.do("agreement", lambda: together(comm, ended))
+    dataset, model, (train, test) = (found[name] for name in ("data", "model", "loaders"))
+    facts = {"data": found["digest"], "model": facts_of_model(model)}
+    start.do("comparison", lambda: together(comm, lambda: agree(comm, facts)))
+    job = Job(
+        model,
+        lambda m: optimizer(recipe, m),
+        loader=train,
+        loss=recipe.loss,
+        comm=comm,
+        accumulate=recipe.parts(comm.size),
+    )
+    start.do("techniques", lambda: _apply(recipe, job, chosen, len(dataset.classes), shares=shares))
+    total = updates(recipe, train.images)
+    if total < 1:
+        raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
+    return Training(recipe, job, dataset, test, chosen, total, start)
+
+
+def _begun(recipe: Recipe, comm: Comm, start: Start, dataset: Dataset | None) -> Chosen:
+    """Begins to make the data and to connect the ranks; returns the device, which all have chosen.
+
+    The connections are made while rank 0 looks into image folders; then it tells the others what it found.
+    """
+    here = place() if comm.size > 1 else Place()
+    scan = OneScan(comm)
+    data = partial(start.add, "data", lambda: scan.during(lambda: dataset or made(recipe.data(), Dataset, "data")))
+    start.import_compiler()
+    early = start.overlap or comm.rank == 0
+    if early:
+        data()
+    more = recipe.device.deterministic or recipe.device.compile  # these import more of torch: one after the other
+    alone = ("compiler",) if more else ()
+    choice = partial(choose, recipe.device, local_rank=here.local_rank, local_size=here.sharing)
+    chosen = start.do("device", lambda *_: scan.needed(lambda: together(comm, choice)), alone)
+    if recipe.device.compile:
+        start.add("inductor", lambda _: import_module("torch._inductor.compile_fx"), after=("compiler",))
+    if comm.size > 1:
+        start.add("communicator", lambda: scan.needed(lambda: _connected(recipe, comm, chosen)))
+        start.add("index", lambda _: scan.tell(), after=("communicator",))
+    if not early:  # one task after the other: by now rank 0 has told what is waited for
+        data()
+    return chosen
+
+
+def _connected(recipe: Recipe, comm: Comm, chosen: Chosen) -> None:
+    """Has the connections made that the training's collectives will take."""
+    warm: Any = getattr(comm, "warm", None)
+    if warm is not None:
+        techniques = (*derived_techniques(recipe, comm.size), *recipe.techniques)
+        warm(chosen.device, channels=sum(technique.channels for technique in techniques))
+
+
+def _network(recipe: Recipe, dataset: Dataset) -> nn.Module:
+    """The network with its first weights. Nothing else may draw from torch's own generator meanwhile."""
+    torch.manual_seed(recipe.seed)
+    facts = {"in_channels": dataset.channels, "image_size": dataset.image_size[0]}
+    return made(recipe.model(num_classes=len(dataset.classes), **facts), nn.Module, "model")
+
+
+def _ready(recipe: Recipe, dataset: Dataset, model: nn.Module, chosen: Chosen) -> nn.Module:
+    """The network as it trains: fit for the images, prepared with them, on the device."""
+    check_fits(model, (dataset.channels, *dataset.image_size), recipe.model.use)
+    look_at_data: Any = getattr(model, "prepare", None)
+    if look_at_data is not None:
+        look_at_data(sample(dataset, 5000))
+    return model.to(chosen.device)
+
+
+def _loaders(
+    recipe: Recipe, dataset: Dataset, chosen: Chosen, comm: Comm, batches: Loader | None
+) -> tuple[Loader, Loader]:
+    """The loaders of the training and of the test images."""
+    sharing = place().sharing if comm.size > 1 else 1
+    parts = recipe.parts(comm.size)
+    train = batches or loader(dataset, "train", recipe.batch, seed=recipe.seed, device=chosen.device, comm=comm)
+    train.parts, train.fill = parts, recipe.last_batch == "fill"
+    test_batch = recipe.evaluate.batch or recipe.batch // parts
+    test_batch += -test_batch % comm.size
+    test = loader(dataset, "test", test_batch, device=chosen.device, comm=comm)
+    for one in (train, test):
+        if isinstance(one, FilesLoader):
+            one.sharing = sharing
+    return train, test
+
+
+def _apply(recipe: Recipe, job: Job, chosen: Chosen, classes: int, *, shares: Sequence[int]) -> None:
+    """Applies the techniques that were chosen and those asked for; all ranks together."""
+    asked = techniques_for(recipe, job.comm.size)
+    if is_asynchronous(recipe, job.comm.size):
+        shares = ()  # each rank takes the next one when it comes to it
+    ranks_own = derived_techniques(recipe, job.comm.size, uneven=bool(shares))
+    own = [Seeded(recipe.seed), Rate(recipe.course, recipe.rate_scale), *ranks_own]
+    if shares:
+        own.append(Shares(tuple(shares)))
+    job.apply(*chosen.techniques, *own, *asked, Timed())
+    if recipe.evaluate.stale and not any(t.renews_statistics for t in recipe.techniques):
+        raise InputError("evaluate.stale = true: compares with the technique kasoku.distributed.Recalibrate; add it")
+    _check_loss(job, classes)
+
+
+def fit(
+    training: Training, run: RunFolder | None, *, started: float, resume: bool = False, quiet: bool = False
+) -> Result:
+    """Trains to the end, the target, or a signal; on many ranks all call it, and stop after the same step.
+
+    Args:
+        training: what `prepare` made; its comm takes tensors on the CPU too (torch.distributed: with gloo).
+        run: the run folder, locked; None on all ranks but 0.
+        started: when the process started, on the job's clock (`process_start()`).
+        resume: go on from the newest good checkpoint in the folder.
+        quiet: no bar, no lines.
+
+    Raises:
+        DivergedError: with the step, the last good checkpoint and the likely cause.
+        InputError: when the folder cannot be written any more; when a source is gone, after a checkpoint (without
+            virtual ranks BatchNorm's running statistics may hold parts of a step that was begun; all else is exact).
+    """
+    apart = is_asynchronous(training.recipe, training.job.comm.size)
+    watching = meetings.Meetings if apart else Watch
+    with watching(training, run, started=started, resume=resume, quiet=quiet) as watch, signals() as caught:
+        try:
+            for _ in meetings.steps(watch, caught) if isinstance(watch, meetings.Meetings) else steps(watch, caught):
+                pass
+        except InputError as error:
+            if error.gone and (training.job.comm.size == 1 or isinstance(error, SHARED)):  # all ranks are here
+                watch.save()
+            raise
+        return watch.finish()
+
+
+def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
+    """The loop: gives the turn away after each batch, and ends when the training is over or a signal was caught."""
+    job, gate = watch.job, Gate(watch.job.comm)
+    while not watch.over and not watch.stopped:
+        for x_NCHW, y_N in batches(job, watch.pulse, gate):
+            loss = job.loss(job.model(x_NCHW), y_N)
+            job.backward(loss)
+            if not watch.whole(loss, len(y_N)):
+                yield
+                continue
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            if watch.after_step(caught):
+                break
+            yield
+
+
+def _check_loss(job: Job, classes: int) -> None:
+    """One try on made-up outputs, so that a wrong setting is found before anything is written."""
+    outputs_NK, labels_N = torch.zeros(2, classes), torch.zeros(2, dtype=torch.long)
+    try:
+        loss = job.loss(outputs_NK, labels_N)
+    except InputError as error:
+        raise InputError(f"loss: {error}") from error
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise InputError("loss.use: a function (outputs, labels) -> one number is wanted")
+
+
+@contextmanager
+def signals() -> Iterator[list[str]]:
+    """Collects SIGINT and SIGTERM, so that the step is finished and saved; the second one interrupts at once."""
+    caught: list[str] = []
+    since_s = 0.0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal since_s
+        now_s = time.monotonic()
+        if caught and now_s - since_s > _SAME_S:
+            raise KeyboardInterrupt
+        if not caught:
+            since_s = now_s
+            caught.append(signal.Signals(number).name)
+
+    try:
+        old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: the caller's business
+        old = {}
+    try:
+        yield caught
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

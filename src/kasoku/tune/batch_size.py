@@ -1,0 +1,288 @@
+"""Finds the batch size of a job by measuring steps; the job itself does not change.
+
+Note: ranks. Each rank measures a size alone, in its own sandbox, with its own share of the batch, so that no step waits
+for another rank. Before and after each size all ranks agree on the elapsed time, on whether the size will fit, on
+whether it did, and on the slowest rank's time, which is the time of a common step. The exchange of gradients is
+measured once, separately, and added. So a rank that runs out of memory delays nobody, and all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from kasoku.core import InputError, Job
+from kasoku.device import Compile
+from kasoku.distributed import Overlap, VirtualRanks
+from kasoku.distributed.consensus import ToldElsewhereError
+from kasoku.tune.measurement import BRIEF, LATE, STEPS, BatchSizeResult, Limits, Measurement, interval
+from kasoku.tune.memory_forecast import out_of_memory
+from kasoku.tune.noise_scale import NoiseEstimate
+from kasoku.tune.sandbox import undisturbed
+from kasoku.tune.strategies import Strategy, TimeToTarget
+from kasoku.tune.trial import StepTimes, Trial
+
+_LEAST, _MOST = 8, 8192  # images of a rank, where nothing else is said
+_SHARE = 3  # one size may take this part of the time that is left
+_BACKWARD = 2 / 3  # of computing; communication can hide behind it
+_EXCHANGES, _PIECE_BYTES = 3, 25 * 2**20  # that are timed, of a piece of all gradients
+_FORMS = 10_000  # of a block, one for each shape, that are compiled and kept meanwhile
+_DEFAULT = TimeToTarget()
+
+
+def minibatch(
+    job: Job,
+    strategy: Strategy = _DEFAULT,
+    *,
+    budget_s: float = 60.0,
+    least: int = 0,
+    most: int = 0,
+    multiple: int = 0,
+) -> BatchSizeResult:
+    """The batch (images of a step, over all ranks and parts) that the strategy finds best for this job.
+
+    Steps of the job are made on copies of its model and optimizer, with its techniques, its loss and its data. The
+    first is thrown away; the median of the next 20 counts, or of as many as the time left permits. TimeToTarget and
+    Throughput look at a size for five steps, and again, as often as a decision needs it, up to 20. The rate rises from
+    near 0 to what it is after its warm-up. Afterwards model, optimizer, random states, statistics and data order are
+    what they were, bit for bit. On several ranks all call it, and all get the same.
+
+    What the copies leave out: GrowBatch and LowResolution (the size itself is tried, with whole images); Shares; the
+    rate's course; on several ranks VirtualRanks, and the exchange of gradients, which is timed once and added: in full,
+    or what two thirds of computing cannot hide where Overlap is applied. Hooks that were put on the model before the
+    job was made stay, later ones do not. A technique of your own is applied to the copy anew, whatever its stage.
+
+    Where sizes are whole groups of VirtualRanks, a device takes its share of a size that does not fit at once in parts
+    (`Measurement.parts`), as few as do fit; the largest that do is sought by halves.
+
+    Args:
+        job: what is trained; its loader can be iterated more than once. Of a loader that is none of kasoku.data's its
+            `state_dict`, torch's generators and a torch DataLoader's workers are put back, but no state of another
+            kind.
+        strategy: TimeToTarget, Throughput, EpochTimeMinimize or GpuUsageMaximize.
+        budget_s: seconds after which it ends with the best so far, and says so; the first size is tried in any case.
+        least: the smallest size; 0: 8 images a rank, or the job's own batch if that is less.
+        most: the largest; 0: an epoch, at most 8,192 images a rank.
+        multiple: sizes are multiples of it; 0: of ranks x parts (and of VirtualRanks' norm_batch, on one rank).
+
+    Raises:
+        InputError: for an empty range, a loader that cannot be read again, and where no size can be trained.
+
+    Costs: a second model and optimizer in memory meanwhile.
+    """
+    if not budget_s > 0:
+        raise InputError(f"budget_s={budget_s:g}: seconds above 0")
+    if least < 0 or most < 0 or multiple < 0:
+        raise InputError(f"least={least}, most={most}, multiple={multiple}: images, or 0 to choose by the job")
+    job.drain()
+    with undisturbed(job):
+        found = _searched(job, strategy, budget_s, (least, most, multiple))
+    gc.collect()  # the copies
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return replace(found, strategy=type(strategy).__name__, budget_s=budget_s)
+
+
+def _searched(job: Job, strategy: Strategy, budget_s: float, given: tuple[int, int, int]) -> BatchSizeResult:
+    trial = _trial(job, strategy)
+    try:
+        with _many_forms(job):
+            measuring = _Measurer(job, trial, budget_s)
+            limits = _limits(trial, measuring, given)
+            trial.sandbox.may_split(limits.multiple)
+            measuring.foresee(limits.first)
+            found = strategy.search(measuring, limits)
+            return replace(found, speeds=measuring.speeds(found.batch))
+    finally:
+        trial.sandbox.close()
+
+
+@contextmanager
+def _many_forms(job: Job) -> Iterator[None]:
+    """Lifts the limit of what Compile keeps: beyond it a block would run uncompiled, and be timed so."""
+    if not any(isinstance(technique, Compile) for technique in job.applied):
+        yield
+        return
+    more = {"recompile_limit": _FORMS, "accumulated_recompile_limit": _FORMS}
+    with torch._dynamo.config.patch(more):
+        yield
+
+
+def _trial(job: Job, strategy: Strategy) -> Trial:
+    """The sandbox, on all ranks; or all ranks raise."""
+    made: list[Trial] = []
+    failure: Exception | None = None
+    try:
+        made.append(Trial(job, strategy.needs))
+    except Exception as error:  # all ranks must hear of it
+        failure = error
+    if failure is not None and out_of_memory(failure):
+        failure = InputError("minibatch: no memory for a copy of model and optimizer: choose the batch yourself")
+    if any(job.comm.gather_objects(failure is not None)):
+        raise failure or ToldElsewhereError(
+            "minibatch: another rank could not copy its model or read its data, and tells why"
+        )
+    return made[0]
+
+
+def _limits(trial: Trial, measuring: _Measurer, given: tuple[int, int, int]) -> Limits:
+    """What may be tried; the same on all ranks."""
+    job, sandbox = trial.sandbox.job, trial.sandbox
+    least, most, multiple = given
+    start, fewest = (int(x) for x in measuring.agreed([sandbox.start, -sandbox.images]))
+    images = -fewest
+    multiple = multiple or _multiple(job)
+    least = least or max(multiple, min(_LEAST * job.comm.size, start))
+    top = most or _MOST * job.comm.size
+    top = min(top, images) if images else top
+    return Limits(start, least, top, multiple, images or start, measuring.budget_s, measuring)
+
+
+def _multiple(job: Job) -> int:
+    multiple = job.comm.size * job.accumulate
+    for technique in job.applied:
+        if isinstance(technique, VirtualRanks) and job.comm.size == 1:
+            multiple *= max(1, technique.norm_batch)
+    return multiple
+
+
+class _Measurer:
+    """Measures sizes, on all ranks alike; and the clock that all agree on, which moves when they do."""
+
+    def __init__(self, job: Job, trial: Trial, budget_s: float) -> None:
+        self.job, self.trial, self.budget_s = job, trial, budget_s
+        self.began_s = job.clock.now()
+        self.elapsed_s, self.begun = 0.0, False
+        self.looked: dict[tuple[int, int], StepTimes] = {}  # what the looks at a size, in so many parts, have shown
+        self.step_s: dict[int, float] = {}  # of the slowest rank
+        self.own_s: dict[int, float] = {}  # of this rank alone, a step at each size
+        self.scales: list[float] = []  # of gradient noise, look by look
+        self.overlaps = any(isinstance(t, Overlap) for t in job.applied)
+        self.exchange_s = self._exchange() if job.comm.size > 1 else 0.0
+
+    def now(self) -> float:
+        """Seconds since the search began, when the ranks last agreed."""
+        return self.elapsed_s
+
+    def __call__(self, batch: int) -> Measurement:
+        """Tries a size. Raises what a step raises, but for want of memory; on the other ranks InputError."""
+        if self.begun and self._late(batch):
+            return Measurement(batch, failed=LATE)
+        self.begun = True  # the first size is tried in any case
+        sample = self._tried(batch)
+        while sample.failed and self.trial.sandbox.split(batch):
+            sample = self._tried(batch)
+        return sample
+
+    def foresee(self, first: int) -> None:
+        """Tries one and two groups, where the first size has many: so it is foretold what that takes."""
+        few = self.job.comm.size * self.trial.sandbox.group
+        for batch in (few, 2 * few):
+            if few and first > 2 * few:
+                self._tried(batch)
+
+    def _late(self, batch: int) -> bool:
+        """Whether a brief look would take longer than there is time, by the line through the two sizes below.
+
+        Of one size alone: an image takes what it took there.
+        """
+        below = sorted(pair for pair in self.step_s.items() if pair[0] <= batch)[-2:]
+        if not below:
+            return False
+        (low, low_s), (high, high_s) = [(0, 0.0), *below][-2:]
+        an_image_s = max(0.0, (high_s - low_s) / (high - low))
+        return BRIEF * (high_s + an_image_s * (batch - high)) > self.budget_s - self.elapsed_s
+
+    def _tried(self, batch: int) -> Measurement:
+        if self.agreed([float(not self.trial.memory.fits(self.trial.sandbox.at_once(batch)))])[0]:
+            return Measurement(batch, failed="it would not fit in memory")
+        steps = BRIEF if self.trial.needs.brief else STEPS
+        allowed_s = (self.budget_s - self.elapsed_s) / _SHARE
+        ran: StepTimes | None = None
+        failure: Exception | None = None
+        try:
+            ran = self.trial.run(batch, steps, allowed_s=allowed_s, until_s=self.began_s + self.budget_s)
+        except Exception as error:  # all ranks must hear of it
+            failure = error
+        lacking = failure is not None and out_of_memory(failure)
+        worst, *_ = self.agreed([0.0 if failure is None else 1.0 if lacking else 2.0])
+        if worst == 2:
+            if failure is not None and not lacking:
+                raise failure
+            raise ToldElsewhereError(f"batch={batch}: another rank could not make a step, and tells why")
+        if worst or ran is None:
+            failure = None  # its frames hold tensors
+            gc.collect()
+            self.trial.recover()
+            return Measurement(batch, failed="out of memory")
+        if self.trial.needs.brief:
+            look = (batch, self.trial.sandbox.parts(batch))
+            before = self.looked.get(look)
+            ran = self.looked[look] = before.and_then(ran) if before else ran
+        return self._sample(batch, ran)
+
+    def _sample(self, batch: int, ran: StepTimes) -> Measurement:
+        """What all ranks take together: the slowest one's time, the mean of the rest."""
+        self.own_s[batch] = statistics.median(ran.steps_s)
+        told = [*interval(ran.steps_s), statistics.median(ran.waits_s), -len(ran.steps_s)]
+        step_s, low_s, high_s, input_s, fewest = self.agreed(told)
+        self.step_s[batch] = step_s
+        ranks = self.job.comm.size
+        own = ran.noise if ran.noise and math.isfinite(ran.noise.signal) and math.isfinite(ran.noise.trace) else None
+        seen = [1.0, own.signal, own.trace] if own else [0.0, 0.0, 0.0]
+        usage, known, signal, trace = self.agreed([ran.utilisation, *seen], op="mean")
+        if known:
+            scale = NoiseEstimate(signal / known, trace / known).scale
+            self.scales.append(math.inf if scale is None else scale)
+        late = self.scales[len(self.scales) // 2 :]  # the first steps of a training are like no others
+        scale = statistics.median(late) if late else math.inf
+        hidden_s = _BACKWARD * max(0.0, step_s - input_s) if self.overlaps else 0.0
+        more_s = max(0.0, self.exchange_s - hidden_s) if ranks > 1 else 0.0
+        times = (step_s + more_s, low_s + more_s, high_s + more_s, input_s)
+        noise = scale if math.isfinite(scale) else None
+        sample = Measurement(batch, *times, utilisation=usage, noise=noise, steps=-round(fewest))
+        return replace(sample, parts=self.trial.sandbox.parts(batch))
+
+    def speeds(self, batch: int) -> tuple[float, ...]:
+        """Images a second of each rank at a size, by itself; empty on one rank."""
+        comm = self.job.comm
+        return tuple(comm.gather_objects(batch / comm.size / self.own_s[batch])) if comm.size > 1 else ()
+
+    def agreed(self, values: list[float], *, op: str = "max") -> list[float]:
+        """The largest, or the mean, over the ranks; and the time moves on."""
+        passed_s = self.job.clock.now() - self.began_s
+        comm = self.job.comm
+        if comm.size == 1:
+            self.elapsed_s = passed_s
+            return values
+        told = torch.tensor([*values, passed_s], dtype=torch.float64, device=self.trial.device)
+        comm.all_reduce(told, op=op).wait()
+        *agreed, passed_s = told.tolist()
+        self.elapsed_s = max(self.elapsed_s, passed_s)
+        return agreed
+
+    def _exchange(self) -> float:
+        """Seconds in which all gradients are averaged over the ranks."""
+        params = [p for p in self.trial.sandbox.model.parameters() if p.requires_grad]
+        total = sum(p.numel() * p.element_size() for p in params)
+        if not total:
+            return 0.0
+        piece = torch.zeros(min(total, _PIECE_BYTES) // 4, device=self.trial.device)
+        taken_s = []
+        for _ in range(1 + _EXCHANGES):  # the first one makes connections
+            self.agreed([0.0])  # none comes late
+            began = self._here()
+            self.job.comm.all_reduce(piece, op="mean").wait()
+            taken_s.append(self._here() - began)
+        return self.agreed([statistics.median(taken_s[1:]) * total / piece.nbytes])[0]
+
+    def _here(self) -> float:
+        if self.trial.device.type == "cuda":
+            torch.cuda.synchronize(self.trial.device)
+        return self.job.clock.now()

@@ -1,0 +1,209 @@
+"""The rate range test: which learning rates lower the loss, and from where on it diverges."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kasoku.core import Batch, InputError, Job
+from kasoku.tune.sandbox import Sandbox, endless, undisturbed
+
+_REMEMBERED = 0.9  # of the smoothed loss at each step
+_WORSE = 4.0  # times the least smoothed loss so far, and above where it began: diverged
+_LEAST_STEPS = 10
+
+
+@dataclass(frozen=True)
+class RateStep:
+    """One step of the test: what all rates were multiplied by, its loss, the loss smoothed over the steps so far."""
+
+    factor: float
+    loss: float
+    smoothed: float
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """What came of a rate range test; factors multiply the rate of every parameter group.
+
+    Args:
+        samples: of the steps made, in order.
+        diverged: the factor at which the loss diverged; None: it did not.
+        spent_s: seconds it took.
+        in_time: False where the budget ended it.
+    """
+
+    samples: tuple[RateStep, ...]
+    diverged: float | None
+    spent_s: float
+    in_time: bool
+
+    @property
+    def steepest(self) -> float | None:
+        """The factor at which the loss falls fastest along the logarithm of the rate; None where it never falls.
+
+        By the means of as many losses before and after it, so that it lies where the fall is and not behind it.
+        """
+        losses = [s.loss for s in self.samples if math.isfinite(s.loss)]
+        near = max(2, len(losses) // 20)
+        least = min(range(len(losses)), key=lambda i: self.samples[i].smoothed, default=0)
+        falls = [  # not beyond the least: what comes then goes up and down
+            (sum(losses[i + 1 : i + 1 + near]) - sum(losses[i - near : i]), i)
+            for i in range(near, min(len(losses) - near, least + 1))
+        ]
+        fall, at = min(falls, default=(0.0, 0))
+        return self.samples[at].factor if fall < 0 else None
+
+    @property
+    def suggested(self) -> float | None:
+        """The smaller of the steepest descent and a tenth of where it diverged; None where neither was tried."""
+        tenth = self.diverged / 10 if self.diverged else None
+        if tenth is not None and tenth < self.samples[0].factor:
+            return None  # it diverges from the start
+        return min((factor for factor in (self.steepest, tenth) if factor), default=None)
+
+
+def range_test(
+    job: Job,
+    *,
+    low: float = 1e-3,
+    high: float = 1e2,
+    steps: int = 100,
+    budget_s: float = math.inf,
+    rates: Sequence[float] | None = None,
+) -> RangeTest:
+    """Trains some steps at rates that rise geometrically, until the loss diverges; then all is put back.
+
+    Weights, statistics, optimizer, data order, random states and what techniques keep are afterwards as before, bit
+    for bit, as a resumed run has them. Only what is counted goes on: the trace, the ledger of Timed, the loader's own
+    statistics; and Overlap keeps the groups that it planned meanwhile. On several ranks all call it, and all get the
+    same; one that fails leaves the others in the midst of a step, so call `try_alone` before.
+
+    Args:
+        job: the training; its loader can be iterated more than once.
+        low: what the rates are multiplied by in the first step.
+        high: in the last.
+        steps: how many.
+        budget_s: ends it early.
+        rates: of each parameter group, at factor 1; those it has now by default.
+
+    Raises:
+        InputError: for an empty range, too few steps, rates that are 0 or not one for each group, and a loader without
+            a batch.
+
+    Costs: a copy of the state while it runs.
+    Ref: Smith 2015 (arXiv 1506.01186), 3.3. It diverges where the smoothed loss is above four times its least and
+    above where it began.
+    """
+    if not 0 < low < high < math.inf:
+        raise InputError(f"rates x {low:g} to {high:g}: an empty range; low above 0 and below high is wanted")
+    if steps < _LEAST_STEPS:
+        raise InputError(f"steps={steps}: at least {_LEAST_STEPS}, or nothing can be seen")
+    groups = job.optimizer.param_groups
+    own = [float(group["lr"]) for group in groups] if rates is None else list(rates)
+    if len(own) != len(groups):
+        raise InputError(f"rates: {len(own)} are given, the optimizer has {len(groups)} parameter groups: one for each")
+    if not any(own):
+        raise InputError("all rates are 0 now: give the rates that the schedule multiplies")
+    samples: list[RateStep] = []
+    started, over = job.clock.now(), False
+    diverged: float | None = None
+    with undisturbed(job), untouched(job), closing(endless(job)) as batches:
+        job.model.train()
+        for step in range(steps):
+            factor = low * (high / low) ** (step / (steps - 1))
+            for group, rate in zip(job.optimizer.param_groups, own, strict=True):
+                group["lr"] = rate * factor
+            loss, over = _agreed(job, _stepped(job, batches), job.clock.now() - started > budget_s)
+            samples.append(RateStep(factor, loss, _smoothed(samples, loss)))
+            if _diverged(samples):
+                diverged = diverged or factor
+            if step and (over or diverged):  # at least two, or `Seeded` takes the batch after for a part of this step
+                break
+    return RangeTest(tuple(samples), diverged, job.clock.now() - started, in_time=not over or diverged is not None)
+
+
+def try_alone(job: Job) -> None:
+    """One step of a copy that shares nothing with other ranks. Raises what a step raises; changes nothing."""
+    with undisturbed(job), closing(Sandbox(job)) as sandbox:
+        alone = sandbox.at(sandbox.start)
+        try:
+            alone.model.train()
+            with closing(endless(alone)) as batches:
+                _stepped(alone, batches)
+        finally:
+            alone.close()
+
+
+def _stepped(job: Job, batches: Iterator[Batch]) -> Tensor:
+    """One update; its loss."""
+    total = torch.zeros(())
+    for _ in range(job.accumulate):
+        x_NCHW, y_N = next(batches)
+        loss = job.loss(job.model(x_NCHW), y_N)
+        job.backward(loss)
+        total = total.to(loss.device) + loss.detach()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    return total / job.accumulate
+
+
+def _agreed(job: Job, loss: Tensor, over: bool) -> tuple[float, bool]:
+    """The mean loss over the ranks, and whether for any of them time is over."""
+    told = torch.stack([loss.float(), loss.new_tensor(float(over)).float()])
+    job.comm.all_reduce(told, op="mean").wait()
+    mean, share = told.tolist()
+    return mean, share > 0
+
+
+def _smoothed(samples: Sequence[RateStep], loss: float) -> float:
+    """The mean of the losses so far, the older the less they count."""
+    n = len(samples)
+    before = samples[-1].smoothed * (1 - _REMEMBERED**n) if samples else 0.0
+    return (_REMEMBERED * before + (1 - _REMEMBERED) * loss) / (1 - _REMEMBERED ** (n + 1))
+
+
+def _diverged(samples: Sequence[RateStep]) -> bool:
+    last, least = samples[-1], min(s.smoothed for s in samples)
+    return not math.isfinite(last.loss) or last.smoothed > max(_WORSE * least, samples[0].loss)
+
+
+@contextmanager
+def untouched(job: Job) -> Iterator[None]:
+    """Whatever is trained in the body, the job is afterwards as before, bit for bit: a copy of its state is put back.
+
+    Random states are `undisturbed`'s.
+    """
+    job.drain()
+    state = copy.deepcopy(job.state_dict())
+    tensors = [(p, p.detach().clone(), p.grad, p.requires_grad) for p in job.model.parameters()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in job.model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    modes = [(module, module.training) for module in job.model.modules()]
+    for p, *_ in tensors:
+        p.grad = None
+    try:
+        yield
+    finally:
+        job.drain()
+        with torch.no_grad():
+            for p, value, grad, requires_grad in tensors:
+                p.copy_(value)
+                p.grad = grad
+                p.requires_grad_(requires_grad)
+            for module, name, buffer, value in buffers:
+                buffer.copy_(value)
+                module._buffers[name] = buffer
+        for module, training in modes:
+            module.training = training
+        job.load_state_dict(state)

@@ -1,0 +1,272 @@
+"""The measurement of one batch size, the limits of a search, its state and its result."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kasoku.core import Clock, InputError
+from kasoku.training.checkpoint import write_atomically
+
+STEPS, BRIEF = 20, 5  # of a size that are timed: in full, at a look
+LATE = "there is no time left for it"  # why a size was not tried; says nothing of the size
+_SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
+_MEDIAN = 1.2533  # standard error of a median, in sigma / sqrt(n)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The timings of one batch size, or the reason why it could not run.
+
+    Args:
+        batch: images of a step, over all ranks and parts.
+        step_s: median seconds of a step, including the wait for input.
+        low_s: two standard errors of the median below it.
+        high_s: two standard errors above it.
+        input_s: median seconds of a step spent waiting for input.
+        utilisation: of the device, 0 to 1: the mean of the higher half of the readings; nan: unknown.
+        noise: the current estimate of the gradient noise scale, in images; None: not measured, or too large to be
+            seen.
+        failed: why there are no timings, such as "out of memory".
+        steps: how many steps the medians are of.
+        parts: micro-batches in which a device takes its share of the batch.
+    """
+
+    batch: int
+    step_s: float = math.inf
+    low_s: float = math.inf
+    high_s: float = math.inf
+    input_s: float = 0.0
+    utilisation: float = math.nan
+    noise: float | None = None
+    failed: str = ""
+    steps: int = STEPS
+    parts: int = 1
+
+    @property
+    def images_per_s(self) -> float:
+        """Images a second; 0 where it failed."""
+        return 0.0 if self.failed else self.batch / self.step_s
+
+    @property
+    def error(self) -> float:
+        """The median's standard error, as a share of it; 0 where it failed."""
+        return 0.0 if self.failed else (self.high_s - self.low_s) / 4 / self.step_s
+
+    def epoch_s(self, images: int) -> float:
+        """Seconds for this many images."""
+        return math.inf if self.failed else images / self.images_per_s
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """(median, low, high) of at least one value: two standard errors of the median to each side, by the MAD."""
+    middle = statistics.median(values)
+    spread = statistics.median(abs(value - middle) for value in values)
+    error = _MEDIAN * _SIGMA * spread / math.sqrt(len(values))
+    return middle, max(0.0, middle - 2 * error), middle + 2 * error
+
+
+Measure = Callable[[int], Measurement]  # measuring a size again may add to its earlier steps
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The measurements that a strategy needs.
+
+    Args:
+        noise: the gradient noise scale.
+        watch_s: seconds during which utilization is read at each size; 0: not needed.
+        brief: time few steps at first; measuring a size again adds to them.
+    """
+
+    noise: bool = False
+    watch_s: float = 0.0
+    brief: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes and the time that a search may use.
+
+    Args:
+        start: the current size, where the strategies of [002] begin.
+        least: the smallest size.
+        most: the largest.
+        multiple: sizes are multiples of it.
+        images: of an epoch.
+        until_s: the deadline, on the clock.
+        clock: the same on all ranks.
+
+    Raises:
+        InputError: where there is no size in the range.
+    """
+
+    start: int
+    least: int
+    most: int
+    multiple: int
+    images: int
+    until_s: float
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        if self.least < 1 or self.multiple < 1:
+            raise InputError(f"least={self.least}, multiple={self.multiple}: at least 1 image each")
+        if self.first > self.last:
+            raise InputError(
+                f"batches from {self.least} to {self.most}: none of them can be tried (multiples of {self.multiple}, "
+                f"at most {self.images} images); give another range"
+            )
+
+    @property
+    def first(self) -> int:
+        """The smallest multiple."""
+        return -(-self.least // self.multiple) * self.multiple
+
+    @property
+    def last(self) -> int:
+        """The largest multiple."""
+        return self.most // self.multiple * self.multiple
+
+    @property
+    def begin(self) -> int:
+        """The multiple nearest to `start`, within the limits."""
+        return min(max(round(self.start / self.multiple) * self.multiple, self.first), self.last)
+
+    @property
+    def over(self) -> bool:
+        """Whether time is over."""
+        return self.clock.now() >= self.until_s
+
+
+@dataclass(frozen=True)
+class BatchSizeResult:
+    """The result of a batch-size search.
+
+    Args:
+        batch: the chosen size.
+        samples: one measurement of each size, in the order of the search.
+        why: the reason for the choice, in words.
+        spent_s: seconds of the search.
+        in_time: False: the budget ended the search, and this is the best size so far.
+        epochs: of training to the target at each size, absolute or relative to the current size; empty where the
+            strategy does not use them.
+        strategy: its name.
+        budget_s: the time budget.
+        speeds: images per second of each rank on its own at the chosen size; empty on one rank.
+    """
+
+    batch: int
+    samples: tuple[Measurement, ...]
+    why: str
+    spent_s: float
+    in_time: bool = True
+    epochs: tuple[float, ...] = ()
+    strategy: str = ""
+    budget_s: float = 0.0
+    speeds: tuple[float, ...] = ()
+
+    @property
+    def sample(self) -> Measurement:
+        """The last one of the size found."""
+        return next(s for s in reversed(self.samples) if s.batch == self.batch and not s.failed)
+
+    def as_json(self) -> dict[str, Any]:
+        """The contents of tuning.json; null stands for an unknown value."""
+        samples = []
+        for sample, epochs in zip(self.samples, self.epochs or [None] * len(self.samples), strict=True):
+            goodput = sample.images_per_s / epochs if epochs else None
+            derived = {"images_per_s": sample.images_per_s, "epochs": epochs, "goodput": goodput}
+            samples.append({k: _finite_or_none(v) for k, v in (asdict(sample) | derived).items()})
+        document = {"what": "minibatch", "chosen": self.batch, **asdict(self), "samples": samples}
+        return {k: _finite_or_none(v) for k, v in document.items() if k not in ("batch", "epochs")}
+
+    def save(self, path: Path) -> None:
+        """Writes tuning.json. Raises InputError where the file cannot be written."""
+        write_atomically(path, lambda part: part.write_text(json.dumps(self.as_json(), indent=1)))
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass
+class SizeSearch:
+    """The state of a search: all measurements so far. A size that failed bounds the others from above."""
+
+    measure: Measure
+    limits: Limits
+    samples: list[Measurement] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.began_s = self.limits.clock.now()
+        self.failed: int | None = None  # the smallest size that did
+        self.late = False  # a size was left out for want of time
+
+    def take(self, batch: int) -> Measurement:
+        """Tries a size; one for which there is no time ends the search."""
+        sample = self.measure(batch)
+        if sample.failed == LATE:
+            self.late = True
+            return sample
+        self.samples.append(sample)
+        if sample.failed:
+            self.failed = min(batch, self.failed or batch)
+        return sample
+
+    def again(self, batch: int) -> None:
+        """Measures a size anew, and forgets what was seen of it before."""
+        before = [s for s in self.samples if s.batch == batch]
+        if self.take(batch).failed != LATE:
+            for sample in before:
+                self.samples.remove(sample)
+
+    @property
+    def most(self) -> int:
+        """The largest size that may still be tried."""
+        if self.failed is None:
+            return self.limits.last
+        return min(self.limits.last, (self.failed - 1) // self.limits.multiple * self.limits.multiple)
+
+    @property
+    def good(self) -> list[Measurement]:
+        """The last sample of each size that did not fail, the smallest first. Raises InputError where all failed."""
+        good = {s.batch: s for s in self.samples if not s.failed and s.batch < (self.failed or math.inf)}
+        if not good:
+            first = self.samples[0]
+            raise InputError(
+                f"batch={first.batch}: {first.failed}: start with a smaller batch, or take a smaller model or a device "
+                "with more memory"
+            )
+        return [good[batch] for batch in sorted(good)]
+
+    @property
+    def first(self) -> Measurement:
+        """The first one that did not fail."""
+        return next(s for s in self.samples if not s.failed)
+
+    @property
+    def last(self) -> Measurement | None:
+        """The last one that did not fail."""
+        return next((s for s in reversed(self.samples) if not s.failed), None)
+
+    @property
+    def over(self) -> bool:
+        """Whether time is over; the first size is tried in any case."""
+        return bool(self.samples) and (self.late or self.limits.over)
+
+    def found(
+        self, batch: int, why: str, *, epochs: Callable[[int], float] | None = None, in_time: bool = True
+    ) -> BatchSizeResult:
+        """The end of the search."""
+        if not in_time:
+            why = f"time was over, the best so far: {why}"
+        of_each = tuple(epochs(s.batch) for s in self.samples) if epochs else ()
+        return BatchSizeResult(
+            batch, tuple(self.samples), why, self.limits.clock.now() - self.began_s, in_time, of_each
+        )

@@ -1,0 +1,126 @@
+"""What a search varies: settings of a recipe by path, each between two numbers or one of some values."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kasoku.config.toml import parse
+from kasoku.core import InputError
+
+
+@dataclass(frozen=True)
+class Between:
+    """Numbers from `low` to `high`, both included: integers where all that is given are.
+
+    Args:
+        low: the smallest.
+        high: the largest.
+        log: even in the logarithm, as rates are.
+        step: only low + k * step.
+
+    Raises:
+        InputError: for an empty range, and for what is no number, or not a finite one.
+    """
+
+    low: Any
+    high: Any
+    log: bool = False
+    step: Any = None
+
+    def __post_init__(self) -> None:
+        given = [x for x in (self.low, self.high, self.step) if x is not None]
+        if any(type(x) not in (int, float) for x in given):
+            raise InputError(f"low, high and step are numbers, these are {', '.join(map(toml, given))}")
+        if not all(-math.inf < x < math.inf for x in given):
+            raise InputError(f"low, high and step are finite numbers, these are {', '.join(map(toml, given))}")
+        if not self.low < self.high:
+            raise InputError(f"low={self.low}, high={self.high}: an empty range; low must lie below high")
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise InputError("log = true: needs low above 0, and no step")
+        if self.step is not None and not 0 < self.step <= self.high - self.low:
+            raise InputError(f"step={self.step}: above 0, and at most high - low")
+
+    def proposed(self, trial: Any, path: str) -> str:
+        """The value that Optuna's trial proposes, as TOML."""
+        if all(type(x) is int for x in (self.low, self.high, self.step or 1)):
+            return toml(trial.suggest_int(path, self.low, self.high, step=self.step or 1, log=self.log))
+        return toml(trial.suggest_float(path, self.low, self.high, step=self.step, log=self.log))
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Some of its values, as TOML."""
+        return toml(self.low), toml(self.high)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of some values of any kind: numbers, words, lists, tables. Raises InputError where there is none."""
+
+    choices: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        if not self.choices:
+            raise InputError("choices = []: an empty range; give at least one value")
+
+    def proposed(self, trial: Any, path: str) -> str:
+        """The value that Optuna's trial proposes, as TOML."""
+        return str(trial.suggest_categorical(path, self.examples))
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Its values, as TOML."""
+        return tuple(map(toml, self.choices))
+
+
+Space = Mapping[str, Between | OneOf]
+
+
+def read_space(path: Path) -> Space:
+    """A space file: TOML, path = {low, high, log, step} or path = {choices = [...]}; paths as --set takes them.
+
+    Raises InputError for a file that cannot be read, and for what is no such table, by its path.
+    """
+    try:
+        document = tomllib.loads(path.read_text())
+        found = dict(_flat(document, ""))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}): a space file is wanted") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not TOML ({error})") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    if not found:
+        raise InputError(f"{path}: nothing in it; give such as optimizer.lr = {{low = 0.01, high = 1.0, log = true}}")
+    return found
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Between | OneOf]]:
+    for key, value in table.items():
+        path = f"{prefix}.{key}" if prefix else key
+        if not isinstance(value, dict):
+            raise InputError(f"{path} = {toml(value)}: {{low = ..., high = ...}} or {{choices = [...]}} is wanted")
+        if "choices" in value:
+            yield path, parse(OneOf, value, path)
+        elif {"low", "high"} & value.keys():
+            yield path, parse(Between, value, path)
+        else:
+            yield from _flat(value, path)
+
+
+def toml(value: Any) -> str:
+    """A value as TOML, in one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{toml(str(key))} = {toml(item)}' for key, item in value.items())}}}"
+    return str(value)

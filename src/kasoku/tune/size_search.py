@@ -1,0 +1,191 @@
+"""The search for the best size of a smooth curve with cliffs: few sizes, each where the most can be won.
+
+Note: what a gap promises. Between two sizes tried, a step takes at least what the line through the smaller one and a
+size before it leads to. A cliff within the gap leaves that as it is: the best size then lies just below the cliff.
+Where no rate fell, it also takes at least what the line through the larger one and a size behind it leads back to: on
+a straight line nothing better lies between, on a bent one it may, near the bend. A line goes through sizes as far
+apart as the gap is wide, where there are such: two near each other would tell its slope badly. Above the largest size
+tried, it is the slope of a line a + c * b through the last three. A gap that promises too little is left alone; the one
+that promises most is tried next: by halves, and above by leaps, no further than where the line has almost all its rate.
+
+Note: no more steps than a decision takes. A first look at a size is brief. When no gap promises enough, the size that
+seems best and the one that may still beat it by most are looked at again, in turns, so that what else happens on the
+machine meets both; until none may by much more than `least_gain`, or all that may have been measured in full, or so
+much time has gone into it that knowing better is not worth it (steps that halt now and then). A spread that is small by
+chance is not believed: sizes share the typical one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+from kasoku.tune.measurement import STEPS, Limits, Measurement, SizeSearch
+
+Worth = Callable[[int, float], float]  # (batch, step_s) -> the more the better
+Errors = dict[int, float]  # batch -> standard error of its step, as a share
+_LEAP = 4  # from one size to the next, going up
+_LINE = 3  # sizes that the line above goes through
+_POINTS = 32  # of a gap that are looked at
+_SAME = 0.005  # a smaller size may lose so much and be taken
+_SETTLED = 1.25  # times the least gain: where no other size may win more, it is settled
+_SURE = 2  # standard errors
+_AGAIN = 1.0  # times what first looks took: for so long sizes are looked at again
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(a, c) of y = a + c * x through at least two points of different x.
+
+    Ref: Theil 1950, Sen 1968: the median of the slopes of all pairs, then the median of what is left.
+    """
+    slopes = [(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.combinations(points, 2)]
+    slope = statistics.median(slopes)
+    return statistics.median(y - slope * x for x, y in points), slope
+
+
+def best_of(good: Sequence[Measurement], worth: Worth) -> Measurement:
+    """The smallest of the sizes that lose at most half a percent to the best; they come the smallest first."""
+    top = top_of(good, worth)
+    least = (1 - _SAME) * worth(top.batch, top.step_s)
+    return next(s for s in good if worth(s.batch, s.step_s) >= least)
+
+
+def top_of(good: Sequence[Measurement], worth: Worth) -> Measurement:
+    """The best by the medians alone."""
+    return max(good, key=lambda s: worth(s.batch, s.step_s))
+
+
+def search_sizes(tries: SizeSearch, worth: Callable[[], Worth], *, least_gain: float) -> tuple[Measurement, bool]:
+    """Tries sizes until none may win `least_gain` over the best; gives that, and whether time sufficed.
+
+    `worth()` is asked anew after each look, as what is known may have changed.
+    """
+    batch: int | None = tries.limits.first
+    first_s = again_s = 0.0
+    while batch is not None and not tries.over:
+        known = any(sample.batch == batch for sample in tries.samples)
+        began_s = tries.limits.clock.now()
+        tries.again(batch)
+        took_s = tries.limits.clock.now() - began_s
+        first_s, again_s = (first_s, again_s + took_s) if known else (first_s + took_s, again_s)
+        good, now = tries.good, worth()
+        batch = next_size(tries, now, least_gain)
+        if batch is None and again_s < _AGAIN * first_s:
+            batch = doubtful(good, now, _SETTLED * least_gain)
+    return best_of(tries.good, worth()), batch is None
+
+
+def doubtful(good: Sequence[Measurement], worth: Worth, much: float) -> int | None:
+    """The size to look at again: the best, or one that may beat it by so `much` (a share), whichever is less known.
+
+    None where no other may, or all that may are measured in full.
+    """
+    best, errors = best_of(good, worth), errors_of(good)
+    value = worth(best.batch, best.step_s)
+    may: list[tuple[float, Measurement]] = []
+    for sample in good:
+        unsure = _SURE * math.hypot(errors[best.batch], errors[sample.batch])
+        gain = worth(sample.batch, sample.step_s) / value - 1 + unsure
+        if sample is not best and gain > much:
+            may.append((gain, sample))
+    for _, rival in sorted(may, key=lambda pair: -pair[0]):
+        short = [s for s in (best, rival) if s.steps < STEPS]
+        if short:
+            return min(short, key=lambda s: (s.steps, s.batch)).batch
+    return None
+
+
+def errors_of(good: Sequence[Measurement]) -> Errors:
+    """What is taken for each size's error: its own, or what is typical for as many steps if that is more."""
+    typical = statistics.median(s.error * math.sqrt(max(1, s.steps)) for s in good)
+    return {s.batch: max(s.error, typical / math.sqrt(max(1, s.steps))) for s in good}
+
+
+def next_size(tries: SizeSearch, worth: Worth, least_gain: float) -> int | None:
+    """The size to try next, or None."""
+    good = tries.good
+    best = top_of(good, worth)
+    wanted = worth(best.batch, best.step_s) * (1 + least_gain)
+    gaps = [_between(good, i, worth, tries.limits) for i in range(len(good) - 1)]
+    gaps.append(_above(tries, good, worth, least_gain))
+    value, batch = max((gap for gap in gaps if gap), default=(-math.inf, None))
+    return batch if value > wanted else None
+
+
+def _between(good: Sequence[Measurement], i: int, worth: Worth, limits: Limits) -> tuple[float, int] | None:
+    """What the gap behind the i-th size promises, and the size to try in it; None for a narrow one."""
+    left, right = good[i], good[i + 1]
+    middle = math.sqrt(left.batch * right.batch)
+    inside = [b for b in _rounded(middle, limits.multiple) if left.batch < b < right.batch]
+    if not inside:
+        return None
+    least_s = _least_between(good, i, worth)
+    finest = _grains(limits.multiple)[-1]
+    stride = max(1, (right.batch - left.batch) // finest // _POINTS) * finest
+    sizes = range(left.batch + stride, right.batch, stride)
+    worths = {b: worth(b, least_s(b)) for b in sizes}
+    top = max(worths, key=lambda b: worths[b], default=inside[0])
+    if worths and top + stride < right.batch:  # it rises and falls between them
+        near = [b for b in _rounded(top, limits.multiple)[::-1] if left.batch < b < right.batch]
+        return worths[top], (near or inside)[0]
+    return worths.get(top, -math.inf), inside[0]
+
+
+def _least_between(good: Sequence[Measurement], i: int, worth: Worth) -> Callable[[int], float]:
+    """Seconds of a step that may be hoped for at a size within the gap behind the i-th; see the Note."""
+    left, right, errors = good[i], good[i + 1], errors_of(good)
+    chord, width = _chord(left, right), right.batch - left.batch
+    noise = _SURE * math.hypot(errors[left.batch], errors[right.batch])
+    fell = worth(right.batch, right.step_s) < worth(left.batch, left.step_s) * (1 - noise)
+    if i:
+        far = [s for s in good[:i] if left.batch - s.batch >= width]
+        before = min(chord, _chord(far[-1] if far else good[0], left))
+    else:  # nothing below: half of a step is taken for what does not grow
+        before = min(chord, left.step_s / left.batch / 2) if fell else chord
+    behind = [s for s in good[i + 2 :] if s.batch - right.batch >= width] or good[-1:]
+    after = math.inf if fell or i + 2 >= len(good) else max(chord, _chord(right, behind[0]))
+
+    def seconds(batch: int) -> float:
+        led_to = left.step_s + max(0.0, before) * (batch - left.batch)
+        return max(led_to, right.step_s - after * (right.batch - batch))
+
+    return seconds
+
+
+def _above(tries: SizeSearch, good: Sequence[Measurement], worth: Worth, least_gain: float) -> tuple[float, int] | None:
+    """What lies above the largest size that worked promises, and the size to try there."""
+    last, most = good[-1], tries.most
+    if last.batch >= most:
+        return None
+    if len(good) == 1:
+        value, reach = math.inf, most
+    else:
+        _, slope = line([(s.batch, s.step_s) for s in good[-_LINE:]])
+        growth = (most / last.batch) ** (1 / _POINTS)
+        sizes = sorted({min(most, math.ceil(last.batch * growth**k)) for k in range(1, _POINTS + 1)} - {last.batch})
+        worths = [worth(b, last.step_s + max(0.0, slope) * (b - last.batch)) for b in sizes]
+        value = max(worths)
+        reach = next(b for b, w in zip(sizes, worths, strict=True) if w >= value * (1 - least_gain / 2))
+    if tries.failed is not None:  # by halves, towards the one that failed
+        reach = min(reach, (last.batch + tries.failed) // 2)
+    wanted = min(reach, _LEAP * last.batch, most)
+    below = [b for b in _rounded(wanted, tries.limits.multiple) if last.batch < b <= most]
+    if below:
+        return value, below[0]
+    return (value, most) if tries.failed is None else None
+
+
+def _chord(left: Measurement, right: Measurement) -> float:
+    return (right.step_s - left.step_s) / (right.batch - left.batch)
+
+
+def _grains(multiple: int) -> list[int]:
+    """What sizes are multiples of, the coarsest first: 32, 16 and 8 images, as far as `multiple` permits."""
+    return [math.lcm(multiple, 32), math.lcm(multiple, 16), multiple * math.ceil(8 / multiple)]
+
+
+def _rounded(batch: float, multiple: int) -> list[int]:
+    """The size rounded to each grain."""
+    return [round(batch / grain) * grain for grain in _grains(multiple)]

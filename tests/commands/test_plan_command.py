@@ -1,0 +1,393 @@
+"""kasoku plan: what it chooses, that what it writes runs, and a run held against what was expected."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.inspected import remember_networks
+from kasoku.cli import main
+from kasoku.config.recipe import dumps, load
+from kasoku.distributed import Asynchronous, Graded, Hierarchical, Layer, Mean, Overlap, Planned, Reducer, Wire
+
+RECIPES = Path(__file__).parent.parent.parent / "recipes"
+DIGITS = RECIPES / "digits_cnn_98.toml"
+POINTS = RECIPES / "imagenet_resnet50_mlperf.toml"
+DESK = """
+name = "desk"
+nodes = 4
+[node]
+gpus = 2
+port_gb_s = 10.0
+nic_gb_s = 1.0
+[own_gpu]
+name = "core"
+alpha_ms = 5.0
+beta_ms = 0.2
+least = 8
+most = 512
+tflops = 0.2
+memory_gb_s = 20
+usd_hour = 0.05
+"""
+HIERARCHICAL = "{use='kasoku.distributed.Hierarchical', across={use='kasoku.distributed.Wire'}}"
+PRICED = """
+name = "small"
+nodes = 16
+gpu = "a100"
+[node]
+gpus = 8
+port_gb_s = 240.0
+nics = 8
+nic_gb_s = 24.0
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    file = tmp_path / "small.toml"
+    file.write_text(PRICED)
+    return str(file)
+
+
+@pytest.fixture(autouse=True)
+def _no_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "searched" not in request.node.name:  # it takes seconds
+        monkeypatch.setattr("kasoku.simulate.planner.with_searched_groups", lambda chosen: chosen)
+    remember_networks(monkeypatch)
+
+
+def planned(folder: Path, recipe: Path, *options: str) -> dict[str, object]:
+    assert main(["plan", str(recipe), "--out", str(folder), *options]) == 0
+    found: dict[str, object] = json.loads((folder / "plan.json").read_text())
+    return found
+
+
+def test_a_deadline_takes_the_cheapest_in_time(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on = ["--cluster", small, "--set", "points=[]", "--set", "batch=4096"]
+    soon = planned(tmp_path / "a", POINTS, *on, "--deadline", "20min")
+    late = planned(tmp_path / "b", POINTS, *on, "--deadline", "4h")
+    fastest = planned(tmp_path / "c", POINTS, *on, "--fastest")
+    paid = planned(tmp_path / "d", POINTS, *on, "--budget", "30USD")
+    assert soon["training_s"] * soon["most"] <= 1200  # type: ignore[operator]
+    assert late["usd"] <= soon["usd"] <= fastest["usd"]  # type: ignore[operator]
+    assert late["gpus"] < fastest["gpus"]  # type: ignore[operator]
+    assert fastest["training_s"] <= min(plan["training_s"] for plan in (soon, late, paid))  # type: ignore[type-var]
+    assert paid["usd"] * paid["most"] <= 30  # type: ignore[operator]
+    assert "small has no [costs]: 0 s are expected before the first step" in capsys.readouterr().err
+    assert "price: AWS" in paid["shown"]["source"]  # type: ignore[index]
+    assert "4.10 an hour a GPU" in paid["shown"]["cost"]  # type: ignore[index]
+    assert "how epochs scatter is not known" in paid["shown"]["ranges"]  # type: ignore[index]
+
+
+def test_recipe_and_script_have_the_choice_with_its_searched_groups(small: str, tmp_path: Path) -> None:
+    found = planned(tmp_path / "p", POINTS, "--cluster", small, "--set", "batch=8192", "--deadline", "1h")
+    recipe = load(tmp_path / "p" / POINTS.name)
+    assert recipe.batch == found["batch"] == 8192
+    assert recipe.origin == "the point 8,192"
+    assert recipe.epochs == 42
+    assert any(isinstance(technique, Overlap) for technique in recipe.techniques)
+    script = tmp_path / "p" / "launch.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text()
+    nodes = found["gpus"] // 8  # type: ignore[operator]
+    assert f"#SBATCH --nodes={nodes}\n" in text
+    assert f"train {tmp_path / 'p' / POINTS.name}" in text
+
+
+def test_all_points_are_tried_and_a_noise_scale_gives_more_epochs(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = planned(tmp_path / "p", POINTS, "--cluster", small, "--fastest")
+    assert shown["batch"] in (1632, 3264, 4096, 8192, 13056, 32768, 49152, 58880, 65536, 67840)
+    noise = ["--cluster", small, "--noise-scale", "8192", "--fastest", "--set", "batch=1024"]
+    found = planned(tmp_path / "q", POINTS, *noise, "--set", "points=[]")
+    recipe = load(tmp_path / "q" / POINTS.name)
+    batch = int(found["batch"])  # type: ignore[call-overload]
+    assert batch > 1024
+    assert recipe.epochs == pytest.approx(40 * (1 + batch / 8192) / (1 + 1024 / 8192), rel=1e-4)
+    assert recipe.rate_scale == pytest.approx(batch / 1024)
+    assert main(["plan", str(POINTS), *noise]) == 2
+    assert "points give the epochs of each batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            "schedule.warmup=15",
+            "without batches of 8, 16, 32 (the first: schedule: Linear: epochs=11.25 is where it ends",
+        ),
+        ("accumulate=64", "without batches of 8, 16, 32 (the first: accumulate=64: a divisor of batch=8"),
+        ("norm_batch=16", "without batches of 8 (the first: norm_batch=16: a divisor of batch=8"),
+    ],
+)
+def test_a_noise_scale_leaves_out_the_batches_that_the_recipe_cannot_have(
+    setting: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "desk.toml").write_text(f"{DESK}[costs]\nsetup_s = 1.0\n")
+    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--noise-scale", "64", "--set", setting]
+    assert planned(tmp_path / "p", DIGITS, *options)["batch"] in (64, 128, 256, 512, 1024)
+    assert said in (err := capsys.readouterr().err)
+    assert "[costs]" not in err
+
+
+def test_a_noise_scale_makes_schedules_for_the_epochs_of_each_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "desk.toml").write_text(DESK)
+    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--noise-scale", "64"]
+    curves: dict[str, tuple[str, Callable[[Any], float]]] = {
+        "Step": ("milestones=[5.0, 15.0]", lambda s: float(s.milestones[1] / 15)),
+        "Linear": ("epochs=30.0", lambda s: float(s.epochs / 30)),  # made for more epochs than there are
+        "Constant": ("warmup=2.0", lambda s: float(s.warmup / 2)),
+    }
+    for name, (settings, longer) in curves.items():
+        given = f"schedule={{use='kasoku.core.{name}', {settings}}}"
+        found = planned(tmp_path / name, DIGITS, *options, "--set", given)
+        recipe = load(tmp_path / name / DIGITS.name)
+        assert found["batch"] != 64
+        assert recipe.epochs == pytest.approx(20 * (1 + recipe.batch / 64) / 2, rel=1e-4)
+        assert longer(recipe.schedule) == pytest.approx(1.0 if name == "Constant" else recipe.epochs / 20, rel=1e-4)
+    assert main(["plan", str(DIGITS), *options, "--set", "schedule={use='kasoku.core.ArcCotangent'}"]) == 2
+    assert "ArcCotangent cannot be made for other epochs" in capsys.readouterr().err
+
+
+def test_no_gpu_takes_more_images_at_once_than_it_surely_holds(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--deadline", "99d", "--set", "points=[]", "--set", "batch=8192", "--set", "norm_batch=0"]
+    found = planned(tmp_path / "p", POINTS, "--cluster", small, *options)
+    assert 8192 / found["gpus"] <= 408  # type: ignore[operator]  # the most that an A100 was measured with
+    (tmp_path / "one.toml").write_text(PRICED.replace("nodes = 16", "nodes = 1"))
+    one = ["--cluster", str(tmp_path / "one.toml"), *options]
+    assert main(["plan", str(POINTS), *one]) == 2
+    assert ", 408 images at once each: a larger accumulate takes fewer" in capsys.readouterr().err
+    planned(tmp_path / "parts", POINTS, *one, "--set", "accumulate=4")
+    planned(tmp_path / "saved", POINTS, *one, "--set", "techniques=[{use='kasoku.memory.SavedMemory'}]")
+    names = ["conv1", "bn1", *(f"layer{i + 1}.{k}" for i, n in enumerate((3, 4, 6, 3)) for k in range(n)), "fc"]
+    blocks = [{"name": name, "forward_s": 1e-4, "backward_s": 2e-4} for name in names]
+    (tmp_path / "profile.json").write_text(json.dumps({"blocks": blocks}))
+    planned(tmp_path / "profiled", POINTS, *one, "--profile", f"{tmp_path}:8192")
+    (tmp_path / "desk.toml").write_text(DESK.replace("nodes = 4", "nodes = 1").replace("gpus = 2", "gpus = 1"))
+    little = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=1024"]
+    assert planned(tmp_path / "little", DIGITS, *little)["gpus"] == 1  # more than the file's 512: its images are small
+
+
+def test_a_plan_of_a_model_beside_its_recipe_finds_it_from_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "mine_beside.py").write_text("from kasoku.models import cifarnet as mine\n")
+    (own / "98digits.toml").write_text(DIGITS.read_text().replace("kasoku.models.cifarnet", "mine_beside.mine"))
+    (tmp_path / "desk.toml").write_text(DESK)
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
+    planned(tmp_path / "p", own / "98digits.toml", "--cluster", "desk.toml", "--fastest", "--noise-scale", "64")
+    assert {file.name for file in (tmp_path / "p").iterdir()} == {"98digits.toml", "launch.sbatch", "plan.json"}
+    script = (tmp_path / "p" / "launch.sbatch").read_text()
+    assert "#SBATCH --job-name=kasoku-98digits\n" in script
+    sys.path[:] = before
+    del sys.modules["mine_beside"]
+    assert main(["train", str(tmp_path / "p" / "98digits.toml"), "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("techniques", "late"),
+    [("{use='kasoku.distributed.Overlap', buckets={use='kasoku.distributed.OneGroup'}}", True), ("{use=CLIP}", False)],
+)
+@pytest.mark.parametrize("searched", [True, False])
+def test_the_recipe_has_the_groups_that_were_searched_or_not(
+    techniques: str, late: bool, searched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "desk.toml").write_text(DESK.replace("beta_ms = 0.2", "beta_ms = 40.0"))
+    monkeypatch.setattr("kasoku.simulate.planner._WORTH", 2.0 if searched else 0.0)
+    techniques = techniques.replace("CLIP", "'kasoku.optim.Clip', norm=1.0")
+    found = planned(
+        tmp_path / "p",
+        DIGITS,
+        *("--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=512"),
+        *("--set", f"techniques=[{techniques}]"),
+    )
+    (own,) = (t for t in load(tmp_path / "p" / DIGITS.name).techniques if isinstance(t, Overlap))
+    said = found["shown"]["groups"]  # type: ignore[index]
+    assert isinstance(own.buckets, Planned if searched else Graded)
+    assert ("planned" in said) == searched
+    assert own.next_forward == (late and searched)
+
+
+@pytest.mark.parametrize(
+    ("given", "alike", "said", "nic_gb_s"),
+    [
+        ("", Mean(), "", 1.0),
+        ("", Mean(), "", 100.0),
+        ("{use='kasoku.distributed.Wire'}", Wire(), "Wire", 1.0),
+        pytest.param("{use='kasoku.distributed.Wire'}", Wire(), "Wire", 100.0, marks=pytest.mark.exhaustive),
+        pytest.param(HIERARCHICAL, Wire(), "Wire", 1.0, marks=pytest.mark.exhaustive),
+        (HIERARCHICAL, Wire(), "Wire", 100.0),
+    ],
+)
+def test_the_recipe_averages_node_by_node_where_that_is_faster(
+    given: str, alike: Reducer, said: str, nic_gb_s: float, tmp_path: Path
+) -> None:
+    text = PRICED.replace("nics = 8", "nics = 1").replace("nodes = 16", "nodes = 4")
+    (tmp_path / "few.toml").write_text(text.replace("nic_gb_s = 24.0", f"nic_gb_s = {nic_gb_s}"))
+    own = "{use='kasoku.distributed.Overlap'" + (f", reducer={given}" if given else "") + "}"
+    options = ["--cluster", str(tmp_path / "few.toml"), "--fastest", "--set", "batch=8192", "--set", "points=[]"]
+    found = planned(tmp_path / "p", POINTS, *options, "--set", f"techniques=[{own}]")
+    assert found["gpus"] == 32
+    (technique,) = (t for t in load(tmp_path / "p" / POINTS.name).techniques if isinstance(t, Overlap))
+    shown = found["shown"]["all-reduce"]  # type: ignore[index]
+    if nic_gb_s == 1.0:  # 2 (N - 1) / N of the bytes leave a node of N = 4, where trees and a ring over all send more
+        assert technique.reducer == Hierarchical(0, alike)  # of as many ranks as the script starts on a node
+        assert shown.startswith("hierarchical, ")
+        assert ("all-to-all and all-gather across" in shown) == (said == "Wire")
+        assert shown.endswith("; reducer Hierarchical" + (f", across={said}" if said else ""))
+    else:
+        assert technique.reducer == alike
+        assert "hierarchical" not in shown
+        assert shown.endswith(f"; reducer {said}") if said else "reducer" not in shown
+
+
+def test_few_images_for_batch_norm_are_told_with_what_helps(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--cluster", small, "--fastest", "--set", "points=[]", "--set", "batch=1024"]
+    found = planned(tmp_path / "p", POINTS, *options, "--set", "norm_batch=0")
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "BatchNorm" in line)
+    assert f"BatchNorm over {1024 // found['gpus']} images at once" in line  # type: ignore[operator]
+    assert "--set norm_batch=32 (ranks then wait" in line
+    planned(tmp_path / "q", POINTS, *options, "--set", "norm_batch=32")
+    assert "BatchNorm" not in capsys.readouterr().err
+    planned(tmp_path / "r", POINTS, *options, "--set", "norm_batch=0", "--set", "device.graphs=true")
+    assert "a larger batch or fewer GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ahead", "apart"), [("", True), (", max_staleness=4", True), (", max_staleness=0", False)])
+def test_ranks_at_their_own_pace_keep_their_groups_and_are_not_searched(
+    ahead: str, apart: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "desk.toml").write_text(DESK.replace("beta_ms = 0.2", "beta_ms = 40.0"))
+    pace = f"{{use='kasoku.distributed.Asynchronous', buckets={{use='kasoku.distributed.Layer'}}{ahead}}}"
+    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=512"]
+    found = planned(tmp_path / "p", DIGITS, *options, "--set", f"techniques=[{pace}]")
+    (own,) = load(tmp_path / "p" / DIGITS.name).techniques
+    assert found["gpus"] > 1  # type: ignore[operator]
+    shown = found["shown"]
+    assert isinstance(shown, dict)
+    assert isinstance(own, Asynchronous if apart else Overlap)
+    if apart:
+        assert isinstance(own.buckets, Layer)
+        assert "(a layer)" in shown["groups"]
+        assert shown["exchange"].startswith("exchange, ")
+    else:
+        assert "exchange" not in shown
+
+
+def test_a_recipe_with_graphs_keeps_a_collective_for_each_parameter(tmp_path: Path) -> None:
+    (tmp_path / "desk.toml").write_text(DESK)
+    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=512"]
+    found = planned(tmp_path / "p", DIGITS, *options, "--set", "device.graphs=true")
+    assert "(a parameter)" in found["shown"]["groups"]  # type: ignore[index]
+    assert not any(isinstance(t, Overlap) for t in load(tmp_path / "p" / DIGITS.name).techniques)
+
+
+def test_a_plan_never_takes_the_place_of_its_own_recipe(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(POINTS.read_text())
+    options = ["--cluster", small, "--fastest", "--set", "batch=8192"]
+    assert main(["plan", str(recipe), *options, "--out", str(tmp_path)]) == 2
+    assert "would be written over" in capsys.readouterr().err
+    assert recipe.read_text() == POINTS.read_text()
+    for _ in range(2):  # a plan of a recipe of that name is no run
+        planned(tmp_path / "p", recipe, *options)
+    (tmp_path / "p" / "environment.json").write_text("{}")
+    assert main(["plan", str(recipe), *options, "--out", str(tmp_path / "p")]) == 2
+    assert "holds a run" in capsys.readouterr().err
+
+
+def test_a_run_of_another_size_than_planned_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "environment.json").write_text("{}")
+    (run / "recipe.toml").write_text(dumps(load(DIGITS, ["batch=64"])))
+    (run / "ledger.json").write_text('{"rows": {}, "ranks": [0, 1]}')
+    (run / "result.json").write_text("{}")
+    plan = {"gpus": 2, "batch": 64, "images_per_s": 100.0, "rows": {"forward": 1.0}}
+    for other, said in (({"gpus": 8}, "2 ranks and batch=64, the plan is of 8"), ({"rows": 3}, "plan anew")):
+        (run / "plan.json").write_text(json.dumps({**plan, **other}))
+        assert main(["plan", "--compare", str(run)]) == 2
+        assert said in capsys.readouterr().err
+    (run / "plan.json").write_text(json.dumps(plan))
+    took = ("import", "model", "rendezvous", "tuning", "compile", "update", "copy")
+    rows = {row: 2.0**i for i, row in enumerate(took)}
+    (run / "ledger.json").write_text(json.dumps({"rows": rows, "ranks": [0, 1]}))
+    assert main(["plan", "--compare", str(run)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"before the first step\W+0.00 s expected, 31.00 s taken", shown)
+    assert re.search(r"in all\W+1.00 s expected, 127.00 s taken", shown)
+
+
+def test_what_is_planned_trains_and_is_held_against_what_it_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "desk.toml").write_text(DESK.replace("nodes = 4", "nodes = 1").replace("gpus = 2", "gpus = 1"))
+    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "epochs=1", "--set", "schedule.warmup=0"]
+    plan = planned(tmp_path / "p", DIGITS, *options)
+    run = tmp_path / "run"
+    recipe = str(tmp_path / "p" / DIGITS.name)
+    command = ["train", recipe, "--quiet", "--out", str(run), "--set", "device.threads=1"]
+    monkeypatch.setattr(sys, "argv", ["kasoku", *command])  # its environment.json keeps the command
+    assert main(command) == 0
+    capsys.readouterr()
+    assert main(["plan", "--compare", str(run)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    took = json.loads((run / "ledger.json").read_text())["rows"]
+    computing = took["forward"] + took["backward"] + took["update"]
+    rows = plan["rows"]
+    assert isinstance(rows, dict)
+    error = (rows["forward"] + rows["backward"]) / computing - 1
+    assert f"{error:+.1%}" in shown
+    assert "exposed communication" in shown
+    assert "in all" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--deadline", "1s"], "deadline of 1 s: the fastest way takes"),
+        (["--budget", "0.01USD"], "the cheapest way may cost"),
+        (["--deadline", "soon"], "as 10min"),
+        (["--budget", "100"], "as 100USD"),
+        (["--fastest", "--noise-scale", "0"], "--noise-scale 0: images, above 0 and finite"),
+        (["--fastest", "--noise-scale", "inf"], "--noise-scale inf: images, above 0 and finite"),
+        (["--fastest", "--noise-scale", "nan"], "--noise-scale nan: images, above 0 and finite"),
+        ([], "one of --deadline TIME, --budget USD, --fastest"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_clear_line(
+    options: list[str], said: str, small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--cluster", small, "--set", "points=[]", "--out", str(tmp_path / "p")]
+    assert main(["plan", str(POINTS), *given, *options]) == 2
+    assert said in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_run_that_nobody_planned_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--compare", str(tmp_path)]) == 2
+    assert "environment.json" in capsys.readouterr().err
+    (tmp_path / "environment.json").write_text('{"command": ["kasoku", "train", "nowhere/a.toml"]}')
+    assert main(["plan", "--compare", str(tmp_path)]) == 2
+    assert "no plan.json there" in capsys.readouterr().err

@@ -1,0 +1,547 @@
+"""A rank that dies or hangs is named on all others, which end; ranks that hold different things do not begin."""
+
+import heapq
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import context, on_processes
+
+from kasoku.core import Comm, InputError, Solo, Threads, Work
+from kasoku.distributed import TorchComm
+from kasoku.distributed.agreement import agree, facts_of_model, version_facts
+from kasoku.distributed.counting_comm import Pulse, Watched, behind
+from kasoku.distributed.watchdog import EXIT_CODE, Watchdog, _Heart
+from kasoku.simulate.virtual_comm import VirtualClock
+from started import port as free_port
+
+PROMISE_S = 15.0
+LIMIT_S = 60.0  # of what is not promised
+QUICK = Watchdog(beat_s=0.25, dead_s=3.0)
+ADVICE = "again with --continue --out DIR (torchrun --max-restarts N does it by itself)"
+HERE = f"(host {socket.gethostname()}, pid {os.getpid()})"
+
+
+# ---- on a virtual clock
+
+
+class DictStore(dict[str, bytes]):
+    """A store of three requests; one that is broken refuses them all."""
+
+    broken = False
+
+    def _check(self) -> None:
+        if self.broken:
+            raise RuntimeError("Connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:
+        self._check()
+        self[key] = value.encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._check()
+        return [self[key] for key in keys]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._check()
+        if self[key] == expected.encode():
+            self[key] = desired.encode()
+        return self[key]
+
+
+class Never(Solo):
+    """A collective that is never over: waiting for it ends only the test's own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def all_reduce(self, x: torch.Tensor, *, op: str = "sum") -> Work:
+        self.calls += 1
+        return self if self.calls > 6 else super().all_reduce(x, op=op)  # type: ignore[return-value]
+
+    def wait(self) -> None:
+        raise NeverError
+
+
+class NeverError(Exception):
+    pass
+
+
+class Hearts:
+    """The heartbeats of several ranks on one virtual clock.
+
+    Attributes: `lines`: what each rank said. `stopped`: ranks that do nothing. `silent`: no store answers.
+    """
+
+    def __init__(self, size: int, dog: Watchdog = QUICK, *, store_elsewhere: bool = False) -> None:
+        self.clock, self.store, self.dog = VirtualClock(), DictStore(), dog
+        self.store_elsewhere = store_elsewhere
+        self.lines: dict[int, list[str]] = {rank: [] for rank in range(size)}
+        self.said_at: dict[int, float] = {}
+        self.stopped: set[int] = set()
+        self.silent = False
+        self.hearts = Threads(size, self.clock).run(self._heart)
+        self._numbers = itertools.count()
+        self._queue: list[tuple[float, int, int, bool, Iterator[float]]] = []
+        for rank, heart in enumerate(self.hearts):
+            self._push(rank / 1000, rank, True, heart.watch())
+            self._push(rank / 1000, rank, False, heart.guard())
+
+    def _heart(self, comm: Comm) -> _Heart:
+        def said(line: str) -> None:
+            self.lines[comm.rank].append(line)
+            self.said_at[comm.rank] = self.clock.now()
+
+        pulse = Pulse(self.dog.hang_timeout_s, self.clock)
+        return _Heart(replace(self.dog, on_fault=said), pulse, comm, self.store, "127.0.0.1:1")
+
+    def _push(self, moment: float, rank: int, asks: bool, tick: Iterator[float]) -> None:
+        heapq.heappush(self._queue, (moment, next(self._numbers), rank, asks, tick))
+
+    def run(self, seconds: float) -> None:
+        """Lets so much time pass."""
+        until = self.clock.now() + seconds
+        while self._queue and self._queue[0][0] <= until:
+            moment, _, rank, asks, tick = heapq.heappop(self._queue)
+            self.clock.until(moment)
+            blocked = rank in self.stopped or (asks and self.silent)
+            pause_s = self.dog.beat_s / 10 if blocked else next(tick, None)
+            if pause_s is not None:
+                self._push(moment + pause_s, rank, asks, tick)
+            if self.hearts[0].over.is_set() and not self.store_elsewhere:
+                self.store.broken = True  # it ends with the process of rank 0
+        self.clock.until(until)
+
+    def step(self, *ranks: int) -> None:
+        for rank in ranks or range(len(self.hearts)):
+            self.hearts[rank].pulse.step()
+
+    def ended_silently(self) -> bool:
+        return all(heart.over.is_set() for heart in self.hearts) and not any(self.lines.values())
+
+    def only_line(self, rank: int) -> str:
+        (line,) = self.lines[rank]
+        assert line.endswith(ADVICE)
+        assert "\n" not in line
+        return line.removesuffix(f"; start all ranks {ADVICE}")
+
+
+@pytest.mark.parametrize("dog", [QUICK, Watchdog()], ids=["quick", "default"])
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_without_heartbeat_is_named_on_all_others(victim: int, dog: Watchdog) -> None:
+    ranks = Hearts(3, dog)
+    ranks.run(10 * dog.beat_s)
+    ranks.stopped.add(victim)
+    stopped_at = ranks.clock.now()
+    ranks.run(PROMISE_S)
+    for rank in {0, 1, 2} - {victim}:
+        assert ranks.only_line(rank) == f"rank {victim} {HERE} died: no heartbeat for {dog.dead_s:g} s"
+        assert dog.dead_s - dog.beat_s < ranks.said_at[rank] - stopped_at < dog.dead_s + 2 * dog.beat_s
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("killed", "is gone: the store at 127.0.0.1:1 does not answer"),
+        ("stopped", "is gone: the store at 127.0.0.1:1 does not answer"),
+        ("store elsewhere", "died: no heartbeat for 3 s"),
+    ],
+)
+def test_the_death_of_rank_0_is_named_on_all_others(how: str, line: str) -> None:
+    ranks = Hearts(3, store_elsewhere=how == "store elsewhere")
+    ranks.run(1)
+    ranks.stopped.add(0)
+    ranks.store.broken, ranks.silent = how == "killed", how == "stopped"
+    ranks.run(PROMISE_S)
+    for rank in (1, 2):
+        assert ranks.only_line(rank) == f"rank 0 {HERE} {line}"
+
+
+def test_ranks_that_die_together_are_named_together() -> None:
+    ranks = Hearts(4)
+    ranks.run(1)
+    ranks.stopped |= {1, 3}
+    ranks.run(PROMISE_S)
+    for rank in (0, 2):
+        assert ranks.only_line(rank) == f"ranks 1 {HERE} and 3 {HERE} died: no heartbeat for 3 s"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_that_was_announced_is_told_on_the_others(failing: int) -> None:
+    ranks = Hearts(3)
+    ranks.run(1)
+    ranks.hearts[failing].end("the disk\nis full")
+    ranks.run(LIMIT_S)
+    for rank in {0, 1, 2} - {failing}:
+        assert ranks.only_line(rank) == f"rank {failing} {HERE} failed: the disk is full"
+    assert not ranks.lines[failing]
+
+
+@pytest.mark.parametrize("sleeper", [0, 3])
+def test_a_rank_that_hangs_is_named_with_the_collective_it_did_not_join(sleeper: int) -> None:
+    ranks = Hearts(4, Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
+    comms = [Watched(Never(), heart.pulse) for heart in ranks.hearts]
+    for _ in range(3):
+        for comm in comms:
+            for n in (1000, 7):
+                comm.all_reduce(torch.ones(n)).wait()
+        ranks.run(0.5)
+        ranks.step()
+    for comm in comms:
+        if comm is not comms[sleeper]:
+            works = [comm.all_reduce(torch.ones(n)) for n in (1000, 7)]
+            with pytest.raises(NeverError):
+                works[0].wait()
+    ranks.run(2.0)
+    assert not any(ranks.lines.values())
+    ranks.run(1.0)
+    waiter = 1 if sleeper == 0 else 0
+    wanted = f"rank {sleeper} {HERE} has not joined all_reduce #7 of 1000 float32, which rank {waiter} {HERE} waits in"
+    for rank in range(4):
+        assert re.fullmatch(rf"no step for [23] s: {re.escape(wanted)}", ranks.only_line(rank))
+
+
+def test_no_rank_hangs_before_the_first_step_nor_while_one_is_busy() -> None:
+    ranks = Hearts(2, Watchdog(hang_timeout_s=1.0, beat_s=0.25, dead_s=10.0))
+    ranks.step(0)
+    ranks.run(3)  # rank 1 compiles
+    for _ in range(3):
+        ranks.step()
+        ranks.run(0.1)
+    with ranks.hearts[1].pulse.busy("evaluation"):
+        ranks.run(3)
+    ranks.run(0.9)
+    assert not any(ranks.lines.values())
+    ranks.run(1)
+    assert ranks.only_line(0).startswith("no step for ")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_a_normal_end_in_any_order_is_silent(order: tuple[int, ...]) -> None:
+    ranks = Hearts(3)
+    ranks.run(1)
+    for rank in order:
+        ranks.hearts[rank].end("")
+        ranks.run(0.7 * QUICK.dead_s)
+    ranks.run(LIMIT_S)
+    assert ranks.ended_silently()
+
+
+def test_ranks_that_were_all_stopped_for_a_while_accuse_nobody() -> None:
+    ranks = Hearts(3)
+    ranks.run(1)
+    ranks.stopped |= {0, 1, 2}
+    ranks.run(QUICK.dead_s + 1)
+    ranks.stopped.clear()
+    ranks.run(2 * QUICK.dead_s)
+    for heart in ranks.hearts:
+        heart.end("")
+    ranks.run(LIMIT_S)
+    assert ranks.ended_silently()
+
+
+def test_of_64_ranks_the_one_that_stops_is_named() -> None:
+    ranks = Hearts(64, Watchdog())
+    ranks.run(3)
+    ranks.stopped.add(17)
+    ranks.run(PROMISE_S)
+    assert {ranks.only_line(rank).partition(" (")[0] for rank in range(64) if rank != 17} == {"rank 17"}
+
+
+@pytest.mark.timing
+def test_64_hearts_beat_cheaply(capsys: pytest.CaptureFixture[str]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lines: list[str] = []
+
+    def act(comm: Comm) -> Watched:
+        return Watchdog(on_fault=lines.append).start(comm, ("127.0.0.1", store.port))
+
+    hearts = [watched.pulse.heart for watched in Threads(64).run(act)]
+    try:
+        began, used = time.monotonic(), time.process_time()
+        time.sleep(3)
+        a_beat = (time.process_time() - used) / (time.monotonic() - began) / 64
+        with capsys.disabled():
+            print(f"\n64 hearts with their store: {a_beat * 1e6:.0f} us of a core a beat and rank")
+        assert not lines
+        assert a_beat < 0.005
+    finally:
+        for heart in reversed(hearts):
+            heart.close("")
+
+
+# ---- between processes
+
+
+@dataclass
+class Ranks:
+    """Processes that this test started, and what they write."""
+
+    processes: list[multiprocessing.process.BaseProcess]
+    folder: Path
+
+    def wait_until_ready(self) -> None:
+        """Until each rank has said so."""
+        until = time.monotonic() + LIMIT_S
+        while len(list(self.folder.glob("ready-*"))) < len(self.processes):
+            assert time.monotonic() < until, [self.said(rank) for rank in range(len(self.processes))]
+            time.sleep(0.02)
+
+    def send(self, rank: int, number: int) -> None:
+        pid = self.processes[rank].pid
+        assert pid
+        os.kill(pid, number)
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"stderr-{rank}").read_text()
+
+    def end(self, within_s: float, *, but: tuple[int, ...] = ()) -> dict[int, tuple[int | None, str]]:
+        """Exit code and the lines of kasoku, by rank."""
+        until = time.monotonic() + within_s
+        found = {}
+        for rank, process in enumerate(self.processes):
+            if rank not in but:
+                process.join(max(0.0, until - time.monotonic()))
+                lines = [line for line in self.said(rank).splitlines() if line.startswith("kasoku: ")]
+                found[rank] = (process.exitcode, "\n".join(lines))
+        return found
+
+    def named(self, rank: int) -> str:
+        return f"rank {rank} (host {socket.gethostname()}, pid {self.processes[rank].pid})"
+
+
+Act = Callable[[Watched, Callable[[], None]], None]
+
+
+def _rank_main(rank: int, size: int, port: int, folder: Path, dog: Watchdog, act: Act) -> None:
+    out = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(out, 2)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=LIMIT_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+    comm = dog.start(TorchComm(), ("127.0.0.1", port))
+    act(comm, lambda: (folder / f"ready-{rank}").touch())
+    comm.pulse.close()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    """launch(size, act, watchdog): ranks over gloo on loopback, killed at the test's end."""
+    processes: list[multiprocessing.process.BaseProcess] = []
+
+    def start(size: int, act: Act, dog: Watchdog = QUICK) -> Ranks:
+        where = free_port()
+        for rank in range(size):
+            (tmp_path / f"stderr-{rank}").touch()
+            processes.append(context.Process(target=_rank_main, args=(rank, size, where, tmp_path, dog, act)))
+            processes[-1].start()
+        return Ranks(processes, tmp_path)
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join(LIMIT_S)
+
+
+def _wait_or_compute(victim: int, comm: Watched, ready: Callable[[], None]) -> None:
+    """The victim sleeps, the last rank but it computes, the others wait in an all_reduce that nobody finishes."""
+    comm.all_reduce(torch.ones(4)).wait()
+    comm.pulse.step()
+    ready()
+    if comm.rank == victim:
+        time.sleep(2 * LIMIT_S)
+    elif comm.rank == 1:
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            sum(range(1000))
+    comm.all_reduce(torch.ones(1000)).wait()
+    time.sleep(2 * LIMIT_S)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("victim", "number", "verb"),
+    [
+        pytest.param(2, signal.SIGKILL, "died", marks=pytest.mark.smoke, id="killed"),
+        pytest.param(0, signal.SIGKILL, "is gone", marks=pytest.mark.timing, id="rank 0 killed"),
+        pytest.param(0, signal.SIGSTOP, "is gone", marks=pytest.mark.timing, id="rank 0 stopped"),
+    ],
+)
+def test_a_death_is_named_while_others_wait_and_compute(
+    launch: Callable[..., Ranks], victim: int, number: int, verb: str
+) -> None:
+    ranks = launch(3, partial(_wait_or_compute, victim))
+    ranks.wait_until_ready()
+    time.sleep(0.5)
+    ranks.send(victim, number)
+    for rank, (code, line) in ranks.end(PROMISE_S, but=(victim,)).items():
+        assert code == EXIT_CODE, (rank, ranks.said(rank))
+        assert line.startswith(f"kasoku: {ranks.named(victim)} {verb}: "), line
+        assert line.endswith(ADVICE)
+        assert line.count("\n") == 0
+
+
+def _sleep(sleeper: int, comm: Watched, ready: Callable[[], None]) -> None:
+    for step in range(4):
+        if step == 3 and comm.rank == sleeper:
+            time.sleep(2 * LIMIT_S)
+        works = [comm.all_reduce(torch.ones(n)) for n in (1000, 7)]
+        for work in works:
+            work.wait()
+        comm.pulse.step()
+
+
+@pytest.mark.process
+@pytest.mark.timing
+def test_a_process_that_hangs_is_named_with_its_collective(launch: Callable[..., Ranks]) -> None:
+    ranks = launch(4, partial(_sleep, 3), Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
+    wanted = f"{ranks.named(3)} has not joined all_reduce #7 of 1000 float32, which {ranks.named(0)} waits in; "
+    for rank, (code, line) in ranks.end(LIMIT_S).items():
+        assert (code, wanted in line) == (EXIT_CODE, True), (rank, line)
+        assert re.match(r"kasoku: no step for \d+ s: ", line)
+
+
+# ---- counted collectives
+
+
+def test_collectives_pass_through_unchanged_and_are_counted() -> None:
+    def act(inner: Comm) -> list[float]:
+        comm = Watched(inner, Watchdog().start(Solo(), ("", 0)).pulse)
+        x, out = torch.arange(4.0) + comm.rank, torch.empty(2)
+        comm.all_reduce(x, op="max").wait()
+        comm.reduce_scatter(out, x).wait()
+        comm.all_gather(x, out).wait()
+        assert comm.broadcast_object("a" if comm.rank == 0 else "b") == "a"
+        assert comm.gather_objects(comm.rank) == [0, 1]
+        if comm.rank == 0:
+            comm.send(x, to=1).wait()
+        else:
+            comm.receive(x, source=0).wait()
+        channel = comm.channel()
+        channel.all_reduce(x).wait()
+        main, other = (count.told(labels=True) for count in comm.pulse.counts[1:])
+        assert (main["started"], main["finished"], main["waits"]) == (6, 6, "")
+        assert main["labels"]["1"] == "all_reduce #1 of 4 float32"
+        assert main["labels"]["4"] == "broadcast_object #4"
+        assert (other["started"], [count.name for count in comm.pulse.counts[2:]]) == (1, [" on channel 2"])
+        return x.tolist()
+
+    assert Threads(2).run(act) == [[4.0, 8.0, 12.0, 16.0]] * 2
+
+
+def _told(started: int, waits: str = "", labels: dict[str, str] | None = None) -> dict[str, object]:
+    return {"counts": {"": {"started": started, "finished": 0, "waits": waits, "labels": labels or {}}}}
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        (
+            [_told(7, "b #6", {"6": "b #6"}), _told(5), _told(5)],
+            "[1, 2] have not joined b #6, which [0] waits in",
+        ),
+        ([_told(5), _told(7, "", {"6": "b #6", "7": "c #7"})], "[0] has not joined b #6, which [1] has started"),
+        ([_told(5), _told(90)], "[0] has not joined collective #6, which [1] has started"),
+        ([_told(5), _told(5, "receive from rank 0")], "[0] has made none, and [1] waits in receive from rank 0"),
+        (
+            [_told(5, "b #5"), _told(5, "b #5")],
+            "all wait, [0] in b #5 (the network? or ranks that wait for each other)",
+        ),
+        ([_told(5), _told(5)], "[0, 1] have made none, and none waits for another (data? the device?)"),
+    ],
+)
+def test_who_is_behind(told: list[dict[str, object]], line: str) -> None:
+    assert behind(told, str) == line
+
+
+def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kasoku.distributed.watchdog._CONNECT", timedelta(milliseconds=100))
+    with socket.socket() as bound:  # not listening
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(InputError, match="does not answer"):
+            Threads(2).run(lambda comm: Watchdog().start(comm, bound.getsockname()))
+    for setting in ({"beat_s": 0.0}, {"dead_s": 2.0}, {"hang_timeout_s": -1.0}):
+        with pytest.raises(InputError):
+            Watchdog(**setting)
+
+
+RECIPE = "batch = 128\nepochs = 2\n[rate]\nbase = 0.1\n"
+
+
+def _agreed(comm: Comm, facts: list[dict[str, object]]) -> str:
+    try:
+        agree(comm, facts[comm.rank])
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("there", "line"),
+    [
+        ({"recipe": RECIPE.replace("128", "64")}, "another recipe: batch = 64 there, 128 on rank 0"),
+        ({"recipe": RECIPE + "x = 1"}, "another recipe: line 5 is 'x = 1' there, '' on rank 0"),
+        ({"recipe": RECIPE.strip()}, "another recipe: line 5 is nothing there, '' on rank 0"),
+        ({"data": "beef"}, "another data: beef there, cafe on rank 0"),
+        ({"data": None}, "another data: nothing there, cafe on rank 0"),
+        ({"more": "1"}, "another more: 1 there, nothing on rank 0"),
+        ({"model": {"a": "1"}}, "another model: b = nothing there, 2 on rank 0"),
+        ({"model": {"a": "1", "b": "3"}}, "another model: b = 3 there, 2 on rank 0"),
+        ({"model": {"b": "2", "a": "1"}}, "another model: b comes where a comes on rank 0"),
+        (
+            {"model": {"a": "9", "b": "2"}, "data": "beef"},
+            "another data: beef there, cafe on rank 0 (also another model)",
+        ),
+    ],
+)
+def test_what_differs_is_named_on_all_ranks(there: dict[str, object], line: str) -> None:
+    facts = {"recipe": RECIPE, "data": "cafe", "model": {"a": "1", "b": "2"}}
+    other = {name: fact for name, fact in {**facts, **there}.items() if fact is not None}
+    said = Threads(3).run(lambda comm: _agreed(comm, [facts, other, facts]))
+    assert said == [f"rank 1 has {line}: start all ranks with the same"] * 3
+    said = Threads(7).run(lambda comm: _agreed(comm, [facts, *[other] * 5, facts]))
+    assert said == [f"ranks 1, 2, 3 and 2 more have {line}: start all ranks with the same"] * 7
+
+
+def test_differences_of_several_kinds_are_each_told() -> None:
+    facts: list[dict[str, object]] = [{"data": text} for text in ("a", "b", "a", "c")]
+    said = Threads(4).run(lambda comm: _agreed(comm, facts))
+    wanted = "rank 1 has another data: b there, a on rank 0; rank 3 has another data: c there, a on rank 0"
+    assert said == [f"{wanted}: start all ranks with the same"] * 4
+
+
+def _same_facts(comm: Comm) -> None:
+    torch.manual_seed(comm.rank)
+    agree(comm, {"recipe": RECIPE, **version_facts(), "model": facts_of_model(torch.nn.Linear(3, 2))})
+
+
+def test_ranks_that_hold_the_same_begin() -> None:
+    assert Threads(2).run(_same_facts) == [None, None]
+    agree(Solo(), {})
+
+
+@pytest.mark.process
+def test_processes_that_hold_the_same_begin() -> None:
+    assert on_processes(2, _same_facts) == [None, None]
+
+
+def test_facts_tell_shape_type_and_frozen() -> None:
+    model = torch.nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    assert facts_of_model(model) == {"weight": "float32 (2, 3)", "bias": "float32 (2,) frozen"}
+    assert version_facts()["torch"] == torch.__version__
+    assert len(version_facts()["source"]) == 16

@@ -1,0 +1,140 @@
+"""The run folder: what is there was whole when it was written, and damage is found."""
+
+import errno
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from contracts import Net
+from kasoku.core import InputError
+from kasoku.training.checkpoint import RunFolder, load_weights, save_weights
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    folder.write("recipe.toml", "batch = 1\n")
+    yield folder
+    folder.close()
+
+
+def newest(run: RunFolder):
+    warnings: list[str] = []
+    return run.newest(warn=warnings.append), warnings
+
+
+def test_a_checkpoint_comes_back_and_old_ones_go(run: RunFolder):
+    for step in (3, 5, 12):
+        run.save(step, Net(seed=step), {"steps": step, "x": torch.arange(3)}, keep=2)
+    found, warnings = newest(run)
+    assert warnings == []
+    assert [p.name for p in sorted((run.path / "checkpoints").iterdir())] == ["step-000000005", "step-000000012"]
+    model = Net(seed=1)
+    state = found.load(model)
+    assert (found.step, state["steps"], state["x"].tolist()) == (12, 12, [0, 1, 2])
+    assert torch.equal(model.head.weight, Net(seed=12).head.weight)
+
+
+def test_a_channels_last_model_is_saved(run: RunFolder):
+    model = Net().to(memory_format=torch.channels_last)
+    run.save(1, model, {})
+    back = Net(seed=4)
+    newest(run)[0].load(back)
+    assert torch.equal(back.stage[0].conv.weight, model.stage[0].conv.weight)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "sums.json"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(run: RunFolder, name: str, damage: str):
+    for step in (1, 2):
+        run.save(step, Net(), {"steps": step})
+    file = run.path / "checkpoints" / "step-000000002" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
+    found, warnings = newest(run)
+    assert found.step == 1
+    assert len(warnings) == 1
+    assert "step-000000002 is damaged" in warnings[0]
+    run.save(2, Net(), {"steps": 2})  # and is written anew
+    assert newest(run)[0].step == 2
+
+
+def test_a_kill_in_the_middle_of_writing_leaves_no_checkpoint(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    run.save(1, Net(), {})
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(2, Net(), {})
+    found, warnings = newest(run)
+    assert found.step == 1
+    assert len(warnings) == 1
+    assert "half written" in warnings[0]
+
+
+def test_a_full_disk_is_one_line_and_what_was_there_stays(run: RunFolder):
+    run.save(1, Net(), {"steps": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # no file may grow beyond 1 KiB
+    try:
+        with pytest.raises(InputError, match="cannot be written") as error:
+            run.save(2, Net(), {"steps": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, old)
+    assert "\n" not in str(error.value)
+    assert "what was written is whole" in str(error.value)
+    assert [p.name for p in (run.path / "checkpoints").iterdir()] == ["step-000000001"]
+    assert newest(run)[0].step == 1
+
+
+def test_a_small_file_is_whole_or_not_at_all(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    run.write("result.json", "old")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        run.write("result.json", "new")
+    assert (run.path / "result.json").read_text() == "old"
+    assert not list(run.path.glob(".*"))
+
+
+def test_a_folder_in_use_is_refused_and_free_again_after_close(run: RunFolder):
+    with pytest.raises(InputError, match=r"in use by a running training \(process \d+\): wait for it, or give --out"):
+        RunFolder(run.path, resume=True)
+    run.close()
+    RunFolder(run.path, resume=True).close()
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(run: RunFolder, tmp_path: Path):
+    run.close()
+    with pytest.raises(InputError, match="holds a run already: go on with --resume"):
+        RunFolder(run.path)
+    with pytest.raises(InputError, match="no run there"):
+        RunFolder(tmp_path / "nothing", resume=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write there"):
+        RunFolder(tmp_path / "file" / "run")
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path):
+    save_weights(torch.nn.Linear(2, 2), tmp_path / "w.safetensors")
+    with pytest.raises(InputError, match="weights of another model, not of Net"):
+        load_weights(Net(), tmp_path / "w.safetensors")
+    (tmp_path / "bad.safetensors").write_bytes(b"no such thing")
+    with pytest.raises(InputError, match="cannot be read as safetensors"):
+        load_weights(Net(), tmp_path / "bad.safetensors")
+    with pytest.raises(InputError, match="cannot be read as safetensors"):
+        load_weights(Net(), tmp_path / "missing.safetensors")

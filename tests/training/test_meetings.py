@@ -1,0 +1,345 @@
+"""`kasoku train` with ranks that do not wait: each image once an epoch, meetings after whole batches."""
+
+import json
+import signal
+import time
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch.nn import Linear
+from torch.optim import SGD
+
+from kasoku.config.recipe import Recipe, dumps, load
+from kasoku.core import Comm, InputError, Job, Threads, process_start
+from kasoku.data import FilesLoader
+from kasoku.data.loading.shuffle import order as order_of_epoch
+from kasoku.device import LossScale
+from kasoku.distributed import Asynchronous
+from kasoku.training.async_source import Meetings
+from kasoku.training.checkpoint import RunFolder
+from kasoku.training.monitor import DivergedError
+from kasoku.training.run_state import Result
+from kasoku.training.trainer import fit, prepare
+from started import RECIPE, started
+
+OURS = "kasoku.distributed.Asynchronous"
+SETTINGS = [
+    "model={use='kasoku.models.cifarnet', widths=[4, 8]}",
+    "optimizer={use='kasoku.optim.sgd', lr=0.1, momentum=0.9}",
+    "loss={use='kasoku.optim.cross_entropy'}",
+    "device.precision=fp32",
+    "device.threads=1",
+    "schedule={use='kasoku.core.Constant'}",
+    "evaluate.target=0",
+    "epochs=2",
+]
+
+
+def recipe(*settings: str, **technique: Any) -> Recipe:
+    keys = "".join(f", {key} = {json.dumps(value)}" for key, value in technique.items())
+    return load(RECIPE, [*SETTINGS, f"techniques=[{{use='{OURS}'{keys}}}]", *settings])
+
+
+def fitted(asked: Recipe, path: Path, *, size: int = 2, resume: bool = False) -> tuple[list[Result], list[list[int]]]:
+    """Results, and the images each rank trained on, of ranks that take turns."""
+    seen: list[list[int]] = [[] for _ in range(size)]
+
+    def rank(comm: Comm) -> Result:
+        training = prepare(asked, comm)
+        plain = training.job.plain_loader
+        training.job.before_step(lambda: seen[comm.rank].extend(plain.index_N.tolist()))
+        run = RunFolder(path, resume=resume) if comm.rank == 0 else None
+        try:
+            return fit(training, run, started=process_start(), resume=resume, quiet=True)
+        finally:
+            if run:
+                run.close()
+
+    return Threads(size).run(rank), seen
+
+
+def test_every_image_is_trained_on_once_an_epoch(tmp_path):
+    results, seen = fitted(recipe("evaluate.every=0.5", "last_batch=fill", "batch=100", "epochs=1"), tmp_path / "run")
+    every = [index for rank in seen for index in rank]
+    assert set(every) == set(range(1437))
+    assert len(every) == 1500
+    assert [r.epochs for r in results] == [1.0, 1.0]
+    written = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert written["steps"] == 15
+    stale = json.loads((tmp_path / "run" / "staleness.json").read_text())
+    assert sum(stale["updates"].values()) >= 30
+    assert stale["mean"] > 0
+
+
+def images(folder: Path, count: int) -> Path:
+    """Image files of two classes, bright and dark."""
+    draw = torch.Generator().manual_seed(0)
+    for split in ("train", "val"):
+        for label, level in (("bright", 200), ("dark", 20)):
+            (folder / split / label).mkdir(parents=True)
+            for number in range(count):
+                pixels = torch.randint(0, 50, (20, 20, 3), generator=draw, dtype=torch.uint8) + level
+                Image.fromarray(pixels.numpy()).save(folder / split / label / f"{number}.png")
+    return folder
+
+
+def test_files_that_are_decoded_ahead_are_trained_on_once_an_epoch(tmp_path):
+    data = f"data={{use='kasoku.data.folder', root='{images(tmp_path / 'images', 36)}', size=16}}"
+    results, seen = fitted(recipe(data, "batch=12", "epochs=2", "evaluate.every=0.5"), tmp_path / "run", size=3)
+    every = [index for rank in seen for index in rank]
+    assert sorted(every) == sorted([*range(72)] * 2)
+    assert results[0].epochs == 2.0
+
+
+def test_it_learns(tmp_path):
+    (result, other), _ = fitted(recipe("epochs=6", "evaluate.every=3", "model.widths=[16, 32]"), tmp_path / "run")
+    assert result.top1 == other.top1 > 0.9
+
+
+def test_a_rule_that_scales_weights_learns_too(tmp_path):
+    settings = [f"techniques=[{{use='{OURS}'}}]", "epochs=6", "schedule.epochs=6", "device.threads=1"]
+    (result, other), _ = fitted(load(RECIPE, settings), tmp_path / "run")  # its own rule is Muon
+    assert result.top1 == other.top1 > 0.9
+
+
+def test_a_fast_rank_takes_more_of_the_data(tmp_path):
+    """Rank 1 gives the turn away three times before each step of its own."""
+    counts = [0, 0, 0]
+
+    def rank(comm: Comm) -> None:
+        training = prepare(recipe("epochs=1", "batch=48"), comm)
+        job = training.job
+
+        def counted() -> None:
+            counts[comm.rank] += 1
+            for _ in range(3 * (comm.rank == 1)):
+                comm.block("its turn", lambda: True)
+
+        job.after_step(counted)
+        run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
+        fit(training, run, started=process_start(), quiet=True)
+
+    Threads(3).run(rank)
+    assert sum(counts) == 29 * 3
+    assert counts[0] > 1.5 * counts[1] < counts[2]
+
+
+def test_resumed_in_mid_epoch_it_goes_on_with_the_images_that_are_left(tmp_path):
+    asked = recipe("save.every_steps=8", "save.keep=9", "evaluate.every=1", "epochs=1")
+    run = tmp_path / "run"
+    _, first = fitted(asked, run)
+    steps = sorted(int(c.name.removeprefix("step-")) for c in (run / "checkpoints").glob("step-*"))
+    assert steps == [8, 16, 22]
+    for late in [c for n in (16, 22) for c in (run / "checkpoints").glob(f"step-*{n}")]:
+        for file in late.iterdir():
+            file.unlink()
+        late.rmdir()
+    (run / "recipe.toml").write_text(dumps(asked))
+    results, seen = fitted(asked, run, resume=True)
+    assert sum(map(len, seen)) == 14 * 64
+    left = {index for rank in seen for index in rank}
+    assert len(left) == 14 * 64
+    assert left < {index for rank in first for index in rank}
+    assert not left & set(order_of_epoch(1437, asked.seed, 0)[: 8 * 64].tolist())
+    assert results[0].epochs == 1.0
+
+
+def test_steps_together_at_first_and_then_apart(tmp_path):
+    results, seen = fitted(recipe("epochs=2", warmup=0.5, finish=1.5), tmp_path / "run")
+    for rank in seen:  # an equal part of what is trained on together
+        assert len(rank[: 11 * 32]) == len(rank[-11 * 32 :]) == 11 * 32
+    for one, epoch, place in ((0, 0, slice(0, 11 * 32)), (1, 1, slice(-11 * 32, None))):
+        batches = order_of_epoch(1437, 0, epoch)[(0 if not epoch else 11 * 64) : (11 * 64 if not epoch else 22 * 64)]
+        own = batches.view(11, 2, 32)[:, one].reshape(-1)
+        assert seen[one][place] == own.tolist()
+    assert results[0].epochs == 2.0
+    assert sum(map(len, seen)) == 44 * 64
+    stale = json.loads((tmp_path / "run" / "staleness.json").read_text())
+    assert sum(stale["updates"].values()) >= 44  # of the middle epoch
+
+
+def test_bound_zero_is_the_run_of_overlap_bit_for_bit(tmp_path):
+    def weights(asked: Recipe, name: str) -> dict[str, torch.Tensor]:
+        fitted(asked, tmp_path / name)
+        return load_file(tmp_path / name / "model.safetensors")
+
+    ours = weights(recipe("epochs=1", max_staleness=0), "ours")
+    theirs = weights(
+        load(
+            RECIPE,
+            [
+                *SETTINGS,
+                "epochs=1",
+                "techniques=[{use='kasoku.distributed.Overlap', buckets={use='kasoku.distributed.Graded'}}]",
+            ],
+        ),
+        "theirs",
+    )
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks(tmp_path):
+    with pytest.raises(DivergedError, match="last good checkpoint"):
+        fitted(recipe("optimizer.lr=1e30", "epochs=4"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "technique", "words"),
+    [
+        (["norm_batch=16"], {}, "beside norm_batch=16: ranks that do not wait share no statistics; leave it out"),
+        (["accumulate=2"], {}, "beside accumulate=2: each rank takes its share at once; leave it out"),
+        ([], {"servers": 1}, "beside servers=1: kasoku train has all ranks train; leave it out"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_in_a_line(settings, technique, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        fitted(recipe(*settings, **technique), tmp_path / "run")
+
+
+def test_no_rank_waits_for_another_between_meetings(tmp_path, monkeypatch):
+    """Between two meetings no collective is called: neither rounds, nor losses, nor statistics."""
+    inside, called = [False, False], []
+    whole = Meetings.batches
+
+    def batches(self, caught):
+        inside[self.job.comm.rank] = True
+        yield from whole(self, caught)
+        inside[self.job.comm.rank] = False
+
+    def noted(rank, meet, what, *rest):
+        if inside[rank]:
+            called.append(what)
+        return meet(what, *rest)
+
+    def rank(comm: Comm) -> None:
+        training = prepare(recipe("epochs=1"), comm)
+        for one in (comm, training.job.kept("asynchronous").comm):
+            meet = one._meet
+            one._meet = partial(noted, comm.rank, meet)
+        run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
+        fit(training, run, started=process_start(), quiet=True)
+
+    monkeypatch.setattr(Meetings, "batches", batches)
+    Threads(2).run(rank)
+    assert called == []
+    assert inside == [False, False]
+
+
+def test_a_signal_to_one_rank_stops_all_and_resuming_goes_on(tmp_path, monkeypatch):
+    wished, run, asked = Meetings._wished, tmp_path / "run", recipe("epochs=1")
+
+    def signalled(self: Meetings, caught: list[str]) -> int:
+        late = self.job.comm.rank == 1 and self.job.plain_loader.dealt >= 10
+        return wished(self, ["SIGTERM"] if late else caught)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Meetings, "_wished", signalled)
+        stopped, first = fitted(asked, run)
+    assert [result.stopped for result in stopped] == ["SIGTERM"] * 2
+    (run / "recipe.toml").write_text(dumps(asked))
+    results, rest = fitted(asked, run, resume=True)
+    assert [result.epochs for result in results] == [1.0] * 2
+    every = [index for rank in (*first, *rest) for index in rank]
+    assert 5 * 64 <= sum(map(len, first)) < 22 * 64
+    assert len(every) == len(set(every)) == 22 * 64
+
+
+@pytest.mark.process
+def test_a_signal_to_the_process_of_one_rank_stops_all(tmp_path):
+    run = tmp_path / "run"
+    settings = [s for x in (*SETTINGS, f"techniques=[{{use='{OURS}'}}]") for s in ("--set", x)]
+    endless = [*settings, "--set", "epochs=10000", "--set", "evaluate.every=1", "--set", "save.every_steps=5"]
+    ranks = started(["train", str(RECIPE), *endless, "--quiet", "--out", str(run)], 2)
+    try:
+        deadline = time.monotonic() + 120
+        while not list((run / "checkpoints").glob("step-*")):
+            assert time.monotonic() < deadline
+            assert ranks[0].poll() is None
+            time.sleep(0.02)
+        asked = time.monotonic()
+        ranks[1].send_signal(signal.SIGTERM)
+        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+        assert time.monotonic() - asked < 30
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [75, 75], said
+    step = json.loads((run / "result.json").read_text())["steps"]
+    epochs = f"epochs={(step + 22) / 22:.3f}"
+    again = started(["train", "--resume", str(run), "--set", epochs, "--quiet"], 2)
+    try:
+        said = [rank.communicate(timeout=60)[1] for rank in again]
+    finally:
+        for rank in again:
+            rank.kill()
+    assert [rank.returncode for rank in again] == [0, 0], said
+    assert json.loads((run / "result.json").read_text())["steps"] == step + 22
+
+
+def test_steps_together_may_begin_off_the_grid_of_batches(tmp_path):
+    results, seen = fitted(recipe("epochs=2", finish=1.2), tmp_path / "run")
+    assert results[0].epochs == 2.0
+    assert sum(map(len, seen)) == 44 * 64
+
+
+def test_a_rank_that_gets_no_share_ends_nothing(tmp_path):
+    """Rank 1 asks only when a round of two shares is given away."""
+
+    def rank(comm: Comm) -> tuple[Result, int]:
+        training = prepare(recipe("epochs=0.1363636", "evaluate.every=1", "save.every_steps=1"), comm)
+        exchange, plain, steps = training.job.kept("asynchronous"), training.job.plain_loader, []
+        ask = exchange.share_of_data
+
+        def late(wish: int = 0) -> int | None:
+            if comm.rank == 1:
+                server = exchange.transport._handlers[0]
+                comm.block("all shares are dealt", lambda: server.dealt is not None and len({*server.dealt}) == 1)
+            return ask(wish)
+
+        exchange.share_of_data = late
+        training.job.before_step(lambda: steps.append(plain.dealt))
+        run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
+        return fit(training, run, started=process_start(), quiet=True), len(steps)
+
+    (result, all_of_them), (_, none) = Threads(2).run(rank)
+    assert (all_of_them, none) == (6, 0)
+    assert result.epochs == pytest.approx(3 / 22, abs=1e-3)
+    assert sorted(c.name for c in (tmp_path / "run" / "checkpoints").glob("step-*"))[-1].endswith("3")
+
+
+def test_its_losses_are_written_at_every_meeting(tmp_path):
+    fitted(recipe("epochs=2", "evaluate.every=0.5"), tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [11, 22, 33, 44]
+
+
+@pytest.mark.parametrize("warmup", [0.0, 1.0])
+def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup: float):
+    data = f"data={{use='kasoku.data.folder', root='{images(tmp_path / 'images', 36)}', size=16}}"
+    monkeypatch.setattr(FilesLoader, "sure", property(lambda _: 0, lambda *_: None), raising=False)
+
+    def failing(batches):
+        yield from islice(batches, 2)
+        raise InputError("the source is gone")
+
+    def rank(comm: Comm) -> None:
+        training = prepare(recipe(data, "batch=12", warmup=warmup), comm)
+        if comm.rank == 1:
+            training.job.around_loader(failing)
+        run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
+        fit(training, run, started=process_start(), quiet=True)
+
+    with pytest.raises(InputError, match="rank 1: the source is gone"):
+        Threads(3).run(rank)
+
+
+def test_what_scales_the_loss_over_all_ranks_is_refused():
+    net, both = Linear(2, 2), (LossScale(), Asynchronous())
+    with pytest.raises(InputError, match="LossScale and Asynchronous cannot be combined"):
+        Threads(2).run(lambda comm: Job(net, SGD(net.parameters()), comm=comm).apply(*both))

@@ -1,0 +1,104 @@
+"""Members of an ensemble: what they share, how they differ, and that they can be stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from helpers.photos import photos_command
+from kasoku.cli import main
+
+DIGITS = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
+SHORT = ["--set", "epochs=2", "--set", "schedule.epochs=2", "--set", "evaluate.target=0", "--set", "schedule.warmup=0"]
+SHORT += ["--set", "device.threads=1"]
+
+
+def test_members_differ_by_seed_and_make_an_ensemble(tmp_path, capsys):
+    out = tmp_path / "ensemble"
+    assert main(["train", str(DIGITS), *SHORT, "--members", "2", "--out", str(out)]) == 0
+    table = capsys.readouterr().out
+    assert "ensemble of 2" in table
+    first, second = (load_file(out / f"member-{i}" / "model.safetensors") for i in (1, 2))
+    assert not all(first[name].equal(second[name]) for name in first)
+    alone = tmp_path / "alone"
+    assert main(["train", str(DIGITS), *SHORT, "--set", "seed=1", "--quiet", "--out", str(alone)]) == 0
+    wanted = load_file(alone / "model.safetensors")
+    assert all(second[name].equal(wanted[name]) for name in wanted)
+    capsys.readouterr()
+    assert main(["eval", str(out)]) == 0
+    assert "ensemble of 2" in capsys.readouterr().out
+
+
+def test_members_on_files_train_in_turns_each_as_if_alone(tmp_path, capsys):
+    out, alone = tmp_path / "ensemble", tmp_path / "alone"
+    vary = ["--members", "2", "--vary", "optimizer.lr=0.05,0.02", "--vary", "seed=0,0", "--set", "accumulate=2"]
+    rate = ["--set", "optimizer.lr=0.02", "--set", "accumulate=2"]
+    assert main(photos_command(tmp_path, *vary, "--quiet", "--out", str(out))) == 0
+    assert main(photos_command(tmp_path, *rate, "--quiet", "--out", str(alone))) == 0
+    second, wanted = (load_file(run / "model.safetensors") for run in (out / "member-2", alone))
+    assert all(second[name].equal(wanted[name]) for name in wanted)
+    ledger = json.loads((out / "member-2" / "ledger.json").read_text())
+    rows = ledger["rows"]
+    assert min(rows["members before"], rows["other members"]) > 0  # and so nobody's "other"
+    assert rows["other"] < 0.2 * ledger["wall_s"]
+    assert sum(rows.values()) == pytest.approx(ledger["wall_s"], abs=0.01)
+
+
+@pytest.mark.process
+def test_members_stopped_go_on_to_the_same_bits(tmp_path):
+    more = ["--members", "2", "--quiet", "--set", "save.every_steps=1", "--set", "epochs=8"]
+    more += ["--set", "model={use='kasoku.models.cifarnet', widths=[8, 8]}"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(photos_command(tmp_path, *more, "--out", str(whole))) == 0
+    command = [sys.executable, "-m", "kasoku.cli", *photos_command(tmp_path, *more, "--out", str(parts))]
+    process = subprocess.Popen(command, env=os.environ)
+    deadline = time.monotonic() + 60
+    while len(list(parts.glob("member-2/checkpoints/step-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 75
+    assert main(["train", "--resume", str(parts), "--quiet"]) == 0
+    for member in ("member-1", "member-2"):
+        a, b = (load_file(run / member / "model.safetensors") for run in (whole, parts))
+        assert all(a[name].equal(b[name]) for name in a)
+        assert json.loads((parts / member / "result.json").read_text())["stopped"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--members", "1"], "--members 1: at least 2"),
+        (["--members", "3", "--vary", "optimizer.lr=0.1,0.2"], "2 values for 3 members"),
+        (["--vary", "optimizer.lr=0.1,0.2"], "--vary without --members"),
+        (["--members", "2", "--vary", "optimizer.rl=0.1,0.2"], "optimizer.rl: no such key"),
+        (["--members", "2", "--vary", "data.seed=0,1"], "--vary of data: the members of an ensemble see the same data"),
+        (["--members", "3", "--vary", "optimizer.lr=1", "--dry-run"], "1 values for 3 members"),
+    ],
+)
+def test_members_that_cannot_be(options, line, tmp_path, capsys):
+    assert main(["train", str(DIGITS), *options, "--quiet", "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_members_that_would_share_other_pixels_are_refused(tmp_path, capsys):
+    vary = ["--members", "2", "--vary", "techniques.0.crop=random_resized,center"]
+    assert main(photos_command(tmp_path, *vary, "--quiet", "--out", str(tmp_path / "run"))) == 2
+    assert "techniques of kasoku.data must be the same" in capsys.readouterr().err
+
+
+def test_a_varied_batch_takes_its_own_point(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    recipe = DIGITS.parent / "imagenet_resnet50_mlperf.toml"
+    assert main(["train", str(recipe), "--members", "2", "--vary", "batch=4096,8192", "--dry-run"]) == 0
+    table = capsys.readouterr().out
+    assert "the point 4,096" in table
+    assert "the point 8,192" in table

@@ -1,0 +1,248 @@
+"""What is done with trained runs: eval, predict, export, list; and training on a folder of photos without a recipe."""
+
+import csv
+import importlib.util
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from helpers.photos import coloured_photos
+from kasoku import data, models
+from kasoku.cli import main
+from kasoku.training.trained import load
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPE = ROOT / "recipes" / "digits_cnn_98.toml"
+SHORT = ["--set", "epochs=4", "--set", "schedule.epochs=4", "--set", "evaluate.stop=false"]
+ONE = ["--set", "device.threads=1"]
+SHORT += [*ONE, "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def digit_runs(tmp_path_factory) -> list[Path]:
+    """Two members of an ensemble."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in range(2):
+        out = ["--out", str(folder / f"seed{seed}")]
+        assert main(["train", str(RECIPE), *SHORT, "--set", f"seed={seed}", *out]) == 0
+    return [folder / "seed0", folder / "seed1"]
+
+
+def test_eval_gives_the_accuracy_of_the_training_and_an_ensemble_beside_it(digit_runs, capsys):
+    assert main(["eval", *map(str, digit_runs)]) == 0
+    shown = capsys.readouterr().out
+    percents = re.findall(r"(\d+\.\d\d)%", shown)
+    assert len(percents) == 6  # top-1 and top-5 of two members and the ensemble
+    for run, percent in zip(digit_runs, percents[::2], strict=False):
+        assert float(percent) == pytest.approx(
+            100 * json.loads((run / "result.json").read_text())["best_top1"], abs=0.01
+        )
+    assert "ensemble of 2" in shown
+
+
+def test_the_ensemble_is_the_mean_of_probabilities(digit_runs, capsys):
+    assert main(["eval", *map(str, digit_runs)]) == 0
+    shown = float(re.search(r"ensemble of 2\W+(\d+\.\d\d)%", capsys.readouterr().out)[1])
+    members = [load(run) for run in digit_runs]
+    hits = total = 0
+    for x, y in data.loader(data.digits(), "test", 90):
+        together = sum(member.logits(x).softmax(1) for member in members)
+        hits += int((together.argmax(1) == y).sum())
+        total += len(y)
+    assert shown == pytest.approx(100 * hits / total, abs=0.01)
+
+
+def test_runs_on_other_data_make_no_ensemble(digit_runs, tmp_path, capsys):
+    photos = coloured_photos(tmp_path / "photos")
+    out = tmp_path / "other"
+    assert main(["train", "--data", str(photos), "--set", "epochs=3", *ONE, "--quiet", "--out", str(out)]) == 0
+    assert main(["eval", str(digit_runs[0]), str(out)]) == 2
+    assert "other data" in capsys.readouterr().err
+
+
+def test_predict_names_the_digits_of_image_files(digit_runs, tmp_path, capsys):
+    digits = data.digits()
+    for i in range(20):
+        pixels = digits.test.images_NHWC[i, :, :, 0].numpy()
+        Image.fromarray(pixels).save(tmp_path / f"{i:02d}_{int(digits.test.labels_N[i])}.png")
+    assert main(["predict", str(digit_runs[0]), str(tmp_path)]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(rows) == 20
+    right = sum(Path(row["image"]).stem[-1] == row["class_1"] for row in rows)
+    assert right >= 16
+    assert all(float(row["probability_1"]) >= float(row["probability_5"]) >= 0 for row in rows)
+
+
+def test_predict_refuses_what_is_no_run_and_what_is_no_image(digit_runs, tmp_path, capsys):
+    assert main(["predict", str(tmp_path), str(RECIPE)]) == 2
+    assert "no run there" in capsys.readouterr().err
+    assert main(["predict", str(digit_runs[0]), str(RECIPE)]) == 2
+    assert str(RECIPE) in capsys.readouterr().err
+
+
+def pixels_and_logits(run: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some test digits as pixels from 0 to 1, and what the plain network makes of them in fp32."""
+    trained = load(run)
+    trained.job.close()
+    digits = data.digits()
+    x = data.normalise(digits.test.images_NHWC[:7], trained.mean, trained.std)
+    with torch.no_grad():
+        logits = trained.job.model(x.contiguous())
+    return digits.test.images_NHWC[:7].permute(0, 3, 1, 2).float() / 255, logits
+
+
+def test_export_to_safetensors_keeps_every_bit(digit_runs, tmp_path):
+    assert (
+        main(["export", str(digit_runs[0]), "--format", "safetensors", "--out", str(tmp_path / "w.safetensors")]) == 0
+    )
+    model = models.cifarnet(in_channels=1, widths=(32, 64))
+    assert models.load(model, tmp_path / "w.safetensors", head="strict") == []
+    best = load_file(digit_runs[0] / "best.safetensors")
+    assert all(tensor.equal(best[name]) for name, tensor in load_file(tmp_path / "w.safetensors").items())
+
+
+def test_the_torch_export_program_gives_the_logits_for_any_batch(digit_runs, tmp_path):
+    path = tmp_path / "program.pt2"
+    assert main(["export", str(digit_runs[0]), "--format", "torch-export", "--out", str(path)]) == 0
+    pixels, logits = pixels_and_logits(digit_runs[0])
+    program = torch.export.load(path).module()
+    torch.testing.assert_close(program(pixels), logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(program(pixels[:3]), logits[:3], rtol=1e-4, atol=1e-5)
+
+
+def test_the_onnx_program_gives_the_logits_for_any_batch(digit_runs, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime", reason='needs pip install "kasoku[onnx]"')
+    path = tmp_path / "program.onnx"
+    assert main(["export", str(digit_runs[0]), "--format", "onnx", "--out", str(path)]) == 0
+    pixels, logits = pixels_and_logits(digit_runs[0])
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for n in (7, 3, 1):
+        out = session.run(None, {"pixels": pixels[:n].numpy()})[0]
+        np.testing.assert_allclose(out, logits[:n].numpy(), rtol=1e-3, atol=1e-4)
+
+
+def test_list_names_every_model_source_technique_and_recipe(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    for name in (
+        "kasoku.models.resnet50",
+        "kasoku.optim.muon",
+        "kasoku.data.cifar10",
+        "kasoku.memory.SavedMemory",
+        "kasoku.optim.EMA",
+        "kasoku.core.ArcCotangent",
+    ):
+        line = next(line for line in shown.splitlines() if line.startswith(name + " "))
+        assert len(line.removeprefix(name).strip()) > 10, line
+    assert "recipes/digits_cnn_98.toml" in shown
+
+
+def test_photos_without_a_recipe_are_learnt_and_the_recipe_is_written(tmp_path, capsys):
+    photos = coloured_photos(tmp_path / "photos")
+    out = tmp_path / "run"
+    assert main(["train", "--data", str(photos), "--set", "epochs=10", *ONE, "--quiet", "--out", str(out)]) == 0
+    result = json.loads((out / "result.json").read_text())
+    assert result["best_top1"] == 1.0
+    assert "kasoku.data.folder" in (out / "recipe.toml").read_text()
+    capsys.readouterr()
+    assert main(["eval", str(out), "--data", str(photos)]) == 0
+    assert "48 test images" in capsys.readouterr().out  # nothing is set aside for training here
+    assert main(["predict", str(out), str(photos / "colour1" / "3.jpg")]) == 0
+    assert "colour1" in capsys.readouterr().out
+
+
+def test_photos_are_fine_tuned_from_published_weights_with_blocks_frozen(tmp_path):
+    torch.manual_seed(0)
+    weights = {name: tensor.contiguous() for name, tensor in models.resnet18().state_dict().items()}
+    save_file(weights, tmp_path / "resnet18.safetensors")
+    photos = coloured_photos(tmp_path / "photos")
+    out = tmp_path / "run"
+    start = ["--weights", str(tmp_path / "resnet18.safetensors"), "--freeze", "2"]
+    assert main(["train", "--data", str(photos), *start, "--set", "epochs=3", *ONE, "--quiet", "--out", str(out)]) == 0
+    after = load_file(out / "model.safetensors")
+    assert after["conv1.weight"].equal(weights["conv1.weight"])
+    assert after["layer1.0.bn1.running_mean"].equal(weights["layer1.0.bn1.running_mean"])
+    assert not after["layer4.0.conv1.weight"].equal(weights["layer4.0.conv1.weight"])
+    assert after["fc.weight"].shape == (3, 512)
+
+
+def test_weights_of_no_network_of_ours_are_refused(tmp_path, capsys):
+    save_file({"w": torch.zeros(3)}, tmp_path / "odd.safetensors")
+    photos = coloured_photos(tmp_path / "photos")
+    command = ["train", "--data", str(photos), "--weights", str(tmp_path / "odd.safetensors")]
+    assert main([*command, "--out", str(tmp_path / "run")]) == 2
+    assert "none of our networks" in capsys.readouterr().err
+
+
+def example(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_example_plain_loop_learns_the_digits():
+    assert example("plain_loop").main() > 0.95
+
+
+def test_example_own_technique_learns_the_digits():
+    assert example("own_technique").main() > 0.8
+
+
+def test_example_fine_tune_learns_colours(tmp_path):
+    torch.manual_seed(0)
+    save_file({k: v.contiguous() for k, v in models.resnet18().state_dict().items()}, tmp_path / "w.safetensors")
+    photos = coloured_photos(tmp_path / "photos")
+    assert example("fine_tune").main(str(photos), str(tmp_path / "w.safetensors"), epochs=6, size=64) > 0.6
+
+
+def test_a_users_own_parts_by_dotted_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "mine", None)
+    del sys.modules["mine"]
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from dataclasses import dataclass\n"
+        "from kasoku.core import Stage, Technique\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, hidden: int, num_classes: int):\n"
+        "        super().__init__()\n"
+        "        self.layers = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, hidden), torch.nn.ReLU(),\n"
+        "            torch.nn.Linear(hidden, num_classes))\n"
+        "    def forward(self, x):\n"
+        "        return self.layers(x)\n"
+        "def adam(model, lr: float = 1e-3):\n"
+        "    return torch.optim.Adam(model.parameters(), lr=lr)\n"
+        "def loss(outputs, labels, *, power: float = 1.0):\n"
+        "    return torch.nn.functional.cross_entropy(outputs, labels) ** power\n"
+        "@dataclass(frozen=True)\n"
+        "class Note(Technique):\n"
+        "    file: str\n"
+        "    def apply(self, job):\n"
+        "        open(self.file, 'w').write('applied')\n"
+    )
+    (tmp_path / "own.toml").write_text(
+        "epochs = 5\nbatch = 64\ndevice = { threads = 1 }\n"
+        '[model]\nuse = "mine.Net"\nhidden = 32\n[data]\nuse = "kasoku.data.digits"\n'
+        '[optimizer]\nuse = "mine.adam"\nlr = 0.01\n[loss]\nuse = "mine.loss"\npower = 1.0\n'
+        f'[[techniques]]\nuse = "mine.Note"\nfile = "{tmp_path / "noted"}"\n'
+    )
+    run = str(tmp_path / "run")
+    assert main(["train", str(tmp_path / "own.toml"), "--quiet", "--out", run]) == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["top1"] > 0.8
+    assert (tmp_path / "noted").read_text() == "applied"
+    monkeypatch.chdir("/")  # from elsewhere: the run knows where the modules were
+    for command in (["eval", run], ["train", "--resume", run, "--quiet"]):
+        monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
+        sys.modules.pop("mine")
+        assert main(command) == 0
