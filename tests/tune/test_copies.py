@@ -115,6 +115,7 @@ def own_loader(**more: Any) -> Any:
 
 
 @pytest.mark.process
+@pytest.mark.smoke
 def test_the_workers_and_the_order_of_a_torch_loader_stay():
     def seen(tries: bool, begun: bool) -> list[int]:
         batches = own_loader(num_workers=1, persistent_workers=True)

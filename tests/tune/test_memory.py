@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kasoku.core.hardware import resident_bytes
 from kasoku.tune import memory_forecast as memory
-from kasoku.tune.memory_forecast import MemoryForecast, available_bytes, forecast, out_of_memory, resident_bytes
+from kasoku.tune.memory_forecast import MemoryForecast, available_bytes, forecast, out_of_memory
 
 GIB = 2**30
 

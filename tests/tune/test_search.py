@@ -103,6 +103,7 @@ def test_the_same_search_goes_on_where_it_ended_with_other_proposals(plan, tmp_p
 
 
 @pytest.mark.process
+@pytest.mark.smoke
 def test_a_trial_below_the_median_is_ended_by_sigterm_while_it_runs(plan, tmp_path):
     """Five good ones first: fewer make no median."""
     space = {"top1": OneOf((0.9,))}

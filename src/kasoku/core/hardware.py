@@ -49,6 +49,14 @@ def cores(cgroup: Path = _CGROUP) -> int:
     return max(1, math.ceil(min(allowed, _quota(cgroup))))
 
 
+def resident_bytes() -> int:
+    """Bytes that this process has in memory; 0 where the system does not say (outside Linux)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def _quota(cgroup: Path) -> float:
     try:  # version 2: "max 100000" or "150000 100000"
         quota, period = (cgroup / "cpu.max").read_text().split()

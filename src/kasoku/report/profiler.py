@@ -7,7 +7,6 @@ memory is read at each block, one step is counted (FLOPs, bytes, what backward k
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from kasoku.core import Batch, InputError, Job
 from kasoku.core.blocks import blocks
-from kasoku.core.hardware import cores
+from kasoku.core.hardware import cores, resident_bytes
 
 WARM = 3  # steps that compile, choose kernels and take memory
 _ITERATION = "kasoku iteration"
@@ -180,7 +179,7 @@ class Profiler:
         begin_s = time.perf_counter()
 
         def read(name: str, what: str) -> None:
-            in_use = torch.cuda.memory_allocated(self.device) if self.cuda else _resident_bytes()
+            in_use = torch.cuda.memory_allocated(self.device) if self.cuda else resident_bytes()
             seen.append((round(time.perf_counter() - begin_s, 6), f"{name} {what}".strip(), in_use))
 
         read("", "begin")
@@ -372,10 +371,3 @@ def _forever(job: Job) -> Iterator[Batch]:
             yield batch
         if empty:
             raise InputError("profile: the loader gives no batch: more images or a smaller batch are wanted")
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0

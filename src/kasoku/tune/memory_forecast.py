@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
+from kasoku.core.hardware import resident_bytes
 from kasoku.distributed.environment import ranks_on_host
 
 _SHARE = 0.9  # of what is free, that may be taken: the rest is for others, and for what a line does not tell
@@ -75,15 +75,6 @@ class MemoryForecast:
             return wanted - now <= _SHARE * (free_bytes + unused)
         free, sharing = available_bytes(), ranks_on_host() or 1  # ranks that grow alike
         return free is None or sharing * (wanted - resident_bytes()) <= _SHARE * free
-
-
-def resident_bytes() -> int:
-    """What this process has in memory; 0 where the system does not say (outside Linux)."""
-    try:
-        pages = int((_PROC / "self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def available_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
