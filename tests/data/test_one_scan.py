@@ -11,11 +11,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from parallel.ranks import on_processes
 from PIL import Image
 
 from data.made import fill
 from data.web import serving, web
+from distributed.ranks import on_processes
 from kasoku import cli
 from kasoku.config.recipe import load
 from kasoku.core import InputError, Threads

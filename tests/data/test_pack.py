@@ -24,7 +24,7 @@ from kasoku.data.packs.reader import shards
 from kasoku.data.packs.writer import pack, verify
 from kasoku.data.remote.store import Store
 
-shards_module = sys.modules["kasoku.data.shards"]  # the package has a function of that name
+shards_module = sys.modules["kasoku.data.packs.reader"]  # the package has a function of that name
 
 SMALL = 20_000  # bytes a shard: a few images
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parallel.ranks import context
 from PIL import Image
 
+from distributed.ranks import context
 from kasoku.core import InputError
 from kasoku.data.datasets.base import GoneError
 from kasoku.data.packs import tar_index as tar
@@ -24,7 +24,7 @@ from kasoku.data.packs.encode import planes
 from kasoku.data.packs.reader import shards
 from kasoku.data.remote.store import Store
 
-shards_module = sys.modules["kasoku.data.shards"]  # the package has a function of that name
+shards_module = sys.modules["kasoku.data.packs.reader"]  # the package has a function of that name
 
 
 def jpeg(number):

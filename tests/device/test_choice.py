@@ -105,7 +105,7 @@ def test_deterministic_is_set_and_unset():
 
 
 def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.modules["kasoku.device.choose"], "cores", lambda: 8)
+    monkeypatch.setattr(sys.modules["kasoku.device.select"], "cores", lambda: 8)
     assert choose(Device(kind="cpu"), local_size=4).threads == 2
     assert choose(Device(kind="cpu"), local_size=16).threads == 1
     assert choose(Device(kind="cpu", threads=3), local_size=4).threads == 3

@@ -43,7 +43,7 @@ def use(monkeypatch: pytest.MonkeyPatch):
 
             for kernel in ("_squares", "_trusts", "_move"):
                 monkeypatch.setattr(lars_triton, kernel, InterpretedFunction(getattr(lars_triton, kernel).fn))
-        monkeypatch.setattr(sys.modules["kasoku.optim.lars"], "_path", lambda device: path)
+        monkeypatch.setattr(sys.modules["kasoku.optim.lars.lars"], "_path", lambda device: path)
 
     return choose
 

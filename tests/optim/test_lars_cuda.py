@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
 @pytest.mark.parametrize("way", ["triton", "foreach"])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_as_published_on_the_device(way: str, form: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.modules["kasoku.optim.lars"], "_path", lambda device: way)
+    monkeypatch.setattr(sys.modules["kasoku.optim.lars.lars"], "_path", lambda device: way)
     model = Tensors((*SIZES, BIG), vectors=(1, 64, 2047)).cuda()
     start = [p.detach().clone() for p in model.parameters()]
     rates = [300.0, 150.0, 300.0]
@@ -30,7 +30,7 @@ def test_every_form_is_as_published_on_the_device(way: str, form: str, monkeypat
 
 def test_a_step_on_a_side_stream_while_gradients_change_place(monkeypatch: pytest.MonkeyPatch):
     """Each step sends a new table while the last copy may be under way."""
-    monkeypatch.setattr(sys.modules["kasoku.optim.lars"], "_path", lambda device: "triton")
+    monkeypatch.setattr(sys.modules["kasoku.optim.lars.lars"], "_path", lambda device: "triton")
     model = Tensors(SIZES).cuda()
     start = [p.detach().clone() for p in model.parameters()]
     rates = [300.0] * 20

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.ranks import on_processes
 from PIL import Image
 
+from distributed.ranks import on_processes
 from kasoku.config.recipe import Recipe, load
 from kasoku.core import InputError, Threads
 from kasoku.core.comm import Comm

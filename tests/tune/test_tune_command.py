@@ -10,9 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from parallel.ranks import on_processes
 from safetensors.torch import load_file
 
+from distributed.ranks import on_processes
 from helpers.tuning import DIGITS, MLPERF, SMALL, planted
 from kasoku.cli import main
 from kasoku.commands import tune as tuning
