@@ -174,20 +174,19 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     from kasoku.commands.tune import before_training
     from kasoku.config.recipe import dumps
     from kasoku.data.datasets.folder_index import scanned_once
-    from kasoku.distributed.agreement import agree, version_facts
-    from kasoku.distributed.consensus import together
+    from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks, version_facts
     from kasoku.distributed.rendezvous import folder as run_folder
     from kasoku.report import print_table
     from kasoku.training.sharing import shares_in, shares_of
     from kasoku.training.trainer import fit, prepare
 
-    together(comm, lambda: _check_train(arguments))
+    run_on_all_ranks(comm, lambda: _check_train(arguments))
     if arguments.go_on and comm.broadcast_object((arguments.out / "recipe.toml").is_file()):
         arguments.resume, arguments.out, arguments.set = arguments.out, None, []
     found = partial(_recipe_and_folder, arguments)  # with --data it looks into the folder
-    recipe, folder = together(comm, lambda: scanned_once(comm, found) if arguments.data else found())
+    recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, found) if arguments.data else found())
     if comm.size > 1:  # one rank alone need not read the package's source
-        together(comm, lambda: agree(comm, {"recipe": dumps(recipe), **version_facts()}))
+        run_on_all_ranks(comm, lambda: assert_same_on_all_ranks(comm, {"recipe": dumps(recipe), **version_facts()}))
     resume = arguments.resume is not None
     if arguments.members or (resume and not (folder / "recipe.toml").is_file()):
         return _train_members(arguments, folder, comm)
@@ -202,15 +201,15 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     # before the folder: a start that fails leaves nothing behind
     kept = shares_in(folder, comm, recipe.batch) if resume and not recipe.device.graphs else ()
     shares = shares_of(recipe, tuned.found.speeds) if tuned else kept
-    training = together(comm, lambda: prepare(recipe, comm, dataset=dataset, start=start, shares=shares))
+    training = run_on_all_ranks(comm, lambda: prepare(recipe, comm, dataset=dataset, start=start, shares=shares))
     with run_folder(comm, folder, resume=resume) as run:
-        together(comm, lambda: _begin(arguments, training, run, tuned) if run else None)
+        run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned) if run else None)
         result = fit(training, run, started=arguments.started, resume=resume, quiet=quiet)
     if comm.rank == 0 and not result.stopped and not quiet:
         print_table("", result.rows(folder))
     if result.stopped and comm.rank == 0:
         _say_stopped(result.stopped, folder)
-    together(comm, lambda: None)  # nobody ends before rank 0 has spoken: a launcher ends all when one does
+    run_on_all_ranks(comm, lambda: None)  # nobody ends before rank 0 has spoken: a launcher ends all when one does
     return STOPPED if result.stopped else 0
 
 
@@ -239,11 +238,11 @@ def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder, tu
 
 def _train_members(arguments: argparse.Namespace, folder: Path, comm: Comm) -> int:
     from kasoku.config import recipe as recipes
-    from kasoku.distributed.consensus import together
+    from kasoku.distributed.consensus import run_on_all_ranks
     from kasoku.training import ensemble as members
     from kasoku.training.trained import evaluate_runs, members_of
 
-    together(comm, lambda: _check_members(comm.size))
+    run_on_all_ranks(comm, lambda: _check_members(comm.size))
     if arguments.resume:
         paths = members_of(folder)
         each = [recipes.load(path / "recipe.toml", arguments.set) for path in paths]

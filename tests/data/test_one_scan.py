@@ -21,7 +21,7 @@ from kasoku.config.recipe import load
 from kasoku.core import InputError, Threads
 from kasoku.data import folder
 from kasoku.data.datasets.folder_index import OneScan, once
-from kasoku.distributed.consensus import ToldElsewhereError
+from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.distributed.startup import Start
 from kasoku.training.trainer import prepare
 
@@ -256,7 +256,7 @@ def started(comm, recipe, overlap):
     try:
         training = prepare(load(recipe), comm, start=Start(overlap=overlap))
     except InputError as error:
-        return isinstance(error, ToldElsewhereError), str(error)
+        return isinstance(error, ReportedElsewhereError), str(error)
     training.job.close()
     return found[True], training.dataset.train.paths[0].removeprefix(str(recipe.parent))
 
@@ -300,7 +300,7 @@ def looked_ahead(comm, photos):
     try:
         assert cli._train_on(arguments, comm, Start()) == 0
     except InputError as error:
-        return isinstance(error, ToldElsewhereError), str(error)
+        return isinstance(error, ReportedElsewhereError), str(error)
     return found[True]
 
 

@@ -21,7 +21,7 @@ from ranks import context, on_processes
 
 from kasoku.core import Comm, InputError, Solo, Threads, Work
 from kasoku.distributed import TorchComm
-from kasoku.distributed.agreement import agree, facts_of_model, version_facts
+from kasoku.distributed.consensus import assert_same_on_all_ranks, model_facts, version_facts
 from kasoku.distributed.counting_comm import Pulse, Watched, behind
 from kasoku.distributed.watchdog import EXIT_CODE, Watchdog, _Heart
 from kasoku.simulate.virtual_comm import VirtualClock
@@ -484,7 +484,7 @@ RECIPE = "batch = 128\nepochs = 2\n[rate]\nbase = 0.1\n"
 
 def _agreed(comm: Comm, facts: list[dict[str, object]]) -> str:
     try:
-        agree(comm, facts[comm.rank])
+        assert_same_on_all_ranks(comm, facts[comm.rank])
     except InputError as error:
         return str(error)
     return ""
@@ -526,12 +526,12 @@ def test_differences_of_several_kinds_are_each_told() -> None:
 
 def _same_facts(comm: Comm) -> None:
     torch.manual_seed(comm.rank)
-    agree(comm, {"recipe": RECIPE, **version_facts(), "model": facts_of_model(torch.nn.Linear(3, 2))})
+    assert_same_on_all_ranks(comm, {"recipe": RECIPE, **version_facts(), "model": model_facts(torch.nn.Linear(3, 2))})
 
 
 def test_ranks_that_hold_the_same_begin() -> None:
     assert Threads(2).run(_same_facts) == [None, None]
-    agree(Solo(), {})
+    assert_same_on_all_ranks(Solo(), {})
 
 
 @pytest.mark.process
@@ -542,6 +542,6 @@ def test_processes_that_hold_the_same_begin() -> None:
 def test_facts_tell_shape_type_and_frozen() -> None:
     model = torch.nn.Linear(3, 2)
     model.bias.requires_grad_(False)
-    assert facts_of_model(model) == {"weight": "float32 (2, 3)", "bias": "float32 (2,) frozen"}
+    assert model_facts(model) == {"weight": "float32 (2, 3)", "bias": "float32 (2,) frozen"}
     assert version_facts()["torch"] == torch.__version__
     assert len(version_facts()["source"]) == 16

@@ -22,7 +22,7 @@ from kasoku.config.recipe import load
 from kasoku.core import Comm, InputError, Solo, Threads, Trace
 from kasoku.data import Dataset, FilesLoader, GoneError, loader, order
 from kasoku.data.loading.device_prefetch import Copies
-from kasoku.distributed.consensus import AgreedError
+from kasoku.distributed.consensus import SharedInputError
 from kasoku.distributed.counting_comm import BUSY, STILL, Pulse
 from kasoku.distributed.rendezvous import Gate, folder
 from kasoku.training.trainer import fit, prepare
@@ -191,8 +191,8 @@ def test_a_source_gone_on_one_rank_has_all_save_the_last_whole_step(
     lost: list[Lost] = [{}, {"train": {shown(seed, 2, place): GoneError(LINE)}}]
     zero, one = Threads(2).run(lambda comm: trained(comm, run, *more, lost=lost[comm.rank]))
     assert str(zero) == str(one) == f"rank 1: {LINE}"
-    assert isinstance(zero, AgreedError)
-    assert not isinstance(one, AgreedError)
+    assert isinstance(zero, SharedInputError)
+    assert not isinstance(one, SharedInputError)
     assert steps_saved(run) == [2]
     Threads(2).run(lambda comm: trained(comm, run, *more, resume=True))
     assert same(whole, run)

@@ -17,7 +17,7 @@ from kasoku.core import InputError, Threads
 from kasoku.core.comm import Comm
 from kasoku.data import digits, loader
 from kasoku.distributed import local_launch as spawn
-from kasoku.distributed.consensus import ToldElsewhereError, together
+from kasoku.distributed.consensus import ReportedElsewhereError, run_on_all_ranks
 from kasoku.distributed.environment import Place, place
 from kasoku.distributed.rendezvous import Rounds, can_share, check_share, most_ranks
 from kasoku.training.evaluation import evaluate
@@ -266,8 +266,8 @@ def test_an_error_on_one_rank_is_raised_on_all_and_told_by_one():
             return comm.rank
 
         try:
-            together(comm, f)
-        except ToldElsewhereError:
+            run_on_all_ranks(comm, f)
+        except ReportedElsewhereError:
             return "silent"
         except InputError as error:
             return str(error)

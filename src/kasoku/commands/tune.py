@@ -66,7 +66,7 @@ def before_training(
     Raises:
         InputError: where the run could not be written anyway, and where no batch can run.
     """
-    from kasoku.distributed.consensus import together
+    from kasoku.distributed.consensus import run_on_all_ranks
 
     def check() -> None:
         if arguments.out and (arguments.out / "recipe.toml").exists():
@@ -78,7 +78,7 @@ def before_training(
             return replace(recipe, batch=batch, origin="")
         return again(arguments, [f"batch={batch}"])
 
-    together(comm, check)
+    run_on_all_ranks(comm, check)
     tuned = tune(recipe, at, comm=comm, how=TuneSettings(budget_s=BUDGET_S))
     _give_back(recipe)
     if comm.rank == 0 and not arguments.quiet:
@@ -127,12 +127,11 @@ def _with_batch(arguments: argparse.Namespace) -> Recipe:
 
 def _loaded(read: Callable[[], Recipe], comm: Comm) -> Recipe:
     """The recipe, the same on all ranks."""
-    from kasoku.distributed.agreement import agree, version_facts
-    from kasoku.distributed.consensus import together
+    from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks, version_facts
 
-    recipe = together(comm, read)
+    recipe = run_on_all_ranks(comm, read)
     if comm.size > 1:
-        together(comm, lambda: agree(comm, {"recipe": dumps(recipe), **version_facts()}))
+        run_on_all_ranks(comm, lambda: assert_same_on_all_ranks(comm, {"recipe": dumps(recipe), **version_facts()}))
     return recipe
 
 
@@ -140,9 +139,9 @@ def _loaded(read: Callable[[], Recipe], comm: Comm) -> Recipe:
 
 
 def _tune_batch(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
-    from kasoku.distributed.consensus import together
+    from kasoku.distributed.consensus import run_on_all_ranks
 
-    how = together(comm, lambda: _how(arguments))
+    how = run_on_all_ranks(comm, lambda: _how(arguments))
     recipe = _loaded(partial(load, arguments.recipe, arguments.set), comm)
     fixed = _fixed(arguments, recipe)
 
@@ -163,7 +162,7 @@ def _tune_batch(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
                 arguments.out.mkdir(parents=True, exist_ok=True)
                 tuned.found.save(arguments.out / "tuning.json")
 
-    together(comm, tell)
+    run_on_all_ranks(comm, tell)
     return 0
 
 
@@ -276,16 +275,16 @@ def _range(text: str, kind: type[Any]) -> tuple[Any, Any]:
 
 
 def _tune_rate(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
-    from kasoku.distributed.consensus import together
+    from kasoku.distributed.consensus import run_on_all_ranks
     from kasoku.training.trainer import prepare
     from kasoku.tune.lr_range_test import range_test, try_alone
 
     recipe = _loaded(partial(_with_batch, arguments), comm)
-    bounds = together(comm, lambda: _range(arguments.range, float) if arguments.range else None)
+    bounds = run_on_all_ranks(comm, lambda: _range(arguments.range, float) if arguments.range else None)
     rates = rates_of(recipe)
-    job = together(comm, lambda: prepare(recipe, comm, start=start)).job
+    job = run_on_all_ranks(comm, lambda: prepare(recipe, comm, start=start)).job
     own = [float(group["lr"]) for group in job.kept("rate").own]
-    lr = together(comm, lambda: shown_as(rates, own))
+    lr = run_on_all_ranks(comm, lambda: shown_as(rates, own))
     low, high = (bound / lr for bound in bounds) if bounds else (_LOW, _HIGH)
     scaled = [rate * recipe.rate_scale for rate in own]
     if comm.size > 1:  # what no rank can do is told once, while none waits for another
@@ -294,7 +293,7 @@ def _tune_rate(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
             with plainly():
                 try_alone(job)
 
-        together(comm, alone)
+        run_on_all_ranks(comm, alone)
     with plainly():  # not together: a rank that fails now leaves the others in the midst of a step, as in a training
         found = range_test(job, low=low, high=high, steps=STEPS, budget_s=arguments.budget, rates=scaled)
 
@@ -306,5 +305,5 @@ def _tune_rate(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
                 write_atomically(arguments.out / "tuning.json", lambda part: part.write_text(text))
             show_rates(found, lr, rates)
 
-    together(comm, tell)
+    run_on_all_ranks(comm, tell)
     return 0

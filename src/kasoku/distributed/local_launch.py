@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kasoku.core import Comm
-from kasoku.distributed.consensus import ToldElsewhereError
+from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.distributed.environment import Place, place
 from kasoku.distributed.rendezvous import LostRankError, joined
 from kasoku.distributed.startup import Start
@@ -49,7 +49,7 @@ def on_ranks(arguments: argparse.Namespace, run: Callable[[Comm, Start], int], *
         start = Start(began=arguments.started)
         with joined(here, start) as comm:
             return run(comm, start)
-    except ToldElsewhereError:
+    except ReportedElsewhereError:
         return 2
     except LostRankError as error:
         print(f"kasoku: {error}", file=sys.stderr)

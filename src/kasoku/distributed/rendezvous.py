@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from kasoku.config.recipe import Recipe
 from kasoku.core import Comm, InputError, Solo, Work
 from kasoku.distributed import TorchComm
-from kasoku.distributed.consensus import SHARED, raised, together
+from kasoku.distributed.consensus import SHARED_ERRORS, raise_if, run_on_all_ranks
 from kasoku.distributed.environment import Place
 from kasoku.distributed.startup import Start
 from kasoku.distributed.watchdog import Watchdog
@@ -78,7 +78,7 @@ def joined(here: Place, start: Start) -> Iterator[Comm]:
     try:
         yield comm
         comm.pulse.close()
-    except SHARED:
+    except SHARED_ERRORS:
         comm.pulse.close()
         raise
     except BaseException as error:
@@ -141,7 +141,7 @@ def leave(code: int) -> int:
 @contextmanager
 def folder(comm: Comm, path: Path, *, resume: bool) -> Iterator[RunFolder | None]:
     """The run folder, held by rank 0; None on the others. Raises InputError on all where rank 0 cannot have it."""
-    run = together(comm, lambda: RunFolder(path, resume=resume) if comm.rank == 0 else None)
+    run = run_on_all_ranks(comm, lambda: RunFolder(path, resume=resume) if comm.rank == 0 else None)
     try:
         yield run
     finally:
@@ -217,7 +217,7 @@ class Gate:
         if self._batch > self._sure:
             self._ask(failure is not None, sure)
             return self._hear()
-        raised(failure)  # of what was sure: nobody else knows
+        raise_if(failure)  # of what was sure: nobody else knows
         if not self._work:
             self._ask(False, sure)
         return True

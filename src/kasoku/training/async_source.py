@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kasoku.core import Batch, InputError
 from kasoku.distributed.async_sgd.asynchronous import Exchange
-from kasoku.distributed.consensus import raised, together
+from kasoku.distributed.consensus import raise_if, run_on_all_ranks
 from kasoku.distributed.rendezvous import Gate
 from kasoku.training.batches import batches, own_batches
 from kasoku.training.checkpoint import RunFolder
@@ -106,7 +106,7 @@ class Meetings(Watch):
         job.steps = self._steps = loader.epoch * len(loader) + loader.position
         job.at(job.steps / len(loader))
         self.progress.images += (job.steps - before) * self.recipe.batch
-        together(job.comm, partial(raised, self._failure))
+        run_on_all_ranks(job.comm, partial(raise_if, self._failure))
         taken = sum(count for *_, count in told)
         if taken:
             self._losses = [torch.tensor(sum(losses for _, losses, _ in told) / taken)]

@@ -69,14 +69,14 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSe
     Raises:
         InputError: for an empty range of sizes, and where no size can run.
     """
-    from kasoku.distributed.consensus import together
+    from kasoku.distributed.consensus import run_on_all_ranks
     from kasoku.training.trainer import prepare
     from kasoku.tune import TimeToTarget, minibatch
 
     once = partial(_at_once, at)
     multiple = comm.size * max(1, recipe.accumulate) * max(1, recipe.norm_batch)
     begin = _begin(at, recipe.batch, multiple)
-    training = together(comm, lambda: prepare(once(begin), comm))
+    training = run_on_all_ranks(comm, lambda: prepare(once(begin), comm))
     job, dataset = training.job, training.dataset
     sizes = {"multiple": multiple, "begin": begin, "few": 8 * comm.size}
     least, most = limits(once, how, images=len(dataset.train), **sizes)
@@ -89,7 +89,7 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSe
         with plainly():
             return minibatch(job, strategy, budget_s=how.budget_s, least=least, most=most, multiple=multiple)
 
-    found = together(comm, search)
+    found = run_on_all_ranks(comm, search)
     job.close()
     tuned = once(found.batch, found.sample.parts)
     origin = ", ".join(text for text in (f"tuned by {found.strategy}", tuned.origin) if text)

@@ -8,7 +8,7 @@ from itertools import islice
 
 from kasoku.core import Batch, InputError, Job
 from kasoku.data import FilesLoader
-from kasoku.distributed.consensus import raised, together
+from kasoku.distributed.consensus import raise_if, run_on_all_ranks
 from kasoku.distributed.counting_comm import Pulse
 from kasoku.distributed.rendezvous import Gate
 
@@ -34,7 +34,7 @@ def batches(job: Job, pulse: Pulse, gate: Gate) -> Iterator[Batch]:
         with job.trace.span("wait", "the other ranks' input"):
             passes = gate.passes(failure, plain.sure)
         if not passes:
-            together(job.comm, partial(raised, failure))
+            run_on_all_ranks(job.comm, partial(raise_if, failure))
         yield found.pop()
 
 

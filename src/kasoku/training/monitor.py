@@ -18,7 +18,7 @@ from kasoku.core import InputError, Job
 from kasoku.core.hardware import cores
 from kasoku.data import Dataset, FilesLoader, Loader
 from kasoku.device import Chosen
-from kasoku.distributed.consensus import in_the_end, together
+from kasoku.distributed.consensus import iterate_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.counting_comm import Pulse
 from kasoku.distributed.environment import place
 from kasoku.distributed.rendezvous import Rounds
@@ -242,12 +242,12 @@ class Watch:
 
     def _log(self, resume_step: int | None) -> Log:
         run = self.run
-        return together(self.job.comm, lambda: Log(run.path, resume_step=resume_step) if run else NoLog())
+        return run_on_all_ranks(self.job.comm, lambda: Log(run.path, resume_step=resume_step) if run else NoLog())
 
     def _write(self, f: Callable[[RunFolder], object]) -> None:
         """Has rank 0 write; all ranks go on when it is done, or fail with it."""
         with self.job.trace.span("save"):
-            together(self.job.comm, lambda: f(self.run) if self.run else None)
+            run_on_all_ranks(self.job.comm, lambda: f(self.run) if self.run else None)
 
     def _wants_to_save(self, now: float) -> bool:
         """Whether by rank 0's clock it is time."""
@@ -349,7 +349,7 @@ class Watch:
             progress.reached_s = self._seconds()
 
     def _scores(self, model: nn.Module, also: Callable[[Tensor, Tensor], object] | None = None) -> Scores:
-        test = in_the_end(self.job.comm, self.training.test)
+        test = iterate_on_all_ranks(self.job.comm, self.training.test)
         return evaluate(model, test, self.recipe.evaluate.views, self.job.comm, also=also)
 
     def _compare_stale(self, top1: float) -> None:
@@ -381,11 +381,11 @@ def _resume(training: Training, run: RunFolder | None) -> Progress:
         if comm.rank == 0:
             print(f"kasoku: {line}", file=sys.stderr)
 
-    checkpoint = comm.broadcast_object(together(comm, lambda: run.newest(warn=say) if run else None))
+    checkpoint = comm.broadcast_object(run_on_all_ranks(comm, lambda: run.newest(warn=say) if run else None))
     if checkpoint is None:
         say("no good checkpoint there: starting from the beginning")
         return Progress()
-    progress = together(comm, lambda: _taken(checkpoint, training))
+    progress = run_on_all_ranks(comm, lambda: _taken(checkpoint, training))
     say(f"going on from step {training.job.steps} of {training.total_steps}")
     return progress
 

@@ -23,8 +23,7 @@ from kasoku.core import Comm, InputError, Job, Solo
 from kasoku.data import Dataset, FilesLoader, Loader, Shares, loader, sample
 from kasoku.data.datasets.folder_index import OneScan
 from kasoku.device import Chosen, Seeded, choose
-from kasoku.distributed.agreement import agree, facts_of_model
-from kasoku.distributed.consensus import SHARED, together
+from kasoku.distributed.consensus import SHARED_ERRORS, assert_same_on_all_ranks, model_facts, run_on_all_ranks
 from kasoku.distributed.environment import Place, place
 from kasoku.distributed.rendezvous import Gate, check_share
 from kasoku.distributed.startup import Start
@@ -74,10 +73,10 @@ def prepare(
     start.add("loaders", lambda data: _loaders(recipe, data, chosen, comm, batches), after=("data",))
     start.add("first batch", lambda loaders: None if batches else loaders[0].warm(), after=("loaders",))
     ended = start.wait()
-    found = start.do("agreement", lambda: together(comm, ended))
+    found = start.do("agreement", lambda: run_on_all_ranks(comm, ended))
     dataset, model, (train, test) = (found[name] for name in ("data", "model", "loaders"))
-    facts = {"data": found["digest"], "model": facts_of_model(model)}
-    start.do("comparison", lambda: together(comm, lambda: agree(comm, facts)))
+    facts = {"data": found["digest"], "model": model_facts(model)}
+    start.do("comparison", lambda: run_on_all_ranks(comm, lambda: assert_same_on_all_ranks(comm, facts)))
     job = Job(
         model,
         lambda m: optimizer(recipe, m),
@@ -108,7 +107,7 @@ def _begun(recipe: Recipe, comm: Comm, start: Start, dataset: Dataset | None) ->
     more = recipe.device.deterministic or recipe.device.compile  # these import more of torch: one after the other
     alone = ("compiler",) if more else ()
     choice = partial(choose, recipe.device, local_rank=here.local_rank, local_size=here.sharing)
-    chosen = start.do("device", lambda *_: scan.needed(lambda: together(comm, choice)), alone)
+    chosen = start.do("device", lambda *_: scan.needed(lambda: run_on_all_ranks(comm, choice)), alone)
     if recipe.device.compile:
         start.add("inductor", lambda _: import_module("torch._inductor.compile_fx"), after=("compiler",))
     if comm.size > 1:
@@ -199,7 +198,7 @@ def fit(
             for _ in meetings.steps(watch, caught) if isinstance(watch, meetings.Meetings) else steps(watch, caught):
                 pass
         except InputError as error:
-            if error.gone and (training.job.comm.size == 1 or isinstance(error, SHARED)):  # all ranks are here
+            if error.gone and (training.job.comm.size == 1 or isinstance(error, SHARED_ERRORS)):  # all ranks are here
                 watch.save()
             raise
         return watch.finish()

@@ -20,7 +20,7 @@ import torch
 from kasoku.core import InputError, Job
 from kasoku.device import Compile
 from kasoku.distributed import Overlap, VirtualRanks
-from kasoku.distributed.consensus import ToldElsewhereError
+from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.tune.measurement import BRIEF, LATE, STEPS, BatchSizeResult, Limits, Measurement, interval
 from kasoku.tune.memory_forecast import out_of_memory
 from kasoku.tune.noise_scale import NoiseEstimate
@@ -125,7 +125,7 @@ def _trial(job: Job, strategy: Strategy) -> Trial:
     if failure is not None and out_of_memory(failure):
         failure = InputError("minibatch: no memory for a copy of model and optimizer: choose the batch yourself")
     if any(job.comm.gather_objects(failure is not None)):
-        raise failure or ToldElsewhereError(
+        raise failure or ReportedElsewhereError(
             "minibatch: another rank could not copy its model or read its data, and tells why"
         )
     return made[0]
@@ -215,7 +215,7 @@ class _Measurer:
         if worst == 2:
             if failure is not None and not lacking:
                 raise failure
-            raise ToldElsewhereError(f"batch={batch}: another rank could not make a step, and tells why")
+            raise ReportedElsewhereError(f"batch={batch}: another rank could not make a step, and tells why")
         if worst or ran is None:
             failure = None  # its frames hold tensors
             gc.collect()

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kasoku.core import Batch, InputError, Job, Stage, Technique
 from kasoku.distributed.batchnorm.grouped import Steer, norms, patches
-from kasoku.distributed.consensus import in_the_end
+from kasoku.distributed.consensus import iterate_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class _Measured:
     def _batches(self) -> Iterator[Batch]:
         loader = self.job.plain_loader
         if hasattr(loader, "survey"):
-            yield from in_the_end(self.job.comm, loader.survey(self.images))
+            yield from iterate_on_all_ranks(self.job.comm, loader.survey(self.images))
             return
         state = copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
         if state is None and iter(loader) is loader:
