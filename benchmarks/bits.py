@@ -45,7 +45,7 @@ NAMES = {
     "clip": "kasoku.optim.Clip",
     "loss": "kasoku.optim.cross_entropy",
     "linear": "kasoku.core.Linear",
-    "step": "kasoku.core.Step",
+    "step": "kasoku.core.StepDecay",
 }
 KASOKU = [sys.executable, "-m", "kasoku"]
 STEPS = 50

@@ -145,7 +145,7 @@ def test_a_noise_scale_makes_schedules_for_the_epochs_of_each_batch(
     (tmp_path / "desk.toml").write_text(DESK)
     options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--noise-scale", "64"]
     curves: dict[str, tuple[str, Callable[[Any], float]]] = {
-        "Step": ("milestones=[5.0, 15.0]", lambda s: float(s.milestones[1] / 15)),
+        "StepDecay": ("milestones=[5.0, 15.0]", lambda s: float(s.milestones[1] / 15)),
         "Linear": ("epochs=30.0", lambda s: float(s.epochs / 30)),  # made for more epochs than there are
         "Constant": ("warmup=2.0", lambda s: float(s.warmup / 2)),
     }

@@ -87,7 +87,7 @@ def test_legw_may_stretch_a_warm_up_too_far():
 
 
 def test_a_growing_batch_is_counted():
-    grow = ["techniques=[{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.Step', milestones=[1, 2]}}]"]
+    grow = ["techniques=[{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.StepDecay', milestones=[1, 2]}}]"]
     recipe = recipes.load(DIGITS, [*grow, "batch=100", "epochs=3.5", "techniques.0.schedule.gamma=2"])
     assert updates(recipe, 1437) == 14 + 7 + 3 + 2  # of half the fourth epoch's 3: 1.5, rounded to even
     course = moments(recipe, 1437, {"lr": 1.0})
@@ -96,7 +96,7 @@ def test_a_growing_batch_is_counted():
 
 
 def test_a_batch_that_outgrows_the_data_is_refused_before_the_start(capsys):
-    grow = "techniques=[{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.Step', milestones=[2], gamma=2}}]"
+    grow = "techniques=[{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.StepDecay', milestones=[2], gamma=2}}]"
     settings = ["--set", grow, "--set", "batch=1000", "--set", "epochs=4", "--dry-run"]
     assert main(["train", str(DIGITS), *settings]) == 2
     assert "batch=2000 in epoch 2: at most 1437 images" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kasoku.core import ArcCotangent, Constant, Cosine, InputError, Linear, Polynomial, Step
+from kasoku.core import ArcCotangent, Constant, Cosine, InputError, Linear, Polynomial, StepDecay
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_mlperf_polynomial():
 def test_goyal_steps_with_five_epochs_of_warm_up():
     # 0.1 * 8192 / 256 = 3.2, reached after 5 epochs from 0.1; a tenth at 30, 60, 80
     lr = 3.2
-    schedule = Step(warmup=5, start=0.1 / lr, milestones=(30, 60, 80))
+    schedule = StepDecay(warmup=5, start=0.1 / lr, milestones=(30, 60, 80))
     found = [lr * schedule(epoch) for epoch in (0, 2.5, 5, 29.9, 30, 59.9, 60, 80, 89)]
     assert found == pytest.approx([0.1, 1.65, 3.2, 3.2, 0.32, 0.32, 0.032, 0.0032, 0.0032])
 

@@ -5,12 +5,12 @@ import torch
 
 from contracts import assert_same, through_a_file, train, weights
 from contracts import one_thread as one_thread
-from kasoku.core import InputError, Job, Linear, Step
+from kasoku.core import InputError, Job, Linear, StepDecay
 from kasoku.data import GrowBatch, digits, loader
 from kasoku.models import cifarnet
 from kasoku.optim import Rate, sgd
 
-GROWTH = GrowBatch(Step(milestones=(1, 2), gamma=2))  # 100, 200, 400 of 1,437 images: 14, 7, 3 updates
+GROWTH = GrowBatch(StepDecay(milestones=(1, 2), gamma=2))  # 100, 200, 400 of 1,437 images: 14, 7, 3 updates
 
 
 def job_on(parts: int = 1) -> Job:

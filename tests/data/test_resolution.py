@@ -11,7 +11,7 @@ from torch import nn
 from contracts import assert_same, through_a_file, train, weights
 from contracts import one_thread as one_thread
 from kasoku.config.toml import parse, tables
-from kasoku.core import Constant, InputError, Job, Linear, Step
+from kasoku.core import Constant, InputError, Job, Linear, StepDecay
 from kasoku.data import LowResolution, digits, loader
 from kasoku.models import cifarnet
 from kasoku.optim import sgd
@@ -64,7 +64,7 @@ def test_a_share_is_of_each_side_and_never_less_than_one_multiple():
 
 def test_it_neither_enlarges_nor_stays_after_close():
     plain = next(iter(loader(digits(), "train", 100)))[0]
-    for settings in ({"side": 8, "until": 9.0}, {"side": 300, "until": 9.0}, {"side": Step(warmup=1, start=2.0)}):
+    for settings in ({"side": 8, "until": 9.0}, {"side": 300, "until": 9.0}, {"side": StepDecay(warmup=1, start=2.0)}):
         job = job_on_digits(LowResolution(**settings))
         assert next(iter(job.loader))[0].equal(plain)
         job.close()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from contracts import Batches, Net, assert_same, make, rule, train, weights
-from kasoku.core import Comm, Constant, InputError, Job, Solo, Stage, Step, Technique, Threads
+from kasoku.core import Comm, Constant, InputError, Job, Solo, Stage, StepDecay, Technique, Threads
 from kasoku.data import Dataset, GrowBatch, Items, LowResolution, digits, folder, loader
 from kasoku.device import Compile
 from kasoku.distributed import VirtualRanks
@@ -53,8 +53,8 @@ def any_side(technique: Technique, shapes: list[tuple[int, ...]]) -> Job:
     [
         (LowResolution(side=6, until=1.5), 3),
         (LowResolution(Constant(warmup=2, start=0.5), multiple=2), 3),
-        (GrowBatch(Step(milestones=(1,), gamma=2)), 3),
-        (GrowBatch(Step(milestones=(1,), gamma=2)), 15),  # it has grown
+        (GrowBatch(StepDecay(milestones=(1,), gamma=2)), 3),
+        (GrowBatch(StepDecay(milestones=(1,), gamma=2)), 15),  # it has grown
     ],
 )
 def test_growing_batches_and_images_are_left_out_and_go_on_as_before(technique, before):

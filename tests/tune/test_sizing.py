@@ -65,7 +65,7 @@ def test_sizes_are_cut_off_where_the_points_end_and_epochs_follow_them(asked, fo
 
 
 def test_the_largest_size_that_grows_within_the_images_is_found_exactly(small):
-    grow = "techniques=[{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.Step', milestones=[1], gamma=2}}]"
+    grow = "techniques=[{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.StepDecay', milestones=[1], gamma=2}}]"
 
     def at(batch: int) -> recipes.Recipe:
         return recipes.load(small, [f"batch={batch}", "epochs=2", grow])

@@ -21,6 +21,11 @@ from kasoku.core.errors import InputError
 
 T = TypeVar("T")
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+OLD_NAMES = {  # old name -> new name; one that ends in a dot stands for a package and all its modules
+    "kasoku.core.Step": "kasoku.core.StepDecay",
+    "kasoku.core.schedule.Step": "kasoku.core.StepDecay",
+    "kasoku.parallel.": "kasoku.distributed.",
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
     parts = dotted.split(".")
     if len(parts) < 2 or not all(parts):
         raise InputError(f'{path} = "{dotted}": a dotted name such as kasoku.models.resnet50 is wanted')
+    if new := _new_name(dotted):
+        raise InputError(f'{path} = "{dotted}": is now "{new}"')
     module: Any = None
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
@@ -79,6 +86,15 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
     if not callable(thing):
         raise InputError(f'{path} = "{dotted}": a class or function is wanted, this is {type(thing).__name__}')
     return typing.cast("Callable[..., Any]", thing)
+
+
+def _new_name(dotted: str) -> str:
+    """The present name of something that was renamed; empty for a name that never changed."""
+    for old, new in OLD_NAMES.items():
+        if dotted == old or (old.endswith(".") and dotted.startswith(old)):
+            renamed = new + dotted.rpartition(".")[2] if old.endswith(".") else new
+            return _new_name(renamed) or renamed
+    return ""
 
 
 def parse(cls: type[T], table: Mapping[str, Any], path: str = "") -> T:

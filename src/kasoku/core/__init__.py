@@ -4,7 +4,7 @@ from kasoku.core.clock import Clock, Wall, process_start
 from kasoku.core.comm import Comm, DeadlockError, Solo, Threads, Work
 from kasoku.core.errors import InputError
 from kasoku.core.job import Batch, Hyper, Job, Stateful
-from kasoku.core.schedule import ArcCotangent, Constant, Cosine, Linear, Polynomial, Schedule, Step
+from kasoku.core.schedule import ArcCotangent, Constant, Cosine, Linear, Polynomial, Schedule, StepDecay
 from kasoku.core.technique import Stage, Technique
 from kasoku.core.trace import Span, Trace
 
@@ -26,7 +26,7 @@ __all__ = [
     "Span",
     "Stage",
     "Stateful",
-    "Step",
+    "StepDecay",
     "Technique",
     "Threads",
     "Trace",

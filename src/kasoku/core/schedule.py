@@ -46,7 +46,7 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True)
-class Step(Schedule):
+class StepDecay(Schedule):
     """Multiplied by `gamma` at each of the `milestones` (epochs). Ref: Goyal et al. 2017: 30, 60, 80 by 0.1."""
 
     milestones: tuple[float, ...] = ()

@@ -101,7 +101,7 @@ def _stretched(schedule: Schedule, longer: float) -> list[str]:
     """Settings that stretch the epochs of a schedule's curve by a factor, and leave its warm-up."""
     if isinstance(schedule, schedules.Constant):
         return []
-    if isinstance(schedule, schedules.Step):
+    if isinstance(schedule, schedules.StepDecay):
         return [f"schedule.milestones={[round(longer * epoch, 6) for epoch in schedule.milestones]}"]
     epochs = getattr(schedule, "epochs", None)
     if not isinstance(epochs, int | float):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kasoku.core import Batch, InputError, Job, Schedule, Stage, Step, Technique
+from kasoku.core import Batch, InputError, Job, Schedule, Stage, StepDecay, Technique
 from kasoku.data.loading.loader import Loader
 
 
@@ -28,7 +28,7 @@ class GrowBatch(Technique):
     changes_batch: ClassVar[bool] = True
     in_sandbox: ClassVar[bool] = False
 
-    schedule: Schedule = Step(milestones=(30.0, 60.0), gamma=2.0)  # noqa: RUF009 - frozen
+    schedule: Schedule = StepDecay(milestones=(30.0, 60.0), gamma=2.0)  # noqa: RUF009 - frozen
 
     def batch_factor(self, epoch: int) -> int:
         """The factor on the batch in this epoch."""
