@@ -31,7 +31,7 @@ BIG_ROUNDS, BIG_STEPS, BIG_BATCH = 3, 3, 32
 def trainer_over_bare() -> dict[str, object]:
     from kasoku.config.recipe import from_document
     from kasoku.device import tune_malloc
-    from kasoku.training.checkpoint import RunFolder
+    from kasoku.training.run_folder import RunFolder
     from kasoku.training.trainer import fit, prepare
 
     tune_malloc()

@@ -41,7 +41,7 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is
 }
 NOT_YET: dict[str, int] = {  # offenders that are still there: these numbers only fall
-    "imports go down, without cycles": 20,
+    "imports go down, without cycles": 8,
     "small files, functions and classes": 9,
     "no class name twice, no file names that differ only by an ending": 20,
     "what others must know of a technique is declared on its class": 9,

@@ -21,12 +21,12 @@ import torch
 
 from kasoku.config.recipe import Recipe, own_folders
 from kasoku.core import Comm, InputError, process_start
-from kasoku.training.checkpoint import RunFolder
+from kasoku.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from kasoku.distributed.startup import Start
     from kasoku.training.auto_batch import TunedRecipe
-    from kasoku.training.monitor import Training
+    from kasoku.training.run_state import Training
 
 STOPPED = 75
 CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root")  # of a run that is resumed
@@ -149,7 +149,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_or_diverge(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
-    from kasoku.training.monitor import DivergedError  # after the ranks began to meet, as all that takes time to import
+    from kasoku.training.run_state import (
+        DivergedError,  # after the ranks began to meet, as all that takes time to import
+    )
 
     try:
         return _train_on(arguments, comm, start)
@@ -173,11 +175,11 @@ def _gpus(arguments: argparse.Namespace) -> int:
 def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     from kasoku.commands.tune import before_training
     from kasoku.config.recipe import dumps
+    from kasoku.config.sharing import shares_of
     from kasoku.data.datasets.folder_index import scanned_once
     from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks, version_facts
-    from kasoku.distributed.rendezvous import folder as run_folder
     from kasoku.report import print_table
-    from kasoku.training.sharing import shares_in, shares_of
+    from kasoku.training.run_folder import run_folder, shares_in
     from kasoku.training.trainer import fit, prepare
 
     run_on_all_ranks(comm, lambda: _check_train(arguments))
@@ -216,8 +218,7 @@ def _train_on(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
 def _begin(arguments: argparse.Namespace, training: Training, run: RunFolder, tuned: TunedRecipe | None) -> None:
     """Writes and says what is about to happen."""
     from kasoku.config.recipe import dumps
-    from kasoku.training.sharing import keep_shares
-    from kasoku.training.trained import describe
+    from kasoku.training.run_folder import describe, keep_shares
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
@@ -240,7 +241,8 @@ def _train_members(arguments: argparse.Namespace, folder: Path, comm: Comm) -> i
     from kasoku.config import recipe as recipes
     from kasoku.distributed.consensus import run_on_all_ranks
     from kasoku.training import ensemble as members
-    from kasoku.training.trained import evaluate_runs, members_of
+    from kasoku.training.run_folder import members_of
+    from kasoku.training.trained import evaluate_runs
 
     run_on_all_ranks(comm, lambda: _check_members(comm.size))
     if arguments.resume:
@@ -319,7 +321,7 @@ def _check_train(arguments: argparse.Namespace) -> None:
 
 def _recipe_and_folder(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
     from kasoku.config import recipe as recipes
-    from kasoku.training.trained import allow_own_modules, free_folder, members_of
+    from kasoku.training.run_folder import allow_own_modules, free_folder, members_of
 
     sys.path.extend(entry for entry in own_folders(arguments.recipe) if entry not in sys.path)
     if arguments.resume:

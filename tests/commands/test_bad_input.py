@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from kasoku.cli import main
-from kasoku.training import checkpoint as run_folder
-from kasoku.training.checkpoint import RunFolder
+from kasoku.core import files
+from kasoku.training import checkpoint
+from kasoku.training.run_folder import RunFolder
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 ONE_EPOCH = ["--set", "epochs=1", "--set", "schedule.warmup=0", "--set", "device.threads=1", "--quiet"]
@@ -204,7 +205,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path, capsys, monkeypatch):
     settings = [*ONE_EPOCH, "--set", "epochs=2", "--set", "save.every_steps=5"]
     assert main(["train", str(RECIPE), *settings, "--out", str(tmp_path / "whole")]) == 0
     flushed = [0]
-    flush = run_folder._flush
+    flush = checkpoint.flush
 
     def full(path: Path) -> None:
         flushed[0] += 1
@@ -212,7 +213,8 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path, capsys, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         flush(path)
 
-    monkeypatch.setattr(run_folder, "_flush", full)
+    for module in (checkpoint, files):
+        monkeypatch.setattr(module, "flush", full)
     run = tmp_path / "run"
     assert main(["train", str(RECIPE), *settings, "--out", str(run)]) == 2
     error = capsys.readouterr().err

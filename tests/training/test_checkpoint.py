@@ -10,7 +10,8 @@ import torch
 
 from contracts import Net
 from kasoku.core import InputError
-from kasoku.training.checkpoint import RunFolder, load_weights, save_weights
+from kasoku.core.files import load_weights, save_weights
+from kasoku.training.run_folder import RunFolder
 
 
 @pytest.fixture

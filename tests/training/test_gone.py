@@ -24,7 +24,8 @@ from kasoku.data import Dataset, FilesLoader, GoneError, loader, order
 from kasoku.data.loading.device_prefetch import Copies
 from kasoku.distributed.consensus import SharedInputError
 from kasoku.distributed.counting_comm import BUSY, STILL, Pulse
-from kasoku.distributed.rendezvous import Gate, folder
+from kasoku.training.batches import Gate
+from kasoku.training.run_folder import run_folder
 from kasoku.training.trainer import fit, prepare
 from started import RECIPE, started
 
@@ -137,7 +138,7 @@ def trained(comm: Comm, run: Path, *more: str, lost: Lost | None = None, resume:
     training = prepare(load(RECIPE, [*SETTINGS, *more]), comm, dataset=data)
     for split, images in (lost or {}).items():
         getattr(data, split).lost = images
-    with folder(comm, run, resume=resume) as held:
+    with run_folder(comm, run, resume=resume) as held:
         if held:
             held.write("recipe.toml", "")
         try:

@@ -22,9 +22,8 @@ from kasoku.data.loading.shuffle import order as order_of_epoch
 from kasoku.device import LossScale
 from kasoku.distributed import Asynchronous
 from kasoku.training.async_source import Meetings
-from kasoku.training.checkpoint import RunFolder
-from kasoku.training.monitor import DivergedError
-from kasoku.training.run_state import Result
+from kasoku.training.run_folder import RunFolder
+from kasoku.training.run_state import DivergedError, Result
 from kasoku.training.trainer import fit, prepare
 from started import RECIPE, started
 

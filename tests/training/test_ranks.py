@@ -13,13 +13,14 @@ from torch import nn
 
 from kasoku.cli import main
 from kasoku.config.recipe import load
+from kasoku.config.sharing import can_share, check_share, most_ranks
 from kasoku.core import InputError, Threads
 from kasoku.core.comm import Comm
 from kasoku.data import digits, loader
 from kasoku.distributed import local_launch as spawn
 from kasoku.distributed.consensus import ReportedElsewhereError, run_on_all_ranks
 from kasoku.distributed.environment import Place, place
-from kasoku.distributed.rendezvous import Rounds, can_share, check_share, most_ranks
+from kasoku.training.control import Rounds
 from kasoku.training.evaluation import evaluate
 from started import KASOKU, RECIPE, TORCHRUN, ended, largest_difference, options, started
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from contracts import Batches, Net, rule
 from contracts import one_thread as one_thread
 from kasoku.config.recipe import Recipe, from_document
+from kasoku.config.sharing import shares_of
 from kasoku.core import Comm, Job, Solo, Threads
-from kasoku.training.sharing import shares_in, shares_of
+from kasoku.training.run_folder import shares_in
 from kasoku.training.trainer import prepare
 from kasoku.tune import Throughput, minibatch
 

@@ -206,7 +206,7 @@ def test_bf16_and_fp32_both_learn(tmp_path):
 
 
 def test_a_running_training_keeps_its_folder_for_itself(tmp_path, capsys):
-    from kasoku.training.checkpoint import RunFolder
+    from kasoku.training.run_folder import RunFolder
 
     run = RunFolder(tmp_path / "run")
     assert train(str(RECIPE), *SHORT, "--out", str(tmp_path / "run")) == 2

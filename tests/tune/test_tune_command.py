@@ -19,7 +19,7 @@ from kasoku.commands import tune as tuning
 from kasoku.config import recipe as recipes
 from kasoku.core import InputError
 from kasoku.training import auto_batch as sizing
-from kasoku.training.checkpoint import RunFolder
+from kasoku.training.run_folder import RunFolder
 from kasoku.training.trainer import prepare
 from kasoku.tune.lr_range import rates_of
 from started import KASOKU, clean

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kasoku.core import InputError
-from kasoku.training.checkpoint import write_atomically
+from kasoku.core.files import write_atomically
 from kasoku.training.trained import Trained, load
 
 SUFFIXES = {"safetensors": "safetensors", "torch-export": "pt2", "onnx": "onnx"}

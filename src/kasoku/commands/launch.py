@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import torch
 
 from kasoku.config.recipe import Recipe, load, own_folders
+from kasoku.config.sharing import check_share, most_ranks
 from kasoku.core import InputError
+from kasoku.core.files import write_atomically
 from kasoku.core.hardware import cores
 from kasoku.distributed.cluster_jobs import KubernetesSpec, LaunchSpec, SlurmSpec, manifest, sbatch
 from kasoku.distributed.environment import Place
 from kasoku.distributed.local_launch import spawn, train_arguments
-from kasoku.distributed.rendezvous import check_share, most_ranks
-from kasoku.training.checkpoint import write_atomically
 
 S = TypeVar("S", bound=LaunchSpec)
 PORT = 29500

@@ -48,7 +48,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from kasoku.simulate import load as load_cluster
     from kasoku.simulate import planner, profile_of
     from kasoku.simulate.cluster import Costs
-    from kasoku.training.trained import own_folder
+    from kasoku.training.run_folder import own_folder
 
     if arguments.compare:
         return compare(arguments.compare)
@@ -146,16 +146,16 @@ def _reducer(chosen: Choice) -> str:
 def _write(chosen: Choice, folder: Path, original: Path) -> None:
     """Writes the planned recipe, the script that trains it, and the figures that are expected."""
     from kasoku.config.recipe import dumps, own_folders
+    from kasoku.core.files import write_text
     from kasoku.simulate.planner import LEAST, MOST, planned_recipe
-    from kasoku.training.trained import put
 
     expected = {**chosen.scenario.document(chosen.step), "least": LEAST, "most": MOST, "shown": _rows(chosen)}
     expected["import_folders"] = own_folders(original)
     file = folder / f"{original.stem}.toml"
     text, script = dumps(planned_recipe(chosen)), _script(file, chosen)  # raise before anything is written
-    put(file, text)
-    put(folder / "launch.sbatch", script)
-    put(folder / "plan.json", json.dumps(expected, indent=1) + "\n")
+    write_text(file, text)
+    write_text(folder / "launch.sbatch", script)
+    write_text(folder / "plan.json", json.dumps(expected, indent=1) + "\n")
 
 
 def _script(recipe: Path, chosen: Choice) -> str:

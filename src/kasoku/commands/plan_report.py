@@ -22,7 +22,7 @@ def compare(run: Path) -> int:
     """Prints what was expected of a run against what its ledger says, item by item, with the error of each."""
     from kasoku.config.recipe import load
     from kasoku.report import print_table
-    from kasoku.training.trained import allow_own_modules
+    from kasoku.training.run_folder import allow_own_modules
 
     expected = _expected(run)
     ledger, result = _read(run / "ledger.json"), _read(run / "result.json")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kasoku.core import InputError
-from kasoku.training.checkpoint import write_atomically
+from kasoku.core.files import write_atomically
 
 if TYPE_CHECKING:
     from kasoku.report.profiler import StepProfile
-    from kasoku.training.monitor import Training
+    from kasoku.training.run_state import Training
 
 _SHOWN = 12  # rows of a table
 
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
 
 def _profile(arguments: argparse.Namespace) -> int:
     from kasoku.config.recipe import load, own_folders
-    from kasoku.training.trained import free_folder
+    from kasoku.training.run_folder import free_folder
     from kasoku.training.trainer import prepare
 
     if arguments.steps < 1:

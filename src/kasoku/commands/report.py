@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
 
 def _report(arguments: argparse.Namespace) -> int:
     from kasoku.report.html.page import page
-    from kasoku.training.trained import members_of
+    from kasoku.training.run_folder import members_of
 
     given = list(arguments.given)
     after = len(given) - given.index("--") - 1 if "--" in given else 0  # how many stand behind it
@@ -230,6 +230,6 @@ def _write_trace(runs: Sequence[RunRecord], file: Path) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    from kasoku.training.checkpoint import write_atomically
+    from kasoku.core.files import write_atomically
 
     write_atomically(file, lambda part: part.write_text(text, encoding="utf-8", errors="replace"))

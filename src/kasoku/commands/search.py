@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    from kasoku.training.trained import free_folder
+    from kasoku.training.run_folder import free_folder
     from kasoku.training.trainer import signals
     from kasoku.tune.hyperparameters import STOPPED, SearchSettings, search
     from kasoku.tune.search_space import read_space

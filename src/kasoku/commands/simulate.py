@@ -46,13 +46,14 @@ def add_parser(commands: Any) -> None:
 def _simulate(arguments: argparse.Namespace) -> int:
     from kasoku.config.recipe import load, own_folders
     from kasoku.config.techniques import techniques_for
+    from kasoku.core.files import write_text
     from kasoku.simulate import compressed as reducing
     from kasoku.simulate import load as load_cluster
     from kasoku.simulate import profile_of
     from kasoku.simulate.collectives import fills
     from kasoku.simulate.from_recipe import scenario, sweep
     from kasoku.simulate.sweep import sizes
-    from kasoku.training.trained import own_folder, put
+    from kasoku.training.run_folder import own_folder
 
     sys.path.extend(own_folders(arguments.recipe))
     batch = [f"batch={arguments.batch}"] if arguments.batch is not None else []
@@ -85,7 +86,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if lines:
         found["sweep"] = _sweep_document(asked, step, lines)
     folder = own_folder(arguments.out, arguments.recipe, "simulated")
-    put(folder / "simulation.json", json.dumps(found, indent=1) + "\n")
+    write_text(folder / "simulation.json", json.dumps(found, indent=1) + "\n")
     try:
         pages = _page(asked, step, folder, arguments.recipe.stem)
         pages += _sweep_page(folder, cluster.name, found["sweep"], lines) if lines else ""
@@ -149,11 +150,11 @@ def _range(given: str) -> tuple[int, int]:
 def _page(asked: Scenario, step: SimulatedStep, folder: Path, name: str) -> str:
     """Writes the page of a step; returns what it adds to the list of files. Raises InputError without plotly."""
     from kasoku.config.toml import tables
+    from kasoku.core.files import write_text
     from kasoku.distributed.ddp.bucketing import table
     from kasoku.report.html import RunRecord
     from kasoku.report.html.page import page
     from kasoku.simulate import timeline
-    from kasoku.training.trained import put
 
     kinds = ("input", "forward", "backward", "exposed")
     rows = asked.rows(step)
@@ -170,7 +171,7 @@ def _page(asked: Scenario, step: SimulatedStep, folder: Path, name: str) -> str:
         ),
         machine={"chosen": f"{asked.simulator.cluster.name}, simulated"},
     )
-    put(folder / "report.html", page([run]))
+    write_text(folder / "report.html", page([run]))
     return ", report.html"
 
 

@@ -20,8 +20,8 @@ import torch
 from kasoku.config.recipe import Recipe, dumps, load, own_folders
 from kasoku.config.toml import override
 from kasoku.core import Comm, InputError
+from kasoku.core.files import write_atomically
 from kasoku.training.auto_batch import BUDGET_S, TunedRecipe, TuneSettings, plainly, tune
-from kasoku.training.checkpoint import write_atomically
 from kasoku.tune.lr_range import STEPS, document, rates_of, show_rates, shown_as
 
 if TYPE_CHECKING:
@@ -205,8 +205,8 @@ def show(tuned: TunedRecipe, *, memory: str = "") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from kasoku.config.sharing import shares_of
     from kasoku.report import print_table
-    from kasoku.training.sharing import shares_of
 
     recipe, found = tuned.recipe, tuned.found
     rows = Table()

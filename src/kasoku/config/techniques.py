@@ -6,6 +6,9 @@ from kasoku.config.recipe import Recipe
 from kasoku.core import InputError, Technique
 from kasoku.distributed import AllReduce, Overlap, VirtualRanks
 
+UNSURE = 0.3  # the fraction of a test batch that `evaluate.views = "crops"` tests on shifted crops too
+TEST_PASSES = {"plain": 1.0, "mirror": 2.0, "crops": 2 + 4 * UNSURE}  # forwards of a test image, by evaluate.views
+
 
 def techniques_for(recipe: Recipe, ranks: int) -> list[Technique]:
     """The recipe's techniques in the form that so many ranks train with.

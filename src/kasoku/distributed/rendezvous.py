@@ -6,7 +6,6 @@ signal, an error, a file's name) goes past the GPU, and nobody waits for it.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,6 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,17 +20,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from kasoku.config.recipe import Recipe
-from kasoku.core import Comm, InputError, Solo, Work
+from kasoku.core import Comm, InputError, Solo
 from kasoku.distributed import TorchComm
-from kasoku.distributed.consensus import SHARED_ERRORS, raise_if, run_on_all_ranks
+from kasoku.distributed.consensus import SHARED_ERRORS
 from kasoku.distributed.environment import Place
 from kasoku.distributed.startup import Start
 from kasoku.distributed.watchdog import Watchdog
-from kasoku.training.checkpoint import RunFolder
 
 TIMEOUT = timedelta(minutes=30)  # that a rank waits for the others: longer than any evaluation or checkpoint
-_EVERY_S = 0.25
 _SCHEME = "kasoku"  # of the address at which ranks meet
 _was_rank: list[object] = []
 
@@ -136,131 +131,3 @@ def leave(code: int) -> int:
                 stream.flush()
         os._exit(code)
     return code
-
-
-@contextmanager
-def folder(comm: Comm, path: Path, *, resume: bool) -> Iterator[RunFolder | None]:
-    """The run folder, held by rank 0; None on the others. Raises InputError on all where rank 0 cannot have it."""
-    run = run_on_all_ranks(comm, lambda: RunFolder(path, resume=resume) if comm.rank == 0 else None)
-    try:
-        yield run
-    finally:
-        if run is not None:
-            run.close()
-
-
-class Rounds:
-    """What the ranks tell each other between steps: a few numbers, of which all get the largest.
-
-    Note: never in the way. A round is begun after one step, goes by gloo, and is read when the next is due, long
-    after it ended; neither the device nor the host waits. All ranks know when that is: each round tells how long the
-    slowest rank's steps take, and the next is due after as many of them as fill a quarter of a second. So what one
-    rank says is acted on by all after the same step, half a second later, or two steps where steps take longer.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._work: Work | None = None
-        self._told = torch.zeros(0)
-        self._gap, self._steps, self._since = 1, 0, comm.clock.now()
-
-    def step(self, *mine: float) -> list[float] | None:
-        """To be called after each step: what was told in the last round, or None while the next is not due."""
-        if self._comm.size == 1:
-            return list(mine)
-        self._steps += 1
-        if self._steps < self._gap:
-            return None
-        now = self._comm.clock.now()
-        taken_s = (now - self._since) / self._steps
-        told = self.close() or [0.0] * (len(mine) + 1)
-        self._told = torch.tensor([*mine, taken_s], dtype=torch.float64)
-        self._work = self._comm.all_reduce(self._told, op="max")
-        self._gap = max(1, min(1000, math.floor(_EVERY_S / told[-1]))) if told[-1] else 1
-        self._steps, self._since = 0, now
-        return told[:-1]
-
-    def close(self) -> list[float] | None:
-        """Ends the round under way."""
-        if self._work is None:
-            return None
-        self._work.wait()
-        self._work = None
-        told: list[float] = self._told.tolist()
-        return told
-
-
-class Gate:
-    """Whether every rank has the next batch: one that has none cannot take a step, which the others cannot leave.
-
-    Note: looking ahead. Each round tells how many batches the rank with the fewest has in hand for sure. So many need
-    no word, and the next round goes by gloo meanwhile: neither the device nor the host waits. Only where a rank is not
-    sure do all wait for each other, and then it is the input that they wait for.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._work: Work | None = None
-        self._told = torch.zeros(0)
-        self._batch = self._asked = self._sure = 0  # numbers of batches: this one, the one asked at, the last sure one
-
-    def passes(self, failure: InputError | None, sure: int) -> bool:
-        """To be called with each batch, or with why there is none; False, on all ranks, where one has none.
-
-        Raises that at once, on this rank alone, for a batch that was said to be sure.
-
-        `sure`: of the batches that come next, how many cannot fail any more.
-        """
-        self._batch += 1
-        if self._batch > self._sure and self._work:
-            self._hear()
-        if self._batch > self._sure:
-            self._ask(failure is not None, sure)
-            return self._hear()
-        raise_if(failure)  # of what was sure: nobody else knows
-        if not self._work:
-            self._ask(False, sure)
-        return True
-
-    def close(self) -> None:
-        """Ends the round under way."""
-        if self._work:
-            self._hear()
-
-    def _ask(self, failed: bool, sure: int) -> None:
-        self._told = torch.tensor([float(failed), -float(sure)])
-        self._work, self._asked = self._comm.all_reduce(self._told, op="max"), self._batch
-
-    def _hear(self) -> bool:
-        if self._work:
-            self._work.wait()
-        failed, least = self._told.tolist()
-        self._work, self._sure = None, self._asked - int(least)
-        return not failed
-
-
-def check_share(recipe: Recipe, ranks: int) -> None:
-    """Raises InputError where so many ranks cannot share the recipe's batch."""
-    if not can_share(recipe, ranks):
-        parts = f" x {recipe.parts(ranks)} parts" if recipe.parts(ranks) > 1 else ""
-        groups = f", in groups of norm_batch={recipe.norm_batch}" if recipe.norm_batch else ""
-        raise InputError(
-            f"batch={recipe.batch}: {ranks} ranks{parts} cannot share it evenly{groups}; {most_ranks(recipe, ranks)} "
-            "could, or choose another batch"
-        )
-
-
-def most_ranks(recipe: Recipe, limit: int) -> int:
-    """The largest number of ranks up to `limit` that can share the recipe's batch."""
-    return max((n for n in range(2, limit + 1) if can_share(recipe, n)), default=1)
-
-
-def can_share(recipe: Recipe, ranks: int) -> bool:
-    """Whether so many ranks get equal shares of the recipe's batch, in its parts and groups."""
-    if ranks == 1 or recipe.auto_batch:
-        return True
-    once, left = divmod(recipe.batch, ranks * recipe.parts(ranks))
-    group = recipe.norm_batch
-    if left or not group or once % group == 0:
-        return left == 0
-    return group % once == 0 and ranks % (group // once) == 0  # a group spans equally many ranks

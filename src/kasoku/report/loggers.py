@@ -11,7 +11,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from kasoku.core import InputError
-from kasoku.training.checkpoint import write_atomically
+from kasoku.core.files import write_atomically
 
 
 class Log:

@@ -11,7 +11,8 @@ import torch
 
 from kasoku import simulate
 from kasoku.config.recipe import Recipe
-from kasoku.config.techniques import is_asynchronous, techniques_for
+from kasoku.config.sharing import can_share, check_share
+from kasoku.config.techniques import TEST_PASSES, is_asynchronous, techniques_for
 from kasoku.config.toml import Factory
 from kasoku.config.updates import ahead, updates
 from kasoku.core import InputError
@@ -21,7 +22,6 @@ from kasoku.distributed import OneGroup, Overlap, Policy
 from kasoku.distributed.batchnorm.grouped import norms
 from kasoku.distributed.ddp.bucketing import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Piece, Sized
-from kasoku.distributed.rendezvous import can_share, check_share
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
 from kasoku.simulate.compressed import exchanges, flat
 from kasoku.simulate.sweep import scaled
@@ -120,11 +120,9 @@ class Scenario:
 
     def _evaluated_images(self) -> int:
         """Forward passes of an evaluation: the test images in each view, and the images that recalibrate BatchNorm."""
-        from kasoku.training.evaluation import PASSES
-
         renewing: list[Any] = [t for t in self.recipe.techniques if t.renews_statistics]
         again = sum(technique.images or self.facts.images for technique in renewing)
-        tested = round(PASSES[self.recipe.evaluate.views] * self.facts.tested)
+        tested = round(TEST_PASSES[self.recipe.evaluate.views] * self.facts.tested)
         return tested + (min(again, self.facts.images) if self.norms else 0)
 
     def remarks(self, step: SimulatedStep) -> list[str]:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.config.recipe import Recipe, load, points
+from kasoku.config.sharing import can_share
 from kasoku.config.techniques import techniques_for
 from kasoku.config.updates import updates
 from kasoku.core import InputError, Schedule
 from kasoku.core import schedule as schedules
 from kasoku.distributed import Graded, Hierarchical, Mean, Overlap, Planned
-from kasoku.distributed.rendezvous import can_share
 from kasoku.simulate import Cluster, Sharing, SimulatedStep
 from kasoku.simulate.collectives import square
 from kasoku.simulate.compressed import flat

@@ -22,11 +22,10 @@ from torch import Tensor
 from kasoku.core import Batch, InputError
 from kasoku.distributed.async_sgd.asynchronous import Exchange
 from kasoku.distributed.consensus import raise_if, run_on_all_ranks
-from kasoku.distributed.rendezvous import Gate
-from kasoku.training.batches import batches, own_batches
-from kasoku.training.checkpoint import RunFolder
-from kasoku.training.monitor import Training, Watch
-from kasoku.training.run_state import Result
+from kasoku.training.batches import Gate, batches, own_batches
+from kasoku.training.monitor import Watch
+from kasoku.training.run_folder import RunFolder
+from kasoku.training.run_state import Result, Training
 
 _SAVE, _SIGNAL, _FAILED = 1, 10, 1000  # wishes to meet: to save, a signal (and its number), something that ends it all
 _READ_S, _SHOWN_S = 0.5, 0.2

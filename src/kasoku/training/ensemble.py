@@ -15,10 +15,9 @@ from pathlib import Path
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import InputError, Wall
 from kasoku.data import GoneError, Memory, loader, shared
-from kasoku.training.checkpoint import RunFolder
-from kasoku.training.monitor import DivergedError, Training, Watch
-from kasoku.training.run_state import Result
-from kasoku.training.trained import describe
+from kasoku.training.monitor import Watch
+from kasoku.training.run_folder import RunFolder, describe
+from kasoku.training.run_state import DivergedError, Result, Training
 from kasoku.training.trainer import fit, prepare, signals, steps
 
 _ENDED = object()

@@ -7,11 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from kasoku.config.techniques import UNSURE
 from kasoku.core import Batch, Comm
 
 Views = Literal["plain", "mirror", "crops"]
-_UNSURE = 0.3
-PASSES = {"plain": 1.0, "mirror": 2.0, "crops": 2 + 4 * _UNSURE}  # forwards of an image that `averaged` takes
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) ->
     if views == "plain":
         return model(x_NCHW).float()
     logits_NK = _mirrored(model, x_NCHW)
-    unsure = int(_UNSURE * len(x_NCHW))
+    unsure = int(UNSURE * len(x_NCHW))
     if views == "crops" and unsure and logits_NK.shape[1] > 1:
         best_N2 = logits_NK.softmax(1).topk(2, dim=1).values
         index_M = (best_N2[:, 0] - best_N2[:, 1]).topk(unsure, largest=False).indices

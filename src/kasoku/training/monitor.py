@@ -6,57 +6,28 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from kasoku.config.recipe import Recipe
 from kasoku.core import InputError, Job
+from kasoku.core.files import save_weights
 from kasoku.core.hardware import cores
-from kasoku.data import Dataset, FilesLoader, Loader
-from kasoku.device import Chosen
+from kasoku.data import FilesLoader, Loader
 from kasoku.distributed.consensus import iterate_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.counting_comm import Pulse
 from kasoku.distributed.environment import place
-from kasoku.distributed.rendezvous import Rounds
-from kasoku.distributed.startup import Start, itemised
+from kasoku.distributed.startup import itemised
 from kasoku.report import Bar, Ledger, Log, NoLog, StepBottleneck, StepFacts, facts_of
 from kasoku.report.predictions import PredictionLog
-from kasoku.training.checkpoint import Checkpoint, RunFolder, save_weights
+from kasoku.training.checkpoint import Checkpoint
+from kasoku.training.control import Rounds
 from kasoku.training.evaluation import Scores, evaluate
-from kasoku.training.run_state import Result
-
-
-class DivergedError(RuntimeError):
-    """The loss or the weights are no longer finite."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """A recipe made real: the job with its techniques applied, its data, its device."""
-
-    recipe: Recipe
-    job: Job
-    dataset: Dataset
-    test: Any  # yields Batch, re-iterable
-    chosen: Chosen
-    total_steps: int
-    start: Start  # what was done for it, and when
-
-
-@dataclass
-class Progress:
-    """What a training knows of itself beside the job; part of every checkpoint."""
-
-    images: int = 0
-    best: float = 0.0
-    reached_s: float | None = None  # seconds from process start to the target
-    scores: dict[str, float] = field(default_factory=dict)
-    spent_s: dict[str, float] = field(default_factory=dict)  # by kind, in the earlier parts of a resumed run
-    judged: float | None = None  # epochs when it was last due, and made
+from kasoku.training.run_folder import RunFolder
+from kasoku.training.run_state import DivergedError, Progress, Result, Training
 
 
 class Watch:

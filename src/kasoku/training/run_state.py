@@ -1,7 +1,43 @@
-"""What came out of a training."""
+"""The state of a training: what it trains, how far it is, its result."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from kasoku.config.recipe import Recipe
+from kasoku.core import Job
+from kasoku.data import Dataset
+from kasoku.device import Chosen
+from kasoku.distributed.startup import Start
+
+
+class DivergedError(RuntimeError):
+    """The loss or the weights are no longer finite."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A recipe made real: the job with its techniques applied, its data, its device."""
+
+    recipe: Recipe
+    job: Job
+    dataset: Dataset
+    test: Any  # yields Batch, re-iterable
+    chosen: Chosen
+    total_steps: int
+    start: Start  # what was done for it, and when
+
+
+@dataclass
+class Progress:
+    """What a training knows of itself beside the job; part of every checkpoint."""
+
+    images: int = 0
+    best: float = 0.0
+    reached_s: float | None = None  # seconds from process start to the target
+    scores: dict[str, float] = field(default_factory=dict)
+    spent_s: dict[str, float] = field(default_factory=dict)  # by kind, in the earlier parts of a resumed run
+    judged: float | None = None  # epochs when it was last due, and made
 
 
 @dataclass(frozen=True)

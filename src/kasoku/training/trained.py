@@ -18,12 +18,12 @@ from torch import Tensor
 from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
 from kasoku.core import InputError, Job
+from kasoku.core.files import load_weights
 from kasoku.data import Dataset, Files, FilesLoader, find_images, folder, loader, normalise, read_image
 from kasoku.device import Chosen, choose
-from kasoku.report import environment
-from kasoku.training.checkpoint import RunFolder, load_weights, newest, write_atomically
+from kasoku.training.checkpoint import newest
 from kasoku.training.evaluation import averaged, tally
-from kasoku.training.monitor import Training
+from kasoku.training.run_folder import allow_own_modules, members_of
 
 
 @dataclass(frozen=True)
@@ -44,56 +44,6 @@ class Trained:
         """Logits_NK of normalised images on the device, with the recipe's test-time averaging."""
         with torch.no_grad():
             return averaged(self.job.model, x_NCHW, self.recipe.evaluate.views)
-
-
-def free_folder(name: str, parent: Path = Path("runs")) -> Path:
-    """The first of runs/NAME-1, runs/NAME-2, ... that does not exist."""
-    number = 1
-    while (parent / f"{name}-{number}").exists():
-        number += 1
-    return parent / f"{name}-{number}"
-
-
-def own_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
-    """The folder for what a command makes of a recipe: `out`, or a free one of that word; it is made.
-
-    Raises:
-        InputError: where it holds a run, or a file that is to be `written` there is the recipe itself.
-    """
-    path = out or free_folder(f"{recipe.stem}-{word}")
-    if any((path / name).exists() for name in ("environment.json", "checkpoints", "result.json")):
-        raise InputError(f"{path}: holds a run, which would be lost: give another --out")
-    if any((path / name).resolve() == recipe.resolve() for name in written):
-        raise InputError(f"{path}: {recipe} lies there and would be written over: give another --out")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {path}: {error.strerror}: a folder is wanted") from error
-    return path
-
-
-def put(file: Path, text: str) -> None:
-    """Writes a text, all of it or nothing."""
-    write_atomically(file, lambda part: part.write_text(text, encoding="utf-8"))
-
-
-def describe(run: RunFolder, training: Training, import_folders: Sequence[str] = ()) -> None:
-    """Writes what a run is before it starts: its machine, its data, its resolved recipe."""
-    d = training.dataset
-    facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
-    run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
-    more = {"chosen": str(training.chosen), "import_folders": [entry for entry in import_folders if entry]}
-    run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
-    run.write("recipe.toml", recipes.dumps(training.recipe))
-
-
-def allow_own_modules(run: Path) -> None:
-    """Lets a run's recipe name the user's modules again, from where they were when it was trained."""
-    try:
-        folders = json.loads((run / "environment.json").read_text())["import_folders"]
-    except (OSError, ValueError, KeyError):
-        return
-    sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
 def load(path: Path) -> Trained:
@@ -119,11 +69,6 @@ def load(path: Path) -> Trained:
     chosen = choose(dataclasses.replace(recipe.device, kind="auto", compile=False, graphs=False))
     job = Job(model.eval().to(chosen.device), recipe.optimizer).apply(*chosen.techniques)
     return Trained(path, recipe, job, chosen, channels=channels, **shown)
-
-
-def members_of(folder: Path) -> list[Path]:
-    """The members' runs in the folder of an earlier ensemble; none if it is no such folder."""
-    return sorted((p.parent for p in folder.glob("member-*/recipe.toml")), key=lambda p: int(p.name.split("-")[1]))
 
 
 def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from kasoku.config.recipe import Recipe, made, optimizer
+from kasoku.config.sharing import check_share
 from kasoku.config.techniques import derived_techniques, is_asynchronous, techniques_for
 from kasoku.config.updates import updates
 from kasoku.core import Comm, InputError, Job, Solo
@@ -25,16 +26,15 @@ from kasoku.data.datasets.folder_index import OneScan
 from kasoku.device import Chosen, Seeded, choose
 from kasoku.distributed.consensus import SHARED_ERRORS, assert_same_on_all_ranks, model_facts, run_on_all_ranks
 from kasoku.distributed.environment import Place, place
-from kasoku.distributed.rendezvous import Gate, check_share
 from kasoku.distributed.startup import Start
 from kasoku.models import check_fits
 from kasoku.optim import Rate
 from kasoku.report import Timed
 from kasoku.training import async_source as meetings
-from kasoku.training.batches import batches
-from kasoku.training.checkpoint import RunFolder
-from kasoku.training.monitor import Training, Watch
-from kasoku.training.run_state import Result
+from kasoku.training.batches import Gate, batches
+from kasoku.training.monitor import Watch
+from kasoku.training.run_folder import RunFolder
+from kasoku.training.run_state import Result, Training
 
 _SAME_S = 0.3  # a parent that is killed tells its children once for each of its threads: that is one signal
 

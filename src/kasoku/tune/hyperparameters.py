@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.core import InputError
-from kasoku.training.checkpoint import write_atomically
+from kasoku.core.files import write_atomically
 from kasoku.tune.search_space import Space
 
 DIVERGED, STOPPED = 3, 75  # exit codes of `kasoku train`

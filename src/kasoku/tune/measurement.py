@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.core import Clock, InputError
-from kasoku.training.checkpoint import write_atomically
+from kasoku.core.files import write_atomically
 
 STEPS, BRIEF = 20, 5  # of a size that are timed: in full, at a look
 LATE = "there is no time left for it"  # why a size was not tried; says nothing of the size

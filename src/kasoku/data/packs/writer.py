@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kasoku.core.errors import InputError
+from kasoku.core.files import write_atomically
 from kasoku.core.hardware import cores
 from kasoku.data.datasets.base import Dataset, Encoded, GoneError
 from kasoku.data.datasets.folder import folder
@@ -36,7 +37,6 @@ from kasoku.data.packs.encode import Form
 from kasoku.data.packs.reader import opened, pack_facts, pack_index, shards
 from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member, one_line
 from kasoku.data.remote.store import Store, is_remote
-from kasoku.training.checkpoint import write_atomically
 
 _SETTINGS = ("side", "format", "quality", "shard_bytes", "classes", "source")  # what a run that goes on has in common
 _ESTIMATED = 64  # images

@@ -12,12 +12,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from kasoku.core import InputError
+from kasoku.core.files import write_atomically
 from kasoku.report.html import figures
 from kasoku.report.html.content import Panel, RunRecord
 from kasoku.report.html.figures import COLOURS, Chart
 from kasoku.report.html.tuning import tuning
 from kasoku.report.phase_timer import STEP
-from kasoku.training.checkpoint import write_atomically
 
 _PARTS = {
     "ledger": "where the time went (ledger.json)",

@@ -1,0 +1,58 @@
+"""How many ranks can share a recipe's batch, and which part of it each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kasoku.config.recipe import Recipe
+from kasoku.core import InputError
+from kasoku.data import by_speed
+
+
+def check_share(recipe: Recipe, ranks: int) -> None:
+    """Raises InputError where so many ranks cannot share the recipe's batch."""
+    if not can_share(recipe, ranks):
+        parts = f" x {recipe.parts(ranks)} parts" if recipe.parts(ranks) > 1 else ""
+        groups = f", in groups of norm_batch={recipe.norm_batch}" if recipe.norm_batch else ""
+        raise InputError(
+            f"batch={recipe.batch}: {ranks} ranks{parts} cannot share it evenly{groups}; {most_ranks(recipe, ranks)} "
+            "could, or choose another batch"
+        )
+
+
+def most_ranks(recipe: Recipe, limit: int) -> int:
+    """The largest number of ranks up to `limit` that can share the recipe's batch."""
+    return max((n for n in range(2, limit + 1) if can_share(recipe, n)), default=1)
+
+
+def can_share(recipe: Recipe, ranks: int) -> bool:
+    """Whether so many ranks get equal shares of the recipe's batch, in its parts and groups."""
+    if ranks == 1 or recipe.auto_batch:
+        return True
+    once, left = divmod(recipe.batch, ranks * recipe.parts(ranks))
+    group = recipe.norm_batch
+    if left or not group or once % group == 0:
+        return left == 0
+    return group % once == 0 and ranks % (group // once) == 0  # a group spans equally many ranks
+
+
+def shares_of(recipe: Recipe, speeds: Sequence[float]) -> tuple[int, ...]:
+    """The images of a batch that each rank takes; empty: as many each.
+
+    By speed where the slowest rank is more than a tenth slower than the fastest. Equal where a rank takes virtual ranks
+    one after the other (each would make another number of passes), and with CUDA graphs (whose BatchNorm is not
+    steered).
+
+    Args:
+        recipe: what is trained.
+        speeds: images a second of each rank in rank order; empty: not known.
+    """
+    ranks = len(speeds)
+    if ranks < 2 or recipe.device.graphs:
+        return ()
+    parts = recipe.parts(ranks)
+    unit = recipe.norm_batch or parts
+    if (recipe.norm_batch and parts > 1) or recipe.batch % unit or recipe.batch // unit < ranks:
+        return ()
+    shares = by_speed(recipe.batch, speeds, unit=unit)
+    return shares if len(set(shares)) > 1 else ()

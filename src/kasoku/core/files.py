@@ -1,0 +1,64 @@
+"""Files and weights that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
+from torch import nn
+
+from kasoku.core.errors import InputError
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Calls write(part) on a file beside `path`, flushes it to disk and renames it to `path`."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        write(part)
+        part.chmod(0o644)  # safetensors makes its files private
+        flush(part)
+        os.replace(part, path)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        part.unlink(missing_ok=True)
+        raise write_error(path, error) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file whole or not at all."""
+    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Writes the model's weights as safetensors, whole or not at all."""
+    write_atomically(path, lambda part: save_model(model, str(part)))
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Fills a model from safetensors. Raises InputError when the file is damaged or of another model."""
+    try:
+        load_model(model, str(path), strict=True)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: cannot be read as safetensors ({error})") from error
+    except RuntimeError as error:
+        detail = " ".join(str(error).split())[:200]
+        raise InputError(f"{path}: weights of another model, not of {type(model).__name__} ({detail})") from error
+
+
+def flush(path: Path) -> None:
+    """Waits until a file or a folder's entries are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_error(path: Path, error: Exception) -> InputError:
+    """The error of a file that cannot be written."""
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+    return InputError(
+        f"{path}: cannot be written ({reason}): mend that and go on (a training: --resume); what was written is whole"
+    )
