@@ -22,8 +22,8 @@ from ranks import context, on_processes
 from kasoku.core import Comm, InputError, Solo, Threads, Work
 from kasoku.distributed import TorchComm
 from kasoku.distributed.consensus import assert_same_on_all_ranks, model_facts, version_facts
-from kasoku.distributed.counting_comm import Pulse, Watched, behind
-from kasoku.distributed.watchdog import EXIT_CODE, Watchdog, _Heart
+from kasoku.distributed.counting_comm import Activity, CountingComm, describe_stragglers
+from kasoku.distributed.liveness import LOST_RANK_EXIT_CODE, StoreHeartbeat, Watchdog
 from kasoku.simulate.virtual_comm import VirtualClock
 from started import port as free_port
 
@@ -80,33 +80,33 @@ class NeverError(Exception):
     pass
 
 
-class Hearts:
+class Heartbeats:
     """The heartbeats of several ranks on one virtual clock.
 
     Attributes: `lines`: what each rank said. `stopped`: ranks that do nothing. `silent`: no store answers.
     """
 
-    def __init__(self, size: int, dog: Watchdog = QUICK, *, store_elsewhere: bool = False) -> None:
-        self.clock, self.store, self.dog = VirtualClock(), DictStore(), dog
+    def __init__(self, size: int, watchdog: Watchdog = QUICK, *, store_elsewhere: bool = False) -> None:
+        self.clock, self.store, self.watchdog = VirtualClock(), DictStore(), watchdog
         self.store_elsewhere = store_elsewhere
         self.lines: dict[int, list[str]] = {rank: [] for rank in range(size)}
         self.said_at: dict[int, float] = {}
         self.stopped: set[int] = set()
         self.silent = False
-        self.hearts = Threads(size, self.clock).run(self._heart)
+        self.heartbeats = Threads(size, self.clock).run(self._heart)
         self._numbers = itertools.count()
         self._queue: list[tuple[float, int, int, bool, Iterator[float]]] = []
-        for rank, heart in enumerate(self.hearts):
-            self._push(rank / 1000, rank, True, heart.watch())
-            self._push(rank / 1000, rank, False, heart.guard())
+        for rank, heartbeat in enumerate(self.heartbeats):
+            self._push(rank / 1000, rank, True, heartbeat.watch())
+            self._push(rank / 1000, rank, False, heartbeat.guard())
 
-    def _heart(self, comm: Comm) -> _Heart:
+    def _heart(self, comm: Comm) -> StoreHeartbeat:
         def said(line: str) -> None:
             self.lines[comm.rank].append(line)
             self.said_at[comm.rank] = self.clock.now()
 
-        pulse = Pulse(self.dog.hang_timeout_s, self.clock)
-        return _Heart(replace(self.dog, on_fault=said), pulse, comm, self.store, "127.0.0.1:1")
+        activity = Activity(self.watchdog.hang_timeout_s, self.clock)
+        return StoreHeartbeat(replace(self.watchdog, on_fault=said), activity, comm, self.store, "127.0.0.1:1")
 
     def _push(self, moment: float, rank: int, asks: bool, tick: Iterator[float]) -> None:
         heapq.heappush(self._queue, (moment, next(self._numbers), rank, asks, tick))
@@ -118,19 +118,19 @@ class Hearts:
             moment, _, rank, asks, tick = heapq.heappop(self._queue)
             self.clock.until(moment)
             blocked = rank in self.stopped or (asks and self.silent)
-            pause_s = self.dog.beat_s / 10 if blocked else next(tick, None)
+            pause_s = self.watchdog.beat_s / 10 if blocked else next(tick, None)
             if pause_s is not None:
                 self._push(moment + pause_s, rank, asks, tick)
-            if self.hearts[0].over.is_set() and not self.store_elsewhere:
+            if self.heartbeats[0].over.is_set() and not self.store_elsewhere:
                 self.store.broken = True  # it ends with the process of rank 0
         self.clock.until(until)
 
     def step(self, *ranks: int) -> None:
-        for rank in ranks or range(len(self.hearts)):
-            self.hearts[rank].pulse.step()
+        for rank in ranks or range(len(self.heartbeats)):
+            self.heartbeats[rank].activity.step()
 
     def ended_silently(self) -> bool:
-        return all(heart.over.is_set() for heart in self.hearts) and not any(self.lines.values())
+        return all(heartbeat.over.is_set() for heartbeat in self.heartbeats) and not any(self.lines.values())
 
     def only_line(self, rank: int) -> str:
         (line,) = self.lines[rank]
@@ -139,17 +139,19 @@ class Hearts:
         return line.removesuffix(f"; start all ranks {ADVICE}")
 
 
-@pytest.mark.parametrize("dog", [QUICK, Watchdog()], ids=["quick", "default"])
+@pytest.mark.parametrize("watchdog", [QUICK, Watchdog()], ids=["quick", "default"])
 @pytest.mark.parametrize("victim", [1, 2])
-def test_a_rank_without_heartbeat_is_named_on_all_others(victim: int, dog: Watchdog) -> None:
-    ranks = Hearts(3, dog)
-    ranks.run(10 * dog.beat_s)
+def test_a_rank_without_heartbeat_is_named_on_all_others(victim: int, watchdog: Watchdog) -> None:
+    ranks = Heartbeats(3, watchdog)
+    ranks.run(10 * watchdog.beat_s)
     ranks.stopped.add(victim)
     stopped_at = ranks.clock.now()
     ranks.run(PROMISE_S)
     for rank in {0, 1, 2} - {victim}:
-        assert ranks.only_line(rank) == f"rank {victim} {HERE} died: no heartbeat for {dog.dead_s:g} s"
-        assert dog.dead_s - dog.beat_s < ranks.said_at[rank] - stopped_at < dog.dead_s + 2 * dog.beat_s
+        assert ranks.only_line(rank) == f"rank {victim} {HERE} died: no heartbeat for {watchdog.dead_s:g} s"
+        assert (
+            watchdog.dead_s - watchdog.beat_s < ranks.said_at[rank] - stopped_at < watchdog.dead_s + 2 * watchdog.beat_s
+        )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_a_rank_without_heartbeat_is_named_on_all_others(victim: int, dog: Watch
     ],
 )
 def test_the_death_of_rank_0_is_named_on_all_others(how: str, line: str) -> None:
-    ranks = Hearts(3, store_elsewhere=how == "store elsewhere")
+    ranks = Heartbeats(3, store_elsewhere=how == "store elsewhere")
     ranks.run(1)
     ranks.stopped.add(0)
     ranks.store.broken, ranks.silent = how == "killed", how == "stopped"
@@ -171,7 +173,7 @@ def test_the_death_of_rank_0_is_named_on_all_others(how: str, line: str) -> None
 
 
 def test_ranks_that_die_together_are_named_together() -> None:
-    ranks = Hearts(4)
+    ranks = Heartbeats(4)
     ranks.run(1)
     ranks.stopped |= {1, 3}
     ranks.run(PROMISE_S)
@@ -180,10 +182,10 @@ def test_ranks_that_die_together_are_named_together() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_that_was_announced_is_told_on_the_others(failing: int) -> None:
-    ranks = Hearts(3)
+def test_a_failure_that_was_announced_is_reported_to_the_others(failing: int) -> None:
+    ranks = Heartbeats(3)
     ranks.run(1)
-    ranks.hearts[failing].end("the disk\nis full")
+    ranks.heartbeats[failing].end("the disk\nis full")
     ranks.run(LIMIT_S)
     for rank in {0, 1, 2} - {failing}:
         assert ranks.only_line(rank) == f"rank {failing} {HERE} failed: the disk is full"
@@ -192,8 +194,8 @@ def test_a_failure_that_was_announced_is_told_on_the_others(failing: int) -> Non
 
 @pytest.mark.parametrize("sleeper", [0, 3])
 def test_a_rank_that_hangs_is_named_with_the_collective_it_did_not_join(sleeper: int) -> None:
-    ranks = Hearts(4, Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
-    comms = [Watched(Never(), heart.pulse) for heart in ranks.hearts]
+    ranks = Heartbeats(4, Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
+    comms = [CountingComm(Never(), heartbeat.activity) for heartbeat in ranks.heartbeats]
     for _ in range(3):
         for comm in comms:
             for n in (1000, 7):
@@ -215,13 +217,13 @@ def test_a_rank_that_hangs_is_named_with_the_collective_it_did_not_join(sleeper:
 
 
 def test_no_rank_hangs_before_the_first_step_nor_while_one_is_busy() -> None:
-    ranks = Hearts(2, Watchdog(hang_timeout_s=1.0, beat_s=0.25, dead_s=10.0))
+    ranks = Heartbeats(2, Watchdog(hang_timeout_s=1.0, beat_s=0.25, dead_s=10.0))
     ranks.step(0)
     ranks.run(3)  # rank 1 compiles
     for _ in range(3):
         ranks.step()
         ranks.run(0.1)
-    with ranks.hearts[1].pulse.busy("evaluation"):
+    with ranks.heartbeats[1].activity.busy("evaluation"):
         ranks.run(3)
     ranks.run(0.9)
     assert not any(ranks.lines.values())
@@ -231,30 +233,30 @@ def test_no_rank_hangs_before_the_first_step_nor_while_one_is_busy() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_a_normal_end_in_any_order_is_silent(order: tuple[int, ...]) -> None:
-    ranks = Hearts(3)
+    ranks = Heartbeats(3)
     ranks.run(1)
     for rank in order:
-        ranks.hearts[rank].end("")
+        ranks.heartbeats[rank].end("")
         ranks.run(0.7 * QUICK.dead_s)
     ranks.run(LIMIT_S)
     assert ranks.ended_silently()
 
 
 def test_ranks_that_were_all_stopped_for_a_while_accuse_nobody() -> None:
-    ranks = Hearts(3)
+    ranks = Heartbeats(3)
     ranks.run(1)
     ranks.stopped |= {0, 1, 2}
     ranks.run(QUICK.dead_s + 1)
     ranks.stopped.clear()
     ranks.run(2 * QUICK.dead_s)
-    for heart in ranks.hearts:
-        heart.end("")
+    for heartbeat in ranks.heartbeats:
+        heartbeat.end("")
     ranks.run(LIMIT_S)
     assert ranks.ended_silently()
 
 
 def test_of_64_ranks_the_one_that_stops_is_named() -> None:
-    ranks = Hearts(64, Watchdog())
+    ranks = Heartbeats(64, Watchdog())
     ranks.run(3)
     ranks.stopped.add(17)
     ranks.run(PROMISE_S)
@@ -262,25 +264,25 @@ def test_of_64_ranks_the_one_that_stops_is_named() -> None:
 
 
 @pytest.mark.timing
-def test_64_hearts_beat_cheaply(capsys: pytest.CaptureFixture[str]) -> None:
+def test_64_heartbeats_are_cheap(capsys: pytest.CaptureFixture[str]) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     lines: list[str] = []
 
-    def act(comm: Comm) -> Watched:
+    def act(comm: Comm) -> CountingComm:
         return Watchdog(on_fault=lines.append).start(comm, ("127.0.0.1", store.port))
 
-    hearts = [watched.pulse.heart for watched in Threads(64).run(act)]
+    heartbeats = [watched.activity.heartbeat for watched in Threads(64).run(act)]
     try:
         began, used = time.monotonic(), time.process_time()
         time.sleep(3)
         a_beat = (time.process_time() - used) / (time.monotonic() - began) / 64
         with capsys.disabled():
-            print(f"\n64 hearts with their store: {a_beat * 1e6:.0f} us of a core a beat and rank")
+            print(f"\n64 heartbeats with their store: {a_beat * 1e6:.0f} us of a core a beat and rank")
         assert not lines
         assert a_beat < 0.005
     finally:
-        for heart in reversed(hearts):
-            heart.close("")
+        for heartbeat in reversed(heartbeats):
+            heartbeat.close("")
 
 
 # ---- between processes
@@ -323,18 +325,18 @@ class Ranks:
         return f"rank {rank} (host {socket.gethostname()}, pid {self.processes[rank].pid})"
 
 
-Act = Callable[[Watched, Callable[[], None]], None]
+Act = Callable[[CountingComm, Callable[[], None]], None]
 
 
-def _rank_main(rank: int, size: int, port: int, folder: Path, dog: Watchdog, act: Act) -> None:
+def _rank_main(rank: int, size: int, port: int, folder: Path, watchdog: Watchdog, act: Act) -> None:
     out = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 2)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=LIMIT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
-    comm = dog.start(TorchComm(), ("127.0.0.1", port))
+    comm = watchdog.start(TorchComm(), ("127.0.0.1", port))
     act(comm, lambda: (folder / f"ready-{rank}").touch())
-    comm.pulse.close()
+    comm.activity.close()
     dist.destroy_process_group()
 
 
@@ -343,11 +345,11 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     """launch(size, act, watchdog): ranks over gloo on loopback, killed at the test's end."""
     processes: list[multiprocessing.process.BaseProcess] = []
 
-    def start(size: int, act: Act, dog: Watchdog = QUICK) -> Ranks:
+    def start(size: int, act: Act, watchdog: Watchdog = QUICK) -> Ranks:
         where = free_port()
         for rank in range(size):
             (tmp_path / f"stderr-{rank}").touch()
-            processes.append(context.Process(target=_rank_main, args=(rank, size, where, tmp_path, dog, act)))
+            processes.append(context.Process(target=_rank_main, args=(rank, size, where, tmp_path, watchdog, act)))
             processes[-1].start()
         return Ranks(processes, tmp_path)
 
@@ -357,10 +359,10 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         process.join(LIMIT_S)
 
 
-def _wait_or_compute(victim: int, comm: Watched, ready: Callable[[], None]) -> None:
+def _wait_or_compute(victim: int, comm: CountingComm, ready: Callable[[], None]) -> None:
     """The victim sleeps, the last rank but it computes, the others wait in an all_reduce that nobody finishes."""
     comm.all_reduce(torch.ones(4)).wait()
-    comm.pulse.step()
+    comm.activity.step()
     ready()
     if comm.rank == victim:
         time.sleep(2 * LIMIT_S)
@@ -389,20 +391,20 @@ def test_a_death_is_named_while_others_wait_and_compute(
     time.sleep(0.5)
     ranks.send(victim, number)
     for rank, (code, line) in ranks.end(PROMISE_S, but=(victim,)).items():
-        assert code == EXIT_CODE, (rank, ranks.said(rank))
+        assert code == LOST_RANK_EXIT_CODE, (rank, ranks.said(rank))
         assert line.startswith(f"kasoku: {ranks.named(victim)} {verb}: "), line
         assert line.endswith(ADVICE)
         assert line.count("\n") == 0
 
 
-def _sleep(sleeper: int, comm: Watched, ready: Callable[[], None]) -> None:
+def _sleep(sleeper: int, comm: CountingComm, ready: Callable[[], None]) -> None:
     for step in range(4):
         if step == 3 and comm.rank == sleeper:
             time.sleep(2 * LIMIT_S)
         works = [comm.all_reduce(torch.ones(n)) for n in (1000, 7)]
         for work in works:
             work.wait()
-        comm.pulse.step()
+        comm.activity.step()
 
 
 @pytest.mark.process
@@ -411,7 +413,7 @@ def test_a_process_that_hangs_is_named_with_its_collective(launch: Callable[...,
     ranks = launch(4, partial(_sleep, 3), Watchdog(hang_timeout_s=2.0, beat_s=0.25, dead_s=10.0))
     wanted = f"{ranks.named(3)} has not joined all_reduce #7 of 1000 float32, which {ranks.named(0)} waits in; "
     for rank, (code, line) in ranks.end(LIMIT_S).items():
-        assert (code, wanted in line) == (EXIT_CODE, True), (rank, line)
+        assert (code, wanted in line) == (LOST_RANK_EXIT_CODE, True), (rank, line)
         assert re.match(r"kasoku: no step for \d+ s: ", line)
 
 
@@ -420,7 +422,7 @@ def test_a_process_that_hangs_is_named_with_its_collective(launch: Callable[...,
 
 def test_collectives_pass_through_unchanged_and_are_counted() -> None:
     def act(inner: Comm) -> list[float]:
-        comm = Watched(inner, Watchdog().start(Solo(), ("", 0)).pulse)
+        comm = CountingComm(inner, Watchdog().start(Solo(), ("", 0)).activity)
         x, out = torch.arange(4.0) + comm.rank, torch.empty(2)
         comm.all_reduce(x, op="max").wait()
         comm.reduce_scatter(out, x).wait()
@@ -433,17 +435,17 @@ def test_collectives_pass_through_unchanged_and_are_counted() -> None:
             comm.receive(x, source=0).wait()
         channel = comm.channel()
         channel.all_reduce(x).wait()
-        main, other = (count.told(labels=True) for count in comm.pulse.counts[1:])
+        main, other = (count.report(labels=True) for count in comm.activity.counts[1:])
         assert (main["started"], main["finished"], main["waits"]) == (6, 6, "")
         assert main["labels"]["1"] == "all_reduce #1 of 4 float32"
         assert main["labels"]["4"] == "broadcast_object #4"
-        assert (other["started"], [count.name for count in comm.pulse.counts[2:]]) == (1, [" on channel 2"])
+        assert (other["started"], [count.name for count in comm.activity.counts[2:]]) == (1, [" on channel 2"])
         return x.tolist()
 
     assert Threads(2).run(act) == [[4.0, 8.0, 12.0, 16.0]] * 2
 
 
-def _told(started: int, waits: str = "", labels: dict[str, str] | None = None) -> dict[str, object]:
+def _report(started: int, waits: str = "", labels: dict[str, str] | None = None) -> dict[str, object]:
     return {"counts": {"": {"started": started, "finished": 0, "waits": waits, "labels": labels or {}}}}
 
 
@@ -451,25 +453,25 @@ def _told(started: int, waits: str = "", labels: dict[str, str] | None = None) -
     ("told", "line"),
     [
         (
-            [_told(7, "b #6", {"6": "b #6"}), _told(5), _told(5)],
+            [_report(7, "b #6", {"6": "b #6"}), _report(5), _report(5)],
             "[1, 2] have not joined b #6, which [0] waits in",
         ),
-        ([_told(5), _told(7, "", {"6": "b #6", "7": "c #7"})], "[0] has not joined b #6, which [1] has started"),
-        ([_told(5), _told(90)], "[0] has not joined collective #6, which [1] has started"),
-        ([_told(5), _told(5, "receive from rank 0")], "[0] has made none, and [1] waits in receive from rank 0"),
+        ([_report(5), _report(7, "", {"6": "b #6", "7": "c #7"})], "[0] has not joined b #6, which [1] has started"),
+        ([_report(5), _report(90)], "[0] has not joined collective #6, which [1] has started"),
+        ([_report(5), _report(5, "receive from rank 0")], "[0] has made none, and [1] waits in receive from rank 0"),
         (
-            [_told(5, "b #5"), _told(5, "b #5")],
+            [_report(5, "b #5"), _report(5, "b #5")],
             "all wait, [0] in b #5 (the network? or ranks that wait for each other)",
         ),
-        ([_told(5), _told(5)], "[0, 1] have made none, and none waits for another (data? the device?)"),
+        ([_report(5), _report(5)], "[0, 1] have made none, and none waits for another (data? the device?)"),
     ],
 )
 def test_who_is_behind(told: list[dict[str, object]], line: str) -> None:
-    assert behind(told, str) == line
+    assert describe_stragglers(told, str) == line
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kasoku.distributed.watchdog._CONNECT", timedelta(milliseconds=100))
+    monkeypatch.setattr("kasoku.distributed.liveness._CONNECT", timedelta(milliseconds=100))
     with socket.socket() as bound:  # not listening
         bound.bind(("127.0.0.1", 0))
         with pytest.raises(InputError, match="does not answer"):
@@ -517,7 +519,7 @@ def test_what_differs_is_named_on_all_ranks(there: dict[str, object], line: str)
     assert said == [f"ranks 1, 2, 3 and 2 more have {line}: start all ranks with the same"] * 7
 
 
-def test_differences_of_several_kinds_are_each_told() -> None:
+def test_differences_of_several_kinds_are_each_reported() -> None:
     facts: list[dict[str, object]] = [{"data": text} for text in ("a", "b", "a", "c")]
     said = Threads(4).run(lambda comm: _agreed(comm, facts))
     wanted = "rank 1 has another data: b there, a on rank 0; rank 3 has another data: c there, a on rank 0"

@@ -23,7 +23,7 @@ from kasoku.core import Comm, InputError, Solo, Threads, Trace
 from kasoku.data import Dataset, FilesLoader, GoneError, loader, order
 from kasoku.data.loading.device_prefetch import Copies
 from kasoku.distributed.consensus import SharedInputError
-from kasoku.distributed.counting_comm import BUSY, STILL, Pulse
+from kasoku.distributed.counting_comm import BUSY, STALLED, Activity
 from kasoku.training.batches import Gate
 from kasoku.training.run_folder import run_folder
 from kasoku.training.trainer import fit, prepare
@@ -423,14 +423,14 @@ def test_a_checkpoint_from_before_skipped_images_were_kept_still_loads() -> None
 @pytest.mark.timing
 @pytest.mark.smoke
 def test_a_rank_that_waits_for_its_input_hangs_only_after_its_time() -> None:
-    pulse = Pulse(hang_timeout_s=0.05)
-    pulse.step()
-    with pulse.busy("input", 0.2):
+    activity = Activity(hang_timeout_s=0.05)
+    activity.step()
+    with activity.busy("input", 0.2):
         time.sleep(0.1)
-        assert pulse.state() == BUSY
+        assert activity.state() == BUSY
         time.sleep(0.2)
-        assert pulse.state() == STILL
-    with pulse.busy("evaluate"):
+        assert activity.state() == STALLED
+    with activity.busy("evaluate"):
         time.sleep(0.1)
-        assert pulse.state() == BUSY
-    assert math.isinf(pulse._until)
+        assert activity.state() == BUSY
+    assert math.isinf(activity._busy_until)

@@ -22,11 +22,11 @@ from pathlib import Path
 from kasoku.core import Comm
 from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.distributed.environment import Place, place
-from kasoku.distributed.rendezvous import LostRankError, joined
+from kasoku.distributed.liveness import LOST_RANK_EXIT_CODE, LostRankError
+from kasoku.distributed.rendezvous import joined
 from kasoku.distributed.startup import Start
 
 STARTED = "KASOKU_STARTED"  # when the command was typed, on the clock of time.perf_counter, which processes share
-LOST = 4  # of a rank that lost another one
 _GRACE_S = {75: 60.0}  # by exit code: how long the others may take to end by themselves; they name who died in 12 s
 _POLL_S = 0.02
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -53,7 +53,7 @@ def on_ranks(arguments: argparse.Namespace, run: Callable[[Comm, Start], int], *
         return 2
     except LostRankError as error:
         print(f"kasoku: {error}", file=sys.stderr)
-        return LOST
+        return LOST_RANK_EXIT_CODE
 
 
 def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, port: int, started: float) -> int:
@@ -153,4 +153,4 @@ def _note(processes: Sequence[subprocess.Popen[bytes]], failed: dict[int, int]) 
 
 def _code(failed: dict[int, int]) -> int:
     """The first that is more than the loss of another rank."""
-    return next((code for code in failed.values() if code != LOST), LOST if failed else 0)
+    return next((code for code in failed.values() if code != LOST_RANK_EXIT_CODE), LOST_RANK_EXIT_CODE if failed else 0)

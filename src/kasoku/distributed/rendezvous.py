@@ -24,16 +24,12 @@ from kasoku.core import Comm, InputError, Solo
 from kasoku.distributed import TorchComm
 from kasoku.distributed.consensus import SHARED_ERRORS
 from kasoku.distributed.environment import Place
+from kasoku.distributed.liveness import LostRankError, Watchdog
 from kasoku.distributed.startup import Start
-from kasoku.distributed.watchdog import Watchdog
 
 TIMEOUT = timedelta(minutes=30)  # that a rank waits for the others: longer than any evaluation or checkpoint
 _SCHEME = "kasoku"  # of the address at which ranks meet
 _was_rank: list[object] = []
-
-
-class LostRankError(RuntimeError):
-    """Another rank is gone; it said why, or died."""
 
 
 @contextmanager
@@ -72,14 +68,14 @@ def joined(here: Place, start: Start) -> Iterator[Comm]:
     comm = Watchdog().start(TorchComm(), (str(where[0]), int(str(where[1]))))
     try:
         yield comm
-        comm.pulse.close()
+        comm.activity.close()
     except SHARED_ERRORS:
-        comm.pulse.close()
+        comm.activity.close()
         raise
     except BaseException as error:
         if isinstance(error, RuntimeError) and "gloo" in str(error):
-            comm.pulse.hear_out()  # mostly another rank is the cause
-        comm.pulse.close(failed=" ".join(str(error).split())[:200] or type(error).__name__)
+            comm.activity.wait_for_verdict()  # usually another rank is the cause
+        comm.activity.close(failed=" ".join(str(error).split())[:200] or type(error).__name__)
         if is_lost_rank(error):
             line = " ".join(str(error).split())[:120]
             raise LostRankError(f"rank {here.rank}: lost another rank ({line}); resume from a checkpoint") from error

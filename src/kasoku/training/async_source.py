@@ -57,14 +57,14 @@ class Meetings(Watch):
         gate = Gate(job.comm)
         try:
             if self._together:
-                for batch in islice(batches(job, self.pulse, gate), end - first):
+                for batch in islice(batches(job, self.activity, gate), end - first):
                     yield batch
                     if self._agreed(caught):
                         return
             else:
                 self._exchange.deal(first * size, end * size)
                 loader.deal = lambda: self._exchange.share_of_data(self._wished(caught))
-                for batch in own_batches(job.loader, self.pulse):
+                for batch in own_batches(job.loader, self.activity):
                     job.at(epoch + loader.dealt // size / len(loader))  # a batch's shares are all of one phase
                     yield batch
         except InputError as error:
@@ -78,7 +78,7 @@ class Meetings(Watch):
     def took(self, loss: Tensor) -> None:
         """After a step of this rank."""
         self.job.trace.phase("other")
-        self.pulse.step()
+        self.activity.step()
         self._own.append(loss.detach())
         now = self._now()
         if self._first_step:
@@ -91,8 +91,8 @@ class Meetings(Watch):
         """What ranks do together after a round of batches."""
         job, loader, save = self.job, self.job.plain_loader, self.recipe.save
         self._rounds.close()
-        slow_s = _PATIENCE * self.pulse.limit_s
-        with job.trace.span("wait", "the other ranks"), self.pulse.busy("the other ranks", slow_s):
+        slow_s = _PATIENCE * self.activity.limit_s
+        with job.trace.span("wait", "the other ranks"), self.activity.busy("the other ranks", slow_s):
             job.drain()
         self._read_own(self._now())
         told = job.comm.gather_objects((self._wish, self._sum_own, self._count_own))

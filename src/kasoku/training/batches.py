@@ -11,7 +11,7 @@ import torch
 from kasoku.core import Batch, Comm, InputError, Job, Work
 from kasoku.data import FilesLoader
 from kasoku.distributed.consensus import raise_if, run_on_all_ranks
-from kasoku.distributed.counting_comm import Pulse
+from kasoku.distributed.counting_comm import Activity
 
 _INPUT_S = 120.0  # that a rank may wait for a batch before it hangs: who reads it asks a source again for a minute
 
@@ -65,7 +65,7 @@ class Gate:
         return not failed
 
 
-def batches(job: Job, pulse: Pulse, gate: Gate) -> Iterator[Batch]:
+def batches(job: Job, activity: Activity, gate: Gate) -> Iterator[Batch]:
     """What is left of an epoch: each batch on all ranks, or on none of them, where all raise what one of them met."""
     plain = job.plain_loader
     left = iter(job.loader)
@@ -76,7 +76,7 @@ def batches(job: Job, pulse: Pulse, gate: Gate) -> Iterator[Batch]:
         found: list[Batch] = []
         failure: InputError | None = None
         try:
-            found.extend(_next(left, pulse))
+            found.extend(_next(left, activity))
         except InputError as error:
             failure = error
         if not found and not failure:
@@ -88,13 +88,13 @@ def batches(job: Job, pulse: Pulse, gate: Gate) -> Iterator[Batch]:
         yield found.pop()
 
 
-def own_batches(loader: Iterable[Batch], pulse: Pulse) -> Iterator[Batch]:
+def own_batches(loader: Iterable[Batch], activity: Activity) -> Iterator[Batch]:
     """This rank's batches, whether or not the others have one."""
     left = iter(loader)
-    while found := _next(left, pulse):
+    while found := _next(left, activity):
         yield found.pop()
 
 
-def _next(left: Iterator[Batch], pulse: Pulse) -> list[Batch]:
-    with pulse.busy("input", _INPUT_S):
+def _next(left: Iterator[Batch], activity: Activity) -> list[Batch]:
+    with activity.busy("input", _INPUT_S):
         return [*islice(left, 1)]

@@ -18,7 +18,7 @@ from kasoku.core.files import save_weights
 from kasoku.core.hardware import cores
 from kasoku.data import FilesLoader, Loader
 from kasoku.distributed.consensus import iterate_on_all_ranks, run_on_all_ranks
-from kasoku.distributed.counting_comm import Pulse
+from kasoku.distributed.counting_comm import Activity, activity_of
 from kasoku.distributed.environment import place
 from kasoku.distributed.startup import itemised
 from kasoku.report import Bar, Ledger, Log, NoLog, StepBottleneck, StepFacts, facts_of
@@ -53,8 +53,8 @@ class Watch:
         self._rounds, self._timely = Rounds(self.job.comm), False
         self.stopped: str | None = None  # the signal that ended it, once all ranks know
         self._loss, self._read = math.nan, -math.inf
-        self.pulse: Pulse = getattr(self.job.comm, "pulse", None) or Pulse(0.0)
-        self.pulse.hang_timeout_s = self.recipe.device.hang_timeout_s
+        self.activity: Activity = activity_of(self.job.comm)
+        self.activity.hang_timeout_s = self.recipe.device.hang_timeout_s
         self._place = _place(self.job)
         self._losses: list[Tensor] = []
         self._sum, self._parts, self._images = torch.zeros(()), 0, 0  # of the step under way: losses, parts, images
@@ -113,7 +113,7 @@ class Watch:
         """
         job, evaluation, save = self.job, self.recipe.evaluate, self.recipe.save
         now = self._now()
-        self.pulse.step()
+        self.activity.step()
         self._place = _place(job)
         if self._first_step:
             self._first_step = False
@@ -247,7 +247,7 @@ class Watch:
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
         """Times what is no step, and says so to who watches for ranks that hang."""
-        with self.job.trace.span(what), self.pulse.busy(what):
+        with self.job.trace.span(what), self.activity.busy(what):
             yield
 
     def _crossed(self, every: float) -> bool:

@@ -208,7 +208,7 @@ def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
     """The loop: gives the turn away after each batch, and ends when the training is over or a signal was caught."""
     job, gate = watch.job, Gate(watch.job.comm)
     while not watch.over and not watch.stopped:
-        for x_NCHW, y_N in batches(job, watch.pulse, gate):
+        for x_NCHW, y_N in batches(job, watch.activity, gate):
             loss = job.loss(job.model(x_NCHW), y_N)
             job.backward(loss)
             if not watch.whole(loss, len(y_N)):

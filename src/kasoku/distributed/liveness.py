@@ -1,0 +1,376 @@
+"""The failure detector: names a rank that died or hangs, and decides how the other ranks continue.
+
+Note: two policies. Under `kasoku train`, a death or a hang ends all ranks (EndAll), with one line on each and exit
+code 4; a launcher starts them again, and they resume from the last checkpoint. A training loop of the user's own with
+Asynchronous goes on without the dead rank (GoOn), as its collectives are the user's. A comm that a Watchdog started
+has the first policy, any other the second.
+
+Note: two transports. A Watchdog's heartbeats go through a store, two requests a rank and beat. A thread of each rank
+writes a heartbeat under the rank's own key, over a connection of its own, so it does not stop while the training waits
+in a collective. Rank 0 reads all keys at once and writes the fault as a verdict, which the others read beside rank 0's
+key. A store that breaks or falls silent is rank 0's death (under torchrun: of the host of its store). Asynchronous
+ranks send heartbeats to each other (async_sgd/peers.py), so any of them may die. Both judge by a Detector, which counts
+heartbeats and reads no clock, so a rank that was stopped itself accuses no other. Time-outs of collectives play no part
+in it, so they may be long.
+
+Note: the rank that is named. If one rank dies, the collectives of the others fail in turn, and rank 0 takes its store
+along when it ends. So a collective that failed waits for the verdict, and rank 0 ends last, when all living ranks have
+read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from kasoku.core import Comm, InputError
+from kasoku.distributed.counting_comm import BUSY, STALLED, STARTING, Activity, CountingComm, describe_stragglers
+
+LOST_RANK_EXIT_CODE = 4  # of a process that ends because another rank died or hangs
+# The first byte of a heartbeat: what the rank does (Activity.state), or its last word.
+ENDED, FAILED, INFORMED = b"e", b"f", b"v"  # INFORMED: it has read the verdict
+_NO_VERDICT = b"-"
+_ADVICE = "start all ranks again with --continue --out DIR (torchrun --max-restarts N does it by itself)"
+_NAMED = 3  # ranks named one by one
+_CONNECT = timedelta(seconds=30)  # twice that if nobody listens
+
+
+class LostRankError(RuntimeError):
+    """Another rank is gone, so this one cannot go on."""
+
+
+class Detector:
+    """Judges from heartbeats which ranks are dead and whether the ranks hang. It has no thread, clock or connection.
+
+    Args:
+        ranks: to watch.
+        patience: a rank is dead after this many beats without a new heartbeat from it.
+        now: the time.
+        grouped: if one rank is dead, ranks that have been silent for one beat less are dead too, so that ranks that
+            die together are named together.
+    """
+
+    def __init__(self, ranks: Sequence[int], patience: int, now: float = 0.0, *, grouped: bool = False) -> None:
+        self.ranks, self.patience = [*ranks], patience
+        self.last = dict.fromkeys(self.ranks, b"")  # heartbeats
+        self.silent = dict.fromkeys(self.ranks, 0)  # beats of our own since a rank's last new heartbeat
+        self._company = int(grouped)
+        self._last_busy = now  # until then the other ranks waited for a reason
+
+    def beat(self) -> None:
+        """Counts a beat of our own."""
+        for rank in self.ranks:
+            self.silent[rank] += 1
+
+    def heard(self, rank: int, heartbeat: bytes) -> None:
+        """Takes in a new heartbeat."""
+        self.last[rank], self.silent[rank] = heartbeat, 0
+
+    def read(self, heartbeats: Sequence[bytes]) -> None:
+        """Takes in one reading of all ranks; a heartbeat that was read before is not new."""
+        self.beat()
+        for rank, heartbeat in zip(self.ranks, heartbeats, strict=True):
+            if heartbeat != self.last[rank]:
+                self.heard(rank, heartbeat)
+
+    def living(self) -> list[int]:
+        """The ranks that have not been silent for too long."""
+        return [rank for rank in self.ranks if self.silent[rank] < self.patience - self._company]
+
+    def dead(self) -> list[int]:
+        """The ranks that fell silent without an announcement of their end."""
+        ended = {rank for rank, last in self.last.items() if last[:1] in (ENDED, INFORMED)}
+        silent = [rank for rank in self.ranks if rank not in {*self.living(), *ended}]
+        return silent if any(self.silent[rank] >= self.patience for rank in silent) else []
+
+    def hangs(self, own: bytes, now: float, limit_s: float) -> bool:
+        """Whether a rank is stalled and none has been busy for `limit_s`; `own`: the state of the rank that watches."""
+        states = {own, *(heartbeat[:1] for heartbeat in self.last.values())}
+        if states & {STARTING, BUSY}:
+            self._last_busy = now
+        return STALLED in states and now - self._last_busy >= limit_s
+
+
+class Membership(Protocol):
+    """The ranks that a policy acts on."""
+
+    def remove(self, rank: int, why: str) -> None:
+        """Goes on without a rank."""
+
+    def fail(self, error: Exception) -> None:
+        """Ends all waits; from then on every call raises `error`."""
+
+
+class GoOn:
+    """The policy of a user's own loop: the other ranks go on without a dead one. A hang is not detected."""
+
+    def died(self, ranks: Membership, rank: int, why: str) -> None:
+        """Acts on a death; called once a rank."""
+        ranks.remove(rank, why)
+
+
+class EndAll:
+    """The policy of `kasoku train`: the watchdog's verdict ends this process; nothing recovers meanwhile."""
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+
+    def died(self, ranks: Membership, rank: int, why: str) -> None:
+        """Acts on a death; called once a rank."""
+
+        def wait_for_verdict() -> None:
+            self._activity.wait_for_verdict()
+            ranks.fail(LostRankError(f"rank {rank} died: {why}"))  # the watchdog has seen nothing
+
+        threading.Thread(target=wait_for_verdict, name="kasoku waits for the verdict", daemon=True).start()
+
+
+def policy_of(comm: Comm) -> GoOn | EndAll:
+    """How the ranks of a comm take a death: EndAll if a Watchdog watches over them."""
+    activity: Activity | None = getattr(comm, "activity", None)
+    return GoOn() if activity is None or activity.heartbeat is None else EndAll(activity)
+
+
+def end_process(line: str) -> None:
+    """Writes the line to stderr and ends the process, even if its main thread is blocked or holds stdout."""
+    os.write(2, f"kasoku: {line}\n".encode())
+    flush = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
+    flush.start()
+    flush.join(1)
+    os._exit(LOST_RANK_EXIT_CODE)
+
+
+@dataclass(frozen=True)
+class Watchdog:
+    """Watches over the ranks of a job; all other ranks name a dead one after dead_s and about two beats.
+
+    Args:
+        hang_timeout_s: seconds without a step after which a rank hangs; 0: the larger of 60 s and 10 median steps.
+        beat_s: between heartbeats.
+        dead_s: seconds without a heartbeat after which a rank is dead.
+        on_fault: called with the line that names the fault, on the watching thread; by default it ends the process.
+    """
+
+    hang_timeout_s: float = 0.0
+    beat_s: float = 1.0
+    dead_s: float = 6.0
+    on_fault: Callable[[str], None] = end_process
+
+    def __post_init__(self) -> None:
+        if self.hang_timeout_s < 0:
+            raise InputError(f"hang_timeout_s={self.hang_timeout_s}: seconds above 0, or 0 to choose them by the steps")
+        if self.beat_s <= 0 or self.dead_s < 3 * self.beat_s:
+            raise InputError(f"beat_s={self.beat_s}, dead_s={self.dead_s}: beat_s above 0, dead_s at least 3 beats")
+
+    def start(self, comm: Comm, store: tuple[str, int]) -> CountingComm:
+        """Starts to watch; collective. One rank alone is not watched.
+
+        Args:
+            comm: of the ranks; only collectives of the returned comm are watched.
+            store: host and port of a `torch.distributed.TCPStore` (MASTER_ADDR, MASTER_PORT).
+        """
+        activity = Activity(self.hang_timeout_s, comm.clock)
+        if comm.size > 1:
+            heartbeat = StoreHeartbeat(self, activity, comm, _connect(store), "{}:{}".format(*store))
+            heartbeat.start()
+            activity.heartbeat = heartbeat
+        return CountingComm(comm, activity)
+
+
+class KeyValueStore(Protocol):
+    """The three requests of a `torch.distributed.TCPStore` that the heartbeats need."""
+
+    def set(self, key: str, value: str) -> None:
+        """Stores a value."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of several keys."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Replaces `expected` by `desired`, if it is stored; returns the value afterwards."""
+
+
+class StoreHeartbeat:
+    """One rank's heartbeat in a store, and its watch over the other ranks; constructing it is collective.
+
+    Args:
+        settings: of the watch.
+        activity: of this rank's training.
+        comm: of the ranks; its clock tells the time.
+        store: that all ranks share.
+        address: of the store, for messages.
+    """
+
+    def __init__(self, settings: Watchdog, activity: Activity, comm: Comm, store: KeyValueStore, address: str) -> None:
+        self.settings, self.activity, self.store, self.address = settings, activity, store, address
+        self.rank, self.clock = comm.rank, comm.clock
+        name = f"kasoku/{comm.broadcast_object(uuid.uuid4().hex)}"  # a store may outlive a training
+        self.keys = [f"{name}/{rank}" for rank in range(comm.size)]
+        self.verdict = f"{name}/verdict"
+        self.process = f"host {socket.gethostname()}, pid {os.getpid()}"
+        patience = round(settings.dead_s / settings.beat_s)
+        watched = range(1, comm.size) if self.rank == 0 else [0]
+        self.detector = Detector(watched, patience, self.clock.now(), grouped=True)
+        self.beats = self.answers = 0
+        self.failed = ""
+        self.closing, self.over, self.reported = threading.Event(), threading.Event(), threading.Lock()
+        if self.rank == 0:
+            self.store.set(self.verdict, _NO_VERDICT.decode())
+        self.beat(activity.state())
+        self.processes = comm.gather_objects(self.process)  # from here on all keys are there
+
+    def start(self) -> None:
+        """Starts the two threads: one beats and watches, one notices a silent store."""
+        for f in (self._watch, self._guard):
+            threading.Thread(target=f, name=f"kasoku {f.__name__.strip('_')}", daemon=True).start()
+
+    def _watch(self) -> None:
+        for pause_s in self.watch():
+            time.sleep(pause_s) if self.closing.is_set() else self.closing.wait(pause_s)
+
+    def _guard(self) -> None:
+        for pause_s in self.guard():
+            self.over.wait(pause_s)
+
+    def watch(self) -> Iterator[float]:
+        """Beats and watches until the end; yields how many seconds to wait before it is resumed."""
+        try:
+            yield self.settings.beat_s
+            while not self.closing.is_set():
+                self.beat(self.activity.state())
+                if (yield from self.check()):
+                    return
+                yield self.settings.beat_s
+            self.beat(FAILED if self.failed else ENDED)
+            if self.rank == 0:
+                yield from self.wait_for_ranks(self.settings.dead_s + 2 * self.settings.beat_s)
+        except RuntimeError:
+            self.report(self.lost_store())
+        finally:
+            self.over.set()
+
+    def guard(self) -> Iterator[float]:
+        """Notices that the store does not answer; yields as `watch` does."""
+        last, unanswered = 0, 0
+        while not self.over.is_set():
+            yield self.settings.beat_s
+            unanswered = unanswered + 1 if self.answers == last else 0
+            last = self.answers
+            if unanswered > self.detector.patience:
+                return self.report(self.lost_store())
+        return None
+
+    def beat(self, state: bytes) -> None:
+        """Writes this rank's heartbeat."""
+        self.beats += 1
+        document = {"beat": self.beats, "process": self.process, "failed": self.failed, **self.activity.report()}
+        self.store.set(self.keys[self.rank], state.decode() + json.dumps(document))
+
+    def check(self) -> Generator[float, None, bool]:
+        """Reads the other ranks' heartbeats and the verdict; True if there is nothing more to watch."""
+        keys = [self.keys[rank] for rank in self.detector.ranks]
+        *heartbeats, verdict = self.store.multi_get([*keys, self.verdict])
+        self.answers += 1
+        line = self.judge(heartbeats) if verdict == _NO_VERDICT else ""
+        if line:
+            verdict = self.store.compare_set(self.verdict, _NO_VERDICT.decode(), line)  # the first verdict counts
+        if verdict != _NO_VERDICT:
+            with suppress(RuntimeError):  # a store that breaks now changes nothing
+                self.beat(INFORMED)
+                if self.rank == 0:
+                    yield from self.wait_for_ranks(3 * self.settings.beat_s)
+            self.report(verdict.decode())
+            return True
+        if self.rank > 0 and heartbeats[0][:1] == ENDED:
+            self.beat(ENDED)
+            return True
+        return False
+
+    def judge(self, heartbeats: Sequence[bytes]) -> str:
+        """The line for the fault that these heartbeats show; empty if there is none."""
+        self.detector.read(heartbeats)
+        if dead := self.detector.dead():
+            return self.death(dead, self.detector.last[dead[0]])
+        if self.rank > 0 or not self.detector.hangs(self.activity.state(), self.clock.now(), self.activity.limit_s):
+            return ""
+        reports = [self.activity.report(), *(json.loads(heartbeat[1:]) for heartbeat in heartbeats)]
+        idle_s = max(report["idle_s"] for report in reports)
+        return f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}"
+
+    def death(self, ranks: Sequence[int], last: bytes) -> str:
+        """The line for dead ranks."""
+        if last[:1] == FAILED:
+            return f"{self.names(ranks)} failed: {json.loads(last[1:])['failed']}"
+        return f"{self.names(ranks)} died: no heartbeat for {self.settings.dead_s:g} s"
+
+    def lost_store(self) -> str:
+        """The line for a store that does not answer."""
+        last = self.detector.last.get(0, b"")
+        if last[:1] == FAILED:
+            return self.death([0], last)
+        rank = f"{self.names([0])} is gone: " if self.rank > 0 else ""
+        return f"{rank}the store at {self.address} does not answer"
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """Ranks with their hosts and process ids."""
+        items = [f"{rank} ({self.processes[rank]})" for rank in ranks[:_NAMED]]
+        more = [f"{len(ranks) - _NAMED} more"] if len(ranks) > _NAMED else []
+        *most, final = items + more
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(most)}{' and ' if most else ''}{final}"
+
+    def report(self, line: str) -> None:
+        """Reports a fault, once; nothing if this rank has ended already."""
+        if not self.closing.is_set() and self.reported.acquire(blocking=False):
+            self.settings.on_fault(f"{line}; {_ADVICE}")
+        self.over.set()
+
+    def wait_for_ranks(self, limit_s: float) -> Iterator[float]:
+        """Until all other living ranks have sent their last heartbeat, as their store is in this process; rank 0."""
+        until = self.clock.now() + limit_s
+        keys = [self.keys[rank] for rank in self.detector.living()]
+        while keys and self.clock.now() < until:
+            heartbeats = self.store.multi_get(keys)
+            self.answers += 1
+            last = (ENDED, FAILED, INFORMED)
+            keys = [key for key, heartbeat in zip(keys, heartbeats, strict=True) if heartbeat[:1] not in last]
+            if keys:
+                yield self.settings.beat_s / 20
+
+    def end(self, failed: str) -> None:
+        """Announces that this rank has ended, or failed."""
+        self.failed = " ".join(failed.split())
+        self.closing.set()
+
+    def close(self, failed: str) -> None:
+        """Announces the same, and waits until the other ranks may end too."""
+        self.end(failed)
+        self.over.wait(self.settings.dead_s + 4 * self.settings.beat_s)
+
+    def wait_for_verdict(self) -> None:
+        """Waits as long as it may take to name a death."""
+        self.over.wait(self.settings.dead_s + 5 * self.settings.beat_s)
+
+
+def _connect(address: tuple[str, int]) -> Any:  # a KeyValueStore
+    try:
+        host, port = address
+        client = dist.TCPStore  # type: ignore[attr-defined]
+        return client(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+    except RuntimeError as error:
+        line = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"the store at {address[0]}:{address[1]} does not answer ({line}): give host and port of rank 0's TCPStore "
+            "(MASTER_ADDR, MASTER_PORT)"
+        ) from error
