@@ -93,7 +93,9 @@ def test_collectives_that_do_not_match_are_named():
 
     with pytest.raises(InputError) as error:
         Threads(2).run(rank)
-    assert "rank 1 calls all_reduce sum of 3 float32 where others call all_reduce sum of 2 float32" in str(error.value)
+    assert "rank 1 calls all_reduce sum of 3 float32, the other ranks call all_reduce sum of 2 float32" in str(
+        error.value
+    )
 
 
 def test_the_first_failure_is_the_one_that_is_raised():

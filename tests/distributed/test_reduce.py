@@ -342,7 +342,7 @@ def test_gradients_may_have_16_bits_themselves():
 class Held(Solo):
     """One rank whose collectives end when they are let go, or fail."""
 
-    own_threads = True
+    thread_safe = True
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()

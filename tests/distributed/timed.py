@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kasoku.core import Comm, Threads, comm
+from kasoku.core import Comm, Threads, local_threads
 from kasoku.simulate.virtual_comm import VirtualClock
 
 T = TypeVar("T")
 
 
-class _Timed(comm._Shared):
+class _Timed(local_threads._Shared):
     """The turn goes to who can go on now; where nobody can, time passes until the first one has computed."""
 
     clock: VirtualClock
@@ -44,5 +44,5 @@ def timed(size: int, f: Callable[[Comm], T]) -> list[T]:
     clock.asleep = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Timed, "clock", clock, raising=False)
-        patch.setattr(comm, "_Shared", _Timed)
+        patch.setattr(local_threads, "_Shared", _Timed)
         return Threads(size, clock).run(f)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from kasoku.core import Clock, Comm, Wall, Work
@@ -189,7 +190,7 @@ class _BlockingCall:
         self.f()
 
 
-class CountingComm:
+class CountingComm(Comm):
     """A Comm that counts its collectives, so that a line can name the stragglers; `activity` takes the steps.
 
     The methods are those of Comm. Messages between two ranks are not counted; each channel is counted by itself.
@@ -197,7 +198,7 @@ class CountingComm:
 
     def __init__(self, inner: Comm, activity: Activity) -> None:
         self.inner, self.activity = inner, activity
-        self.rank, self.size, self.clock, self.own_threads = inner.rank, inner.size, inner.clock, inner.own_threads
+        self.rank, self.size, self.clock, self.thread_safe = inner.rank, inner.size, inner.clock, inner.thread_safe
         self._count = _Count(activity)
 
     def _begin(self, f: Callable[[], Work], number: int, label: Label | None = None) -> Work:
@@ -240,10 +241,8 @@ class CountingComm:
     def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
         return self._call("sub", lambda: self.inner.sub(groups))
 
-    def warm(self, *args: Any, **settings: Any) -> None:
-        warm: Any = getattr(self.inner, "warm", None)
-        if warm is not None:
-            self._call("warm", lambda: warm(*args, **settings))
+    def warm(self, device: torch.device, *, channels: int = 0) -> None:
+        self._call("warm", lambda: self.inner.warm(device, channels=channels))
 
     def channel(self, *, patient: bool = False) -> CountingComm:
         return CountingComm(self._call("channel", lambda: self.inner.channel(patient=patient)), self.activity)
@@ -291,5 +290,5 @@ def _have(ranks: Sequence[int]) -> str:
 
 def activity_of(comm: Comm) -> Activity:
     """The Activity that a Watchdog reads, or a new one that nobody reads."""
-    activity: Activity | None = getattr(comm, "activity", None)
+    activity: Activity | None = comm.activity
     return activity or Activity(0.0)

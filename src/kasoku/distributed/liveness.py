@@ -139,7 +139,7 @@ class EndAll:
 
 def policy_of(comm: Comm) -> GoOn | EndAll:
     """How the ranks of a comm take a death: EndAll if a Watchdog watches over them."""
-    activity: Activity | None = getattr(comm, "activity", None)
+    activity: Activity | None = comm.activity
     return GoOn() if activity is None or activity.heartbeat is None else EndAll(activity)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kasoku.core import Clock, InputError, Wall, Work
+from kasoku.core import Clock, Comm, InputError, Wall, Work
 from kasoku.core.hardware import is_dense
 
 T = TypeVar("T")
@@ -35,18 +35,18 @@ class _Handle:
                 self._finish()
 
 
-class TorchComm:
+class TorchComm(Comm):
     """One rank of an initialised `torch.distributed` process group.
 
     Args:
         group: the process group; the default one by default.
-        clock: what tells the time; the real one by default.
+        clock: the real one by default.
 
     Raises:
         InputError: where torch.distributed is not initialised.
     """
 
-    own_threads = True
+    thread_safe = True
 
     def __init__(self, group: dist.ProcessGroup | None = None, clock: Clock | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -60,10 +60,7 @@ class TorchComm:
         self._spare: list[TorchComm] = []
 
     def warm(self, device: torch.device, *, channels: int = 0) -> None:
-        """Has the connections made now that the first collectives would make: the group's, and of so many channels.
-
-        Called by all ranks together, while nothing else is sent; `channel` gives the channels made here first.
-        """
+        """Opens the connections of the group and of so many channels, which `channel` then returns first."""
         made = [self._channel() for _ in range(channels)]
         for comm in (self, *made):
             comm.all_reduce(torch.zeros(1, device=device)).wait()
@@ -77,11 +74,9 @@ class TorchComm:
         return _Handle(dist.all_reduce(_flat(x), op=_OPS[op], group=self._group, async_op=True), finish)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        """Out becomes this rank's part of the sum over ranks."""
         return _Handle(dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self._group, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        """Out becomes the parts x of all ranks, in rank order."""
         return _Handle(dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self._group, async_op=True))
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
@@ -100,11 +95,9 @@ class TorchComm:
         return result
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        """Out becomes part `rank` of every rank's x, in rank order."""
         return _Handle(dist.all_to_all_single(out.view(-1), x.view(-1), group=self._group, async_op=True))
 
     def sub(self, groups: Sequence[Sequence[int]]) -> TorchComm:
-        """The ranks of this rank's group, in a process group of their own."""
         world = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         made = [dist.new_group([world[rank] for rank in ranks]) for ranks in groups]
         return TorchComm(next(g for g, ranks in zip(made, groups, strict=True) if self.rank in ranks), self.clock)
@@ -124,7 +117,6 @@ class TorchComm:
         return TorchComm(dist.new_group(ranks, timeout=timeout), self.clock)
 
     def gather_objects(self, thing: T) -> list[T]:
-        """Every rank's object in rank order, on every rank; waits."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, thing, group=self._group)
         return found

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
+from kasoku.core.comm import Comm
 from kasoku.core.errors import InputError
 from kasoku.core.job import Job
 from kasoku.core.technique import Stage, Technique
@@ -53,20 +54,17 @@ class _Arrival:
         return self.clock.now() >= self.stop
 
 
-class SimComm:
+class SimComm(Comm):
     """Rank 0 of `size` equal ranks, which all do the same at every moment.
 
     Attributes: `sent`: (what, bytes, start, stop) of every collective.
     """
 
-    rank = 0
-    own_threads = False
-
     def __init__(self, size: int, link: LinkModel, clock: VirtualClock | None = None) -> None:
         if size < 1:
             raise InputError(f"SimComm({size}): at least 1 rank")
-        self.size, self.link = size, link
-        self.clock = clock or VirtualClock()
+        self.rank, self.size, self.link = 0, size, link
+        self.clock: VirtualClock = clock or VirtualClock()
         self.sent: list[tuple[str, int, float, float]] = []
         self._free = 0.0
 
@@ -111,10 +109,6 @@ class SimComm:
     def sub(self, groups: Sequence[Sequence[int]]) -> SimComm:
         """The first of its group, with a link of its own on the same clock."""
         return SimComm(len(next(ranks for ranks in groups if self.rank in ranks)), self.link, self.clock)
-
-    def channel(self, *, patient: bool = False) -> SimComm:
-        """The same ranks, with a link of its own on the same clock."""
-        return SimComm(self.size, self.link, self.clock)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def prepare(
         InputError: where the parts do not fit each other.
     """
     comm = comm or Solo()
-    start = start or Start(comm.clock, overlap=None if comm.own_threads or comm.size == 1 else False)
+    start = start or Start(comm.clock, overlap=None if comm.thread_safe or comm.size == 1 else False)
     if recipe.auto_batch:
         raise InputError('batch = "auto": tuned for a single training only; give the number that kasoku tune finds')
     check_share(recipe, comm.size)
@@ -119,11 +119,9 @@ def _begun(recipe: Recipe, comm: Comm, start: Start, dataset: Dataset | None) ->
 
 
 def _connected(recipe: Recipe, comm: Comm, chosen: Chosen) -> None:
-    """Has the connections made that the training's collectives will take."""
-    warm: Any = getattr(comm, "warm", None)
-    if warm is not None:
-        techniques = (*derived_techniques(recipe, comm.size), *recipe.techniques)
-        warm(chosen.device, channels=sum(technique.channels for technique in techniques))
+    """Opens the connections that the training's collectives will take."""
+    techniques = (*derived_techniques(recipe, comm.size), *recipe.techniques)
+    comm.warm(chosen.device, channels=sum(technique.channels for technique in techniques))
 
 
 def _network(recipe: Recipe, dataset: Dataset) -> nn.Module:

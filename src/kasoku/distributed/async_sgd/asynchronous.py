@@ -419,7 +419,7 @@ class Exchange:
         """Starts from the model's present weights; all ranks call it after a sync point."""
         if self.clock:
             raise InputError(f"Asynchronous: {self.clock} steps since the ranks met: call job.drain(), then load")
-        if not self.comm.own_threads:  # processes answer requests only after `start`
+        if not self.comm.thread_safe:  # processes answer requests only after `start`
             self.comm.gather_objects(None)
         for shard in self.owned.shards:
             if shard:

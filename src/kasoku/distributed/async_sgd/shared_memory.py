@@ -43,7 +43,7 @@ class Segments:
         self._mapped: dict[tuple[int, ...], Tensor] = {}
         self._device = 0  # of the file system that has such memory
         self._left = torch.zeros(0, dtype=torch.uint8)
-        if comm.own_threads:
+        if comm.thread_safe:
             self.near = self._neighbours(comm)
 
     def _neighbours(self, comm: Comm) -> frozenset[int]:

@@ -84,7 +84,7 @@ class InProcess:
     def __init__(self, comm: Comm, handler: RequestHandler) -> None:
         self._comm, self._handlers = comm, comm.gather_objects(handler)
         self.dead: dict[int, str] = {}
-        self._block: Hold = getattr(comm, "block", lambda *_: None)
+        self._block: Hold = comm.block
 
     def start(self) -> None:
         """Does nothing: there are no threads."""
@@ -313,4 +313,4 @@ class _Buffer:
 
 def transport(comm: Comm, handler: RequestHandler, ranks: Ranks, segments: Segments) -> Any:
     """InProcess where ranks take turns in one process, else NetworkTransport; collective."""
-    return NetworkTransport(comm, handler, ranks, segments) if comm.own_threads else InProcess(comm, handler)
+    return NetworkTransport(comm, handler, ranks, segments) if comm.thread_safe else InProcess(comm, handler)

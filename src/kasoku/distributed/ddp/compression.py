@@ -205,7 +205,7 @@ class _Chained:
         self.comm = comm
         self.kept = _Kept()  # what checkpoints hold
         self.buffers = _Kept()
-        self.runner = Runner(threads=comm.own_threads and not single)
+        self.runner = Runner(threads=comm.thread_safe and not single)
 
     def chain(self, key: str, x: Tensor) -> Chain:
         raise NotImplementedError

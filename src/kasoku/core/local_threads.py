@@ -1,0 +1,241 @@
+"""N ranks in one process that take turns: deterministic, for tests and for simulated clusters.
+
+Note: turns. Exactly one rank runs at any moment. It gives the turn away only where it waits, always to the next rank
+that can go on. So a run is deterministic, sums are taken in rank order, and when no rank can go on the deadlock is
+detected at once and named. torch's CPU random state travels with the turn: each rank has its own, as a process would.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kasoku.core.clock import Clock, Wall
+from kasoku.core.comm import Comm, Work
+from kasoku.core.errors import InputError
+
+T = TypeVar("T")
+
+
+class DeadlockError(RuntimeError):
+    """No rank can go on; the message says what each one waits for."""
+
+
+@dataclass
+class _Collective:
+    """One collective: filled as ranks arrive, finished by the last of them."""
+
+    what: str
+    parts: dict[int, Any] = field(default_factory=dict)
+    result: Any = None
+    finished: bool = False
+
+
+class _Shared:
+    """The state that the ranks of one `Threads` share: turns, collectives, and what each rank waits for."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.turns = [threading.Semaphore(0) for _ in range(size)]
+        self.collectives: dict[tuple[str, int], _Collective] = {}
+        self.waiting: dict[int, tuple[str, Callable[[], bool]]] = {}
+        self.ended: set[int] = set()
+        self.failure: BaseException | None = None
+        self.subs: dict[tuple[int, tuple[int, ...]], _Shared] = {}
+
+    def next_turn(self, rank: int) -> None:
+        """Gives the turn to the next rank that can go on; raises the deadlock where there is none."""
+        for step in range(1, self.size + 1):
+            other = (rank + step) % self.size
+            if other in self.ended:
+                continue
+            if self.failure or other not in self.waiting or self.waiting[other][1]():
+                self.turns[other].release()
+                return
+        if len(self.ended) < self.size:
+            lines = [f"rank {r} waits for {self.waiting[r][0]}" for r in sorted(self.waiting)]
+            lines += [f"rank {r} has ended" for r in sorted(self.ended)]
+            self.failure = DeadlockError("deadlock: " + "; ".join(lines))
+            self.turns[min(set(range(self.size)) - self.ended)].release()
+
+
+class _ThreadWork(Work):
+    def __init__(self, comm: _ThreadComm, what: str, ready: Callable[[], bool], finish: Callable[[], None]) -> None:
+        self._comm, self._what, self._ready, self._finish = comm, what, ready, finish
+        self._read = False
+
+    def done(self) -> bool:
+        return self._ready()
+
+    def wait(self) -> None:
+        if not self._read:
+            self._comm.block(self._what, self._ready)
+            self._read = True
+            self._finish()
+
+
+class _ThreadComm(Comm):
+    """The Comm of one rank."""
+
+    def __init__(self, shared: _Shared, rank: int, clock: Clock) -> None:
+        self.rank, self.size, self.clock = rank, shared.size, clock
+        self._shared = shared
+        self._counts: dict[str, int] = {}
+
+    def block(self, what: str, ready: Callable[[], bool]) -> None:
+        """Gives the turn away until `ready()`; also when it is ready already, so that turns are regular."""
+        shared = self._shared
+        shared.waiting[self.rank] = (what, ready)
+        state = torch.get_rng_state()
+        shared.next_turn(self.rank)
+        shared.turns[self.rank].acquire()
+        torch.set_rng_state(state)
+        del shared.waiting[self.rank]
+        if shared.failure:
+            raise shared.failure
+
+    def _join(self, what: str, part: Any, finish: Callable[[list[Any]], Any]) -> tuple[str, _Collective]:
+        number = self._counts["all"] = self._counts.get("all", -1) + 1
+        collective = self._shared.collectives.setdefault(("all", number), _Collective(what))
+        name = f"collective {number} ({collective.what})"
+        if collective.what != what:
+            others = f"the other ranks call {collective.what}"
+            raise InputError(f"rank {self.rank} calls {what}, {others} (collective {number})")
+        collective.parts[self.rank] = part
+        if len(collective.parts) == self.size:
+            collective.result = finish([collective.parts[r] for r in range(self.size)])
+            collective.finished = True
+            del self._shared.collectives["all", number]
+        return name, collective
+
+    def _collective(self, what: str, x: Tensor, out: Tensor, *, op: str, pick: Callable[[Tensor], Tensor]) -> Work:
+        if op not in ("sum", "mean", "max", "gather"):
+            raise InputError(f'all_reduce(op="{op}"): one of "sum", "mean", "max"')
+
+        def finish(parts: list[Tensor]) -> Tensor:
+            if op == "gather":
+                return torch.cat(parts)
+            if op == "max":
+                return torch.stack(parts).amax(0)
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            return total / self.size if op == "mean" else total
+
+        label = f"{what} of {x.numel()} {str(x.dtype).removeprefix('torch.')}"
+        name, collective = self._join(label, x.detach().reshape(-1).clone(), finish)
+
+        def read() -> None:
+            with torch.no_grad():
+                out.copy_(pick(collective.result).view_as(out))
+
+        return _ThreadWork(self, name, lambda: collective.finished, read)
+
+    def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
+        return self._collective(f"all_reduce {op}", x, x, op=op, pick=lambda total: total)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        n = out.numel()
+        part = slice(self.rank * n, (self.rank + 1) * n)
+        return self._collective("reduce_scatter", x, out, op="sum", pick=lambda total: total[part])
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        return self._collective("all_gather", x, out, op="gather", pick=lambda total: total)
+
+    def _message(self, sender: int, receiver: int, tag: int) -> tuple[str, _Collective, Callable[[], object]]:
+        route = f"{sender}->{receiver}" + (f" by tag {tag}" if tag else "")
+        mine = f"{'sent' if self.rank == sender else 'received'} {route}"
+        number = self._counts[mine] = self._counts.get(mine, -1) + 1
+        name = f"message {number} from rank {sender} to rank {receiver}"
+        collectives = self._shared.collectives
+        message = collectives.setdefault((route, number), _Collective(name))
+        return name, message, lambda: collectives.pop((route, number))
+
+    def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
+        name, message, _ = self._message(self.rank, to, tag)
+        message.result, message.finished = x.detach().clone(), True
+        return _ThreadWork(self, name, lambda: True, lambda: None)
+
+    def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
+        name, message, delete = self._message(source, self.rank, tag)
+
+        def read() -> None:
+            with torch.no_grad():
+                x.copy_(message.result)
+            delete()
+
+        return _ThreadWork(self, name, lambda: message.finished, read)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        def pick(gathered: Tensor) -> Tensor:
+            return gathered.view(self.size, self.size, -1)[:, self.rank]
+
+        return self._collective("all_to_all", x, out, op="gather", pick=pick)
+
+    def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
+        number = self._counts["sub"] = self._counts.get("sub", -1) + 1
+        mine = tuple(next(ranks for ranks in groups if self.rank in ranks))
+        shared = self._shared.subs.setdefault((number, mine), _Shared(len(mine)))
+        comm = _ThreadComm(shared, mine.index(self.rank), self.clock)
+        comm.block = self.block  # type: ignore[method-assign]  # the turn goes to a rank of any group
+        return comm
+
+    def gather_objects(self, thing: T) -> list[T]:
+        name, collective = self._join("gather_objects", thing, list)
+        self.block(name, lambda: collective.finished)
+        return list(collective.result)
+
+    def broadcast_object(self, thing: T, *, root: int = 0) -> T:
+        name, collective = self._join(f"broadcast_object from rank {root}", thing, lambda parts: parts[root])
+        self.block(name, lambda: collective.finished)
+        result: T = collective.result
+        return result
+
+
+class Threads:
+    """N ranks in one process that take turns: deterministic; a deadlock is named at once.
+
+    Args:
+        size: number of ranks.
+        clock: the clock of all ranks; the real one by default.
+    """
+
+    def __init__(self, size: int, clock: Clock | None = None) -> None:
+        if size < 1:
+            raise InputError(f"Threads({size}): at least 1 rank")
+        self.size = size
+        self.clock: Clock = clock or Wall()
+
+    def run(self, f: Callable[[Comm], T]) -> list[T]:
+        """Calls f(comm) on every rank; returns the results in rank order, or raises the first error."""
+        shared = _Shared(self.size)
+        results: dict[int, T] = {}
+        start = torch.get_rng_state()
+
+        def rank_main(rank: int) -> None:
+            shared.turns[rank].acquire()
+            torch.set_rng_state(start)
+            try:
+                if not shared.failure:
+                    results[rank] = f(_ThreadComm(shared, rank, self.clock))
+            except BaseException as error:
+                shared.failure = shared.failure or error
+            finally:
+                shared.ended.add(rank)
+                shared.next_turn(rank)
+
+        threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}") for r in range(self.size)]
+        for thread in threads:
+            thread.start()
+        shared.turns[0].release()
+        for thread in threads:
+            thread.join()
+        torch.set_rng_state(start)
+        if shared.failure:
+            raise shared.failure
+        return [results[r] for r in range(self.size)]
