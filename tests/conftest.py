@@ -42,6 +42,19 @@ def _caches_stay_in_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def one_core():
+    """On images this small a second thread only waits; for what chooses the number of threads itself."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _global_random_state_is_put_back():
     state = torch.get_rng_state()

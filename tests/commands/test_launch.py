@@ -99,8 +99,18 @@ def test_the_sbatch_script_trains_as_written(cluster, capsys, tmp_path):
     assert set(asked) <= SBATCH_OPTIONS
     assert (asked["job-name"], asked["partition"], asked["time"], asked["nodes"]) == ("mine", "fast", "30", "1")
     assert steps(run) == 5
-    cluster(script)  # again: there is nothing left to do
+    assert not (tmp_path / "told").exists()
+
+
+@pytest.mark.process
+def test_the_sbatch_script_started_again_has_nothing_left_to_do(cluster, capsys, tmp_path):
+    run = tmp_path / "run"
+    script = written(capsys, "slurm", str(RECIPE), "--gpus-per-node", "2", *SETTINGS, "--out", str(run))
+    cluster(script)
+    before = (run / "model.safetensors").read_bytes()
+    cluster(script)
     assert steps(run) == 5
+    assert (run / "model.safetensors").read_bytes() == before
     assert not (tmp_path / "told").exists()
 
 

@@ -140,6 +140,7 @@ def small(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * (image_size // 4) ** 2, num_classes))
 
 
+@pytest.mark.exhaustive
 def test_the_whole_81920_schedule_runs_on_a_small_network(tmp_path, capsys):
     """All 1,440 updates: its schedule, its LARS, 16 an epoch, virtual ranks; on the digits, 10 images a rank."""
     settings = ["batch=90", "norm_batch=10", "model={use='test_course.small'}"]

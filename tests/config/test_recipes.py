@@ -58,7 +58,7 @@ def test_a_recipe_written_back_is_equal(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_trains_two_steps_on_stand_in_data(path, tmp_path, monkeypatch):
-    recipe = recipes.load(path, ["batch=20", "evaluate.batch=20", *SMALL.get(path.stem, [])])
+    recipe = recipes.load(path, ["batch=20", "evaluate.batch=20", "device.threads=1", *SMALL.get(path.stem, [])])
     source = recipe.data.use.rpartition(".")[2]
     if source == "folder":
         data = Factory("kasoku.data.folder", {**recipe.data.keys, "root": str(photos(tmp_path / "photos"))})

@@ -32,7 +32,7 @@ def whole(tmp_path_factory):
     """The same training, never stopped, on one rank and on two."""
     folder = tmp_path_factory.mktemp("whole")
     one, two = folder / "one", folder / "two"
-    ended([*KASOKU, "train", str(RECIPE), *options(*SAVING), "--quiet", "--out", str(one)])
+    assert main(["train", str(RECIPE), *options(*SAVING), "--quiet", "--out", str(one)]) == 0
     local = ["launch", "local", str(RECIPE), "--gpus-per-node", "2"]
     ended([*KASOKU, *local, *options(*SAVING), "--quiet", "--out", str(two)])
     return one, two
@@ -118,7 +118,6 @@ ENDLESS = ("epochs=10000", "save.every_steps=5")
 
 
 @pytest.mark.process
-@pytest.mark.smoke
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
     run = tmp_path / "run"
     ranks = started(["train", str(RECIPE), *options(*ENDLESS), "--quiet", "--out", str(run)], 2)

@@ -147,6 +147,7 @@ def test_spans_are_of_the_tasks_and_shares_add_up_to_the_time_that_passed(overla
 OF_FILES = """
 epochs = 1
 batch = 16
+device = { threads = 1 }
 model = { use = "kasoku.models.cifarnet", widths = [8, 16] }
 data = { use = "kasoku.data.folder", root = "ROOT", size = 16 }
 optimizer = { use = "kasoku.optim.sgd", lr = 0.01, momentum = 0.9 }
@@ -159,7 +160,7 @@ crop = "random_resized"
 @pytest.fixture(params=["memory", "files"])
 def recipe(request, tmp_path) -> Recipe:
     if request.param == "memory":
-        return load(RECIPE)
+        return load(RECIPE, ["device.threads=1"])
     random = np.random.default_rng(0)
     for label in "ab":
         (tmp_path / "photos" / label).mkdir(parents=True)

@@ -44,6 +44,7 @@ def steps_saved(run: Path) -> list[int]:
     return [int(folder.name.removeprefix("step-")) for folder in (run / "checkpoints").glob("step-*")]
 
 
+@pytest.mark.usefixtures("one_core")
 def test_digits_reach_98_percent_and_the_run_folder_is_complete(tmp_path, capsys):
     out = tmp_path / "run"
     assert train(str(RECIPE), "--out", str(out)) == 0
@@ -83,13 +84,13 @@ def test_another_seed_gives_other_weights(tmp_path):
 @pytest.mark.smoke
 def test_killed_at_a_random_step_and_resumed_gives_the_same_weights(tmp_path):
     recipe = recipe_with_state(tmp_path)
-    more = ["epochs=20", "schedule.epochs=20", "save.every_steps=3", "evaluate.target=0"]
+    more = ["epochs=10", "schedule.epochs=10", "save.every_steps=3", "evaluate.target=0"]
     settings = [*SHORT, *(part for setting in more for part in ("--set", setting))]
     command = [sys.executable, "-m", "kasoku.cli", "train"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert train(str(recipe), *settings, "--out", str(whole)) == 0
     process = subprocess.Popen([*command, str(recipe), *settings, "--out", str(killed)])
-    at = random.randint(1, 120)  # of 220; a new one every time: any step must do
+    at = random.randint(1, 60)  # of 110; a new one every time: any step must do
     deadline = time.monotonic() + 120
     while process.poll() is None and not any(step >= at for step in steps_saved(killed)):
         assert time.monotonic() < deadline

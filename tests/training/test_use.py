@@ -147,6 +147,7 @@ def test_list_names_every_model_source_technique_and_recipe(capsys, monkeypatch)
     assert "recipes/digits_cnn_98.toml" in shown
 
 
+@pytest.mark.usefixtures("one_core")
 def test_photos_without_a_recipe_are_learnt_and_the_recipe_is_written(tmp_path, capsys):
     photos = coloured_photos(tmp_path / "photos")
     out = tmp_path / "run"
@@ -161,6 +162,7 @@ def test_photos_without_a_recipe_are_learnt_and_the_recipe_is_written(tmp_path, 
     assert "colour1" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("one_core")
 def test_photos_are_fine_tuned_from_published_weights_with_blocks_frozen(tmp_path):
     torch.manual_seed(0)
     weights = {name: tensor.contiguous() for name, tensor in models.resnet18().state_dict().items()}
@@ -191,14 +193,17 @@ def example(name: str):
     return module
 
 
+@pytest.mark.usefixtures("one_core")
 def test_example_plain_loop_learns_the_digits():
     assert example("plain_loop").main() > 0.95
 
 
+@pytest.mark.usefixtures("one_core")
 def test_example_own_technique_learns_the_digits():
     assert example("own_technique").main() > 0.8
 
 
+@pytest.mark.usefixtures("one_core")
 def test_example_fine_tune_learns_colours(tmp_path):
     torch.manual_seed(0)
     save_file({k: v.contiguous() for k, v in models.resnet18().state_dict().items()}, tmp_path / "w.safetensors")
