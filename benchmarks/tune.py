@@ -49,7 +49,7 @@ from kasoku.tune import (
     Strategy,
     Throughput,
     TimeToTarget,
-    minibatch,
+    tune_batch_size,
 )
 
 LEAST, START, GROWTH = 8, 32, 1.25
@@ -177,7 +177,7 @@ def searched(case: Case, arguments: argparse.Namespace, sweep_s: float) -> dict[
         budget_s = PATIENCE * sweep_s if name in ("epochtime", "usage") else max(60.0, sweep_s)
         job = case.job(START)
         begin = time.perf_counter()
-        found = minibatch(job, strategy, budget_s=budget_s, least=LEAST, most=arguments.most)
+        found = tune_batch_size(job, strategy, budget_s=budget_s, least=LEAST, most=arguments.most)
         out[name] = (found, time.perf_counter() - begin)
         job.close()
     return out
@@ -253,7 +253,7 @@ def to_target(seeds: int) -> dict[str, object]:
     model = cifarnet(10, dataset.channels, widths=WIDTHS).to(device().device)
     batches = loader(dataset, "train", RATE_BATCH, device=device().device)
     job = target_job(model, batches, RATE_BATCH)
-    found = minibatch(job, TimeToTarget(), least=LEAST, most=512)
+    found = tune_batch_size(job, TimeToTarget(), least=LEAST, most=512)
     job.close()
     took: dict[int, list[float]] = {batch: [] for batch in sorted({*SIZES, found.batch})}
     for seed in range(seeds):

@@ -24,7 +24,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, batch: int, *, parts: int = 1, **mo
     """Has tuning find this batch at once; gives what it was asked for."""
     asked: list[dict[str, object]] = []
 
-    def minibatch(job: Job, strategy: object, **given: object) -> BatchSizeResult:
+    def tune_batch_size(job: Job, strategy: object, **given: object) -> BatchSizeResult:
         asked.append({"strategy": strategy, "accumulate": job.accumulate, **given})
         samples = (
             Measurement(8, failed="out of memory"),
@@ -32,5 +32,5 @@ def planted(monkeypatch: pytest.MonkeyPatch, batch: int, *, parts: int = 1, **mo
         )
         return BatchSizeResult(batch, samples, "as planted", 0.5, strategy="TimeToTarget", budget_s=60.0, **more)
 
-    monkeypatch.setattr(kasoku.tune, "minibatch", minibatch)
+    monkeypatch.setattr(kasoku.tune, "tune_batch_size", tune_batch_size)
     return asked

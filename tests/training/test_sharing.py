@@ -17,7 +17,7 @@ from kasoku.config.sharing import shares_of
 from kasoku.core import Comm, Job, Solo, Threads
 from kasoku.training.run_folder import shares_in
 from kasoku.training.trainer import prepare
-from kasoku.tune import Throughput, minibatch
+from kasoku.tune import Throughput, tune_batch_size
 
 
 def recipe(**more: Any) -> Recipe:
@@ -50,7 +50,7 @@ def test_tuning_tells_the_speed_of_each_rank():
     def rank(comm: Comm) -> Any:
         model = Napping(0.003 if comm.rank else 0.001)
         job = Job(model, rule, loader=Batches(rank=comm.rank, size=comm.size), comm=comm)
-        return minibatch(job, Throughput(), least=16, most=32)
+        return tune_batch_size(job, Throughput(), least=16, most=32)
 
     found, other = Threads(2).run(rank)
     assert found.speeds == other.speeds
@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_the_shares_it_began_with(kept: str, shares: tuple[in
 
 
 def test_alone_there_is_no_speed_to_tell():
-    found = minibatch(Job(Net(), rule, loader=Batches()), Throughput(), least=16, most=16)
+    found = tune_batch_size(Job(Net(), rule, loader=Batches()), Throughput(), least=16, most=16)
     assert found.speeds == ()
 
 

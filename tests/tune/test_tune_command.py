@@ -21,7 +21,7 @@ from kasoku.core import InputError
 from kasoku.training import auto_batch as sizing
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.trainer import prepare
-from kasoku.tune.lr_range import rates_of
+from kasoku.tune.lr_range_test import rates_of
 from started import KASOKU, clean
 
 # ---- kasoku tune

@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from kasoku.config.toml import override
 from kasoku.core import Comm, InputError
 from kasoku.core.files import write_atomically
 from kasoku.training.auto_batch import BUDGET_S, TunedRecipe, TuneSettings, plainly, tune
-from kasoku.tune.lr_range import STEPS, document, rates_of, show_rates, shown_as
+from kasoku.tune.lr_range_test import RangeTest, range_test, rates_of, reference_rate, try_alone
 
 if TYPE_CHECKING:
     from kasoku.distributed.startup import Start
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kasoku.tune.strategies import Strategy
 
 _STRATEGIES = ("TimeToTarget", "Throughput", "EpochTimeMinimize", "GpuUsageMaximize")
+_STEPS = 100  # of the range test
 _LOW, _HIGH = 1e-3, 1e2  # of the range test: times the recipe's rates
 
 
@@ -88,12 +89,10 @@ def before_training(
 
 def _give_back(recipe: Recipe) -> None:
     """What was tried goes before the model that trains comes: its memory, and its compiled forms, which are limited."""
-    from kasoku.device import Compile
-
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if recipe.device.compile or any(isinstance(technique, Compile) for technique in recipe.techniques):
+    if recipe.device.compile or any(technique.compiles_model for technique in recipe.techniques):
         torch._dynamo.reset()
 
 
@@ -277,14 +276,13 @@ def _range(text: str, kind: type[Any]) -> tuple[Any, Any]:
 def _tune_rate(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
     from kasoku.distributed.consensus import run_on_all_ranks
     from kasoku.training.trainer import prepare
-    from kasoku.tune.lr_range_test import range_test, try_alone
 
     recipe = _loaded(partial(_with_batch, arguments), comm)
     bounds = run_on_all_ranks(comm, lambda: _range(arguments.range, float) if arguments.range else None)
     rates = rates_of(recipe)
     job = run_on_all_ranks(comm, lambda: prepare(recipe, comm, start=start)).job
     own = [float(group["lr"]) for group in job.kept("rate").own]
-    lr = run_on_all_ranks(comm, lambda: shown_as(rates, own))
+    lr = run_on_all_ranks(comm, lambda: reference_rate(rates, own))
     low, high = (bound / lr for bound in bounds) if bounds else (_LOW, _HIGH)
     scaled = [rate * recipe.rate_scale for rate in own]
     if comm.size > 1:  # what no rank can do is told once, while none waits for another
@@ -295,15 +293,37 @@ def _tune_rate(arguments: argparse.Namespace, comm: Comm, start: Start) -> int:
 
         run_on_all_ranks(comm, alone)
     with plainly():  # not together: a rank that fails now leaves the others in the midst of a step, as in a training
-        found = range_test(job, low=low, high=high, steps=STEPS, budget_s=arguments.budget, rates=scaled)
+        found = range_test(job, low=low, high=high, steps=_STEPS, budget_s=arguments.budget, rates=scaled)
 
     def tell() -> None:
         if comm.rank == 0:
             if arguments.out:
                 arguments.out.mkdir(parents=True, exist_ok=True)
-                text = json.dumps(document(found, lr, arguments.budget), indent=1) + "\n"
+                text = json.dumps(found.as_json(lr, arguments.budget), indent=1) + "\n"
                 write_atomically(arguments.out / "tuning.json", lambda part: part.write_text(text))
-            show_rates(found, lr, rates)
+            _show_rates(found, lr, rates)
 
     run_on_all_ranks(comm, tell)
     return 0
+
+
+def _show_rates(result: RangeTest, lr: float, rates: Mapping[str, float]) -> None:
+    """Prints the result and the settings that it suggests. Raises InputError where no rate lowers the loss."""
+    from kasoku.report import print_table
+
+    samples = result.samples
+    tried = f"{len(samples)} steps, {lr * samples[0].factor:.3g} to {lr * samples[-1].factor:.3g}"
+    if not result.in_time:
+        tried += f"; time was over after them, of {_STEPS}: give more with --budget"
+    if result.suggested is None:
+        raise InputError(f"no rate lowers the loss ({tried}): try others with --range LOW:HIGH")
+    print_table(
+        "",
+        {
+            "rates tried": tried,
+            "the loss falls fastest at": f"{lr * result.steepest:.3g}" if result.steepest else "nowhere",
+            "it diverges from": f"{lr * result.diverged:.3g}" if result.diverged else "nowhere here",
+            "suggested (the smaller of the first and a tenth of the second)": f"{lr * result.suggested:.3g}",
+        },
+    )
+    print(" ".join(f"--set {path}={value * result.suggested:.3g}" for path, value in rates.items()))

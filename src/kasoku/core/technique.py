@@ -43,6 +43,7 @@ class Technique:
     channels: ClassVar[int] = 0  # communicators of its own, opened while the training starts
     averages_weights: ClassVar[bool] = False  # evaluates with other weights than those that are trained
     replaces_batchnorm: ClassVar[bool] = False  # runs the forward of BatchNorm layers itself
+    groups_span_ranks: ClassVar[bool] = False  # computes over the images of several ranks together
     renews_statistics: ClassVar[bool] = False  # measures BatchNorm's running statistics before evaluation
     compiles_model: ClassVar[bool] = False  # compiles the model or parts of it
     captures_graph: ClassVar[bool] = False  # replays forward and backward as a graph, in which no Python runs
@@ -69,6 +70,15 @@ class Technique:
             InputError: for settings that `kasoku train` cannot have on so many ranks.
         """
         return self
+
+    @property
+    def images_per_group(self) -> int:
+        """How many images share BatchNorm statistics, of which a rank takes whole groups at once; 0: no groups."""
+        return 0
+
+    def warmed_up_rates(self, job: Job) -> list[float] | None:
+        """The rate of each parameter group after the warm-up; None where this technique sets no rates."""
+        return None
 
     def batch_factor(self, epoch: int) -> int:
         """How many times the recipe's batch one update takes in this epoch."""

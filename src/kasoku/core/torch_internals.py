@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -43,3 +44,10 @@ def accumulates(node: Any) -> bool | None:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch raises it for a gradient that was asked for
         return None
+
+
+def recompile_limit(forms: int) -> AbstractContextManager[None]:
+    """Within it torch.compile keeps so many compiled forms of a function, one for each shape (2.13)."""
+    limits = {"recompile_limit": forms, "accumulated_recompile_limit": forms}
+    manager: AbstractContextManager[None] = torch._dynamo.config.patch(limits)
+    return manager

@@ -48,6 +48,10 @@ class Rate(Technique):
         decay = {"weight_decay": group["weight_decay"] * factor} if group.get("decoupled") else {}
         return {"lr": group["lr"] * self.scale * factor, **decay}
 
+    def warmed_up_rates(self, job: Job) -> list[float]:
+        epoch = max(job.progress, self.schedule.warmup)
+        return [self.at(own, epoch)["lr"] for own in job.kept("rate").own]
+
     def apply(self, job: Job) -> None:
         """Sets the rates now and after each step."""
         course = _Course(job, self)

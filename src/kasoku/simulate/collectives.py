@@ -3,7 +3,7 @@
 Note: latency and bandwidth apart. A message's way through an algorithm has so many hops, each of which takes what the
 library's table says. Its bytes take what the links allow when all flows of a round share them (`network`), which is
 linear in the bytes; so each algorithm in each protocol is a `LinkModel` of core, and a collective of n bytes takes the
-fastest of them. On a network without contention these are the closed forms (tests/simulate/test_allreduce.py):
+fastest of them. On a network without contention these are the closed forms (tests/simulate/test_collectives.py):
 ring 2(p-1)a + 2(p-1)/p n/B; halving-doubling 2 log2(p) a + 2(p-1)/p n/B; double binary tree 2 log2(p) a + 2 n/B;
 hierarchical and 2-D torus: a reduce-scatter along rows, an all-reduce of what is left along columns, an all-gather.
 Ref: Thakur et al. 2005; Sanders et al. 2009 (two trees); Mikami et al. 2018 (2-D torus, arXiv 1811.05233).

@@ -71,7 +71,7 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSe
     """
     from kasoku.distributed.consensus import run_on_all_ranks
     from kasoku.training.trainer import prepare
-    from kasoku.tune import TimeToTarget, minibatch
+    from kasoku.tune import TimeToTarget, tune_batch_size
 
     once = partial(_at_once, at)
     multiple = comm.size * max(1, recipe.accumulate) * max(1, recipe.norm_batch)
@@ -87,7 +87,7 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSe
 
     def search() -> BatchSizeResult:
         with plainly():
-            return minibatch(job, strategy, budget_s=how.budget_s, least=least, most=most, multiple=multiple)
+            return tune_batch_size(job, strategy, budget_s=how.budget_s, least=least, most=most, multiple=multiple)
 
     found = run_on_all_ranks(comm, search)
     job.close()

@@ -1,6 +1,6 @@
-"""Settings found by measuring: the minibatch, the rate, and searches over whole trainings."""
+"""Settings chosen by measuring: the batch size, the learning rate, and searches over whole trainings."""
 
-from kasoku.tune.batch_size import minibatch
+from kasoku.tune.batch_size import tune_batch_size
 from kasoku.tune.measurement import BatchSizeResult, Limits, Measurement
 from kasoku.tune.strategies import EpochTimeMinimize, GpuUsageMaximize, Strategy, Throughput, TimeToTarget
 
@@ -13,5 +13,5 @@ __all__ = [
     "Strategy",
     "Throughput",
     "TimeToTarget",
-    "minibatch",
+    "tune_batch_size",
 ]

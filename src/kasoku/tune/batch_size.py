@@ -18,8 +18,7 @@ from dataclasses import replace
 import torch
 
 from kasoku.core import InputError, Job
-from kasoku.device import Compile
-from kasoku.distributed import Overlap, VirtualRanks
+from kasoku.core.torch_internals import recompile_limit
 from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.tune.measurement import BRIEF, LATE, STEPS, BatchSizeResult, Limits, Measurement, interval
 from kasoku.tune.memory_forecast import out_of_memory
@@ -36,7 +35,7 @@ _FORMS = 10_000  # of a block, one for each shape, that are compiled and kept me
 _DEFAULT = TimeToTarget()
 
 
-def minibatch(
+def tune_batch_size(
     job: Job,
     strategy: Strategy = _DEFAULT,
     *,
@@ -45,36 +44,36 @@ def minibatch(
     most: int = 0,
     multiple: int = 0,
 ) -> BatchSizeResult:
-    """The batch (images of a step, over all ranks and parts) that the strategy finds best for this job.
+    """Finds the best batch (images of a step, over all ranks and parts) for this job. Collective; drains the job.
 
-    Steps of the job are made on copies of its model and optimizer, with its techniques, its loss and its data. The
-    first is thrown away; the median of the next 20 counts, or of as many as the time left permits. TimeToTarget and
-    Throughput look at a size for five steps, and again, as often as a decision needs it, up to 20. The rate rises from
-    near 0 to what it is after its warm-up. Afterwards model, optimizer, random states, statistics and data order are
-    what they were, bit for bit. On several ranks all call it, and all get the same.
+    Steps run on copies of the job's model and optimizer, with its techniques, loss and data. The first step of a size
+    is not counted; its time is the median of the next 20, or of as many as the time left permits. TimeToTarget and
+    Throughput time a size for five steps, and again, as often as a decision needs it, up to 20. The rate rises from
+    near 0 to its value after the warm-up. Afterwards model, optimizer, random states, statistics and data order are as
+    before, bit for bit. All ranks get the same result.
 
-    What the copies leave out: GrowBatch and LowResolution (the size itself is tried, with whole images); Shares; the
-    rate's course; on several ranks VirtualRanks, and the exchange of gradients, which is timed once and added: in full,
-    or what two thirds of computing cannot hide where Overlap is applied. Hooks that were put on the model before the
-    job was made stay, later ones do not. A technique of your own is applied to the copy anew, whatever its stage.
+    The copies leave out: GrowBatch and LowResolution (the size itself is tried, with full images); Shares; the
+    schedule of the rate; on several ranks VirtualRanks, and the exchange of gradients, which is timed once and added:
+    in full, or with Overlap the part that two thirds of computing cannot hide. Hooks that were on the model before the
+    job was created stay, later ones do not. A technique of your own is applied to the copy unless it declares
+    `in_sandbox = False`.
 
-    Where sizes are whole groups of VirtualRanks, a device takes its share of a size that does not fit at once in parts
-    (`Measurement.parts`), as few as do fit; the largest that do is sought by halves.
+    Where sizes are whole groups of VirtualRanks, a device splits a share that does not fit in memory into parts
+    (`Measurement.parts`), as few as fit; the largest part that fits is found by halving.
 
     Args:
-        job: what is trained; its loader can be iterated more than once. Of a loader that is none of kasoku.data's its
-            `state_dict`, torch's generators and a torch DataLoader's workers are put back, but no state of another
-            kind.
+        job: its loader can be iterated more than once. If it is not a loader of kasoku.data, its `state_dict`, torch's
+            generators and a torch DataLoader's workers are restored, but no other state.
         strategy: TimeToTarget, Throughput, EpochTimeMinimize or GpuUsageMaximize.
-        budget_s: seconds after which it ends with the best so far, and says so; the first size is tried in any case.
+        budget_s: seconds after which the search ends with the best size so far; the first size is tried in any case.
         least: the smallest size; 0: 8 images a rank, or the job's own batch if that is less.
         most: the largest; 0: an epoch, at most 8,192 images a rank.
         multiple: sizes are multiples of it; 0: of ranks x parts (and of VirtualRanks' norm_batch, on one rank).
 
     Raises:
-        InputError: for an empty range, a loader that cannot be read again, and where no size can be trained.
+        InputError: for an empty range, a loader that cannot be iterated again, and where no size can be trained.
 
-    Costs: a second model and optimizer in memory meanwhile.
+    Costs: a second model and optimizer in memory during the search.
     """
     if not budget_s > 0:
         raise InputError(f"budget_s={budget_s:g}: seconds above 0")
@@ -106,11 +105,10 @@ def _searched(job: Job, strategy: Strategy, budget_s: float, given: tuple[int, i
 @contextmanager
 def _many_forms(job: Job) -> Iterator[None]:
     """Lifts the limit of what Compile keeps: beyond it a block would run uncompiled, and be timed so."""
-    if not any(isinstance(technique, Compile) for technique in job.applied):
+    if not any(technique.compiles_model for technique in job.applied):
         yield
         return
-    more = {"recompile_limit": _FORMS, "accumulated_recompile_limit": _FORMS}
-    with torch._dynamo.config.patch(more):
+    with recompile_limit(_FORMS):
         yield
 
 
@@ -123,10 +121,10 @@ def _trial(job: Job, strategy: Strategy) -> Trial:
     except Exception as error:  # all ranks must hear of it
         failure = error
     if failure is not None and out_of_memory(failure):
-        failure = InputError("minibatch: no memory for a copy of model and optimizer: choose the batch yourself")
+        failure = InputError("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
     if any(job.comm.gather_objects(failure is not None)):
         raise failure or ReportedElsewhereError(
-            "minibatch: another rank could not copy its model or read its data, and tells why"
+            "batch size: another rank could not copy its model or read its data, and tells why"
         )
     return made[0]
 
@@ -146,10 +144,8 @@ def _limits(trial: Trial, measuring: _Measurer, given: tuple[int, int, int]) -> 
 
 def _multiple(job: Job) -> int:
     multiple = job.comm.size * job.accumulate
-    for technique in job.applied:
-        if isinstance(technique, VirtualRanks) and job.comm.size == 1:
-            multiple *= max(1, technique.norm_batch)
-    return multiple
+    groups = [technique.images_per_group or 1 for technique in job.applied] if job.comm.size == 1 else []
+    return multiple * math.prod(groups)
 
 
 class _Measurer:
@@ -163,7 +159,7 @@ class _Measurer:
         self.step_s: dict[int, float] = {}  # of the slowest rank
         self.own_s: dict[int, float] = {}  # of this rank alone, a step at each size
         self.scales: list[float] = []  # of gradient noise, look by look
-        self.overlaps = any(isinstance(t, Overlap) for t in job.applied)
+        self.overlaps = any(technique.overlaps_backward for technique in job.applied)
         self.exchange_s = self._exchange() if job.comm.size > 1 else 0.0
 
     def now(self) -> float:

@@ -1,16 +1,20 @@
-"""The rate range test: which learning rates lower the loss, and from where on it diverges."""
+"""The learning-rate range test: which rates lower the loss, and from which one on it diverges."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kasoku.config.recipe import Recipe
+from kasoku.config.toml import resolve, table
 from kasoku.core import Batch, InputError, Job
 from kasoku.tune.sandbox import Sandbox, endless, undisturbed
 
@@ -67,6 +71,60 @@ class RangeTest:
         if tenth is not None and tenth < self.samples[0].factor:
             return None  # it diverges from the start
         return min((factor for factor in (self.steepest, tenth) if factor), default=None)
+
+    def as_json(self, lr: float, budget_s: float) -> dict[str, Any]:
+        """The contents of tuning.json: rates as multiples of `lr`; null where there is none."""
+
+        def rate(factor: float | None) -> float | None:
+            return None if factor is None else lr * factor
+
+        return {
+            "what": "lr",
+            "strategy": "range test",
+            "chosen": rate(self.suggested),
+            "steepest": rate(self.steepest),
+            "diverged": rate(self.diverged),
+            "samples": [
+                {"lr": lr * s.factor, "loss": _finite(s.loss), "smoothed": _finite(s.smoothed)} for s in self.samples
+            ],
+            "spent_s": round(self.spent_s, 3),
+            "budget_s": budget_s,
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def rates_of(recipe: Recipe) -> dict[str, float]:
+    """The rates among the settings of the recipe's optimizer, by path: `lr`, and names that end in `_lr`."""
+    try:
+        parameters = inspect.signature(resolve(recipe.optimizer.use, "optimizer.use")).parameters
+    except ValueError:  # a builtin without a signature
+        parameters = inspect.Signature().parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    return dict(_rates({**defaults, **recipe.optimizer.keys}, "optimizer"))
+
+
+def _rates(settings: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:
+    for name, setting in settings.items():
+        value = table(setting)
+        if isinstance(value, dict):
+            yield from _rates(value, f"{path}.{name}")
+        elif (name == "lr" or name.endswith("_lr")) and type(value) in (int, float):
+            yield f"{path}.{name}", float(value)
+
+
+def reference_rate(rates: Mapping[str, float], own: Sequence[float]) -> float:
+    """The rate of which the test shows all rates as multiples: the recipe's lr, or the largest of a parameter group.
+
+    Raises:
+        InputError: where that is 0.
+    """
+    lr = rates.get("optimizer.lr") or max(own)
+    if not lr > 0:
+        raise InputError(f"optimizer.lr = {lr:g}: the recipe's rates are multiplied, so one above 0 is wanted")
+    return lr
 
 
 def range_test(
@@ -186,8 +244,7 @@ def untouched(job: Job) -> Iterator[None]:
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for module in job.model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     modes = [(module, module.training) for module in job.model.modules()]
     for p, *_ in tensors:
@@ -203,7 +260,7 @@ def untouched(job: Job) -> Iterator[None]:
                 p.requires_grad_(requires_grad)
             for module, name, buffer, value in buffers:
                 buffer.copy_(value)
-                module._buffers[name] = buffer
+                setattr(module, name, buffer)
         for module, training in modes:
             module.training = training
         job.load_state_dict(state)

@@ -27,19 +27,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from kasoku.core import Batch, InputError, Job, Solo, Technique
-from kasoku.data import Augment, FilesLoader, GrowBatch, Loader, LowResolution, RandAugment, Shares
+from kasoku.data import FilesLoader, Loader
 from kasoku.data.loading.file_loader import Stats
-from kasoku.device import ChannelsLast
-from kasoku.distributed import VirtualRanks
-from kasoku.models import Pretrained
-from kasoku.optim import Rate
 
 _NOTHING = "loader: no batch in it that can be iterated again"
 _EMPTY = 2  # passes in a row that give nothing: a loader that goes on where it was left may be at its end
 _RAMP = 100  # steps in which a copy's rate rises
 _UNKNOWN = 100_000  # images of an epoch, where the loader does not say
-# what a model (its layout, its weights) or a loader was copied with; what changes a size as training goes on; the rate
-_LEFT_OUT = (ChannelsLast, Pretrained, Augment, RandAugment, Shares, GrowBatch, LowResolution, Rate)
 
 
 def copied(job: Job) -> tuple[nn.Module, Optimizer]:
@@ -170,18 +164,16 @@ class Sandbox:
             raise
 
     def _left_out(self, technique: Technique) -> bool:
-        if isinstance(technique, VirtualRanks):  # needs other ranks
-            return self.job.comm.size > 1
-        return isinstance(technique, _LEFT_OUT)
+        return not technique.in_sandbox or (technique.groups_span_ranks and self.job.comm.size > 1)
 
     # ---- in parts
 
     def may_split(self, multiple: int) -> None:
         """Lets shares be taken in parts of whole groups of VirtualRanks; `multiple`: sizes are multiples of it."""
         for technique in self.job.applied:
-            if isinstance(technique, VirtualRanks) and technique.norm_batch and self.job.accumulate == 1:
-                whole = multiple % (technique.norm_batch * self.job.comm.size) == 0
-                self.group = technique.norm_batch if whole else 0
+            images = technique.images_per_group
+            if images and self.job.accumulate == 1:
+                self.group = 0 if multiple % (images * self.job.comm.size) else images
 
     def parts(self, batch: int) -> int:
         """In how many parts a device takes its share of a batch."""
@@ -352,7 +344,7 @@ def _full_rates(job: Job) -> list[Any]:
     """The rate of each parameter group; under a schedule, that after its warm-up."""
     groups = job.optimizer.param_groups
     for technique in job.applied:
-        if isinstance(technique, Rate):
-            epoch = max(job.progress, technique.schedule.warmup)
-            return [technique.at(own, epoch)["lr"] for own in job.kept("rate").own]
+        rates = technique.warmed_up_rates(job)
+        if rates is not None:
+            return rates
     return [group["lr"] for group in groups]

@@ -41,6 +41,7 @@ class VirtualRanks(Technique):
     refuses: ClassVar[tuple[str, ...]] = ("captures_graph",)
     replaces_batchnorm: ClassVar[bool] = True
     needs_ranks_in_step: ClassVar[bool] = True
+    groups_span_ranks: ClassVar[bool] = True
 
     norm_batch: int = 0
     average: float = 0.0
@@ -50,6 +51,10 @@ class VirtualRanks(Technique):
             raise InputError(f"norm_batch={self.norm_batch}: at least 1 image, or 0 for what a device takes at once")
         if not 0 <= self.average < math.inf:
             raise InputError(f"average={self.average}: epochs above 0, or 0 for each module's own momentum")
+
+    @property
+    def images_per_group(self) -> int:
+        return self.norm_batch
 
     def apply(self, job: Job) -> None:
         """Steers the BatchNorm modules of the model."""

@@ -22,7 +22,7 @@ from kasoku.data import Dataset, GrowBatch, Items, LowResolution, digits, folder
 from kasoku.device import Compile
 from kasoku.distributed import VirtualRanks
 from kasoku.optim import EMA, sgd
-from kasoku.tune import BatchSizeResult, EpochTimeMinimize, Throughput, TimeToTarget, minibatch
+from kasoku.tune import BatchSizeResult, EpochTimeMinimize, Throughput, TimeToTarget, tune_batch_size
 from kasoku.tune.measurement import Needs
 from kasoku.tune.memory_forecast import MemoryForecast
 from kasoku.tune.sandbox import Sandbox, undisturbed
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("ticking")
 
 
 def tuned(job: Job, **more: Any) -> BatchSizeResult:
-    return minibatch(job, **{"strategy": Throughput(), "most": 32, **more})
+    return tune_batch_size(job, **{"strategy": Throughput(), "most": 32, **more})
 
 
 # ---- what changes as training goes on

@@ -22,7 +22,7 @@ from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
 from kasoku.distributed import AllReduce, Overlap, VirtualRanks
 from kasoku.models import cifarnet
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
-from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, minibatch
+from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, tune_batch_size
 from kasoku.tune.measurement import BatchSizeResult, Measurement
 from kasoku.tune.memory_forecast import MemoryForecast
 from kasoku.tune.noise_scale import NoiseEstimate
@@ -44,7 +44,7 @@ SETS: dict[str, tuple[Technique, ...]] = {
 
 
 def tuned(job: Job, strategy: Strategy | None = None, **more: Any) -> BatchSizeResult:
-    return minibatch(job, strategy or TimeToTarget(), **{"most": 32, **more})
+    return tune_batch_size(job, strategy or TimeToTarget(), **{"most": 32, **more})
 
 
 def random_states() -> tuple[Any, ...]:
