@@ -17,7 +17,7 @@ from torch import nn
 from helpers.survival import LIMIT_S, PROMISE_S, Counting, N, wait_for
 from kasoku.core import Comm, Job
 from kasoku.distributed import Asynchronous, TorchComm
-from kasoku.distributed.async_sgd import liveness as life
+from kasoku.distributed.async_sgd import peers
 from started import port
 
 NEW = 7  # steps of each rank after the other has joined
@@ -37,7 +37,7 @@ def _job(model: nn.Module, comm: Comm, technique: Asynchronous) -> Job:
 def _main(name: int, old: int, ports: list[int], folder: Path, technique: Asynchronous) -> None:
     """`name`: 0 to old - 1 are there from the start, the next one joins."""
     torch.set_num_threads(1)
-    life.BEAT_S, life.DEAD_S = 0.15, 2.0
+    peers.BEAT_S, peers.DEAD_S = 0.15, 2.0
     warnings.simplefilter("ignore", RuntimeWarning)
     torch.save(_trained(name, old, ports, folder, technique), folder / f"part-{name}")
     (folder / f"part-{name}").rename(folder / f"result-{name}")

@@ -16,8 +16,7 @@ from ranks import on_processes
 
 from kasoku.core import Comm, InputError, Job, Threads, Work
 from kasoku.distributed import Asynchronous
-from kasoku.distributed.async_sgd import asynchronous
-from kasoku.distributed.async_sgd import liveness as life
+from kasoku.distributed.async_sgd import asynchronous, peers
 from kasoku.distributed.async_sgd import parameter_server as shards
 from kasoku.distributed.async_sgd import shared_memory as segments
 from kasoku.distributed.async_sgd.shared_memory import PLACE, Segments
@@ -230,7 +229,7 @@ def _fails(comm: Comm, technique: Asynchronous, which: Sequence[int]) -> str:
     if comm.rank in which:
         _Broken.mine = comm.rank
         asynchronous.ParameterServer = _Broken  # type: ignore[misc]
-    life.BEAT_S, life.DEAD_S = 0.15, 2.0
+    peers.BEAT_S, peers.DEAD_S = 0.15, 2.0
     model = torch.nn.Linear(1000, 1, bias=False)
     job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm).apply(technique)
     try:
@@ -260,7 +259,7 @@ def test_ranks_that_cannot_answer_end_and_none_hangs(technique: Asynchronous, wh
 
 def _left(comm: Comm, knows: Path) -> dict[int, str]:
     """Who is dead where rank 1's memory is not to be opened any more, as while it ends."""
-    life.BEAT_S, life.DEAD_S = 0.15, 2.0
+    peers.BEAT_S, peers.DEAD_S = 0.15, 2.0
     model = torch.nn.Linear(1000, 1, bias=False)
     job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm).apply(Asynchronous(every=1))
     if comm.rank != 1:

@@ -19,8 +19,8 @@ from torch import Tensor
 from helpers.survival import LIMIT_S, PROMISE_S, Counting, N, wait_for
 from kasoku.core import InputError, Job
 from kasoku.distributed import Asynchronous, TorchComm
-from kasoku.distributed.async_sgd import liveness as life
 from kasoku.distributed.async_sgd import parameter_server as shards
+from kasoku.distributed.async_sgd import peers
 from kasoku.distributed.async_sgd import shared_memory as segments
 from started import port
 
@@ -34,7 +34,7 @@ def _main(
     torch.set_num_threads(1)
     if hosts > 1:
         segments._system = tuple
-    life.BEAT_S, life.DEAD_S = 0.15, 2.0
+    peers.BEAT_S, peers.DEAD_S = 0.15, 2.0
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=SIZE, timeout=timedelta(minutes=10))
     with warnings.catch_warnings(record=True) as said:

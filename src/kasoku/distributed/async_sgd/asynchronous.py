@@ -7,9 +7,11 @@ the next step (see post.py, Note: progress), and the reply is read at its end; o
 Note: sync points. `drain()` is collective: it finishes all exchanges, gives all ranks equal weights and ends all
 threads. The next forward in training starts them again.
 
-Note: dead ranks. The other ranks name a dead rank in a warning and go on. Each updates its own copy of the dead rank's
-pieces; at the next sync point these copies are averaged and all weights are divided among the survivors. `job.comm`
-still contains the dead rank, so its collectives (an evaluation's sums, synchronous steps) would wait for it.
+Note: dead ranks. In a training loop of the user's own, the other ranks name a dead rank in a warning and go on. Each
+updates its own copy of the dead rank's pieces; at the next sync point these copies are averaged and all weights are
+divided among the survivors. `job.comm` still contains the dead rank, so its collectives (an evaluation's sums,
+synchronous steps) would wait for it. So under `kasoku train` all ranks end instead, and resume from a checkpoint
+(distributed/liveness.py, Note: two policies).
 
 Note: joining ranks. The other ranks call `close()`, which leaves equal weights, and form a new group and new jobs with
 the joining rank. It gets rank 0's weights from `apply`, and may be given rank 0's `state_dict`
@@ -29,7 +31,6 @@ from torch import Tensor
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.liveness import LostError
 from kasoku.distributed.async_sgd.parameter_server import (
     CLOCK,
     RESTS,
@@ -40,6 +41,7 @@ from kasoku.distributed.async_sgd.parameter_server import (
     ParameterShard,
     Remedies,
 )
+from kasoku.distributed.async_sgd.peers import LostError
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.shared_memory import Segments
 from kasoku.distributed.async_sgd.survivors import Everybody, Table, mean_buffers

@@ -1,4 +1,9 @@
-"""Sums over the ranks that live, by messages between each two of them: no collective waits for a dead one."""
+"""Sums and lists over the living ranks, by messages between each two of them, as a collective would wait for the dead.
+
+Note: attempts. The living ranks reach a sync point by attempts. One begins when all of them report the same dead ranks.
+Its messages have tags of their own, and it counts when all living ranks report that it is complete. A death before that
+begins another.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm
-from kasoku.distributed.async_sgd.liveness import Life, LostError
+from kasoku.distributed.async_sgd.peers import SYNC, LostError, Peers
 
 T = TypeVar("T")
 
 
 class Table(Protocol):
-    """Who meets, and what they can do together."""
+    """The ranks of a sync point and their collectives."""
 
     ranks: list[int]
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> None:
-        """Every rank's flat x becomes the sum or "max" of all."""
+        """Every rank's flat x becomes the sum or "max" over the ranks."""
         ...
 
     def gather(self, thing: Any) -> list[Any]:
-        """What each has, in the order of ranks; of what JSON can say."""
+        """Every rank's object, which JSON must be able to hold, in the order of ranks."""
         ...
 
 
@@ -43,70 +48,106 @@ class Everybody:
 
 
 class Survivors:
-    """The ranks that live as an attempt to meet begins; LostError where one of them dies meanwhile."""
+    """The ranks of one attempt; raises LostError if one of them dies meanwhile."""
 
-    def __init__(self, comm: Comm, life: Life) -> None:
-        self._comm, self._life, self.ranks, self._tag = comm, life, life.meeting, life.tag
+    def __init__(self, comm: Comm, peers: Peers) -> None:
+        self._comm, self._peers, self.ranks = comm, peers, peers.attempt_ranks
+        self._tag = SYNC + peers.attempt_deaths
 
-    def swap(self, sent: Mapping[int, Tensor], come: Mapping[int, Tensor]) -> None:
-        """Sends to each and receives from each, and waits for both; nothing to or from this rank itself."""
+    def swap(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        """Sends to each other rank and receives from it, and waits for all."""
         pending = []
         for rank in self.ranks:
             if rank != self._comm.rank:
+                x, out = outgoing[rank], incoming[rank]
                 try:
-                    works = [self._comm.send(sent[rank], to=rank, tag=self._tag)] if len(sent[rank]) else []
-                    works += [self._comm.receive(come[rank], source=rank, tag=self._tag)] if len(come[rank]) else []
+                    works = [self._comm.send(x, to=rank, tag=self._tag)] if len(x) else []
+                    works += [self._comm.receive(out, source=rank, tag=self._tag)] if len(out) else []
                 except RuntimeError as error:
-                    self._life.lose(rank, "its connection broke")
+                    self._peers.lose(rank, "its connection broke")
                     raise LostError(rank) from error
-                pending.append(self._life.pending(rank, works, meets=True))
-        for one in pending:
-            one.wait()
+                pending.append(self._peers.pending(rank, works, syncs=True))
+        for wait in pending:
+            wait.wait()
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> None:
-        """Each sums a part, in the order of ranks, and gives it to all."""
+        """Each rank sums one part, in the order of ranks, and sends the sum to all."""
         cuts = [len(x) * i // len(self.ranks) for i in range(len(self.ranks) + 1)]
         parts = {rank: x[a:b] for rank, a, b in zip(self.ranks, cuts, cuts[1:], strict=False)}
         mine = parts[self._comm.rank]
-        come = {rank: torch.empty_like(mine) for rank in self.ranks}
-        self.swap(parts, come)
-        come[self._comm.rank].copy_(mine)
-        mine.zero_() if op == "sum" else mine.copy_(come[self.ranks[0]])
+        incoming = {rank: torch.empty_like(mine) for rank in self.ranks}
+        self.swap(parts, incoming)
+        incoming[self._comm.rank].copy_(mine)
+        mine.zero_() if op == "sum" else mine.copy_(incoming[self.ranks[0]])
         for rank in self.ranks:
-            mine.add_(come[rank]) if op == "sum" else torch.maximum(mine, come[rank], out=mine)
+            mine.add_(incoming[rank]) if op == "sum" else torch.maximum(mine, incoming[rank], out=mine)
         self.swap(dict.fromkeys(self.ranks, mine.clone()), parts)
 
     def gather(self, thing: Any) -> list[Any]:
-        """First how long, then what."""
+        """Lengths are sent first, then the text."""
         text = torch.frombuffer(bytearray(json.dumps(thing).encode()), dtype=torch.uint8)
         sizes = {rank: torch.tensor([len(text)]) for rank in self.ranks}
-        mine = sizes[self._comm.rank].clone()
-        self.swap(dict.fromkeys(self.ranks, mine), sizes)
-        come = {rank: torch.zeros(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
-        come[self._comm.rank] = text
-        self.swap(dict.fromkeys(self.ranks, text), come)
-        return [json.loads(bytes(come[rank].tolist())) for rank in self.ranks]
+        self.swap(dict.fromkeys(self.ranks, sizes[self._comm.rank].clone()), sizes)
+        texts = {rank: torch.zeros(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
+        texts[self._comm.rank] = text
+        self.swap(dict.fromkeys(self.ranks, text), texts)
+        return [json.loads(bytes(texts[rank].tolist())) for rank in self.ranks]
 
 
 def mean_buffers(model: nn.Module, table: Table, *, trains: bool, workers: int) -> list[Tensor]:
-    """Floating-point buffers become their means over the workers, others the largest."""
-    found = []
+    """Each floating-point buffer's mean over the workers; of other buffers the largest. Collective."""
+    means = []
     for x in model.buffers():
         exact = x.is_floating_point()
         mine = x.detach().to("cpu", torch.float32 if exact else torch.int64, copy=True).reshape(-1)
         table.all_reduce(mine if trains else mine.zero_(), op="sum" if exact else "max")
-        found.append((mine / max(1, workers) if exact else mine).view_as(x))
-    return found
+        means.append((mine / max(1, workers) if exact else mine).view_as(x))
+    return means
 
 
-def met(comm: Comm, life: Life, f: Callable[[Table], T]) -> tuple[T, list[int]]:
-    """What f makes of the survivors, who are told too; f is called again after each death, so it must only read."""
+def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> tuple[T, list[int]]:
+    """The result of f over the living ranks, and the list of these. Collective.
+
+    f is called again after each death, so it must only read.
+    """
     while True:
-        life.attempt()
-        table = Survivors(comm, life)
+        begin(peers)
+        table = Survivors(comm, peers)
         try:
-            found = f(table)
+            result = f(table)
         except LostError:
             continue
-        if life.agreed():
-            return found, table.ranks
+        if completed(peers):
+            return result, table.ranks
+
+
+def begin(peers: Peers) -> None:
+    """Begins an attempt once all living ranks report the same dead ranks."""
+
+    def same() -> bool:
+        peers.begin_attempt()
+        return all(peers.reports[rank][2:] == peers.flags for rank in peers.others)
+
+    _wait(peers, same)
+
+
+def completed(peers: Peers) -> bool:
+    """Whether an attempt that is complete here is complete on all living ranks."""
+    peers.attempt = peers.first_attempt + peers.attempt_deaths
+
+    def done() -> bool:
+        return all(peers.reports[rank][0] >= peers.attempt for rank in peers.others)
+
+    def failed() -> bool:
+        reports = [peers.reports[rank] for rank in peers.others]
+        return any(attempt < peers.attempt and sum(dead) > peers.attempt_deaths for attempt, _, *dead in reports)
+
+    _wait(peers, lambda: done() or failed())
+    return done()
+
+
+def _wait(peers: Peers, ready: Callable[[], bool]) -> None:
+    peers.beat()
+    with peers.changed:
+        peers.changed.wait_for(lambda: peers.failed or ready())
+    peers.check()

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Comm, Work
-from kasoku.distributed.async_sgd.liveness import Held, Life, LostError, Pending
+from kasoku.distributed.async_sgd.peers import Held, LostError, Peers, Pending
 from kasoku.distributed.async_sgd.shared_memory import PLACE, Segments
-from kasoku.distributed.async_sgd.survivors import Everybody, Table, met
+from kasoku.distributed.async_sgd.survivors import Everybody, Table, on_survivors
 
 ASK, REPLY = 2, 3  # tags of requests and replies, which share a channel; 1 is a heartbeat's
 TOLD = 4  # numbers of a header: the kind of message, and up to three more
@@ -126,8 +126,8 @@ class NetworkTransport:
         self.hand_over(handler, ranks)
         self._threads: list[tuple[int, threading.Thread]] = []
         self._errors: list[BaseException] = []
-        self.life = Life(comm, self._gone)
-        self.dead = self.life.dead
+        self.peers = Peers(comm, self._gone)
+        self.dead = self.peers.dead
         self.changed = threading.Condition()
 
     def hand_over(self, handler: RequestHandler, ranks: Ranks) -> None:
@@ -143,11 +143,11 @@ class NetworkTransport:
         return [False, True] if to == self._first else [False]
 
     def _way(self, small: bool) -> Comm:
-        return self.life.small if small else self._comm
+        return self.peers.small if small else self._comm
 
     def start(self) -> None:
         """Starts the threads that answer requests."""
-        self.life.start()
+        self.peers.start()
         self._threads = [
             (rank, threading.Thread(target=self._serve, args=both, name=f"kasoku answers {rank}", daemon=True))
             for rank in self._from
@@ -178,12 +178,12 @@ class NetworkTransport:
                 works = [send(x, to=to, tag=ASK) for x in (told, sent) if len(x)]
                 works += [receive(x, source=to, tag=REPLY) for x in (reply, come) if len(x)]
         except RuntimeError:
-            self.life.lose(to, "its connection broke")
-        return PendingReply(self.life.pending(to, [*works, Held(told)], small=small), reply)
+            self.peers.lose(to, "its connection broke")
+        return PendingReply(self.peers.pending(to, [*works, Held(told)], small=small), reply)
 
     def check(self) -> None:
         """Raises InputError if the others have given this rank up, or the error of a thread that answers requests."""
-        self.life.check()
+        self.peers.check()
         if self._errors:
             raise self._errors[0]
 
@@ -199,24 +199,24 @@ class NetworkTransport:
         for rank, small in [(to, small) for to in self._to for small in self._ways(to)]:
             try:
                 sent = self._way(small).send(bye, to=rank, tag=ASK)
-                none += [self.life.pending(rank, [sent, Held(bye)], small=small)]
+                none += [self.peers.pending(rank, [sent, Held(bye)], small=small)]
             except RuntimeError:
-                self.life.lose(rank, "its connection broke")
+                self.peers.lose(rank, "its connection broke")
         for pending in none:
             with suppress(LostError):
                 pending.wait()
         for rank, thread in self._threads:
-            self.life.join(rank, thread, lambda: bool(self._errors))
+            self.peers.join(rank, thread, lambda: bool(self._errors))
         self.check()
         self._threads.clear()
 
     def meet(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
         """The result of f over the living ranks, and the list of these; f may be called again, so it must only read."""
-        return met(self._comm, self.life, f)
+        return on_survivors(self._comm, self.peers, f)
 
     def stop(self) -> None:
         """Ends all threads; all living ranks call it."""
-        self.life.stop()
+        self.peers.stop()
         self._segments.forget()
 
     def _gone(self, rank: int) -> None:
@@ -242,12 +242,12 @@ class NetworkTransport:
         try:
             self._serve_all(rank, self._way(small), [_Buffer(), _Buffer()])
         except LostError:
-            self.life.lose(rank, "its connection broke")
+            self.peers.lose(rank, "its connection broke")
         except BaseException as error:
             with self.changed:  # wakes the threads that wait for a result of this one
                 self._errors.append(error)
                 self.changed.notify_all()
-            self.life.end()
+            self.peers.end()
 
     def _serve_all(self, rank: int, way: Comm, buffers: list[_Buffer]) -> None:
         """Receives a request into one buffer while the previous reply is sent from the other."""
