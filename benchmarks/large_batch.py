@@ -158,8 +158,8 @@ def train(
     start = time.perf_counter()
     chosen = choose(Device())
     torch.manual_seed(seed)
-    batches = loader(dataset, "train", setting.batch, seed=seed, device=chosen.device)
-    batches.parts, batches.fill = setting.batch // NORM_BATCH, True
+    parts = setting.batch // NORM_BATCH
+    batches = loader(dataset, "train", setting.batch, seed=seed, device=chosen.device, parts=parts, fill=True)
     test = loader(dataset, "test", TEST_BATCH, device=chosen.device)
     loss = functools.partial(cross_entropy, smoothing=SMOOTHING)
     model = Network().to(chosen.device)

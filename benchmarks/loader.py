@@ -93,10 +93,8 @@ def theirs(root: str, library: str, workers: int, batch: int):
 
 def ours(root: str, workers: int, batch: int):
     dataset = shards(root, SIDE) if (Path(root) / "pack.json").exists() else folder(root, SIDE, validation=0.001)
-    batches = loader(dataset, "train", batch)
-    batches.augment = Augment(flip="random", crop="random_resized", scale_min=0.08)
-    batches.threads, batches.cache_bytes = workers, 0
-    return batches
+    augment = Augment(flip="random", crop="random_resized", scale_min=0.08)
+    return loader(dataset, "train", batch, augment=augment, threads=workers, cache_bytes=0)
 
 
 def run(kind: str, root: str, workers: int, batch: int, seconds: float) -> dict[str, float]:

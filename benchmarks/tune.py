@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from common import finish, spread
 from kasoku.core import Batch, Constant, Job
-from kasoku.data import Dataset, FilesLoader, Items, Memory, digits, loader
+from kasoku.data import Dataset, Items, Memory, digits, loader
 from kasoku.device import Chosen, Device, choose
 from kasoku.models import cifarnet
 from kasoku.optim import Rate, sgd
@@ -107,9 +107,7 @@ class Case:
         """From new weights, always the same."""
         chosen = device()
         torch.manual_seed(0)
-        batches = loader(self.dataset, "train", batch, device=chosen.device)
-        if isinstance(batches, FilesLoader):
-            batches.threads = READERS
+        batches = loader(self.dataset, "train", batch, device=chosen.device, threads=READERS)
         made = Job(self.model().to(chosen.device), lambda m: sgd(m, lr=0.01, momentum=0.9), loader=batches)
         return made.apply(*chosen.techniques)
 

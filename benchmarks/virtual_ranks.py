@@ -39,8 +39,7 @@ def images(n: int) -> Dataset:
 def job_on(ranks: int, *more: Technique) -> Job:
     """A training of batches of `ranks` parts."""
     chosen = choose(Device())
-    batches = loader(images(NORM_BATCH * ranks), "train", NORM_BATCH * ranks, device=chosen.device)
-    batches.parts = ranks
+    batches = loader(images(NORM_BATCH * ranks), "train", NORM_BATCH * ranks, device=chosen.device, parts=ranks)
     job = Job(cifarnet().to(chosen.device), sgd, loader=batches, accumulate=ranks)
     return job.apply(*chosen.techniques, *more)
 

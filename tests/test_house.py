@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1300,
     "models": 870,
     "device": 660,
-    "data": 5320,
+    "data": 5700,
     "distributed": 6400,
     "memory": 2850,
     "config": 1000,

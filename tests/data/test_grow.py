@@ -15,8 +15,7 @@ GROWTH = GrowBatch(StepDecay(milestones=(1, 2), gamma=2))  # 100, 200, 400 of 1,
 
 def job_on(parts: int = 1) -> Job:
     torch.manual_seed(0)
-    batches = loader(digits(), "train", 100, seed=2)
-    batches.parts = parts
+    batches = loader(digits(), "train", 100, seed=2, parts=parts)
     job = Job(cifarnet(in_channels=1, widths=(8, 8)), sgd, loader=batches, accumulate=parts)
     return job.apply(GROWTH, Rate(Linear(epochs=4)))
 

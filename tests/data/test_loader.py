@@ -17,19 +17,17 @@ from PIL import Image
 from kasoku.core import InputError, Job
 from kasoku.data import (
     Augment,
-    FilesLoader,
     Items,
     Memory,
-    MemoryLoader,
     digits,
     folder,
     loader,
     normalise,
     order,
     sample,
-    shared,
 )
-from kasoku.data.loading import file_loader as images
+from kasoku.data.augment.basic import stored_side
+from kasoku.data.loading import decode_tasks, file_executor
 
 VARIED = Augment(flip="alternating", translate=1, cutout=2)
 CROPPED = Augment(flip="random", translate=3, crop="random_resized")
@@ -62,9 +60,7 @@ def made(request, photos):
     data, augment = (few_digits(), VARIED) if request.param == "memory" else (photos, CROPPED)
 
     def make(split="train", batch=8, **settings):
-        batches = loader(data, split, batch, **settings)
-        batches.augment = augment
-        return batches
+        return loader(data, split, batch, augment=augment, **settings)
 
     return make
 
@@ -80,7 +76,7 @@ def equal(a, b):
 def test_no_batch_of_bytes_is_kept_while_the_next_is_made(monkeypatch):
     batches, seen = loader(digits(), "train", 8), []
 
-    def fetch(epoch, first):
+    def run(pipeline, epoch, numbers, trace):
         for _ in range(3):
             assert all(images() is None for images in seen)
             images_NHWC = torch.zeros((8, 8, 8, 1), dtype=torch.uint8)
@@ -89,7 +85,7 @@ def test_no_batch_of_bytes_is_kept_while_the_next_is_made(monkeypatch):
             del images_NHWC
             yield given.pop()
 
-    monkeypatch.setattr(batches, "fetch", fetch)
+    monkeypatch.setattr(batches.executor, "run", run)
     assert len(list(batches)) == len(seen) == 3
 
 
@@ -115,7 +111,7 @@ def test_batches_are_the_same_each_time_and_differ_by_epoch_and_seed(made):
 def test_the_training_order_is_the_order_of_seed_and_epoch():
     d = digits()
     batches = loader(d, "train", 100, seed=4)
-    batches.epoch = 2
+    batches.seek(2, 0)
     y_N = torch.cat([y for _, y in batches])
     assert y_N.equal(d.train.labels_N[order(1437, 4, 2)][:1400])
 
@@ -127,11 +123,6 @@ def test_test_images_come_in_order_whole_and_never_augmented(made):
     assert y_N.equal(batches.dataset.test.labels_N)
     assert len(got[-1][1]) == len(y_N) % 7
     assert equal(got, copies(batches))
-
-
-def test_each_kind_of_split_has_its_loader(photos):
-    assert isinstance(loader(digits(), "train", 8), MemoryLoader)
-    assert isinstance(loader(photos, "train", 8), FilesLoader)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -184,8 +175,7 @@ def test_a_loop_left_early_goes_on_there(made):
 
 
 def test_dtype_is_that_of_the_batches(made):
-    batches = made()
-    batches.dtype = torch.bfloat16
+    batches = made(dtype=torch.bfloat16)
     assert next(iter(batches))[0].dtype == torch.bfloat16
 
 
@@ -246,9 +236,7 @@ def test_a_program_that_ends_in_the_middle_of_an_epoch_does_not_hang(photos):
 def test_batches_do_not_depend_on_the_number_of_threads(photos, threads, cache_bytes):
     runs = []
     for count in (2, threads):
-        batches = loader(photos, "train", 8)
-        batches.augment = CROPPED
-        batches.threads, batches.cache_bytes = count, cache_bytes
+        batches = loader(photos, "train", 8, augment=CROPPED, threads=count, cache_bytes=cache_bytes)
         runs.append([*copies(batches), *copies(batches)])
     assert equal(*runs)
 
@@ -256,15 +244,15 @@ def test_batches_do_not_depend_on_the_number_of_threads(photos, threads, cache_b
 def counted(monkeypatch):
     """The names of the images that are decoded from now on."""
     seen = []
-    for what in ("decode", "crop"):
-        real = getattr(images, what)
+    for module, what in ((file_executor, "decode"), (decode_tasks, "crop")):
+        real = getattr(module, what)
 
         def noted(*a, real=real, **named):
             if isinstance(a[0], bytes):
                 seen.append(named["name"])
             return real(*a, **named)
 
-        monkeypatch.setattr(images, what, noted)
+        monkeypatch.setattr(module, what, noted)
     return seen
 
 
@@ -274,28 +262,26 @@ def test_each_image_of_a_set_that_fits_the_cache_is_decoded_once(photos, monkeyp
     first = copies(batches)
     assert equal(first, copies(batches))
     assert sorted(decoded) == sorted(photos.test.name(i) for i in range(len(photos.test)))
-    batches = loader(photos, "test", 4)
-    batches.cache_bytes = 0
+    batches = loader(photos, "test", 4, cache_bytes=0)
     copies(batches), copies(batches)
     assert len(decoded) == 3 * len(photos.test)
 
 
 def test_what_is_kept_depends_on_the_set_not_on_what_was_decoded(photos):
     batches = loader(photos, "train", 4)
-    side = images.stored_side(16)
+    side = stored_side(16)
     for most, keeps in ((batches.images * 4 * side * side, True), (batches.images * 4 * side * side - 1, False)):
-        batches.cache_bytes = most
-        assert batches.keeps is keeps
+        batches = batches.with_(cache_bytes=most)
+        assert batches.pipeline.keeps_decoded is keeps
         copies(batches)
-        assert batches.keeps is keeps
+        assert batches.pipeline.keeps_decoded is keeps
 
 
 @pytest.mark.parametrize(("parts", "size"), [(1, 1), (2, 1), (2, 2)])
 def test_what_was_decoded_ahead_is_the_next_batch_and_changes_none(photos, monkeypatch, parts, size):
     def made():
-        batches = loader(photos, "train", 8, comm=SimpleNamespace(rank=size - 1, size=size))
-        batches.augment, batches.parts = CROPPED, parts
-        return batches
+        comm = SimpleNamespace(rank=size - 1, size=size)
+        return loader(photos, "train", 8, comm=comm, augment=CROPPED, parts=parts)
 
     plain = copies(made())
     ahead = made()
@@ -333,14 +319,13 @@ def test_a_bad_image_is_replaced_by_the_next_good_one_with_its_label(photos, tmp
     for i in places:
         paths[i], labels_N[i] = paths[i + 1], labels_N[i + 1]
     want, got = (
-        loader(one, "train", len(paths))
+        loader(one, "train", len(paths), cache_bytes=cache_bytes)
         for one in (replace(photos, train=replace(photos.train, paths=tuple(paths), labels_N=labels_N)), bad)
     )
-    want.cache_bytes = got.cache_bytes = cache_bytes
     assert equal([*copies(got), *copies(got)], [*copies(want), *copies(want)])
     assert sorted(got.skipped.reasons) == places
     for i in places:
-        assert f"bad{i}.png: cannot be decoded" in got.skipped.told()
+        assert f"bad{i}.png: cannot be decoded" in got.skipped.summary()
 
 
 def test_bad_test_images_are_left_out(photos, tmp_path):
@@ -405,8 +390,7 @@ def test_a_data_set_of_the_users_own_is_a_split(kind):
 def test_processes_give_the_batches_of_threads(kind):
     runs = []
     for settings in ({}, {"processes": 2}):
-        batches = loader(own(kind, **settings), "train", 8)
-        batches.augment = CROPPED
+        batches = loader(own(kind, **settings), "train", 8, augment=CROPPED)
         runs.append([*copies(batches), *copies(batches)])
     assert equal(*runs)
 
@@ -439,8 +423,7 @@ def test_waiting_for_input_is_noted_in_the_jobs_trace(photos):
 
 
 def test_memory_does_not_grow_over_epochs(photos):
-    batches = loader(photos, "train", 4)
-    batches.cache_bytes = 0
+    batches = loader(photos, "train", 4, cache_bytes=0)
     copies(batches)
     tracemalloc.start()
     try:
@@ -469,8 +452,7 @@ def test_resident_memory_grows_by_less_than_half_a_batch_an_epoch(tmp_path):
             pixels_HWC = rng.integers(0, 256, (5, 5, 3), np.uint8)
             Image.fromarray(pixels_HWC).resize((280, 260)).save(tmp_path / name / f"{number}.jpg")
     data = folder(str(tmp_path), size=256)
-    batches = loader(data, "train", 60)
-    batches.cache_bytes, batches.augment = 0, CROPPED
+    batches = loader(data, "train", 60, cache_bytes=0, augment=CROPPED)
     batch_bytes = 60 * 256 * 256 * 3  # as they are decoded; normalised they are four times as many
 
     def least():
@@ -499,10 +481,9 @@ def test_sample_is_deterministic_and_not_augmented(photos):
 
 def test_parts_of_a_batch_are_the_shares_of_as_many_ranks(made):
     """Part i of 2 on rank r of 2 is the share of rank 2r + i of 4."""
-    halves = [made(batch=8, comm=SimpleNamespace(rank=r, size=2)) for r in range(2)]
+    halves = [made(batch=8, parts=2, comm=SimpleNamespace(rank=r, size=2)) for r in range(2)]
     quarters = [list(made(batch=8, comm=SimpleNamespace(rank=r, size=4))) for r in range(4)]
     for r, half in enumerate(halves):
-        half.parts = 2
         assert len(half) == 2 * len(quarters[0])
         for number, (x, y) in enumerate(half):
             x_4, y_4 = quarters[2 * r + number % 2][number // 2]
@@ -511,31 +492,27 @@ def test_parts_of_a_batch_are_the_shares_of_as_many_ranks(made):
 
 
 def test_parts_are_resumed_in_the_middle_of_a_batch(made):
-    whole, part = made(), made()
-    whole.parts = part.parts = 4
+    whole, part = made(parts=4), made(parts=4)
     batches = [x for _ in range(2) for x, _ in whole]
     head = iter(part)
     for _ in range(3):
         next(head)
-    again = made()
-    again.parts = 4
+    again = made(parts=4)
     again.load_state_dict(part.state_dict())
     rest = [x for _ in range(2) for x, _ in again]
     assert all(torch.equal(a, b) for a, b in zip(batches[3:], rest, strict=True))
 
 
 def test_a_batch_that_does_not_divide_into_parts_is_refused(made):
-    batches = made(batch=8)
-    batches.parts = 3
+    batches = made(batch=8, parts=3)
     with pytest.raises(InputError, match="batch=8: not a multiple of 1 ranks x 3 parts"):
         next(iter(batches))
 
 
 def test_an_epoch_filled_up_shows_every_image_and_the_first_ones_again():
     data = digits()
-    batches = loader(data, "train", 400, seed=3)
-    assert len(batches) == 3
-    batches.fill = True
+    assert len(loader(data, "train", 400, seed=3)) == 3
+    batches = loader(data, "train", 400, seed=3, fill=True)
     assert len(batches) == 4
     labels = torch.cat([y for _, y in batches])
     wanted = data.train.labels_N[order(1437, 3, 0)]
@@ -543,8 +520,7 @@ def test_an_epoch_filled_up_shows_every_image_and_the_first_ones_again():
 
 
 def test_a_survey_shows_each_image_once_and_moves_nothing(made):
-    batches = made(batch=8)
-    batches.parts = 2
+    batches = made(batch=8, parts=2)
     next(iter(batches))
     state = batches.state_dict()
     seen = list(batches.survey(10))
@@ -555,27 +531,23 @@ def test_a_survey_shows_each_image_once_and_moves_nothing(made):
 
 
 def sample_of(batches, n):
-    plain = loader(batches.dataset, "train", 1)
-    plain.train = False
+    plain = loader(batches.dataset, "train", 1, shuffled=False)
     return torch.cat([x for _, (x, _) in zip(range(n), plain, strict=False)])
 
 
-def test_members_share_each_decoded_batch(made):
+def test_members_share_each_decoded_batch(made, monkeypatch):
     alone = made(batch=8)
     wanted = [(x, y) for _ in range(2) for x, y in alone]
     source = made(batch=8)
-    counted, fetch = [], type(source).fetch
+    counted, run = [], source.executor.run
 
-    class Counted(type(source)):
-        def fetch(self, epoch, first):
-            for batch in fetch(self, epoch, first):
-                counted.append((epoch, first))
-                yield batch
+    def counting(*args):
+        for batch in run(*args):
+            counted.append(batch)
+            yield batch
 
-    source.__class__ = Counted
-    members = shared(source, 3)
-    for member in members:
-        member.augment = source.augment
+    monkeypatch.setattr(source.executor, "run", counting)
+    members = source.members(3)
 
     def two_epochs(member):
         for _ in range(2):
@@ -591,6 +563,6 @@ def test_members_share_each_decoded_batch(made):
 
 
 def test_a_member_far_behind_gets_the_same_batches(made):
-    first, second = shared(made(batch=8), 2)
+    first, second = made(batch=8).members(2)
     wanted = [x for _ in range(2) for x, _ in first]
     assert all(torch.equal(a, b) for a, b in zip(wanted, [x for _ in range(2) for x, _ in second], strict=True))

@@ -125,8 +125,7 @@ def test_under_accumulation_each_part_is_mixed_within_itself(mix: Mix):
 
 def batches_of(mix: Mix, comm: Comm | None = None, parts: int = 1, steps: int = 3) -> list[tuple[torch.Tensor, ...]]:
     """What the loop gets of the digits, and the loss of it under a fixed model."""
-    source = loader(digits(), "train", 96, seed=4, comm=comm)
-    source.parts = parts
+    source = loader(digits(), "train", 96, seed=4, comm=comm, parts=parts)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     nn.init.constant_(model[1].weight, 0.1)
     nn.init.zeros_(model[1].bias)
@@ -197,7 +196,7 @@ def test_a_loader_left_early_goes_on_as_if_it_were_not():
 def test_draws_follow_the_loaders_seed_and_leave_every_generator_alone():
     def shares(seed: int) -> list[float]:
         source, y_N = loader(digits(), "train", 96, seed=seed), torch.arange(96)
-        source.fetch = lambda epoch, first: ((torch.zeros(96, 8, 8, 1).byte(), y_N, y_N) for _ in range(3))
+        source.executor.run = lambda *_: ((torch.zeros(96, 8, 8, 1).byte(), y_N, y_N) for _ in range(3))
         job = Job(nn.Flatten(), sgd, loader=source, loss=own_or_not).apply(MIXUP)
         return [job.loss(None, y).item() for _, y in job.loader]
 

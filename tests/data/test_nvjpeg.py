@@ -14,7 +14,7 @@ from kasoku.data import Augment, Decoding, folder, loader
 from kasoku.data.augment.basic import box_draws, random_box
 from kasoku.data.decode import jpeg, nvjpeg
 from kasoku.data.decode.decode import crop
-from kasoku.data.loading import file_loader as images
+from kasoku.data.loading.file_executor import PendingBatch
 
 pytestmark = pytest.mark.skipif(not jpeg.available(), reason="kasoku's piece of C was not built here")
 CPU = torch.device("cpu")
@@ -243,12 +243,10 @@ def photos(tmp_path):
     return folder(str(tmp_path / "photos"), size=32, validation=0.3)
 
 
-def epochs(dataset, split="train", batch=4, count=2, **settings):
-    batches = loader(dataset, split, batch, seed=3)
-    batches.augment = Augment(flip="random", translate=2, crop="random_resized") if split == "train" else Augment()
-    batches.cache_bytes = 0
-    for name, value in settings.items():
-        setattr(batches, name, value)
+def epochs(dataset, split="train", batch=4, count=2, position=0, **settings):
+    augment = Augment(flip="random", translate=2, crop="random_resized") if split == "train" else Augment()
+    batches = loader(dataset, split, batch, **{"seed": 3, "augment": augment, "cache_bytes": 0, **settings})
+    batches.seek(0, position)
     return [(x.clone(), y.clone()) for _ in range(count) for x, y in batches], batches
 
 
@@ -262,7 +260,7 @@ def test_a_loader_gives_the_images_of_one_on_the_cpu_in_its_order(photos, stand_
     want, _ = epochs(photos)
     got, batches = epochs(photos, decoder="nvjpeg", cache_bytes=2**30)
     assert [y.tolist() for _, y in got] == [y.tolist() for _, y in want]
-    assert not batches.keeps
+    assert not batches.pipeline.keeps_decoded
     levels = torch.cat([(x - z).abs().flatten() for (x, _), (z, _) in zip(got, want, strict=True)]) * 255 * 0.225
     assert levels.mean() <= 1
     assert levels.max() <= 8
@@ -324,7 +322,7 @@ def test_a_batch_that_the_gpu_has_still_to_decode_may_still_fail():
     done = Future()
     done.set_result({})
     for jpegs, good in ((None, True), (nvjpeg.Jpegs(SIZE, CPU), False)):
-        assert images._Batch(torch.zeros(1), torch.zeros(1), [slice(0, 1)], [done], jpegs).good is good
+        assert PendingBatch(torch.zeros(1), torch.zeros(1), [slice(0, 1)], [done], jpegs).good is good
 
 
 # ---- what cannot be
@@ -393,8 +391,7 @@ def test_a_gpu_decodes_real_photos_to_nearly_the_cpus_pixels(real_data):
     data = folder(str(real_data / "imagenet_fullsize"), size=224, validation=0.3)
     sides = []
     for device, decoder in (("cpu", "cpu"), ("cuda", "nvjpeg")):
-        batches = loader(data, "test", 16, device=device)
-        batches.decoder, batches.cache_bytes = decoder, 0
+        batches = loader(data, "test", 16, device=device, decoder=decoder, cache_bytes=0)
         sides.append([(x.cpu(), y.cpu()) for x, y in batches])
     assert [y.tolist() for _, y in sides[0]] == [y.tolist() for _, y in sides[1]]
     levels = torch.cat([(x - z).abs().flatten() for (x, _), (z, _) in zip(*sides, strict=True)]) * 255 * 0.225
@@ -407,9 +404,9 @@ def test_as_a_technique_it_sets_the_loader_until_the_job_is_closed(photos, monke
     batches = loader(photos, "train", 4)
     job = Job(torch.nn.Flatten(), torch.optim.SGD([torch.zeros(1)], 0.1), loader=batches)
     job.apply(Decoding("nvjpeg"))
-    assert batches.decoder == "nvjpeg"
+    assert batches.pipeline.decode.decoder == "nvjpeg"
     job.close()
-    assert batches.decoder == "cpu"
+    assert batches.pipeline.decode.decoder == "cpu"
 
 
 def test_as_a_technique_it_is_refused_in_one_line(photos):

@@ -184,8 +184,10 @@ def job_on(*techniques, n: int = 60, comm=None) -> Job:
 
 def test_it_comes_before_augment():
     varied, by_hand = job_on(RandAugment(), Augment(flip="random")).loader, job_on(Augment(flip="random")).loader
-    vary, fetch = Vary(RandAugment(), 5, MEAN), by_hand.fetch
-    by_hand.fetch = lambda epoch, first: ((vary(x, i, epoch), y, i) for x, y, i in fetch(epoch, first))
+    vary, run = Vary(RandAugment(), 5, MEAN), by_hand.executor.run
+    by_hand.executor.run = lambda pipeline, epoch, *more: (
+        (vary(x, i, epoch), y, i) for x, y, i in run(pipeline, epoch, *more)
+    )
     for _ in range(2):
         assert all(torch.equal(a, b) for (a, _), (b, _) in zip(varied, by_hand, strict=True))
     assert not torch.equal(next(iter(varied))[0], next(iter(job_on(Augment(flip="random")).loader))[0])
@@ -194,8 +196,8 @@ def test_it_comes_before_augment():
 def test_images_for_tests_and_statistics_are_not_varied():
     source, plain = job_on(RandAugment()).loader, job_on().loader
     assert torch.equal(torch.cat([x for x, _ in source.survey()]), torch.cat([x for x, _ in plain.survey()]))
-    test, plain_test = (loader(source.dataset, "test", 60) for _ in range(2))
-    test.vary = source.vary
+    plain_test = loader(source.dataset, "test", 60)
+    test = plain_test.with_(vary=source.pipeline.augmentation.vary)
     assert torch.equal(next(iter(test))[0], next(iter(plain_test))[0])
 
 
@@ -235,9 +237,9 @@ def test_ranks_see_what_one_rank_would():
 
 def test_close_gives_the_loader_back():
     job = job_on(RandAugment())
-    assert job.loader.vary is not None
+    assert job.loader.pipeline.augmentation.vary is not None
     job.close()
-    assert job.loader.vary is None
+    assert job.loader.pipeline.augmentation.vary is None
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ def network(norm: bool) -> nn.Module:
 
 
 def trained(comm: Comm, *techniques: Technique, parts: int = 1, norm: bool = False) -> Run:
-    batches = loader(digits(), "train", BATCH, comm=comm)
-    batches.parts = parts
+    batches = loader(digits(), "train", BATCH, comm=comm, parts=parts)
     job = Job(network(norm), rule, loader=batches, comm=comm, accumulate=parts).apply(*techniques)
     run = Run({})
     for number, (x_NCHW, y_N) in enumerate(job.loader, start=1):
@@ -122,8 +121,7 @@ def test_mixed_labels_keep_their_shares():
 @pytest.mark.parametrize(("parts", "accumulate"), [(1, 2), (2, 2)])
 def test_equal_shares_change_nothing_however_a_step_is_made_up(parts: int, accumulate: int):
     def rank(comm: Comm) -> tuple[float, float]:
-        batches = loader(digits(), "train", BATCH, comm=comm)
-        batches.parts = parts
+        batches = loader(digits(), "train", BATCH, comm=comm, parts=parts)
         job = Job(network(False), rule, loader=batches, comm=comm, accumulate=accumulate)
         x_NCHW, y_N = next(iter(job.loader))
         plain = job.loss(job.model(x_NCHW), y_N).item()

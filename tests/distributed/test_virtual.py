@@ -29,8 +29,7 @@ def images() -> Dataset:
 
 
 def job_on(comm: Comm | None = None, *, parts: int = 1, techniques=(), dropout: float = 0.1, rule=None) -> Job:
-    batches = loader(images(), "train", BATCH, seed=1, comm=comm)
-    batches.parts = parts
+    batches = loader(images(), "train", BATCH, seed=1, comm=comm, parts=parts)
     rule = rule or (lambda m: sgd(m, lr=0.1, momentum=0.9, weight_decay=1e-3))
     job = Job(Net(dropout=dropout), rule, loader=batches, comm=comm, accumulate=parts)
     return job.apply(Seeded(5), AllReduce(), *techniques)
@@ -317,8 +316,7 @@ def test_groups_that_do_not_fit(norm_batch: int, parts: int, line: str):
 
 
 def test_parts_and_accumulation_must_agree():
-    batches = loader(images(), "train", BATCH)
-    batches.parts = 4
+    batches = loader(images(), "train", BATCH, parts=4)
     with pytest.raises(InputError, match=r"loader\.parts=4 beside Job\(accumulate=1\)"):
         Job(Net(), sgd, loader=batches).apply(VirtualRanks(8))
 

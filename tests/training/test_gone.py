@@ -20,8 +20,9 @@ from helpers.photos import photos_command
 from kasoku.cli import main
 from kasoku.config.recipe import load
 from kasoku.core import Comm, InputError, Solo, Threads, Trace
-from kasoku.data import Dataset, FilesLoader, GoneError, loader, order
-from kasoku.data.loading.device_prefetch import Copies
+from kasoku.data import Dataset, GoneError, loader, order
+from kasoku.data.loading import file_executor
+from kasoku.data.loading.device_prefetch import DevicePrefetch
 from kasoku.distributed.consensus import SharedInputError
 from kasoku.distributed.counting_comm import BUSY, STALLED, Activity
 from kasoku.training.batches import Gate
@@ -167,14 +168,14 @@ def judged(run: Path) -> list[int]:
 
 def gone_after(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source of all training images goes when so many have been read."""
-    source, left = FilesLoader._source, iter(range(images))
+    source, left = file_executor._Run._source, iter(range(images))
 
-    def failing(batches: FilesLoader, index: int) -> bytes | np.ndarray:
-        if batches.train and next(left, None) is None:
+    def failing(run: Any, index: int) -> bytes | np.ndarray:
+        if run.pipeline.train and next(left, None) is None:
             raise GoneError(LINE)
-        return source(batches, index)
+        return source(run, index)
 
-    monkeypatch.setattr(FilesLoader, "_source", failing)
+    monkeypatch.setattr(file_executor._Run, "_source", failing)
 
 
 def shown(seed: int, batch: int, place: int) -> int:
@@ -262,7 +263,7 @@ def test_images_gone_while_statistics_are_measured_have_all_save(tmp_path: Path)
     assert steps_saved(tmp_path) == [5]
 
 
-class Ahead(Copies):
+class Ahead(DevicePrefetch):
     """Copies that begin ahead of their turn, as on a GPU."""
 
     def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
@@ -277,9 +278,9 @@ class Ahead(Copies):
 def test_a_batch_that_fails_while_copied_ahead_is_told_in_its_turn(
     tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kasoku.data.loading.file_loader.Copies", Ahead)
+    monkeypatch.setattr(file_executor, "DevicePrefetch", Ahead)
     monkeypatch.setattr("torch.cuda.stream", nullcontext)
-    monkeypatch.setattr("kasoku.data.loading.file_loader._Batch.ready", property(lambda made: bool(wait(made.parts))))
+    monkeypatch.setattr(file_executor.PendingBatch, "ready", property(lambda batch: bool(wait(batch.chunks))))
     lost: list[Lost] = [{}, {"train": {shown(0, batch, 5): GoneError(LINE)}}]
     zero, one = Threads(2).run(lambda comm: trained(comm, tmp_path, lost=lost[comm.rank]))
     assert str(zero) == str(one) == f"rank 1: {LINE}"

@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.core import Comm, InputError, Job, Threads, process_start
-from kasoku.data import FilesLoader
+from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.shuffle import order as order_of_epoch
 from kasoku.device import LossScale
 from kasoku.distributed import Asynchronous
@@ -234,7 +234,7 @@ def test_a_signal_to_one_rank_stops_all_and_resuming_goes_on(tmp_path, monkeypat
     wished, run, asked = Meetings._wished, tmp_path / "run", recipe("epochs=1")
 
     def signalled(self: Meetings, caught: list[str]) -> int:
-        late = self.job.comm.rank == 1 and self.job.plain_loader.dealt >= 10
+        late = self.job.comm.rank == 1 and getattr(self.job.plain_loader.deal, "last", 0) >= 10
         return wished(self, ["SIGTERM"] if late else caught)
 
     with monkeypatch.context() as patch:
@@ -302,7 +302,7 @@ def test_a_rank_that_gets_no_share_ends_nothing(tmp_path):
             return ask(wish)
 
         exchange.share_of_data = late
-        training.job.before_step(lambda: steps.append(plain.dealt))
+        training.job.before_step(lambda: steps.append(plain.deal.last))
         run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
         return fit(training, run, started=process_start(), quiet=True), len(steps)
 
@@ -321,7 +321,7 @@ def test_its_losses_are_written_at_every_meeting(tmp_path):
 @pytest.mark.parametrize("warmup", [0.0, 1.0])
 def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup: float):
     data = f"data={{use='kasoku.data.folder', root='{images(tmp_path / 'images', 36)}', size=16}}"
-    monkeypatch.setattr(FilesLoader, "sure", property(lambda _: 0, lambda *_: None), raising=False)
+    monkeypatch.setattr(FileExecutor, "safe_batches", property(lambda _: 0, lambda *_: None), raising=False)
 
     def failing(batches):
         yield from islice(batches, 2)

@@ -338,12 +338,11 @@ def test_scores_over_ranks_are_those_of_one_though_images_do_not_divide(ranks, b
 
 
 def test_a_loaders_place_is_kept_in_other_parts():
-    one, two = loader(digits(), "train", 64), loader(digits(), "train", 64)
-    one.parts, two.parts = 4, 2
+    one, two = loader(digits(), "train", 64, parts=4), loader(digits(), "train", 64, parts=2)
     one.load_state_dict({"epoch": 1, "position": 12})  # as written before parts were
     two.load_state_dict(one.state_dict())
     assert two.state_dict() == {"epoch": 1, "position": 6, "parts": 2}
-    one.position = 13
+    one.seek(1, 13)
     with pytest.raises(InputError, match="within a batch"):
         two.load_state_dict(one.state_dict())
 

@@ -174,7 +174,12 @@ def test_a_loader_of_files_keeps_no_trace_and_its_threads_end(photos: Dataset):
     job, before = photo_job(photos), len(decoders())
     plain = job.plain_loader
     assert tuned(job).batch <= 32
-    assert (plain.skipped.reasons, plain.skipped.met, plain.stats.images, plain._pace) == ({}, set(), 0, None)
+    assert (plain.skipped.reasons, plain.skipped.met, plain.stats.images, plain.executor._autotuner) == (
+        {},
+        set(),
+        0,
+        None,
+    )
     assert len(decoders()) == before
     assert len(list(job.loader)) == 3
     assert len(plain.skipped.reasons) == 1, "it is met again when the job meets it"
@@ -208,12 +213,12 @@ def test_processes_that_read_for_copies_end_with_them():
     sandbox = Sandbox(job)
     alone = sandbox.at(8)
     assert next(iter(alone.loader))[0].shape == (8, 3, 8, 8)
-    crew = alone.plain_loader._processes
+    processes = alone.plain_loader.executor._processes
     alone.close()
     sandbox.close()
-    assert job.plain_loader._processes is None
+    assert job.plain_loader.executor._processes is None
     with pytest.raises(RuntimeError, match="after shutdown"):
-        crew.submit(len, ())
+        processes.submit(len, ())
 
 
 # ---- a copy that diverged

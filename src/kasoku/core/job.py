@@ -175,6 +175,10 @@ class Job:
         """Puts f around the loader: each epoch iterates f(loader)."""
         self.patch(self, "loader", Batches(self.plain_loader, self.loader, f))
 
+    def configure_loader(self, **settings: Any) -> None:
+        """Changes settings of the loader's pipeline, until `close()`."""
+        self.undo(self.plain_loader.configure(**settings))
+
     def around_evaluation(self, f: Callable[[], AbstractContextManager[object]], *, name: str = "") -> None:
         """Evaluates inside f(): averaged weights step in, statistics are renewed, and all is put back."""
         self._on_evaluate.append((name, f))

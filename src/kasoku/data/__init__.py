@@ -11,9 +11,8 @@ from kasoku.data.datasets.folder import find_images, folder, imagenet
 from kasoku.data.datasets.mnist import fashion_mnist, idx, mnist
 from kasoku.data.decode.decode import decode, read_image
 from kasoku.data.decode.nvjpeg import Decoding
-from kasoku.data.loading.file_loader import FilesLoader
-from kasoku.data.loading.loader import Loader, MemoryLoader, loader, sample
-from kasoku.data.loading.shared_batches import shared
+from kasoku.data.loading.loader import Loader, loader, sample
+from kasoku.data.loading.pipeline import Pipeline
 from kasoku.data.loading.shuffle import draws, order
 from kasoku.data.loading.uneven_shares import Shares, by_speed
 from kasoku.data.packs.reader import shards
@@ -26,15 +25,14 @@ __all__ = [
     "Encoded",
     "Facts",
     "Files",
-    "FilesLoader",
     "GoneError",
     "GrowBatch",
     "Items",
     "Loader",
     "LowResolution",
     "Memory",
-    "MemoryLoader",
     "Mix",
+    "Pipeline",
     "RandAugment",
     "Shares",
     "Split",
@@ -57,5 +55,4 @@ __all__ = [
     "read_image",
     "sample",
     "shards",
-    "shared",
 ]

@@ -63,16 +63,15 @@ class Meetings(Watch):
                         return
             else:
                 self._exchange.deal(first * size, end * size)
-                loader.deal = lambda: self._exchange.share_of_data(self._wished(caught))
-                for batch in own_batches(job.loader, self.activity):
-                    job.at(epoch + loader.dealt // size / len(loader))  # a batch's shares are all of one phase
-                    yield batch
+                with loader.deal_from(lambda: self._exchange.share_of_data(self._wished(caught))) as deal:
+                    for batch in own_batches(job.loader, self.activity):
+                        job.at(epoch + deal.last // size / len(loader))  # a batch's shares are all of one phase
+                        yield batch
         except InputError as error:
             self._failure, self._wish = error, _FAILED
             if not self._together:
                 self._exchange.share_of_data(_FAILED)
         finally:
-            loader.deal = None
             gate.close()
 
     def took(self, loss: Tensor) -> None:
@@ -100,7 +99,7 @@ class Meetings(Watch):
         wish, before = max(wish for wish, *_ in told), self._steps
         if not self._together:
             reached = job.comm.broadcast_object(self._exchange.reached) // job.comm.size
-            loader.epoch, loader.position = loader.epoch + reached // len(loader), reached % len(loader)
+            loader.seek(loader.epoch + reached // len(loader), reached % len(loader))
         self._place = {"epoch": loader.epoch, "position": loader.position}
         job.steps = self._steps = loader.epoch * len(loader) + loader.position
         job.at(job.steps / len(loader))

@@ -9,7 +9,6 @@ from itertools import islice
 import torch
 
 from kasoku.core import Batch, Comm, InputError, Job, Work
-from kasoku.data import FilesLoader
 from kasoku.distributed.consensus import raise_if, run_on_all_ranks
 from kasoku.distributed.counting_comm import Activity
 
@@ -69,7 +68,7 @@ def batches(job: Job, activity: Activity, gate: Gate) -> Iterator[Batch]:
     """What is left of an epoch: each batch on all ranks, or on none of them, where all raise what one of them met."""
     plain = job.plain_loader
     left = iter(job.loader)
-    if job.comm.size == 1 or not isinstance(plain, FilesLoader):  # what is in memory does not fail
+    if job.comm.size == 1 or getattr(plain, "skipped", None) is None:  # what is in memory does not fail
         yield from left
         return
     while True:
@@ -82,7 +81,7 @@ def batches(job: Job, activity: Activity, gate: Gate) -> Iterator[Batch]:
         if not found and not failure:
             return  # all ranks have as many
         with job.trace.span("wait", "the other ranks' input"):
-            passes = gate.passes(failure, plain.sure)
+            passes = gate.passes(failure, plain.safe_batches)
         if not passes:
             run_on_all_ranks(job.comm, partial(raise_if, failure))
         yield found.pop()

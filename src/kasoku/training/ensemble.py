@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import InputError, Wall
-from kasoku.data import GoneError, Memory, loader, shared
+from kasoku.data import GoneError, Memory, loader
 from kasoku.training.monitor import Watch
 from kasoku.training.run_folder import RunFolder, describe
 from kasoku.training.run_state import DivergedError, Result, Training
@@ -98,8 +98,16 @@ def _prepared(recipes: Sequence[Recipe]) -> list[Training]:
             "--vary: members share decoded batches, so batch, accumulate, norm_batch, last_batch and the techniques of "
             "kasoku.data must be the same for all"
         )
-    one = loader(dataset, "train", recipes[0].batch, seed=recipes[0].seed, device=first.chosen.device)
-    batches = shared(one, len(recipes))
+    train = loader(
+        dataset,
+        "train",
+        recipes[0].batch,
+        seed=recipes[0].seed,
+        device=first.chosen.device,
+        parts=recipes[0].parts(1),
+        fill=recipes[0].last_batch == "fill",
+    )
+    batches = train.members(len(recipes))
     return [prepare(recipe, dataset=dataset, batches=b) for recipe, b in zip(recipes, batches, strict=True)]
 
 

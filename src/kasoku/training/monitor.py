@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kasoku.core import InputError, Job
 from kasoku.core.files import save_weights
 from kasoku.core.hardware import cores
-from kasoku.data import FilesLoader, Loader
+from kasoku.data import Loader
 from kasoku.distributed.consensus import iterate_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.counting_comm import Activity, activity_of
 from kasoku.distributed.environment import place
@@ -192,7 +192,7 @@ class Watch:
     def _tell_skipped(self) -> None:
         """Names the images that could not be decoded on any rank."""
         loaders = {"training": self.job.plain_loader, "test": self.training.test}
-        found = {part: one.skipped for part, one in loaders.items() if isinstance(one, FilesLoader)}
+        found = {part: one.skipped for part, one in loaders.items() if getattr(one, "skipped", None)}
         if not found:
             return
         for others in self.job.comm.gather_objects({part: skipped.reasons for part, skipped in found.items()}):
@@ -200,13 +200,13 @@ class Watch:
                 found[part].reasons.update(reasons)
         for part, skipped in found.items():
             if skipped.reasons:
-                self.bar.say(f"skipped {len(skipped.reasons)} of the {part} images: {skipped.told()}")
+                self.bar.say(f"skipped {len(skipped.reasons)} of the {part} images: {skipped.summary()}")
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the weights; of the loader: where it was after the last whole step."""
         job, comm = self.job.state_dict(), self.job.comm
         job["loader"] |= self._place
-        if isinstance(self.job.plain_loader, FilesLoader):
+        if getattr(self.job.plain_loader, "skipped", None):
             skipped = comm.gather_objects(job["loader"].get("skipped", {}))
             job["loader"]["skipped"] = {index: why for theirs in skipped for index, why in theirs.items()}
         return {"job": job, "progress": {**asdict(self.progress), "spent_s": self.ledger.rows()}}

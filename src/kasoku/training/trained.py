@@ -19,7 +19,7 @@ from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
 from kasoku.core import InputError, Job
 from kasoku.core.files import load_weights
-from kasoku.data import Dataset, Files, FilesLoader, find_images, folder, loader, normalise, read_image
+from kasoku.data import Dataset, Files, find_images, folder, loader, normalise, read_image
 from kasoku.device import Chosen, choose
 from kasoku.training.checkpoint import newest
 from kasoku.training.evaluation import averaged, tally
@@ -99,8 +99,8 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
     for name, (top1, top5, loss) in list(shown)[: len(members) + (len(members) > 1)]:
         table.add_row(escape(name), f"{top1:.2%}", f"{top5:.2%}", f"{loss:.4f}")
     Console(highlight=False).print(table)
-    if isinstance(batches, FilesLoader) and batches.skipped.reasons:
-        print(f"kasoku: {len(batches.skipped.reasons)} images skipped: {batches.skipped.told()}", file=sys.stderr)
+    if batches.skipped and batches.skipped.reasons:
+        print(f"kasoku: {len(batches.skipped.reasons)} images skipped: {batches.skipped.summary()}", file=sys.stderr)
     return 0
 
 

@@ -21,7 +21,7 @@ from kasoku.config.sharing import check_share
 from kasoku.config.techniques import derived_techniques, is_asynchronous, techniques_for
 from kasoku.config.updates import updates
 from kasoku.core import Comm, InputError, Job, Solo
-from kasoku.data import Dataset, FilesLoader, Loader, Shares, loader, sample
+from kasoku.data import Dataset, Loader, Shares, loader, sample
 from kasoku.data.datasets.folder_index import OneScan
 from kasoku.device import Chosen, Seeded, choose
 from kasoku.distributed.consensus import SHARED_ERRORS, assert_same_on_all_ranks, model_facts, run_on_all_ranks
@@ -146,15 +146,12 @@ def _loaders(
     """The loaders of the training and of the test images."""
     sharing = place().sharing if comm.size > 1 else 1
     parts = recipe.parts(comm.size)
-    train = batches or loader(dataset, "train", recipe.batch, seed=recipe.seed, device=chosen.device, comm=comm)
-    train.parts, train.fill = parts, recipe.last_batch == "fill"
+    common: dict[str, Any] = {"device": chosen.device, "comm": comm, "cores_shared_by": sharing}
+    fill = recipe.last_batch == "fill"
+    train = batches or loader(dataset, "train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill, **common)
     test_batch = recipe.evaluate.batch or recipe.batch // parts
     test_batch += -test_batch % comm.size
-    test = loader(dataset, "test", test_batch, device=chosen.device, comm=comm)
-    for one in (train, test):
-        if isinstance(one, FilesLoader):
-            one.sharing = sharing
-    return train, test
+    return train, loader(dataset, "test", test_batch, **common)
 
 
 def _apply(recipe: Recipe, job: Job, chosen: Chosen, classes: int, *, shares: Sequence[int]) -> None:

@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from kasoku.core import Batch, InputError, Job, Solo, Technique
-from kasoku.data import FilesLoader, Loader
-from kasoku.data.loading.file_loader import Stats
+from kasoku.data import Loader
 
 _NOTHING = "loader: no batch in it that can be iterated again"
 _EMPTY = 2  # passes in a row that give nothing: a loader that goes on where it was left may be at its end
@@ -124,7 +123,7 @@ class Sandbox:
         self.rates = _full_rates(job)
         self.steps = 0
         self.group, self.most_at_once = 0, math.inf  # images: of a part that is left whole (0: none); of a part
-        self._aside = _aside(plain) if isinstance(plain, Loader) else None
+        self._aside = plain.sandbox() if isinstance(plain, Loader) else None
         self.start = self._start()  # images of a step now, over all ranks
 
     def renew(self) -> None:
@@ -142,9 +141,8 @@ class Sandbox:
 
     def close(self) -> None:
         """Ends the processes that read for the copies."""
-        crew = vars(self._aside).get("_processes") if self._aside else None
-        if crew is not None and crew is not vars(self.job.plain_loader).get("_processes"):
-            crew.close()
+        if self._aside:
+            self._aside.close()
 
     def at(self, batch: int) -> Job:
         """A job for steps of `batch` images over all ranks; it is to be closed."""
@@ -220,11 +218,10 @@ class Sandbox:
         if aside is None:
             count = parts * max(1, (self.images or _UNKNOWN) // batch)
             return Resized(job.plain_loader, batch // (job.comm.size * parts), batches=count)
-        aside.parts = job.plain_loader.parts * parts // job.accumulate
-        aside.batch, aside.position = batch * aside.parts // parts, 0
-        aside.epoch += 1  # other images: those of the size before lie in memory now
-        if isinstance(aside, FilesLoader):
-            aside.__dict__["_pace"] = None  # it finds its number of threads anew
+        in_parts = job.plain_loader.parts * parts // job.accumulate
+        aside.configure(batch=batch * in_parts // parts, parts=in_parts)
+        aside.seek(aside.epoch + 1, 0)  # other images: those of the size before lie in memory now
+        aside.executor.restart_autotuner()
         return aside
 
 
@@ -313,12 +310,9 @@ def _as_it_is(plain: Any) -> Iterator[None]:
             yield
         finally:
             plain._iterator = workers  # those of the body end, as nothing holds them
-    elif isinstance(plain, FilesLoader):
-        reasons, met = dict(plain.skipped.reasons), set(plain.skipped.met)
-        try:
+    elif isinstance(plain, Loader) and plain.skipped:
+        with plain.skipped.unchanged():
             yield
-        finally:
-            plain.skipped.reasons, plain.skipped.met = reasons, met
     else:
         yield
 
@@ -328,16 +322,6 @@ def _generators(plain: Any) -> list[torch.Generator]:
     samplers = (getattr(plain, "sampler", None), getattr(getattr(plain, "batch_sampler", None), "sampler", None))
     found = {id(g): g for g in (getattr(thing, "generator", None) for thing in (plain, *samplers))}
     return [g for g in found.values() if isinstance(g, torch.Generator)]
-
-
-def _aside(plain: Loader) -> Loader:
-    """The same images in the same order, to be read without a trace in the loader itself."""
-    other = copy.copy(plain)
-    other.through, other.shares = None, ()
-    if isinstance(other, FilesLoader) and isinstance(plain, FilesLoader):
-        other.stats, other.skipped = Stats(), copy.copy(plain.skipped)
-        other.skipped.reasons, other.skipped.met = dict(plain.skipped.reasons), set(plain.skipped.met)
-    return other
 
 
 def _full_rates(job: Job) -> list[Any]:

@@ -66,10 +66,9 @@ class Augment(Technique):
     def apply(self, job: Job) -> None:
         """Has the job's loader augment. Raises InputError for a loader or images it does not fit."""
         loader = job.plain_loader
-        if not hasattr(loader, "augment"):
+        if not hasattr(loader, "configure"):
             raise InputError(f"Augment: {type(loader).__name__} cannot augment; give the job a kasoku.data.loader(...)")
-        loader.check(self)
-        job.patch(loader, "augment", self)
+        job.configure_loader(augment=self)
 
 
 @dataclass(frozen=True)

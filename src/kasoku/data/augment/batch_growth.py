@@ -53,28 +53,30 @@ class GrowBatch(Technique):
 class _Growing:
     def __init__(self, job: Job, loader: Loader, technique: GrowBatch) -> None:
         self.job, self.loader, self.technique = job, loader, technique
-        self.first = (loader.batch, loader.parts, job.accumulate)
+        self.first, self.factor = (loader.batch, loader.parts, job.accumulate), 1
 
     def set(self) -> None:
         self.resize(self.technique.batch_factor(math.floor(self.job.progress + 1e-9)))
 
     def resize(self, factor: int) -> None:
-        batch = self.first[0] * factor
-        if batch == self.loader.batch:
+        if factor == self.factor:
             return
+        batch = self.first[0] * factor
         if batch > self.loader.images:
             raise InputError(
                 f"GrowBatch: batch {batch} at epoch {self.job.progress:g}, but only {self.loader.images} images "
                 "to train on: let the schedule grow less"
             )
         with self.job.other_length():
-            self._put(factor)
+            self._apply(factor)
 
-    def _put(self, factor: int) -> None:
-        self.loader.batch, self.loader.parts, self.job.accumulate = (n * factor for n in self.first)
+    def _apply(self, factor: int) -> None:
+        batch, parts, self.job.accumulate = (n * factor for n in self.first)
+        self.loader.configure(batch=batch, parts=parts)
+        self.factor = factor
 
     def state_dict(self) -> dict[str, Any]:
-        return {"factor": self.loader.batch // self.first[0]}
+        return {"factor": self.factor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._put(int(state["factor"]))
+        self._apply(int(state["factor"]))

@@ -77,7 +77,7 @@ class RandAugment(Technique):
     def apply(self, job: Job) -> None:
         """Has the job's loader vary images. Raises InputError for a loader or images it does not fit."""
         loader = job.plain_loader
-        if not hasattr(loader, "vary"):
+        if not hasattr(loader, "configure"):
             name = type(loader).__name__
             raise InputError(f"RandAugment: {name} cannot vary images; give the job a kasoku.data.loader(...)")
         if loader.dataset.channels not in (1, 3):
@@ -85,7 +85,7 @@ class RandAugment(Technique):
                 f"RandAugment: images of {loader.dataset.channels} channels; grey (1) or RGB (3) are wanted"
             )
         if self.count:
-            job.patch(loader, "vary", Vary(self, loader.seed, loader.dataset.mean))
+            job.configure_loader(vary=Vary(self, loader.seed, loader.dataset.mean))
 
 
 @dataclass(frozen=True)

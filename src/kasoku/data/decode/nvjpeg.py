@@ -53,11 +53,11 @@ class Decoding(Technique):
             raise InputError(f"by={self.by}: cpu or nvjpeg")
 
     def apply(self, job: Job) -> None:
-        """Sets the loader's `decoder`. Raises InputError where it decodes no files, or cannot so."""
+        """Sets the decoder of the loader. Raises InputError where it decodes no files, or cannot so."""
         loader = job.plain_loader
-        if hasattr(loader, "decoder"):
+        if getattr(loader, "skipped", None) is not None:
             check(self.by, loader.device)
-            job.patch(loader, "decoder", self.by)
+            job.configure_loader(decoder=self.by)
         elif self.by != "cpu":
             raise InputError(f"Decoding: {type(loader).__name__} decodes no files; leave the technique out")
 

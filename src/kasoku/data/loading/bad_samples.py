@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kasoku.core.errors import InputError
 
-_WHY = 1000  # reasons in a checkpoint
+_REASONS = 1000  # reasons in a checkpoint
 
 
 class Skipped:
@@ -15,7 +17,7 @@ class Skipped:
     On several ranks each counts what it met itself, so the limit is each rank's own; a checkpoint holds what all met.
 
     Attributes:
-        reasons: index of an image -> why, also of the earlier parts of a resumed training: what is named at the end.
+        reasons: index of an image -> why, also of the earlier parts of a resumed training; named at the end.
         met: those met in this part, which count; the others are tried again, as they may have been mended.
     """
 
@@ -34,22 +36,37 @@ class Skipped:
             if len(self.met) > most:
                 raise InputError(
                     f"more than {most} of {self.images:,} images cannot be decoded (max_bad_fraction="
-                    f"{self.fraction:g}): {_told([self.reasons[i] for i in sorted(self.met)])}; mend them, or go on "
+                    f"{self.fraction:g}): {_summary([self.reasons[i] for i in sorted(self.met)])}; mend them, or go on "
                     "without more of them: data.max_bad_fraction=0.1"
                 )
 
-    def told(self) -> str:
+    def copy(self) -> Skipped:
+        """The same images, noted apart from here on."""
+        twin = Skipped(self.images, self.fraction)
+        twin.reasons, twin.met = dict(self.reasons), set(self.met)
+        return twin
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """What is noted in the body is forgotten after it."""
+        reasons, met = dict(self.reasons), set(self.met)
+        try:
+            yield
+        finally:
+            self.reasons, self.met = reasons, met
+
+    def summary(self) -> str:
         """The first of them, in a line."""
-        return _told([reason for _, reason in sorted(self.reasons.items())])
+        return _summary([reason for _, reason in sorted(self.reasons.items())])
 
     def state_dict(self) -> dict[int, str]:
         """Which images, and of the first thousand why."""
-        return {index: why if i < _WHY else "" for i, (index, why) in enumerate(sorted(self.reasons.items()))}
+        return {index: reason if i < _REASONS else "" for i, (index, reason) in enumerate(sorted(self.reasons.items()))}
 
     def load_state_dict(self, state: dict[int, str]) -> None:
         """Names these too."""
         self.reasons.update(state)
 
 
-def _told(reasons: list[str]) -> str:
+def _summary(reasons: list[str]) -> str:
     return "; ".join([*reasons[:10], *(["..."] if len(reasons) > 10 else [])])

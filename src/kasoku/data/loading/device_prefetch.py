@@ -9,12 +9,12 @@ import torch
 
 from kasoku.core.trace import Trace
 from kasoku.data.decode import nvjpeg
-from kasoku.data.loading.loader import Fetched
+from kasoku.data.loading.executor import RawBatch
 
-Moving = tuple[Fetched, Any]  # tensors on their way to the device, and the event that they are there
+Moving = tuple[RawBatch, Any]  # tensors on their way to the device, and the event that they are there
 
 
-class Copies:
+class DevicePrefetch:
     """Copies to the device, on a stream of their own, so that computing goes on meanwhile."""
 
     def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
@@ -35,7 +35,7 @@ class Copies:
                 jpegs.fill(there[0], index_N)
             return (there[0], there[1], there[2]), self.stream and self.stream.record_event()
 
-    def arrive(self, moving: Moving) -> Fetched:
+    def arrive(self, moving: Moving) -> RawBatch:
         """Has what is computed from here on wait for the copies; the host does not."""
         batch, event = moving
         if event is not None:

@@ -1,29 +1,28 @@
-"""Loaders: an epoch of batches, ready for the model, from memory or (see images.py) from encoded images."""
+"""Loaders: an epoch of batches, ready for the model, from memory or from encoded images."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 import torch
 
 from kasoku.core.errors import InputError
 from kasoku.core.trace import Trace
-from kasoku.data.augment.basic import Augment, Transform, normalise
+from kasoku.data.augment.basic import Augment, normalise, stored_side
 from kasoku.data.datasets.base import Dataset, Encoded, GoneError, Memory
 from kasoku.data.decode.decode import read_image
-from kasoku.data.loading.shuffle import order
-
-Fetched = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # images_NHWC, y_N, index_N
-Batches = Generator[Fetched, None, None]
+from kasoku.data.loading.bad_samples import Skipped
+from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor, Stats
+from kasoku.data.loading.file_executor import FileExecutor
+from kasoku.data.loading.pipeline import Pipeline
 
 
 class Ranked(Protocol):
-    """What a loader asks of a Comm: which of how many processes this is."""
+    """The part of a Comm that a loader needs: which of how many processes this is."""
 
     rank: int
     size: int
@@ -34,104 +33,142 @@ def loader(
     split: Literal["train", "test"],
     batch: int,
     *,
-    seed: int = 0,
     device: torch.device | str = "cpu",
     comm: Ranked | None = None,
+    **settings: Any,
 ) -> Loader:
     """Loader of dataset's split "train" (shuffled, full batches only) or "test" (in order, whole, never augmented).
 
     `batch` is global: each rank of comm gets its contiguous share of it. Iterating gives (x_NCHW normalised, y_N int64)
-    on the device for one epoch, or for what is left of it. Attributes: see Loader.
-    Errors: InputError for a batch that is too large or not a multiple of the ranks.
+    on the device for one epoch, or for what is left of it. Print it to see its pipeline.
+
+    `settings` are those of the stages in kasoku.data.loading.pipeline: seed, parts, fill, augment, threads, cache_bytes
+    and more. Raises InputError for a batch that is too large or not a multiple of the ranks.
     """
     if split not in ("train", "test"):
         raise InputError(f"split={split}: train or test")
-    from kasoku.data.loading.file_loader import FilesLoader
+    rank, size = (comm.rank, comm.size) if comm else (0, 1)
+    place = torch.device(device)
+    pipeline = Pipeline(dataset, split)
+    pipeline = pipeline.with_(
+        **{"images": len(pipeline.source), "batch": batch, "rank": rank, "size": size, "device": place, **settings}
+    )
+    pipeline.check_batch()
+    source = pipeline.source
+    if isinstance(source, Memory):
+        return Loader(pipeline, MemoryExecutor(source, place))
+    skipped = Skipped(len(source), dataset.max_bad_fraction)
+    return Loader(pipeline, FileExecutor(source, skipped, side=stored_side(min(dataset.image_size))))
 
-    kind = MemoryLoader if isinstance(getattr(dataset, split), Memory) else FilesLoader
-    return kind(dataset, split, batch, seed=seed, device=device, comm=comm)
+
+class Deal:
+    """Shares of an epoch's batches that are dealt out to ranks, which take another when they have used one.
+
+    Attributes:
+        last: number of the share that was handed out last, of those of all ranks in this epoch (batch * size + rank).
+    """
+
+    def __init__(self, next_share: Callable[[], int | None]) -> None:
+        self.last = 0
+        self._next_share = next_share
+        self._ahead: deque[int] = deque()  # numbers of shares that are being decoded
+
+    def numbers(self, size: int) -> Iterator[tuple[int, int]]:
+        """Batch and rank of each share that this rank takes."""
+        self._ahead.clear()
+        while (share := self._next_share()) is not None:
+            self._ahead.append(share)
+            yield divmod(share, size)
+
+    def hand_out(self) -> None:
+        """Moves on to the next of the shares taken."""
+        self.last = self._ahead.popleft()
+
+
+def _of(path: str) -> Any:
+    """A read-only property: an attribute of the pipeline or of the executor."""
+    return property(attrgetter(path))
 
 
 class Loader:
     """One split, batch by batch; made by `loader`.
 
     Attributes:
+        pipeline: what the batches are; `configure` changes it.
+        executor: what makes them.
         epoch: what the next iter() runs.
         position: how many of its batches were handed out. Both move on when a batch is handed out, before it is used:
             with the last one `epoch` becomes the next. A loop that is left early goes on there.
-        augment: how training images are varied (set it, or apply `Augment` to the job); from the next iter() on.
-        vary: what is done to training images before that: (images_NHWC, index_N, epoch) -> images_NHWC, all uint8.
-        dtype: of the images handed out.
-        parts: in how many parts a training batch is handed out, one after the other (accumulation, virtual ranks);
-            `position` and len() count parts.
-        least: fewer images left over at the end of a split in order join the batch before them.
-        through: gives the raw batches instead of `fetch`, where several loaders share them.
-        trace: where waiting for input is noted; a Job gives its own.
+        trace: where waiting for input is noted; a Job sets its own.
         index_N: which images of the split the last batch handed out holds.
-        shares: images of a batch that each rank takes, in rank order; empty: as many each.
-        deal: gives the number of the next share this rank makes, of those of all ranks in this epoch (batch * size +
-            rank), or None when there is none for now; None: its own of each batch. `position` does not move then.
-        dealt: the number of the share that was handed out last.
-        fill: complete the last training batch of an epoch with the images the epoch began with; else it is dropped.
+        deal: within `deal_from`, the shares that are dealt.
     """
 
+    dataset: Dataset = _of("pipeline.dataset")
+    train: bool = _of("pipeline.train")
+    own_batch: int = _of("pipeline.own_batch")
+    seed: int = _of("pipeline.shuffle.seed")
+    images: int = _of("pipeline.shuffle.images")
+    batch: int = _of("pipeline.shard.batch")
+    parts: int = _of("pipeline.shard.parts")
+    shares: tuple[int, ...] = _of("pipeline.shard.shares")
+    rank: int = _of("pipeline.shard.rank")
+    size: int = _of("pipeline.shard.size")
+    device: torch.device = _of("pipeline.to_device.device")
+    augment: Augment = _of("pipeline.augmentation.augment")
+    stats: Stats = _of("executor.stats")
+    skipped: Skipped | None = _of("executor.skipped")
+    safe_batches: int = _of("executor.safe_batches")
+
     def __init__(
-        self,
-        dataset: Dataset,
-        split: str,
-        batch: int,
-        *,
-        seed: int,
-        device: torch.device | str,
-        comm: Ranked | None,
-    ):
-        self.dataset, self.batch, self.seed, self.device = dataset, batch, seed, torch.device(device)
-        self.train = split == "train"
-        self.rank, self.size = (comm.rank, comm.size) if comm else (0, 1)
-        self.images = len(getattr(dataset, split))
-        if batch < 1 or (self.train and batch > self.images):
-            limit = f"at most {self.images} images, all there are to train on" if batch > 0 else "at least 1 image"
-            raise InputError(f"batch={batch}: {limit}; choose another batch")
-        if batch % self.size:
-            raise InputError(f"batch={batch}: not a multiple of {self.size} ranks, which share it; choose one that is")
-        self.augment, self.dtype = Augment(), torch.float32
-        self.parts, self.fill = 1, False
-        self.shares: tuple[int, ...] = ()
-        self.least = 1
-        self.trace: Trace | None = None
-        self.through: Callable[[Loader, int, int], Batches] | None = None
-        self.vary: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None
-        self.epoch = self.position = 0
+        self, pipeline: Pipeline, executor: Executor, *, epoch: int = 0, position: int = 0, trace: Trace | None = None
+    ) -> None:
+        self.pipeline, self.executor, self.trace = pipeline, executor, trace
+        self.epoch, self.position = epoch, position
         self.index_N = torch.zeros(0, dtype=torch.int64)
-        self.deal: Callable[[], int | None] | None = None
-        self.dealt = 0
-        self._ahead: deque[int] = deque()  # numbers of shares that are being made
+        self.deal: Deal | None = None
 
-    def check(self, augment: Augment) -> None:
-        """Raise InputError where an augmentation does not fit these images."""
-        side = min(self.dataset.image_size)
-        if augment.translate >= side:
-            raise InputError(f"translate={augment.translate}: at most {side - 1} for images of {side} pixels")
-        if augment.crop != "center" and isinstance(self, MemoryLoader):
-            raise InputError(
-                f"crop={augment.crop}: only for image files, {self.dataset.name} is in memory; use translate"
-            )
-
-    @property
-    def own_batch(self) -> int:
-        """Images of a training batch that this rank takes."""
-        return self.batch * self.shares[self.rank] // sum(self.shares) if self.shares else self.batch // self.size
+    def __str__(self) -> str:
+        return str(self.pipeline)
 
     def __len__(self) -> int:
         """Batches in a whole epoch; parts of batches where they are handed out so."""
-        whole, left = divmod(self.images, self.batch)
-        if self.train:
-            return (whole + (self.fill and left > 0)) * self.parts
-        return whole + (left > 0 and (left >= self.least or not whole))
+        return len(self.pipeline)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What is left of this epoch."""
+        pipeline, epoch, number, deal = self.pipeline, self.epoch, self.position, self.deal
+        pipeline.check_parts()
+        if pipeline.train:
+            pipeline.check_augment()
+        transform, count = pipeline.transform(), len(pipeline)
+        vary = pipeline.augmentation.vary if pipeline.train else None
+        numbers = deal.numbers(pipeline.shard.size) if deal else pipeline.numbers(number)
+        with closing(self.executor.run(pipeline, epoch, numbers, self.trace)) as batches:
+            for images_NHWC, y_N, index_N in batches:  # enumerate() would keep the last one
+                number += 1
+                if vary:
+                    images_NHWC = vary(images_NHWC, index_N, epoch)
+                x_NCHW = transform(images_NHWC, index_N, epoch)
+                del images_NHWC  # its memory goes to a batch that is decoded meanwhile
+                if deal:
+                    deal.hand_out()
+                else:
+                    self.epoch, self.position = (epoch + 1, 0) if number == count else (epoch, number)
+                self.index_N = index_N
+                yield x_NCHW, y_N
+
+    # ---- position
+
+    def seek(self, epoch: int, position: int) -> None:
+        """Go on from a batch of an epoch."""
+        self.epoch, self.position = epoch, position
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is; any number of ranks and parts can go on from there."""
-        return {"epoch": self.epoch, "position": self.position, "parts": self.parts}
+        """Where the loader is, and what it skipped; any number of ranks and parts can go on from there."""
+        skipped = self.skipped.state_dict() if self.skipped is not None else {}
+        state = {"epoch": self.epoch, "position": self.position, "parts": self.parts}
+        return state | ({"skipped": skipped} if skipped else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the same batches follow, bit for bit; in this loader's parts, where it has others."""
@@ -147,95 +184,82 @@ class Loader:
                 f"epoch={epoch}, position={position}: this loader has {len(self)} batches an epoch; "
                 "resume with the batch and data it was saved with"
             )
-        self.epoch, self.position = epoch, position
+        self.seek(epoch, position)
+        if self.skipped is not None:
+            self.skipped.load_state_dict(state.get("skipped", {}))
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What is left of this epoch."""
-        epoch, first, d = self.epoch, self.position, self.dataset
-        if not self.shares and self.batch % (self.size * self.parts):
-            raise InputError(
-                f"batch={self.batch}: not a multiple of {self.size} ranks x {self.parts} parts, which share it; "
-                "choose one that is"
-            )
-        augment = self.augment if self.train else Augment()
-        self.check(augment)
-        transform = Transform(augment, self.seed, d.mean, d.std, self.dtype)
-        fetched = self.through(self, epoch, first) if self.through else self.fetch(epoch, first)
-        with closing(fetched) as batches:
-            number = first
-            for images_NHWC, y_N, index_N in batches:  # enumerate() would keep the last one
-                number += 1
-                if self.train and self.vary:
-                    images_NHWC = self.vary(images_NHWC, index_N, epoch)
-                x_NCHW = transform(images_NHWC, index_N, epoch)
-                del images_NHWC  # its memory goes to a batch that is decoded meanwhile
-                done = number == len(self)
-                if self.deal is None:
-                    self.epoch, self.position = (epoch + 1, 0) if done else (epoch, number)
-                else:
-                    self.dealt = self._ahead.popleft()
-                self.index_N = index_N
-                yield x_NCHW, y_N
+    @contextmanager
+    def deal_from(self, next_share: Callable[[], int | None]) -> Iterator[Deal]:
+        """In the body, iterating gives the shares whose numbers next_share returns, until it returns None.
+
+        `position` does not move.
+        """
+        self.deal = Deal(next_share)
+        try:
+            yield self.deal
+        finally:
+            self.deal = None
+
+    # ---- other settings
+
+    def configure(self, **settings: Any) -> Callable[[], None]:
+        """Changes settings of the pipeline, from the next iter() on; returns what sets these to their old values.
+
+        Raises:
+            InputError: for an augmentation that does not fit the images.
+        """
+        old, pipeline = self.pipeline.settings, self.pipeline.with_(**settings)
+        pipeline.check_augment()
+        self.pipeline = pipeline
+
+        def undo() -> None:
+            self.pipeline = self.pipeline.with_(**{name: old[name] for name in settings})
+
+        return undo
+
+    def with_(self, **settings: Any) -> Loader:
+        """Another loader at the same place, with other settings, which decodes and skips together with this one."""
+        pipeline = self.pipeline.with_(**settings)
+        return Loader(pipeline, self.executor, epoch=self.epoch, position=self.position, trace=self.trace)
 
     def survey(self, images: int = 0) -> Loader:
         """A loader of the first so many training images (0: all) in order, each once, unvaried, for statistics.
 
         Batches are as large as this one's parts; its own state does not move.
         """
-        other = copy.copy(self)
-        other.train, other.fill = False, False
-        other.batch, other.parts, other.through = self.batch // self.parts, 1, None
-        other.shares, other.deal = (), None
-        other.images = min(images or self.images, self.images)
-        other.least = 2 * self.size  # no rank is left with one image, which has no variance
-        other.epoch = other.position = 0
-        return other
+        pipeline = self.pipeline.with_(
+            shuffled=False,
+            images=min(images or self.images, self.images),
+            batch=self.batch // self.parts,
+            shares=(),
+            parts=1,
+            fill=False,
+            min_last=2 * self.size,  # no rank is left with one image, which has no variance
+        )
+        return Loader(pipeline, self.executor.unshared, trace=self.trace)
 
-    def fetch(self, epoch: int, first: int) -> Batches:
-        """Gives (images_NHWC, y_N, index_N) on the device for each part of this rank, from part `first` on."""
-        raise NotImplementedError
+    def members(self, count: int) -> list[Loader]:
+        """So many loaders that give the same batches; each batch is decoded once while they keep step."""
+        shared = SharedExecutor(self.executor)
+        return [
+            Loader(self.pipeline, shared, epoch=self.epoch, position=self.position, trace=self.trace)
+            for _ in range(count)
+        ]
+
+    def sandbox(self) -> Loader:
+        """The same images in the same order, read without a trace in this loader; to be closed."""
+        pipeline, executor = self.pipeline.with_(shares=()), self.executor.unshared.fork()
+        return Loader(pipeline, executor, epoch=self.epoch, position=self.position, trace=self.trace)
+
+    # ---- workers
 
     def warm(self) -> None:
         """Gets ready what the next batch is made of, before anyone iterates; changes no batch."""
+        self.executor.warm(self.pipeline, self.epoch, self.position)
 
-    def _shares(self, epoch: int, first: int, device: torch.device) -> Iterator[torch.Tensor]:
-        """Sample indices of each part of this rank's share; the ranks share an incomplete batch as evenly as can be."""
-        order_N = (order(self.images, self.seed, epoch) if self.train else torch.arange(self.images)).to(device)
-        batches, parts = len(self) // self.parts, self.parts
-        cuts = [0, *itertools.accumulate(self.shares or (1,) * self.size)]  # of a batch of as many as the last one says
-        if self.train:
-            order_N = torch.cat([order_N, order_N[: -self.images % self.batch]])[: batches * self.batch]
-        for number, rank in self._numbers(first):
-            start = number // self.parts * self.batch
-            last = number // self.parts == batches - 1
-            count = len(order_N) - start if last else self.batch
-            low, high = (count * cut // cuts[-1] for cut in cuts[rank : rank + 2])
-            begin, end = (low + (high - low) * at // parts for at in (number % parts, number % parts + 1))
-            yield order_N[start + begin : start + end]
-
-    def _numbers(self, first: int) -> Iterator[tuple[int, int]]:
-        """Of the parts that this rank makes: the number, and whose share it is."""
-        if self.deal is None:
-            yield from ((number, self.rank) for number in range(first, len(self)))
-            return
-        self._ahead.clear()
-        while (share := self.deal()) is not None:
-            self._ahead.append(share)
-            yield divmod(share, self.size)
-
-
-class MemoryLoader(Loader):
-    """Batches of a split in memory, which is moved to the device once."""
-
-    def __init__(self, dataset: Dataset, split: str, batch: int, **where: Any):
-        super().__init__(dataset, split, batch, **where)
-        part: Memory = getattr(dataset, split)
-        self._images_NHWC, self._labels_N = part.images_NHWC.to(self.device), part.labels_N.to(self.device)
-
-    def fetch(self, epoch: int, first: int) -> Batches:
-        """Rows of what is in memory."""
-        for index_N in self._shares(epoch, first, self.device):
-            yield self._images_NHWC.index_select(0, index_N), self._labels_N.index_select(0, index_N), index_N
+    def close(self) -> None:
+        """Ends the processes that read for this loader; threads end with each iteration."""
+        self.executor.close()
 
 
 def sample(dataset: Dataset, n: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -89,5 +89,5 @@ class Shares(Technique):
             weighed: Tensor = inner(outputs, y_N) * (len(y_N) * ranks * plain.parts / plain.batch)
             return weighed
 
-        job.patch(plain, "shares", self.images)
+        job.configure_loader(shares=self.images)
         job.patch(job, "loss", loss)

@@ -1,4 +1,4 @@
-"""Who reads and decodes images: threads or processes, and how many, found by measuring while training goes on."""
+"""Workers that read and decode images: threads or processes, their number tuned while training goes on."""
 
 from __future__ import annotations
 
@@ -28,37 +28,33 @@ _M_ARENA_MAX, _ARENAS = -8, 2  # malloc.h
 _WAITING = 0.05  # of the time of a batch: the input is what is waited for
 
 
-class Crew(Protocol):
-    """Takes tasks, in order."""
+class Pool(Protocol):
+    """Workers that take tasks in order."""
 
-    def submit(self, f: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
-        """Has f called with these arguments."""
-        ...
+    def submit(self, f: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]: ...
 
-    def resize(self, size: int) -> None:
-        """So many work from now on."""
-        ...
+    def resize(self, size: int) -> None: ...
 
     def close(self) -> None:
-        """Ends them all; tasks not begun are not done."""
+        """Ends all workers; tasks not begun are not done."""
         ...
 
 
-_CREWS: weakref.WeakSet[ThreadCrew] = weakref.WeakSet()
+_POOLS: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 _END_S = 1.0  # that is waited for threads when Python ends
 
 
 @atexit.register
 def _end() -> None:
     """A thread that still decodes when Python ends would abort the process; one that hangs in a read is left."""
-    crews, until = [*_CREWS], time.monotonic() + _END_S
-    for crew in crews:
-        crew.stop()
-    for crew in crews:
-        crew.join(until)
+    pools, until = [*_POOLS], time.monotonic() + _END_S
+    for pool in pools:
+        pool.stop()
+    for pool in pools:
+        pool.join(until)
 
 
-class ThreadCrew:
+class ThreadPool:
     """Threads whose number may change: decoders release the interpreter's lock."""
 
     def __init__(self, size: int) -> None:
@@ -67,16 +63,15 @@ class ThreadCrew:
         self._threads: list[threading.Thread] = []
         self._size, self._closed = 0, False
         self.resize(size)
-        _CREWS.add(self)
+        _POOLS.add(self)
 
     def submit(self, f: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
-        """Has f called with these arguments."""
         future: Future[T] = Future()
         self._tasks.put((future, lambda: f(*args, **named)))
         return future
 
     def resize(self, size: int) -> None:
-        """So many work from now on; who is too many ends with the task in hand."""
+        """Changes the number of threads; those too many end with the task in hand."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         for _ in range(size - self._size):
             thread = threading.Thread(target=self._work, name="kasoku-decode", daemon=True)
@@ -87,17 +82,16 @@ class ThreadCrew:
         self._size = size
 
     def close(self) -> None:
-        """Ends them all; tasks not begun are not done."""
         self.stop()
         self.join()
 
     def stop(self) -> None:
-        """Has each end with the task in hand."""
+        """Has each thread end with the task in hand."""
         self._closed = True
         self.resize(0)
 
     def join(self, until: float = math.inf) -> None:
-        """Waits for them, until time.monotonic() is so late."""
+        """Waits for the threads until time.monotonic() is `until`."""
         for thread in self._threads:
             thread.join(None if until == math.inf else max(0.0, until - time.monotonic()))
 
@@ -109,7 +103,7 @@ class ThreadCrew:
             elif future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as error:  # whoever waits for the result is told
+                except BaseException as error:  # raised where the result is waited for
                     future.set_exception(error)
             del task, future, call  # what the task held is not kept until the next one comes
 
@@ -118,33 +112,32 @@ class ThreadCrew:
 def _share_arenas() -> None:
     """Has glibc keep what threads freed in two places, for the whole process; in one for each it keeps MiB a thread.
 
-    What the user said in the environment stays. Ref: mallopt(3).
+    What the environment sets stays. Ref: mallopt(3).
     """
-    said = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
-    if not said and platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
+    by_user = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+    if not by_user and platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
 
 
-class ProcessCrew:
+class ProcessPool:
     """Processes, for data sets in Python whose own code holds the interpreter's lock."""
 
-    def __init__(self, size: int, start: Callable[..., None], *given: Any) -> None:
+    def __init__(self, size: int, start: Callable[..., None], *start_args: Any) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
-        self._pool = ProcessPoolExecutor(size, context, initializer=start, initargs=given)
+        self._pool = ProcessPoolExecutor(size, context, initializer=start, initargs=start_args)
 
     def submit(self, f: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
         """Has f called with these arguments; all are sent by pickle to the process."""
         return self._pool.submit(f, *args, **named)
 
     def resize(self, size: int) -> None:
-        """They stay as many as they are: each new one would read the data set anew."""
+        """Nothing: each new process would read the data set anew."""
 
     def close(self) -> None:
-        """Ends them all; tasks not begun are not done."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-class Pace:
+class Autotuner:
     """How many threads: one more or fewer is tried now and then, and kept where batches come faster for it.
 
     More are tried while the loop waits for its input; fewer where it does not and decoding takes cores from computing.
@@ -160,7 +153,7 @@ class Pace:
         self._fewer = False  # what is tried next where both may help
 
     def batch(self, took_s: float, waited_s: float) -> int:
-        """A batch took so long from request to request, of which so long was waiting; returns how many should work."""
+        """After a batch, its seconds from request to request and those waited: returns the number of threads to use."""
         self._took_s.append(took_s)
         self._waited_s.append(waited_s)
         if len(self._took_s) < (_PERIOD if self._before else self._period):

@@ -201,10 +201,9 @@ class Exchange:
         job.keep("asynchronous", self)
         model = job.model  # deep copies keep the hook, which must act on the original alone
         job.undo(model.register_forward_pre_hook(lambda m, _: self.enter() if m is model else None).remove)
-        plain = job.plain_loader
-        if self.settings.servers and hasattr(plain, "rank") and hasattr(plain, "size"):
-            job.patch(plain, "rank", max(0, self.comm.rank - self.settings.servers))
-            job.patch(plain, "size", len(self.workers))
+        if self.settings.servers and hasattr(job.plain_loader, "configure"):
+            rank = max(0, self.comm.rank - self.settings.servers)
+            job.configure_loader(rank=rank, size=len(self.workers))
         if not self.trains:
             job.around_loader(lambda _: ())
 

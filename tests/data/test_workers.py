@@ -3,11 +3,11 @@ import time
 
 import pytest
 
-from kasoku.data.loading.workers import Pace, ThreadCrew
+from kasoku.data.loading.workers import Autotuner, ThreadPool
 
 
 def test_threads_are_as_many_as_asked_for_and_end():
-    crew = ThreadCrew(2)
+    pool = ThreadPool(2)
     gate = threading.Event()
     busy = threading.Semaphore(0)
 
@@ -21,69 +21,69 @@ def test_threads_are_as_many_as_asked_for_and_end():
             count += 1
         return count
 
-    begun = [crew.submit(work) for _ in range(12)]
+    begun = [pool.submit(work) for _ in range(12)]
     assert running() == 2
-    crew.resize(5)
+    pool.resize(5)
     assert running() == 3
-    crew.resize(1)
+    pool.resize(1)
     gate.set()
     for one in begun:
         one.result(10)
     assert running() == 7  # that had not begun
     gate.clear()
-    begun = [crew.submit(work) for _ in range(3)]
+    begun = [pool.submit(work) for _ in range(3)]
     assert running() == 1
     gate.set()
     for one in begun:
         one.result(10)
-    crew.close()
+    pool.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "kasoku-decode"]
 
 
 def test_a_task_that_fails_tells_whoever_waits_for_it():
-    crew = ThreadCrew(1)
+    pool = ThreadPool(1)
     with pytest.raises(ZeroDivisionError):
-        crew.submit(lambda: 1 / 0).result(10)
-    assert crew.submit(lambda: 7).result(10) == 7
-    crew.close()
+        pool.submit(lambda: 1 / 0).result(10)
+    assert pool.submit(lambda: 7).result(10) == 7
+    pool.close()
 
 
 def test_tasks_not_begun_are_not_done_after_close():
-    crew = ThreadCrew(1)
+    pool = ThreadPool(1)
     done = []
-    first = crew.submit(lambda: time.sleep(0.2))
-    rest = [crew.submit(done.append, i) for i in range(5)]
-    crew.close()
+    first = pool.submit(lambda: time.sleep(0.2))
+    rest = [pool.submit(done.append, i) for i in range(5)]
+    pool.close()
     assert first.done()
     assert all(one.cancelled() for one in rest)
     assert not done
 
 
-def settled(pace, batch_s, wait_s, batches=2000):
+def settled(autotuner, batch_s, wait_s, batches=2000):
     """The size after so many batches, by what a batch takes with how many threads."""
     sizes = []
     for _ in range(batches):
-        size = pace.size
-        pace.batch(batch_s(size), wait_s(size))
+        size = autotuner.size
+        autotuner.batch(batch_s(size), wait_s(size))
         sizes.append(size)
     return sizes
 
 
 def test_more_threads_are_taken_while_the_input_is_waited_for():
-    pace = Pace(2, 32, shared=False)
-    settled(pace, lambda n: max(1.0, 8 / n), lambda n: max(0.0, 8 / n - 1.0))
-    assert 7 <= pace.size <= 10
+    autotuner = Autotuner(2, 32, shared=False)
+    settled(autotuner, lambda n: max(1.0, 8 / n), lambda n: max(0.0, 8 / n - 1.0))
+    assert 7 <= autotuner.size <= 10
 
 
 def test_threads_that_slow_computing_are_given_up():
-    pace = Pace(8, 32, shared=True)
-    settled(pace, lambda n: 1.0 + 0.1 * n, lambda n: 0.0)
-    assert pace.size == 1
+    autotuner = Autotuner(8, 32, shared=True)
+    settled(autotuner, lambda n: 1.0 + 0.1 * n, lambda n: 0.0)
+    assert autotuner.size == 1
 
 
 def test_what_does_not_help_is_tried_ever_more_rarely():
-    pace = Pace(4, 32, shared=False)
-    sizes = settled(pace, lambda n: 1.0, lambda n: 0.5, 4000)
+    autotuner = Autotuner(4, 32, shared=False)
+    sizes = settled(autotuner, lambda n: 1.0, lambda n: 0.5, 4000)
     away = [i for i, size in enumerate(sizes) if size != 4]
-    assert pace.size == 4
+    assert autotuner.size == 4
     assert len([i for i in away if i < 500]) > 2 * len([i for i in away if i >= 3500]) > 0

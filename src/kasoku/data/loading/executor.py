@@ -1,0 +1,110 @@
+"""How the batches of a pipeline are made: from memory, or once for several loaders; from files: file_executor.py."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kasoku.core.trace import Trace
+from kasoku.data.datasets.base import Memory
+from kasoku.data.loading.bad_samples import Skipped
+from kasoku.data.loading.pipeline import Pipeline
+
+RawBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # images_NHWC (uint8), y_N, index_N, on the device
+RawBatches = Generator[RawBatch, None, None]
+Numbers = Iterable[tuple[int, int]]  # of parts: number in the epoch, rank whose share it is
+
+_KEEP = 4  # batches that are shared: who falls further behind decodes for itself
+
+
+@dataclass
+class Stats:
+    """What was loaded so far. `full`: of the batches decoded ahead, the mean share that was ready at a wait."""
+
+    batches: int = 0
+    waits: int = 0
+    images: int = 0
+    waited_s: float = 0.0
+    full: float = 0.0
+    workers: int = 0
+
+
+class Executor:
+    """Makes the batches of pipelines of one split.
+
+    Attributes:
+        skipped: the images that cannot be decoded; None: what is in memory does not fail.
+        safe_batches: on several ranks, how many of the next batches cannot fail any more.
+    """
+
+    skipped: Skipped | None = None
+    safe_batches = 0
+
+    def __init__(self) -> None:
+        self.stats = Stats()
+
+    @property
+    def unshared(self) -> Executor:
+        """The executor of one loader alone."""
+        return self
+
+    def run(self, pipeline: Pipeline, epoch: int, numbers: Numbers, trace: Trace | None) -> RawBatches:
+        """Gives the batch of each part; takes a number when it begins to make that part."""
+        raise NotImplementedError
+
+    def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
+        """Gets ready what the next batch is made of, before anyone iterates; changes no batch."""
+
+    def fork(self) -> Executor:
+        """Another one that makes the same batches and leaves no trace in this one but decoded images."""
+        return self
+
+    def restart_autotuner(self) -> None:
+        """Has the number of threads found anew."""
+
+    def close(self) -> None:
+        """Ends the processes it started."""
+
+
+class MemoryExecutor(Executor):
+    """Rows of a split in memory, which is moved to the device once."""
+
+    def __init__(self, split: Memory, device: torch.device) -> None:
+        super().__init__()
+        self._images_NHWC, self._labels_N = split.images_NHWC.to(device), split.labels_N.to(device)
+
+    def run(self, pipeline: Pipeline, epoch: int, numbers: Numbers, trace: Trace | None) -> RawBatches:
+        for index_N in pipeline.indices(epoch, numbers, pipeline.to_device.device):
+            yield self._images_NHWC.index_select(0, index_N), self._labels_N.index_select(0, index_N), index_N
+
+
+class SharedExecutor(Executor):
+    """One decoding for several loaders with the same pipeline: each batch is decoded once while they keep step."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.stats, self.skipped = executor.stats, executor.skipped
+        self._kept: OrderedDict[tuple[int, int], RawBatch] = OrderedDict()
+        self._running: Iterator[RawBatch] = iter(())
+        self._next = (-1, -1)  # epoch and number of the batch that `_running` gives next
+
+    @property
+    def unshared(self) -> Executor:
+        return self._executor
+
+    def run(self, pipeline: Pipeline, epoch: int, numbers: Numbers, trace: Trace | None) -> RawBatches:
+        for number, _ in numbers:
+            if (epoch, number) not in self._kept:
+                self._decode(pipeline, epoch, number, trace)
+            yield self._kept[epoch, number]
+
+    def _decode(self, pipeline: Pipeline, epoch: int, number: int, trace: Trace | None) -> None:
+        if self._next != (epoch, number):
+            self._running = self._executor.run(pipeline, epoch, pipeline.numbers(number), trace)
+        self._kept[epoch, number] = next(self._running)
+        self._next = (epoch, number + 1)
+        while len(self._kept) > _KEEP:
+            self._kept.popitem(last=False)

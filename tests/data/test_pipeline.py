@@ -1,0 +1,142 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kasoku.core import InputError, Job
+from kasoku.data import Augment, GrowBatch, Pipeline, RandAugment, digits, folder, loader
+from kasoku.optim import sgd
+
+OTHER = {
+    "seed": 3,
+    "shuffled": False,
+    "images": 7,
+    "batch": 6,
+    "rank": 1,
+    "size": 2,
+    "shares": (2, 4),
+    "parts": 3,
+    "fill": True,
+    "min_last": 4,
+    "decoder": "nvjpeg",
+    "threads": 5,
+    "cores_shared_by": 2,
+    "cache_bytes": 0,
+    "device": torch.device("meta"),
+    "vary": lambda images_NHWC, index_N, epoch: images_NHWC,
+    "augment": Augment(flip="random"),
+    "dtype": torch.bfloat16,
+}
+
+
+class OfTwo:
+    rank, size = 0, 2
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """28 training images and 12 test images."""
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(20):
+            pixels = Image.fromarray(np.full((40, 40, 3), 10 * number, np.uint8))
+            pixels.save(tmp_path / "photos" / name / f"{number}.png")
+    return folder(str(tmp_path / "photos"), size=32, validation=0.3)
+
+
+def test_a_pipeline_of_files_prints_its_stages(photos):
+    augment = Augment(flip="random", translate=2, crop="random_resized", scale_min=0.35)
+    assert str(loader(photos, "train", 8, seed=3, comm=OfTwo(), augment=augment)) == "\n".join(
+        [
+            "photos: 28 images of the train split",
+            "  shuffle      seed 3",
+            "  shard        batch 8: rank 0 of 2 takes 4 images, in 1 part; the last incomplete batch is dropped",
+            "  draw crops   random_resized, area from 0.35",
+            "  decode       cpu, autotuned threads; decoded images are kept",
+            "  stack        uint8 (N, 32, 32, 3)",
+            "  to device    cpu",
+            "  augment      flip=random, translate=2; float32",
+        ]
+    )
+
+
+def test_a_pipeline_in_memory_prints_its_stages():
+    job = Job(torch.nn.Flatten(), sgd, loader=loader(digits(), "train", 96, parts=2, fill=True)).apply(RandAugment(1))
+    vary = job.loader.pipeline.augmentation.vary
+    assert str(job.loader) == "\n".join(
+        [
+            "digits: 1,437 images of the train split",
+            "  shuffle      seed 0",
+            "  shard        batch 96: rank 0 of 1 takes 96 images, in 2 parts; the last incomplete batch is filled up",
+            "  decode       in memory",
+            "  stack        uint8 (N, 8, 8, 1)",
+            "  to device    cpu",
+            f"  vary         {vary}",
+            "  augment      none; float32",
+        ]
+    )
+
+
+def test_test_images_are_printed_in_order_and_as_they_are(photos):
+    batches = loader(photos, "test", 5, augment=Augment(flip="random"), threads=2, cache_bytes=0, dtype=torch.bfloat16)
+    assert str(batches).splitlines()[1:] == [
+        "  shuffle      none: in order",
+        "  shard        batch 5: rank 0 of 1 takes 5 images",
+        "  draw crops   center",
+        "  decode       cpu, 2 threads",
+        "  stack        uint8 (N, 32, 32, 3)",
+        "  to device    cpu",
+        "  augment      none; bfloat16",
+    ]
+
+
+def test_every_setting_of_every_stage_can_be_changed_by_its_name():
+    plain = Pipeline(digits(), "train")
+    assert plain.settings.keys() == OTHER.keys()
+    for name, value in OTHER.items():
+        changed = plain.with_(**{name: value})
+        assert changed.settings == plain.settings | {name: value}
+    assert plain.with_(**OTHER).settings == OTHER
+
+
+def test_a_setting_that_no_stage_has_is_refused():
+    with pytest.raises(TypeError, match=r"thread: no setting of a pipeline; these are: seed, shuffled, .*threads"):
+        loader(digits(), "train", 8, thread=1)
+
+
+def test_a_pipeline_and_its_stages_cannot_be_written_to():
+    pipeline = Pipeline(digits(), "train")
+    for thing, name in ((pipeline, "shard"), (pipeline.shard, "batch"), (pipeline.decode, "threads")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, name, None)
+    with pytest.raises(AttributeError):
+        loader(digits(), "train", 8).batch = 9
+
+
+def test_what_configure_changed_is_undone_in_any_order():
+    batches = loader(digits(), "train", 8)
+    before = batches.pipeline.settings
+    bigger, varied = batches.configure(batch=16, parts=2), batches.configure(augment=Augment(flip="random"))
+    assert (batches.batch, batches.parts, batches.augment.flip) == (16, 2, "random")
+    bigger()
+    assert (batches.batch, batches.parts, batches.augment.flip) == (8, 1, "random")
+    varied()
+    assert batches.pipeline.settings == before
+
+
+def test_an_augmentation_that_does_not_fit_changes_nothing():
+    batches = loader(digits(), "train", 8)
+    with pytest.raises(InputError, match="crop=random_resized: only for image files, digits is in memory"):
+        batches.configure(augment=Augment(crop="random_resized"))
+    assert batches.augment == Augment()
+
+
+def test_a_job_gives_the_pipeline_back_when_it_is_closed():
+    batches = loader(digits(), "train", 8)
+    before = batches.pipeline.settings
+    job = Job(torch.nn.Flatten(), sgd, loader=batches).apply(Augment(flip="random"), GrowBatch(), RandAugment())
+    assert batches.pipeline.settings != before
+    job.close()
+    assert batches.pipeline.settings == before
