@@ -24,9 +24,9 @@ from kasoku import models
 from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory
-from kasoku.memory.network import look
+from kasoku.memory.network import inspect_network
 from kasoku.memory.ops import Numerics
-from kasoku.memory.saved_memory import SURE, Planner
+from kasoku.memory.saved_memory import BUDGET_SHARE, Planner
 from kasoku.optim import sgd
 
 CLASSES = 1000
@@ -143,15 +143,15 @@ def peak_of(job: Job, asked: dict, counted: Bytes, base: int) -> tuple[dict[str,
     told: dict[str, object] = {"step_s": step(job, x, y), "peak": counted.peak() - base, "libraries": base}
     if asked.get("way") == "saved":
         planner = planner_of(job)
-        told |= {"foreseen": planner.chosen.peak, "time_foreseen": planner.network.longer(planner.chosen)}
+        told |= {"foreseen": planner.plan.peak, "time_foreseen": planner.network.longer(planner.plan)}
         told |= per_image(planner)
     return told, x, y
 
 
 def per_image(planner: Planner) -> dict[str, object]:
-    network, plan = planner.network, planner.chosen
+    network, plan = planner.network, planner.plan
     before = sum(unit.plain for unit in network.units) / network.batch
-    after = (plan.kept - network.around.head_kept) / network.batch
+    after = (plan.kept - network.outside.head_kept) / network.batch
     return {"activation_bytes_per_image": {"before": round(before), "after": round(after)}}
 
 
@@ -166,8 +166,8 @@ def plan(asked: dict) -> dict[str, object]:
     def fits(batch: int) -> bool:
         x = torch.zeros(batch, 3, asked["side"], asked["side"], device=DEVICE)
         x = x.contiguous(memory_format=torch.channels_last)
-        network = look(job, planner.items, x, how=how, freed=True, straight=planner.straight)
-        found = network.within(asked["limit"] * SURE)
+        network = inspect_network(job, planner.proxies, x, how=how, gradients_freed=True, linears=planner.linears)
+        found = network.within(asked["limit"] * BUDGET_SHARE)
         return found is not None and network.longer(found) <= asked["time"]
 
     low, high = asked["batch"], 8 * asked["batch"]

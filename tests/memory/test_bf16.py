@@ -16,9 +16,9 @@ from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network
 from kasoku.memory.graph import GraphNode, LayerGraph
 from kasoku.memory.saved_memory import Planner
-from kasoku.memory.schedule import program
-from kasoku.memory.segment import _bf16_of
-from kasoku.memory.solver import choices
+from kasoku.memory.schedule import build_program
+from kasoku.memory.segment import shared_bf16
+from kasoku.memory.solver import segment_choices
 from kasoku.models.resnet import Bottleneck
 from kasoku.optim import sgd
 from memory.nets import (
@@ -94,7 +94,7 @@ def only(at: int):
     """Of the ways to run a unit the one at this place: the most kept first."""
 
     def chosen(units, setting):
-        alone = (way for way in choices(units, setting) if way.first == way.last and not way.chunk)
+        alone = (way for way in segment_choices(units, setting) if way.first == way.last and not way.chunk)
         for _, ways in groupby(alone, key=lambda way: way.first):
             found = [*ways]
             yield found[min(at, len(found) - 1)]
@@ -120,7 +120,7 @@ def test_gradients_of_any_network_are_near_by_remedy(remedy):
         found.append(worst(plain, ours))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(network, "choices", only(at))
+        patched.setattr(network, "segment_choices", only(at))
         near()
     assert statistics.median(found) < 2e-3
 
@@ -131,7 +131,7 @@ def test_gradients_in_parts_of_the_batch_are_near(name):
     least = smallest_budget(model, x, y, bf16=True)
     plain, ours = (one_step(model, x, y, *t) for t in ([], [replace(BF16, factor=0.0, budget=least)]))
     torch.testing.assert_close(plain.loss, ours.loss, rtol=1e-5, atol=0)
-    chosen = planner_of(ours.job).chosen
+    chosen = planner_of(ours.job).plan
     assert name not in ("chain", "vgg") or any(way.chunk for way in chosen.choices)
     assert error(plain, ours) < 5e-2
 
@@ -170,21 +170,21 @@ def held_by(loss: torch.Tensor) -> list[dict[str, object]]:
     found, nodes = [], [loss.grad_fn]
     while nodes:
         node = nodes.pop()
-        if getattr(node, "held", None) and all(node.held is not one for one in found):
-            found.append(node.held)
+        if getattr(node, "saved_values", None) and all(node.saved_values is not one for one in found):
+            found.append(node.saved_values)
         nodes += [following for following, _ in node.next_functions if following is not None]
     return found
 
 
 def test_what_two_segments_hold_lies_there_once(monkeypatch):
-    monkeypatch.setattr(network, "choices", only(0))
+    monkeypatch.setattr(network, "segment_choices", only(0))
     job = Job(vgg(), lambda m: sgd(m, 0.1)).apply(BF16)
     x, y = images()
     segments = held_by(job.loss(job.model(x), y))
     assert len(segments) == 4
     for later, earlier in pairwise(segments):
         (mine,), (before,) = later, earlier
-        assert mine.halved[0] is before.halved[max(before.halved)]
+        assert mine.in_bf16[0] is before.in_bf16[max(before.in_bf16)]
         assert not mine.values.keys() & {0}
     assert segments[-1][0].values[0].data_ptr() == x.data_ptr()  # the images lie there anyway
     assert segments[-1][0].values[0].dtype == torch.float32
@@ -195,20 +195,20 @@ def test_what_the_head_keeps_is_held_as_it_is():
     job.apply(SavedMemory(factor=1, bf16=True, in_backward=False, show=False))
     x, y = images()
     ((held,),) = held_by(job.loss(job.model(x), y))
-    assert not held.halved
+    assert not held.in_bf16
 
 
 def test_what_was_written_since_is_rounded_again():
     x = torch.randn(2, 3, 4, 4)
-    first = _bf16_of(x)
-    assert _bf16_of(x) is first
+    first = shared_bf16(x)
+    assert shared_bf16(x) is first
     x.add_(1)
-    assert torch.equal(_bf16_of(x), x.to(torch.bfloat16))
+    assert torch.equal(shared_bf16(x), x.to(torch.bfloat16))
 
 
 def test_layouts_and_small_values_survive():
     x = torch.full((2, 3, 4, 4), 1e-38).contiguous(memory_format=torch.channels_last)
-    found = _bf16_of(x)
+    found = shared_bf16(x)
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert (found > 0).all()  # so that the gradient of a ReLU knows its sign
 
@@ -218,9 +218,9 @@ def test_between_reads_that_are_far_only_the_bf16_lies_there():
     chain = [GraphNode("conv", (i,), conv) for i in range(4)]
     graph = LayerGraph((*chain, GraphNode("add", (4, 0)), GraphNode("conv", (0,), conv), GraphNode("add", (5, 6))))
     steps = [
-        (do.what, do.inplace)
-        for do in program(graph, {0, 1, 2, 3}, data=True, halve=frozenset({0})).backward
-        if do.what != "grad" and do.at == 0
+        (do.kind, do.inplace)
+        for do in build_program(graph, {0, 1, 2, 3}, input_gradient=True, bf16=frozenset({0})).backward
+        if do.kind != "grad" and do.at == 0
     ]
     assert steps == [("load", False), ("free", False), ("load", True), ("free", False)]
 
@@ -236,7 +236,7 @@ def test_half_the_bytes_are_kept(name):
         job = Job(NETWORKS[name](), lambda m: sgd(m, 0.1))
         job.apply(ChannelsLast(), SavedMemory(budget="1GiB", bf16=bf16, show=False))
         job.loss(job.model(x), y).backward()
-        kept.append(planner_of(job).chosen.kept)
+        kept.append(planner_of(job).plan.kept)
     assert 0.45 < kept[1] / kept[0] < 0.6
 
 
@@ -245,10 +245,10 @@ def test_the_peak_is_foreseen(name, share):
     x, y = images(32, 48)
     x = x.contiguous(memory_format=torch.channels_last)
     least = float(smallest_budget(NETWORKS[name](), x, y, ChannelsLast(), bf16=True, in_backward=True)[:-3])
-    most = planned(name, x, 1024.0).chosen.peak / 2**20
+    most = planned(name, x, 1024.0).plan.peak / 2**20
     job = planned(name, x, least + share * (most - least) + 0.01).job
-    foreseen = planner_of(job).chosen.peak
-    measured = peak_of_step(job, x, y) + planner_of(job).network.around.fixed
+    foreseen = planner_of(job).plan.peak
+    measured = peak_of_step(job, x, y) + planner_of(job).network.outside.fixed
     assert 0.95 < foreseen / measured < 1.05
 
 
@@ -273,8 +273,8 @@ class FromView(nn.Module):
 def test_what_lies_there_for_others_is_not_rounded_beside_itself():
     job = Job(FromView(), lambda m: sgd(m, 0.1)).apply(BF16)
     job.model(images()[0]).square().mean().backward()
-    chosen = planner_of(job).chosen.choices
-    assert any(choice.program.halved for choice in chosen)  # what lies between the layers
-    assert 0 not in chosen[0].program.halved
-    assert chosen[-1].program.graph.out not in chosen[-1].program.halved
+    chosen = planner_of(job).plan.choices
+    assert any(choice.program.in_bf16 for choice in chosen)  # what lies between the layers
+    assert 0 not in chosen[0].program.in_bf16
+    assert chosen[-1].program.graph.out not in chosen[-1].program.in_bf16
     job.close()

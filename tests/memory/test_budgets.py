@@ -12,10 +12,10 @@ from kasoku.core import InputError, Job, Technique
 from kasoku.core.hardware import computes_bf16
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, larger, network
-from kasoku.memory.inspection import install, watch
-from kasoku.memory.network import InspectedNetwork, look, state_bytes
+from kasoku.memory.inspection import install, record_forward
+from kasoku.memory.network import InspectedNetwork, inspect_network, optimizer_bytes
 from kasoku.memory.ops import Numerics
-from kasoku.memory.saved_memory import SURE
+from kasoku.memory.saved_memory import BUDGET_SHARE
 from kasoku.models.resnet import Bottleneck, ResNet
 from kasoku.optim import sgd
 from memory.nets import blocks, images, peak_of_step, plain_chain
@@ -30,7 +30,7 @@ def made(name: str) -> nn.Module:
 
 def seen(model: nn.Module, x: torch.Tensor) -> InspectedNetwork:
     job = Job(model, lambda m: sgd(m, 0.1))
-    found = look(job, install(job), x, how=Numerics(), freed=True)
+    found = inspect_network(job, install(job), x, how=Numerics(), gradients_freed=True)
     job.close()
     return found
 
@@ -61,25 +61,25 @@ def test_the_peak_falls_or_stays_as_the_budget_shrinks(name):
     measured = [measured_peak(made(name), x, y, budget + 2**14) for budget in budgets]
     assert measured == sorted(measured, reverse=True)
     assert measured[-1] < 0.75 * measured[0]
-    fixed = planned.around.fixed
+    fixed = planned.outside.fixed
     assert all(fixed + taken <= budget + 2**14 for taken, budget in zip(measured, budgets, strict=True))
 
 
 def smallest(planned: InspectedNetwork) -> float:
     with pytest.raises(InputError, match=r"at least [0-9.,]+ MiB are needed") as raised:
-        planned.choose(1, sure=SURE)
+        planned.choose(1, share=BUDGET_SHARE)
     return float(str(raised.value).partition("at least ")[2].split()[0].replace(",", "")) * 2**20 + 2**17
 
 
 def test_nothing_that_the_look_saw_stays_in_memory(monkeypatch):
     logs = []
 
-    def watched(*arguments):
-        log, outputs = watch(*arguments)
+    def recorded(*arguments):
+        log, outputs = record_forward(*arguments)
         logs.append(weakref.ref(log))
         return log, outputs
 
-    monkeypatch.setattr(network, "watch", watched)
+    monkeypatch.setattr(network, "record_forward", recorded)
     seen(plain_chain(), images()[0])
     gc.collect()
     assert len(logs) == 1
@@ -110,10 +110,10 @@ def test_copies_of_weights_under_autocast_are_counted_once():
     x, y = images(32, 32)
     x = x.contiguous(memory_format=torch.channels_last)
     job = Job(with_a_large_head(), lambda m: sgd(m, 0.1)).apply(ChannelsLast(), Autocast("bf16"))
-    seen = look(job, install(job), x, how=Numerics(), freed=False)
+    seen = inspect_network(job, install(job), x, how=Numerics(), gradients_freed=False)
     job.close()
     measured = peak_of(with_a_large_head(), x, y, Autocast("bf16"))
-    assert abs(seen.plain_bytes(len(x)) / (measured + seen.plain_around.fixed) - 1) < 0.05
+    assert abs(seen.plain_bytes(len(x)) / (measured + seen.plain_outside.fixed) - 1) < 0.05
 
 
 def test_a_larger_batch_fits_under_autocast_too():
@@ -138,11 +138,11 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_what_a_rule_keeps_is_foreseen(name):
     job = Job(made("chain"), RULES[name])
-    before, (x, y) = state_bytes(job), images()
+    before, (x, y) = optimizer_bytes(job), images()
     job.loss(job.model(x), y).backward()
     job.optimizer.step()
     few = 64 * len(job.optimizer.state)  # counts of steps
-    assert before <= state_bytes(job) <= before + few
+    assert before <= optimizer_bytes(job) <= before + few
 
 
 class Keeps(torch.optim.SGD):
@@ -164,7 +164,7 @@ def test_a_plan_is_made_anew_when_the_rule_keeps_more_than_foreseen():
         job.loss(job.model(x), y).backward()
         job.optimizer.step()
         job.optimizer.zero_grad()
-        plans.append(planner.chosen)
+        plans.append(planner.plan)
     assert plans[0] is not plans[1] is plans[2]
     assert plans[1].peak == plans[0].peak + sum(p.nbytes for p in job.model.parameters())
 
@@ -184,7 +184,7 @@ def test_what_is_computed_of_a_repeated_weight_grows_with_the_batch():
     def an_image(block):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), block, nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
         job = Job(model, lambda m: sgd(m, 0.1))
-        found = look(job, install(job), torch.zeros(64, 3, 16, 16), how=Numerics(), freed=True)
+        found = inspect_network(job, install(job), torch.zeros(64, 3, 16, 16), how=Numerics(), gradients_freed=True)
         job.close()
         return (found.plain_bytes(64) - found.plain_bytes(32)) / 32
 

@@ -13,8 +13,8 @@ from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network, ops
 from kasoku.memory.graph import GraphNode, LayerGraph
-from kasoku.memory.schedule import Instruction, over_inputs, program
-from kasoku.memory.solver import choices
+from kasoku.memory.schedule import Instruction, build_program, norms_in_place
+from kasoku.memory.solver import segment_choices
 from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.optim import sgd
 from memory.nets import FEW, assert_near, images, networks, one_step, peak_of_step, plain_chain, planner_of
@@ -56,7 +56,7 @@ def in_place(layer: nn.BatchNorm2d, x: Tensor, dy: Tensor) -> list[Tensor]:
     """The same over a copy of x."""
     node, area, given_dy = GraphNode("norm", (0,), layer), x.clone(), dy.clone()
     with torch.no_grad():
-        _, side = ops.make(node, [area], how=ops.Numerics())
+        _, side = ops.compute(node, [area], how=ops.Numerics())
         dx, found = ops.norm_gradients(node, dy, area, side, inplace=True)
     assert dx.data_ptr() == area.data_ptr()
     assert dx.stride() == x.stride()
@@ -122,8 +122,8 @@ def chain(*ops_: str) -> LayerGraph:
 
 def written_over(graph: LayerGraph, kept: set[int], **more) -> list[int]:
     """The nodes whose gradient is written over their input."""
-    steps = over_inputs(program(graph, kept, data=True, **more)).backward
-    return [do.at for do in steps if do.what == "grad" and graph.nodes[do.at].op == "norm" and do.inplace]
+    steps = norms_in_place(build_program(graph, kept, input_gradient=True, **more)).backward
+    return [do.at for do in steps if do.kind == "grad" and graph.nodes[do.at].op == "norm" and do.inplace]
 
 
 def test_only_where_nobody_else_holds_the_input_and_nobody_reads_it_later():
@@ -139,8 +139,8 @@ def test_only_where_nobody_else_holds_the_input_and_nobody_reads_it_later():
 
 def test_what_was_in_bf16_is_written_over_where_it_was_loaded():
     graph = chain("conv", "norm", "conv")
-    steps = over_inputs(program(graph, {0, 1, 2}, data=True, halve=frozenset({1, 2}))).backward
-    place = next(i for i, do in enumerate(steps) if do.what == "grad" and do.at == 1)
+    steps = norms_in_place(build_program(graph, {0, 1, 2}, input_gradient=True, bf16=frozenset({1, 2}))).backward
+    place = next(i for i, do in enumerate(steps) if do.kind == "grad" and do.at == 1)
     assert steps[place - 1 : place + 2] == (
         Instruction("load", 1, True),
         Instruction("grad", 1, True, ("set",)),
@@ -153,7 +153,7 @@ def test_what_was_in_bf16_is_written_over_where_it_was_loaded():
 
 def forced(units, setting, *, over=True):
     """Of the ways to run a unit the last that has it (not `over`: the same without it); where none has it, the last."""
-    alone = [way for way in choices(units, setting) if way.first == way.last and not way.chunk]
+    alone = [way for way in segment_choices(units, setting) if way.first == way.last and not way.chunk]
     for first in range(len(units)):
         mine = {way.remedy: way for way in alone if way.first == first}
         name = next((name for name in reversed(mine) if IN_PLACE in name), [*mine][-1])
@@ -183,12 +183,12 @@ NETWORKS = {
 
 
 def remedies(job: Job) -> list[str]:
-    return [way.remedy for way in planner_of(job).chosen.choices]
+    return [way.remedy for way in planner_of(job).plan.choices]
 
 
 @pytest.mark.parametrize(("name", "layout"), covering([*NETWORKS], ["nchw", "nhwc"], together=1))
 def test_gradients_are_near_those_of_plain_pytorch(name, layout, monkeypatch):
-    monkeypatch.setattr(network, "choices", forced)
+    monkeypatch.setattr(network, "segment_choices", forced)
     torch.manual_seed(0)
     model, (x, y) = NETWORKS[name](), images(6, 48)
     x = x.to(next(model.parameters()).dtype)
@@ -204,12 +204,12 @@ def test_gradients_of_any_network_are_near_those_of_plain_pytorch(model, batch):
     x, y = images(batch, 16)
     model, x = model.double(), x.double()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(network, "choices", forced)
+        patched.setattr(network, "segment_choices", forced)
         assert_near(one_step(model, x, y), one_step(model, x, y, SAVED), 1e-9)
 
 
 def test_autocast_beside_it_is_near(monkeypatch):
-    monkeypatch.setattr(network, "choices", forced)
+    monkeypatch.setattr(network, "segment_choices", forced)
     model, (x, y) = blocks(Bottleneck), images(6, 48)
     beside = [ChannelsLast(), Autocast("bf16")]
     plain_step, ours = one_step(model, x, y, *beside), one_step(model, x, y, *beside, SAVED)
@@ -221,7 +221,7 @@ def test_bits_that_must_stay_have_no_such_remedy():
     exact = SavedMemory(factor=1, lossless=True, show=False)
     job = Job(blocks(), lambda m: sgd(m, 0.1)).apply(exact)
     job.model(images(6, 48)[0])
-    assert not any(IN_PLACE in way.remedy for way in planner_of(job).network.ways)
+    assert not any(IN_PLACE in way.remedy for way in planner_of(job).network.choices)
 
 
 # ---- bytes
@@ -245,14 +245,14 @@ def test_the_peak_is_foreseen_and_less(name, monkeypatch):
     make = Wide if name.startswith("wide") else partial(light_blocks, Bottleneck)
     found = []
     for over in (False, True):
-        monkeypatch.setattr(network, "choices", partial(forced, over=over))
+        monkeypatch.setattr(network, "segment_choices", partial(forced, over=over))
         techniques = [ChannelsLast(), *([Autocast("bf16")] if "bf16" in name else [])]
         model = make()
         if "frozen" in name:
             model[3].eval()
         job = Job(model, lambda m: sgd(m, 0.1)).apply(*techniques, SavedMemory(factor=1, show=False))
-        measured = peak_of_step(job, x, y) + planner_of(job).network.around.fixed
-        assert 0.95 < planner_of(job).chosen.peak / measured < 1.05
+        measured = peak_of_step(job, x, y) + planner_of(job).network.outside.fixed
+        assert 0.95 < planner_of(job).plan.peak / measured < 1.05
         found.append(measured)
     assert found[1] < 0.95 * found[0]
 

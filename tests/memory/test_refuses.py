@@ -87,17 +87,17 @@ def summed(model, first, second):
 
 @pytest.mark.parametrize("read", [both, named, in_training, left_on_the_model])
 def test_whoever_reads_between_two_layers_is_found(read):
-    with pytest.raises(InputError, match="reads what lies between two of its layers"):
+    with pytest.raises(InputError, match="reads a tensor between two of its layers"):
         a_job(Two(read)).model(images()[0])
 
 
 def test_a_reader_is_found_behind_a_head_of_zeros():
-    with pytest.raises(InputError, match="reads what lies between two of its layers"):
+    with pytest.raises(InputError, match="reads a tensor between two of its layers"):
         a_job(Two(summed, zero=True)).model(images()[0])
 
 
 def test_outputs_in_which_no_tensor_is_seen_are_refused():
-    with pytest.raises(InputError, match="in which no tensor is seen"):
+    with pytest.raises(InputError, match="without a known tensor"):
         a_job(Two(lambda model, first, second: {"out"})).model(images()[0])
 
 
@@ -479,7 +479,7 @@ def test_the_budget_that_an_error_names_is_enough():
 
 
 def test_the_factor_that_an_error_names_is_enough():
-    with pytest.raises(InputError, match=r"are needed, .*: give factor=") as raised:
+    with pytest.raises(InputError, match=r"are needed, .*: set factor=") as raised:
         a_job(plain_chain(), SavedMemory(factor=50, show=False)).model(images()[0])
     named = float(str(raised.value).rpartition("=")[2])
     assert 1 < named < 50

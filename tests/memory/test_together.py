@@ -12,11 +12,13 @@ from kasoku.core import Comm, InputError, Job, Threads, process_start
 from kasoku.data import digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile
 from kasoku.distributed import Overlap
+from kasoku.distributed.ddp.layer_index import Units
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, sgd
+from kasoku.report.block_timer import follow_blocks
 from kasoku.training.evaluation import evaluate
 from kasoku.training.trainer import fit, prepare
-from memory.nets import assert_equal, images, one_step, plain_chain, trained
+from memory.nets import assert_equal, images, one_step, plain_chain, planner_of, trained
 from started import RECIPE
 
 
@@ -87,7 +89,7 @@ def test_a_rule_with_a_step_of_its_own_is_told_only_where_shown(model, capsys):
     for show in (True, False):
         job = Job(copy.deepcopy(model), lambda m: Own(m.parameters(), 0.05))
         job.apply(SavedMemory(factor=1, show=show)).model(images()[0])
-        assert ("Own has a step of its own" in capsys.readouterr().out) == show
+        assert ("Own has its own step()" in capsys.readouterr().out) == show
 
 
 def test_a_second_backward_through_the_same_forward_is_refused(model):
@@ -144,7 +146,7 @@ def test_a_network_that_reads_between_two_layers_is_refused(model):
             return self.head((first + self.two(first)).mean((2, 3)))
 
     job = Job(Between(), lambda m: sgd(m, 0.05)).apply(SavedMemory(factor=1, show=False))
-    with pytest.raises(InputError, match="reads what lies between two of its layers"):
+    with pytest.raises(InputError, match="reads a tensor between two of its layers"):
         job.model(images()[0])
 
 
@@ -217,3 +219,16 @@ def test_kasoku_train_takes_it_on_several_ranks():
 
     found = Threads(2).run(rank)
     assert found[0] == found[1] > 0.3
+
+
+def test_hooks_of_the_report_and_of_overlap_keep_no_layer_from_the_plan():
+    model = plain_chain()
+    job = Job(model, lambda m: sgd(m, 0.1)).apply(SavedMemory(factor=1, show=False))
+    proxies = planner_of(job).proxies
+    follow_blocks(job, lambda name: None, lambda: True)
+    Units(model).before(job, lambda unit: None)
+    assert any(len(m._forward_pre_hooks) for m in model)
+    assert not any(proxy.hooked for proxy in proxies)
+    model[1].register_forward_hook(lambda *_: None)
+    assert [proxy.name for proxy in proxies if proxy.hooked] == ["1"]
+    job.close()

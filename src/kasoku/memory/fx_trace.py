@@ -1,7 +1,7 @@
 """The graph of a layer or block, traced by torch.fx from its forward.
 
-Note: a trace sees one run. A forward that draws random numbers, or writes to its module, may take another path next
-time, so it is refused. A forward may also read attributes that somebody sets later (a depth, a flag): when attributes
+Note: a trace records one run. A forward that draws random numbers, or writes to its module, may take another path next
+time, so it is refused. A forward may also read attributes that the caller sets later (a depth, a flag): when attributes
 have changed, it is traced again, and refused unless the graph is the same. Globals and closures are not watched.
 """
 
@@ -34,7 +34,7 @@ _FUNCTIONS: dict[Any, str] = {
 }
 _MODULE = frozenset(vars(nn.Module())) - {"_modules"}  # attributes that every module has
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_DEPTH = 3  # of lists within lists whose items are compared
+_DEPTH = 3  # of nested lists whose items are compared
 
 
 class _Tracer(fx.Tracer):
@@ -60,7 +60,7 @@ def graph_of(module: nn.Module) -> LayerGraph | None:
 
 
 def with_own_forward(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules within whose forward is not torch's."""
+    """The modules in it, itself included, that do not have a forward of torch."""
     return tuple(m for m in module.modules() if not type(m).__module__.startswith("torch."))
 
 
@@ -72,8 +72,8 @@ def attributes_of(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
 def changed(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:
     """The names of the attributes that differ."""
     both = zip(before, now, strict=False)
-    found = [k for a, b in both for k in {**a, **b} if not _same(a.get(k, ...), b.get(k, ...))]
-    return found if len(before) == len(now) else [*found, "modules"]
+    names = [k for a, b in both for k in {**a, **b} if not _same(a.get(k, ...), b.get(k, ...))]
+    return names if len(before) == len(now) else [*names, "modules"]
 
 
 def _items(value: Any, depth: int = _DEPTH) -> Any:
@@ -110,15 +110,15 @@ def _traced(module: nn.Module, *, training: bool) -> LayerGraph | None:
         return None
     written = changed(attributes, attributes_of(modules))
     own = [k for m in modules for k, v in vars(m).items() if any(isinstance(i, _GENERATORS) for i in _listed(v))]
-    seen = "draws random numbers" if before != after else f"writes self.{written[0]}" if written else ""
-    seen = seen or (f"can draw random numbers of self.{own[0]}" if own else "")
-    if seen:
-        raise decides(f"{type(module).__name__} {seen}")
+    reason = "draws random numbers" if before != after else f"writes self.{written[0]}" if written else ""
+    reason = reason or (f"can draw random numbers of self.{own[0]}" if own else "")
+    if reason:
+        raise decides(f"{type(module).__name__} {reason}")
     return graph
 
 
 def decides(what: str) -> InputError:
-    """The refusal of a forward that may take another path next time."""
+    """The error for a forward that may take another path next time."""
     return InputError(
         f"SavedMemory: the forward of {what}, so it may compute something else at the next step (stochastic depth), "
         "and a plan cannot hold: leave SavedMemory out, or make this forward a fixed sequence of layers"
@@ -132,7 +132,7 @@ def _listed(value: Any) -> tuple[Any, ...]:
 
 
 def _random_states() -> tuple[Any, ...]:
-    """Of torch (CPU and the current GPU), of Python and of numpy."""
+    """The random states of torch (CPU and the current GPU), of Python and of numpy."""
     cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return torch.get_rng_state().numpy(), cuda, random.getstate(), np.random.get_state()
 
@@ -146,39 +146,39 @@ def _set_random_states(states: tuple[Any, ...]) -> None:
 
 
 def _from_fx(module: nn.Module, steps: Sequence[fx.Node]) -> LayerGraph | None:
-    place: dict[fx.Node, int] = {}
+    value_of: dict[fx.Node, int] = {}
     nodes: list[GraphNode] = []
     seen: set[nn.Module] = set()
     for step in steps:
         if step.op == "placeholder":
-            if place:
+            if value_of:
                 return None
-            place[step] = 0
+            value_of[step] = 0
             continue
         if step.op == "output":
             result = step.args[0]
-            whole = isinstance(result, fx.Node) and place[result] == len(nodes) and bool(nodes)
+            whole = isinstance(result, fx.Node) and value_of[result] == len(nodes) and bool(nodes)
             return LayerGraph(tuple(nodes)) if whole else None
         layer = module.get_submodule(str(step.target)) if step.op == "call_module" else None
         op = op_of(layer) if layer is not None else _FUNCTIONS.get(step.target, "")
         if not op or not all(isinstance(a, fx.Node) for a in step.args) or not set(step.kwargs) <= {"inplace"}:
             return None
-        inputs = tuple(place[a] for a in step.args if isinstance(a, fx.Node))
+        inputs = tuple(value_of[a] for a in step.args if isinstance(a, fx.Node))
         if len(inputs) != (2 if op == "add" else 1) or (layer in seen and tuple(layer.parameters())):
             return None
         if op == "identity":
-            place[step] = inputs[0]
+            value_of[step] = inputs[0]
             continue
         if layer is not None:
             seen.add(layer)
         nodes.append(GraphNode(op, inputs, layer))
-        place[step] = len(nodes)
+        value_of[step] = len(nodes)
         if _writes_over(step, layer):
-            place.update({other: len(nodes) for other, value in place.items() if value == inputs[0]})
+            value_of.update({node: len(nodes) for node, value in value_of.items() if value == inputs[0]})
     return None
 
 
 def _writes_over(step: fx.Node, layer: Any) -> bool:
-    """Its result takes the place of its first input."""
+    """Whether its result takes the memory of its first input."""
     names = ("relu_", "add_", operator.iadd)
     return bool(step.target in names or step.kwargs.get("inplace") or getattr(layer, "inplace", False))

@@ -1,6 +1,6 @@
-"""The layers of a network as a graph of a few kinds of operation, each of which we know how to differentiate.
+"""The layers of a network as a graph of a few kinds of operation, each with a known derivative.
 
-A `LayerGraph` has one input (value 0) and one output, the last value; node i makes value i + 1.
+A `LayerGraph` has one input (value 0) and one output, the last value; node i computes value i + 1.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kasoku.memory.pool import PLACES, pair
-
+WINDOW_POSITIONS = 256  # of a max-pool's window: a position must fit in a byte
 # Layers without weights and without randomness, differentiated by torch from their input alone.
 OTHER = (nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Hardswish, nn.Tanh, nn.Sigmoid, nn.AvgPool2d)
+
+
+def pair(n: Any) -> tuple[int, int]:
+    """A size of torch's layers, which may be one number, for rows and columns."""
+    return (n, n) if isinstance(n, int) else (n[0], n[1])
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class GraphNode:
 
     @property
     def cheap(self) -> bool:
-        """It takes a pass over memory, no more."""
+        """Whether it takes a pass over memory and no more."""
         return self.op in ("norm", "relu", "add", "other")
 
     @property
@@ -38,24 +42,22 @@ class GraphNode:
 
     @property
     def learns(self) -> bool:
-        """A weight of it requires a gradient."""
         return any(p.requires_grad for p in self.params)
 
     @property
-    def steers(self) -> bool:
-        """It is a BatchNorm that takes the statistics of the batch it sees."""
+    def uses_batch_statistics(self) -> bool:
+        """Whether it is a BatchNorm that takes the statistics of its batch."""
         return self.op == "norm" and (self.layer.training or self.layer.running_mean is None)
 
 
 class ValueShape(NamedTuple):
-    """What a value takes: its shape (N images first) and type."""
+    """A value's shape (images first) and type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -67,20 +69,21 @@ class LayerGraph:
 
     @property
     def out(self) -> int:
-        """The value that leaves it."""
+        """The number of its output value."""
         return len(self.nodes)
 
-    def then(self, other: LayerGraph) -> LayerGraph:
-        """This graph, its output into the other's input."""
+    def then(self, following: LayerGraph) -> LayerGraph:
+        """This graph and then the following one, which reads this one's output."""
         n = len(self.nodes)
-        return LayerGraph(self.nodes + tuple(replace(m, inputs=tuple(v + n for v in m.inputs)) for m in other.nodes))
+        shifted = (replace(node, inputs=tuple(v + n for v in node.inputs)) for node in following.nodes)
+        return LayerGraph((*self.nodes, *shifted))
 
     def readers(self, value: int) -> list[int]:
         """The nodes that read a value."""
         return [i for i, node in enumerate(self.nodes) if value in node.inputs]
 
     def pooled_first(self) -> LayerGraph:
-        """The same function, every max-pool ahead of its ReLU: they commute, bit for bit, and ReLU has less to do."""
+        """The same function with each max-pool before its ReLU: they commute bit for bit, and ReLU has less to do."""
         nodes = list(self.nodes)
         for i in range(len(nodes) - 1):
             relu, pool = nodes[i], nodes[i + 1]
@@ -89,31 +92,31 @@ class LayerGraph:
         return LayerGraph(tuple(nodes))
 
     def shapes(self, x: ValueShape, half: torch.dtype | None) -> list[ValueShape]:
-        """What every value takes for an input, the input first; `half`: what autocast computes convolutions in."""
-        found = [x]
+        """The shapes of all values, the input first; `half`: the type in which autocast computes convolutions."""
+        shapes = [x]
         for node in self.nodes:
-            like = found[node.inputs[0]]
-            dtype = half if half is not None and node.op == "conv" else like.dtype
+            source = shapes[node.inputs[0]]
+            dtype = half if half is not None and node.op == "conv" else source.dtype
             if node.op == "add":
-                dtype = torch.promote_types(like.dtype, found[node.inputs[1]].dtype)
-            found.append(ValueShape(_shape(node, like), dtype))
-        return found
+                dtype = torch.promote_types(source.dtype, shapes[node.inputs[1]].dtype)
+            shapes.append(ValueShape(_output_shape(node, source), dtype))
+        return shapes
 
 
-def _shape(node: GraphNode, x: ValueShape) -> tuple[int, ...]:
+def _output_shape(node: GraphNode, x: ValueShape) -> tuple[int, ...]:
     layer = node.layer
     if node.op == "conv":
         meta = torch.empty(x.shape, device="meta", dtype=layer.weight.dtype)
         weight = torch.empty_like(layer.weight, device="meta")
-        made = nn.functional.conv2d(meta, weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
-        return tuple(made.shape)
+        settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
+        return tuple(nn.functional.conv2d(meta, weight, None, *settings).shape)
     if node.op in ("pool", "other"):
         return tuple(type(layer).forward(layer, torch.empty(x.shape, device="meta")).shape)
     return x.shape
 
 
 def op_of(layer: nn.Module) -> str:
-    """The operation of a layer as torch has it; "" where we do not know it."""
+    """The operation of one of torch's layers; "" if it is not supported."""
     kind = type(layer)
     if kind is nn.Conv2d:
         return "conv" if layer.padding_mode == "zeros" and not isinstance(layer.padding, str) else ""
@@ -123,13 +126,13 @@ def op_of(layer: nn.Module) -> str:
         return "relu"
     if kind is nn.MaxPool2d:
         rows, columns = pair(layer.kernel_size)
-        plain = layer.dilation in (1, (1, 1)) and not layer.return_indices
-        return "pool" if plain and rows * columns <= PLACES else ""
+        simple = layer.dilation in (1, (1, 1)) and not layer.return_indices
+        return "pool" if simple and rows * columns <= WINDOW_POSITIONS else ""
     if kind is nn.Identity:
         return "identity"
     return "other" if kind in OTHER else ""
 
 
-def tensors(nodes: Sequence[GraphNode]) -> list[Tensor]:
+def weights_of(nodes: Sequence[GraphNode]) -> list[Tensor]:
     """The weights of nodes, each once."""
     return list(dict.fromkeys(p for node in nodes for p in node.params))

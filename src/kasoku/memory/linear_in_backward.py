@@ -15,42 +15,44 @@ from torch.autograd.function import once_differentiable
 
 from kasoku.core import InputError, Job
 from kasoku.core.torch_internals import accumulates, gradient_hooks, version
-from kasoku.memory.bound import Bound
-from kasoku.memory.inspection import half_of
+from kasoku.memory.inspection import BoundToModel, autocast_type
 from kasoku.memory.step_in_backward import StepInBackward
 
 _LARGE = 2**20  # bytes of weights; smaller ones are not worth it
 
 
 class _Pass:
-    """A forward whose backward has not come; `shared`: there were two at once, so neither has the whole gradient."""
+    """A forward without its backward so far; `shared`: of two at once, so neither has the whole gradient."""
 
     shared = False
 
 
-class LinearInBackward(Bound):
-    """Updates one Linear in its backward, where nothing else needs its gradient.
+class LinearInBackward(BoundToModel):
+    """Updates one Linear in its backward, if nothing else needs its gradient.
 
     Attributes:
-        calls: in the inspection; only a layer that is called once is updated.
+        calls: during the inspection; only a layer that is called once is updated.
     """
 
-    def __init__(self, layer: nn.Linear, in_step: StepInBackward) -> None:
-        self.layer, self.in_step = layer, in_step
+    def __init__(self, layer: nn.Linear, stepper: StepInBackward) -> None:
+        self.layer, self.stepper = layer, stepper
         self.calls, self.inspected = 0, False
         self.passes: WeakSet[_Pass] = WeakSet()
 
     @property
     def active(self) -> bool:
-        """Whether the backward of a forward now updates the weight."""
+        """Whether the backward of a forward that begins now updates the weight."""
         return self.inspected and self.calls == 1 and self.group is not None
 
     @property
     def group(self) -> dict[str, Any] | None:
         """The weight's parameter group; None unless the rule is SGD with momentum and only the job needs gradients."""
-        job, layer, step = self.in_step.job, self.layer, self.in_step
-        ours = vars(layer).get("saved_memory") is self and all(_of(h, job) for h in gradient_hooks(layer.weight))
-        alone = ours and step.active and job.accumulate == 1 and layer.training and layer.weight.requires_grad
+        stepper, layer = self.stepper, self.layer
+        job = stepper.job
+        ours = vars(layer).get("saved_memory") is self and all(
+            getattr(hook, "__self__", None) is job for hook in gradient_hooks(layer.weight)
+        )
+        alone = ours and stepper.active and job.accumulate == 1 and layer.training and layer.weight.requires_grad
         if not alone or type(job.optimizer) is not torch.optim.SGD:
             return None
         group = next((g for g in job.optimizer.param_groups if any(p is layer.weight for p in g["params"])), None)
@@ -61,7 +63,7 @@ class LinearInBackward(Bound):
     @torch.no_grad()
     def update(self, group: dict[str, Any], dy_NK: Tensor, x_NC: Tensor) -> None:
         """The step of SGD; the gradient dy^T x is added to the momentum as it is computed."""
-        job, weight = self.in_step.job, self.layer.weight
+        job, weight = self.stepper.job, self.layer.weight
         state = job.optimizer.state[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
@@ -70,25 +72,21 @@ class LinearInBackward(Bound):
             momentum.add_(weight, alpha=group["weight_decay"])
         momentum.addmm_(dy_NK.to(weight.dtype).t(), x_NC.to(weight.dtype))
         weight.add_(momentum, alpha=-float(group["lr"]))
-        self.in_step.take(weight)
+        self.stepper.free_gradient(weight)
         job.updated([weight])
 
 
-def _of(hook: Any, job: Job) -> bool:
-    return getattr(hook, "__self__", None) is job
-
-
-def install(job: Job, in_step: StepInBackward) -> list[LinearInBackward]:
+def install(job: Job, stepper: StepInBackward) -> list[LinearInBackward]:
     """Replaces the forward of every large Linear that owns its weight, until the job is closed."""
-    found = []
+    linears = []
     owned = [p for _, p in job.model.named_parameters(remove_duplicate=False)]
     for layer in [m for m in job.model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]:
         once = sum(p is layer.weight for p in owned) == 1  # none of a pruned one, whose weight is no parameter
         if once and layer.weight.nbytes >= _LARGE:
-            found.append(LinearInBackward(layer, in_step))
-            job.patch(layer, "saved_memory", found[-1])
+            linears.append(LinearInBackward(layer, stepper))
+            job.patch(layer, "saved_memory", linears[-1])
             job.patch(layer, "forward", MethodType(_forward, layer))
-    return found
+    return linears
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
@@ -96,7 +94,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     owner.calls += owner.layer is layer and not owner.inspected
     if owner.layer is not layer or not x.requires_grad or not owner.active:  # another layer: a deep copy
         return nn.Linear.forward(layer, x)
-    out: Tensor = _Linear.apply(x, layer.weight, layer.bias, owner, half_of(x))  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear.apply(x, layer.weight, layer.bias, owner, autocast_type(x))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -106,8 +104,8 @@ class _Linear(torch.autograd.Function):
         ctx.owner, ctx.half, ctx.version, ctx.own = owner, half, version(weight), _Pass()
         owner.passes.add(ctx.own)
         if len(owner.passes) > 1:
-            for one in owner.passes:
-                one.shared = True
+            for each in owner.passes:
+                each.shared = True
         ctx.save_for_backward(x if half is None else x.to(half))
         return nn.functional.linear(x, weight, bias)
 
@@ -118,13 +116,13 @@ class _Linear(torch.autograd.Function):
         owner: LinearInBackward = ctx.owner
         weight, bias = owner.layer.weight, owner.layer.bias
         owner.passes.discard(ctx.own)
-        if weight in owner.in_step.taken:
+        if weight in owner.stepper.stand_ins:
             raise InputError(
-                "SavedMemory: a second backward through a Linear whose weight has moved in the first one: say "
+                "SavedMemory: a second backward through a Linear whose weight the first one has updated: set "
                 "in_backward = false"
             )
         if version(weight) != ctx.version:
-            raise InputError("SavedMemory: the weight of a Linear was written over between forward and backward")
+            raise InputError("SavedMemory: the weight of a Linear was written between forward and backward")
         flat, x_NC = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = dy @ (weight if ctx.half is None else weight.to(ctx.half)) if ctx.needs_input_grad[0] else None
         db = flat.sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None

@@ -1,4 +1,4 @@
-"""A network as the planner sees it: chains of units, and the bytes beside them."""
+"""A network as the solver sees it: chains of units, and the bytes outside them."""
 
 from __future__ import annotations
 
@@ -14,129 +14,142 @@ from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
 from kasoku.memory.graph import LayerGraph, ValueShape
-from kasoku.memory.inspection import Call, CallLog, Hook, chains, place_of, undisturbed, units, watch
+from kasoku.memory.inspection import (
+    Call,
+    CallLog,
+    LayerProxy,
+    chains_of,
+    memory_of,
+    record_forward,
+    units_of,
+    without_side_effects,
+)
 from kasoku.memory.linear_in_backward import LinearInBackward
 from kasoku.memory.memory_model import ImageLayout, MemoryNeed, work_of
 from kasoku.memory.ops import Numerics
 from kasoku.memory.segment import Segment
-from kasoku.memory.solver import ChainSetting, MemoryPlan, OutsideBytes, SegmentChoice, best, choices, lowest
+from kasoku.memory.solver import (
+    ChainSetting,
+    MemoryPlan,
+    OutsideBytes,
+    SegmentChoice,
+    lowest_peak,
+    plan_within,
+    segment_choices,
+)
 
-_LOOK = 2  # images
+_INSPECTED_IMAGES = 2
 
 
 @dataclass(frozen=True)
 class ChainUnit:
-    """Items that are not cut, what plain PyTorch keeps of them, multiply-adds and precision.
+    """Layers that the solver does not separate.
 
     Attributes:
-        plain: bytes kept for the batch.
-        copies: bytes of copies of weights, whatever the batch.
-        need: of the unit alone, with all that its backward reads kept as it is.
+        proxies: of the layers.
+        plain: bytes that plain PyTorch keeps of them for the batch.
+        copies: bytes of the copies of their weights (autocast's), which do not grow with the batch.
+        work: multiply-adds of their forward.
+        how: precision.
+        need: of the unit alone, if backward reads all values as forward computed them.
     """
 
-    items: tuple[Hook, ...]
+    proxies: tuple[LayerProxy, ...]
     plain: int
     copies: int
     work: float
     how: Numerics
     need: MemoryNeed
 
-    @property
-    def name(self) -> str:
-        """Of its first and last item."""
-        first, last = self.items[0].name, self.items[-1].name
-        return first if first == last else f"{first} to {last}"
-
 
 class InspectedNetwork:
-    """What was seen, for one batch.
+    """The record of one forward, scaled to a batch.
 
     Attributes:
         units: of all chains, in order.
-        ways: the choices for stretches of them.
-        starts: what enters each unit.
-        around: the bytes beside them, with our gradients; `plain_around`: with those of plain PyTorch.
-        outputs: tensors that the network gave.
-        state: bytes that the optimizer keeps, or will.
-        how: what holds for all units; precision is each unit's own.
+        choices: for each run of up to four units, the programs to choose from.
+        outside: bytes outside the units; `plain_outside`: the same if gradients stay until the step.
+        outputs: of the model.
+        optimizer_bytes: that the optimizer keeps, or will keep after its first step.
+        how: settings of all units; precision is each unit's own.
     """
 
     def __init__(
-        self, job: Job, items: Sequence[Hook], log: CallLog, images: Tensor, *, batch: int, how: Numerics
+        self, job: Job, proxies: Sequence[LayerProxy], log: CallLog, images: Tensor, *, batch: int, how: Numerics
     ) -> None:
-        self.job, self.items, self.how, self.batch = job, items, how, batch
+        self.job, self.proxies, self.how, self.batch = job, proxies, how, batch
         self.units: list[ChainUnit] = []
-        self.ways: list[SegmentChoice] = []
-        self.starts: list[ValueShape] = []
+        self.choices: list[SegmentChoice] = []
         self.outputs: list[Tensor] = []
-        self.state = state_bytes(job)
-        self.around = self.plain_around = OutsideBytes(0, 0, 0, 0, False, 0)
-        found = [(chain, call) for chain, call in chains(log) if call.x.ndim == 4 and len(call.x) == len(images)]
-        planned = {item for chain, _ in found for item in chain}
-        for chain, call in found:
-            given = place_of(call.x) == place_of(images)
-            elsewhere = (given or log.is_held(call.x, planned), log.is_held(log.out_of(chain[-1]), planned))
-            self._add(chain, call, log, given=given, elsewhere=elsewhere)
+        self.optimizer_bytes = optimizer_bytes(job)
+        self.outside = self.plain_outside = OutsideBytes(0, 0, 0, 0, False, 0)
+        chains = [(chain, call) for chain, call in chains_of(log) if call.x.ndim == 4 and len(call.x) == len(images)]
+        planned = {proxy for chain, _ in chains for proxy in chain}
+        for chain, call in chains:
+            reads_batch = memory_of(call.x) == memory_of(images)
+            input_held = reads_batch or log.is_kept_outside(call.x, planned)
+            output_held = log.is_kept_outside(log.output_of(chain[-1]), planned)
+            self._add(chain, call, log, reads_batch=reads_batch, held_elsewhere=(input_held, output_held))
 
-    def _add(self, chain: list[Hook], call: Call, log: CallLog, *, given: bool, elsewhere: tuple[bool, bool]) -> None:
-        start, how = call.x, replace(self.how, half=call.half)
-        scale = self.batch / len(start)
-        shape = ValueShape((self.batch, *start.shape[1:]), start.dtype)
-        last = any(_is_last(node.layer.weight) for i in chain for node in i.graph.nodes if node.op == "conv")
-        layout = ImageLayout(last or _is_last(start), start.device.type)
-        setting = ChainSetting(shape, start.requires_grad, how, layout, elsewhere)
-        parts = units(chain)
+    def _add(
+        self, chain: list[LayerProxy], call: Call, log: CallLog, *, reads_batch: bool, held_elsewhere: tuple[bool, bool]
+    ) -> None:
+        images, how = call.x, replace(self.how, half=call.half)
+        scale = self.batch / len(images)
+        shape = ValueShape((self.batch, *images.shape[1:]), images.dtype)
+        weights = (node.layer.weight for proxy in chain for node in proxy.graph.nodes if node.op == "conv")
+        layout = ImageLayout(any(_is_channels_last(x) for x in (images, *weights)), images.device.type)
+        setting = ChainSetting(shape, images.requires_grad, how, layout, held_elsewhere)
+        parts = units_of(chain)
         graphs = [_joined(part) for part in parts]
-        offset = len(self.units)
-        for way in choices(graphs, setting):
-            takes = way.need.beside(given and way.first == 0, way.last == len(graphs) - 1)
-            self.ways.append(replace(way, first=way.first + offset, last=way.last + offset, need=takes))
+        offset, last = len(self.units), len(graphs) - 1
+        for choice in segment_choices(graphs, setting):
+            need = choice.need.in_chain(reads_batch=reads_batch and choice.first == 0, last=choice.last == last)
+            self.choices.append(replace(choice, first=choice.first + offset, last=choice.last + offset, need=need))
         for i, part in enumerate(parts):
-            self.starts.append(shape)
-            own = replace(
-                setting, images=shape, image_gradient=setting.image_gradient or i > 0, how=replace(how, bf16=False)
-            )
-            full = next(choices([graphs[i]], own))
+            input_gradient = setting.image_gradient or i > 0
+            own = replace(setting, images=shape, image_gradient=input_gradient, how=replace(how, bf16=False))
+            full = next(segment_choices([graphs[i]], own))
             shapes = full.program.graph.shapes(shape, how.half)
             work = sum(work_of(full.program, shapes, at) for at in range(len(full.program.graph.nodes)))
-            plain = round(sum(log.inside.get(item, 0) for item in part) * scale)
-            copies = sum(log.copies.get(item, 0) for item in part)
-            needs = full.need.beside(given and i == 0, i == len(parts) - 1)
-            self.units.append(ChainUnit(tuple(part), plain, copies, work, how, needs))
+            plain = round(sum(log.kept_bytes.get(proxy, 0) for proxy in part) * scale)
+            copies = sum(log.copy_bytes.get(proxy, 0) for proxy in part)
+            need = full.need.in_chain(reads_batch=reads_batch and i == 0, last=i == last)
+            self.units.append(ChainUnit(tuple(part), plain, copies, work, how, need))
             shape = shapes[-1]
 
     def plain_bytes(self, batch: float) -> float:
         """The peak of plain PyTorch for another batch, in its backward."""
-        around, scale = self.plain_around, batch / self.batch
-        kept = around.head_kept * scale
-        most = around.fixed + kept + around.copies + around.head_backward
-        most += sum(unit.plain * scale + unit.copies for unit in self.units)
-        behind = sum(unit.need.gradients for unit in self.units)
+        outside, scale = self.plain_outside, batch / self.batch
+        kept = outside.head_kept * scale
+        peak = outside.fixed + kept + outside.copies + outside.head_backward
+        peak += sum(unit.plain * scale + unit.copies for unit in self.units)
+        gradients = sum(unit.need.gradients for unit in self.units)
         for unit in self.units:
             kept += unit.plain * scale + unit.copies
             need = unit.need
-            behind -= need.gradients if around.gradients_stay else behind
-            held = need.kept + need.input + (0 if need.out_is_in else need.output)
+            gradients -= need.gradients if outside.gradients_stay else gradients
+            held = need.kept + need.input + (0 if need.output_in_kept else need.output)
             moves = (need.backward - held - need.gradients) * scale + need.gradients
-            most = max(most, around.fixed + around.gradients + kept + moves + behind)
-        return most
+            peak = max(peak, outside.fixed + outside.gradients + kept + moves + gradients)
+        return peak
 
     def within(self, budget: float) -> MemoryPlan | None:
-        """The plan of the least work within a budget, where there is one."""
-        return best(len(self.units), self.ways, self.around, budget)
+        """The plan of the least work within a budget; None if there is none."""
+        return plan_within(len(self.units), self.choices, self.outside, budget)
 
-    def choose(self, budget: float, *, sure: float = 1.0) -> MemoryPlan:
-        """The plan of the least work for a part of a budget. Raises InputError that names the smallest one possible."""
-        plan = self.within(budget * sure)
+    def choose(self, budget: float, *, share: float = 1.0) -> MemoryPlan:
+        """The plan of the least work within a share of a budget. Raises InputError that names the least budget."""
+        plan = self.within(budget * share)
         if plan is None:
             raise InputError(
                 f"SavedMemory: {_mib(budget)} for a batch of {self.batch}: at least "
-                f"{_mib(self.least / sure, up=True)} are needed: raise the budget, or lower the batch"
+                f"{_mib(self.least / share, up=True)} are needed: raise the budget, or lower the batch"
             )
         return plan
 
     def choose_for(self, factor: float) -> MemoryPlan:
-        """The plan of the least work in what plain PyTorch takes for 1/factor of the batch; 1: in whatever it takes."""
+        """The plan of the least work in the memory of plain PyTorch for 1/factor of the batch; 1: in any memory."""
         plan = self.within(self.plain_bytes(self.batch / factor) if factor > 1 else math.inf)
         if plan is None:
             low, high = 1.0, factor
@@ -146,105 +159,114 @@ class InspectedNetwork:
             most = math.floor(100 * low) / 100
             raise InputError(
                 f"SavedMemory: factor={factor:g} for a batch of {self.batch}: at least {_mib(self.least, up=True)} are "
-                f"needed, more than plain PyTorch takes for 1/{factor:g} of it: give factor={most:g}"
+                f"needed, more than plain PyTorch takes for 1/{factor:g} of it: set factor={most:g}"
             )
         return plan
 
     @cached_property
     def least(self) -> int:
-        """Bytes of the lowest peak there is."""
-        return lowest(len(self.units), self.ways, self.around).peak
+        """Bytes of the lowest peak."""
+        return lowest_peak(len(self.units), self.choices, self.outside).peak
 
     def put(self, plan: MemoryPlan) -> None:
         """Puts a plan in place."""
-        for item in self.items:
-            item.plain()
+        for proxy in self.proxies:
+            proxy.reset()
         for choice in plan.choices:
-            inside = [item for unit in self.units[choice.first : choice.last + 1] for item in unit.items]
-            name = f"{inside[0].name} to {inside[-1].name}"
-            inside[0].segment = Segment(
-                choice.program, self.units[choice.first].how, choice.chunk, name, inside[0].module
-            )
-            inside[0].length = len(inside)
-            for place, item in enumerate(inside[1:], 1):
-                item.before, item.place = inside[0], place
+            leader, *following = self._layers_of(choice)
+            name = f"{leader.name} to {following[-1].name if following else leader.name}"
+            how = self.units[choice.first].how
+            leader.segment = Segment(choice.program, how, choice.chunk, name, leader.module)
+            leader.length = 1 + len(following)
+            for position, proxy in enumerate(following, 1):
+                proxy.leader, proxy.position = leader, position
+
+    def _layers_of(self, choice: SegmentChoice) -> list[LayerProxy]:
+        return [proxy for unit in self.units[choice.first : choice.last + 1] for proxy in unit.proxies]
 
     def check(self, x: Tensor) -> None:
-        """Runs the network as planned, with NaN within segments, and compares. Raises InputError if outputs differ."""
+        """Runs the planned network with NaN within segments. Raises InputError if its outputs change."""
         refused = InputError(
-            f"SavedMemory: the forward of {type(self.job.model).__name__} reads what lies between two of its "
+            f"SavedMemory: the forward of {type(self.job.model).__name__} reads a tensor between two of its "
             "layers: put these layers into a block of their own"
         )
-        for item in self.items:
-            item.forced = True
+        for proxy in self.proxies:
+            proxy.checking = True
         try:
-            with undisturbed(self.job.model, x):
-                outputs = _tensors(self.job.model.forward(x[:_LOOK].detach().requires_grad_(x.requires_grad)))
-            nan = [item for item in self.items if item.passed and item.length > 1]
-            left = any(item.made is not None and item.made() is not None for item in nan)  # somebody holds it
-        except (RuntimeError, ValueError) as e:  # it has the shape of the segment's output
+            with without_side_effects(self.job.model, x):
+                images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
+                outputs = _tensors(self.job.model.forward(images))
+            leaders = [proxy for proxy in self.proxies if proxy.calls and proxy.length > 1]
+            nan_is_held = any(p.output_ref is not None and p.output_ref() is not None for p in leaders)
+        except (RuntimeError, ValueError) as e:  # the NaN has the shape of the segment's output
             raise refused from e
         finally:
-            for item in self.items:
-                item.forced, item.passed, item.whole = False, 0, None
+            for proxy in self.proxies:
+                proxy.checking, proxy.calls, proxy.real_output = False, 0, None
         tolerance = 2e-2 if any(unit.how.half is not None for unit in self.units) else 1e-3
         near = len(outputs) == len(self.outputs) and all(
             torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
             for a, b in zip(outputs, self.outputs, strict=True)
         )
-        if left or not near:
+        if nan_is_held or not near:
             raise refused
 
     def longer(self, plan: MemoryPlan) -> float:
-        """The part of a step's time that a plan adds, as foreseen."""
+        """The predicted time that a plan adds, as a fraction of a step."""
         work = plan.work + sum(choice.need.rounding for choice in plan.choices)
         return work / (3 * sum(unit.work for unit in self.units) or 1)
 
     def table(self, plan: MemoryPlan) -> str:
-        """What is kept, by segment, before and after; the peak and the time foreseen."""
+        """The kept bytes of each segment before and after, the predicted peak and the predicted time."""
         rows = [("layers", "plain", "kept", "remedy")]
         for choice in plan.choices:
-            inside = self.units[choice.first : choice.last + 1]
-            first, last = inside[0].items[0].name, inside[-1].items[-1].name
+            layers = self._layers_of(choice)
+            plain = sum(unit.plain for unit in self.units[choice.first : choice.last + 1])
             kept = choice.need.kept + choice.need.input
-            rows.append((f"{first} to {last}", _mib(sum(u.plain for u in inside)), _mib(kept), choice.remedy))
+            rows.append((f"{layers[0].name} to {layers[-1].name}", _mib(plain), _mib(kept), choice.remedy))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([a.ljust(widths[0]), b.rjust(widths[1]), c.rjust(widths[2]), d]) for a, b, c, d in rows]
         plain = sum(unit.plain for unit in self.units)
-        kept = plan.kept - self.around.head_kept
+        kept = plan.kept - self.outside.head_kept
         lossy = " in bf16 (lossy)" if self.how.bf16 else ""
         head = (
             f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)}{lossy} instead of {_mib(plain)}; "
-            f"peak foreseen {_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
+            f"predicted peak {_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
             f"time +{100 * self.longer(plan):.1f} %"
         )
         return "\n".join([head, *lines])
 
 
-def look(
-    job: Job, items: Sequence[Hook], x: Tensor, *, how: Numerics, freed: bool, straight: Sequence[LinearInBackward] = ()
+def inspect_network(
+    job: Job,
+    proxies: Sequence[LayerProxy],
+    x: Tensor,
+    *,
+    how: Numerics,
+    gradients_freed: bool,
+    linears: Sequence[LinearInBackward] = (),
 ) -> InspectedNetwork:
-    """Looks at the job's network on the first images of a batch.
+    """Records a forward of the job's network on the first images of a batch.
 
     Args:
-        job: whose model it is.
-        items: what stands in for its layers.
+        job: with the model.
+        proxies: of its layers.
         x: the batch.
-        how: whether bits must stay, or may be held in bf16; precision is seen.
-        freed: gradients are let go as they arrive.
-        straight: layers whose weights may have no gradient of their own.
+        how: whether recomputation is exact, and values may be held in bf16; precision is read from the forward.
+        gradients_freed: gradients are freed as they arrive.
+        linears: layers whose weights may have no gradient of their own.
 
     Raises:
-        InputError: where no two layers follow one another, or the network gives no tensor.
+        InputError: if no convolution can be planned, or the network returns no tensor.
     """
-    for item in items:
-        item.plain()
-    for one in straight:
-        one.calls, one.inspected = 0, False
-    images = x[:_LOOK].detach().requires_grad_(x.requires_grad)
-    log, outputs = watch(job.model, items, images)
+    for proxy in proxies:
+        proxy.reset()
+    for linear in linears:
+        linear.calls, linear.inspected = 0, False
+    images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
+    log, outputs = record_forward(job.model, proxies, images)
     try:
-        network = InspectedNetwork(job, items, log, images, batch=len(x), how=how)
+        network = InspectedNetwork(job, proxies, log, images, batch=len(x), how=how)
     finally:
         log.clear()
     network.outputs = _tensors(outputs)
@@ -252,51 +274,51 @@ def look(
         raise InputError(f"SavedMemory: no convolution of {type(job.model).__name__} can be planned: leave it out")
     if not network.outputs:
         raise InputError(
-            f"SavedMemory: {type(job.model).__name__} gives {type(outputs).__name__}, in which no tensor is seen: "
-            "let it give tensors, or a tuple, list or dict of them"
+            f"SavedMemory: {type(job.model).__name__} returns {type(outputs).__name__}, without a known tensor: "
+            "let it return tensors, or a tuple, list or dict of them"
         )
-    for one in straight:
-        one.inspected = True
-    network.around = _around(
-        network, log, x, freed=freed, straight=[one.layer.weight for one in straight if one.active]
-    )
-    network.plain_around = _around(network, log, x, freed=False)
+    for linear in linears:
+        linear.inspected = True
+    without_gradient = {linear.layer.weight for linear in linears if linear.active}
+    network.outside = _outside_bytes(network, log, x, freed=gradients_freed, without_gradient=without_gradient)
+    network.plain_outside = _outside_bytes(network, log, x, freed=False, without_gradient=set())
     return network
 
 
-def _around(
-    network: InspectedNetwork, log: CallLog, x: Tensor, *, freed: bool, straight: Sequence[Tensor] = ()
+def _outside_bytes(
+    network: InspectedNetwork, log: CallLog, x: Tensor, *, freed: bool, without_gradient: set[Tensor]
 ) -> OutsideBytes:
     job = network.job
     learning = [p for p in job.model.parameters() if p.requires_grad]
-    inner = {p for unit in network.units for item in unit.items for node in item.graph.nodes for p in node.params}
-    gone = set(straight)
-    behind = [p.nbytes for p in learning if p not in inner and p not in gone]
+    planned = {proxy for unit in network.units for proxy in unit.proxies}
+    inner = {p for proxy in planned for node in proxy.graph.nodes for p in node.params}
+    gradients = [p.nbytes for p in learning if p not in inner and p not in without_gradient]
     tensors: list[Tensor] = [*job.model.parameters(), *job.model.buffers()]
-    fixed = sum(t.nbytes for t in tensors) + x.nbytes + network.state
-    planned = {item for unit in network.units for item in unit.items}
-    seen, copies = (sum(n for item, n in of.items() if item not in planned) for of in (log.inside, log.copies))
-    after = round(seen * network.batch / min(_LOOK, network.batch))
+    fixed = sum(t.nbytes for t in tensors) + x.nbytes + network.optimizer_bytes
+    kept, copies = (
+        sum(n for proxy, n in counts.items() if proxy not in planned) for counts in (log.kept_bytes, log.copy_bytes)
+    )
+    kept = round(kept * network.batch / min(_INSPECTED_IMAGES, network.batch))
     if job.accumulate > 1:
         fixed += sum(p.nbytes for p in learning)
     if job.accumulate > 1 or freed:
-        return OutsideBytes(fixed, after, copies, 0, False, max(behind, default=0))
-    return OutsideBytes(fixed, after, copies, sum(behind), True, sum(behind))
+        return OutsideBytes(fixed, kept, copies, 0, False, max(gradients, default=0))
+    return OutsideBytes(fixed, kept, copies, sum(gradients), True, sum(gradients))
 
 
-def state_bytes(job: Job) -> int:
-    """What the optimizer's rule keeps for its parameters: as it is, or as it will be after the first step."""
-    found = 0
+def optimizer_bytes(job: Job) -> int:
+    """Bytes that the optimizer keeps for its parameters, now or after its first step."""
+    total = 0
     for group in job.optimizer.param_groups:
-        copies = _copies(group)
+        tensors = _state_tensors(group)
         for p in group["params"]:
             state = [t.nbytes for t in job.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
-            found += sum(state) if state else copies * p.nbytes
-    return found
+            total += sum(state) if state else tensors * p.nbytes
+    return total
 
 
-def _copies(group: dict[str, Any]) -> int:
-    """Tensors in the shape of a parameter that torch's rules and ours keep, by the settings that tell them apart."""
+def _state_tensors(group: dict[str, Any]) -> int:
+    """Tensors of a parameter's size that torch's optimizers and ours keep for it, known by their settings."""
     if "betas" in group:  # Adam and its kin
         return 2 + bool(group.get("amsgrad"))
     if "etas" in group or "rho" in group:  # Rprop, Adadelta
@@ -309,14 +331,14 @@ def _tensors(outputs: object) -> list[Tensor]:
     return [t.detach() for t in tree_leaves(outputs) if isinstance(t, Tensor)]
 
 
-def _joined(items: Sequence[Hook]) -> LayerGraph:
+def _joined(proxies: Sequence[LayerProxy]) -> LayerGraph:
     graph = LayerGraph(())
-    for item in items:
-        graph = graph.then(item.graph)
+    for proxy in proxies:
+        graph = graph.then(proxy.graph)
     return graph
 
 
-def _is_last(x: Tensor) -> bool:
+def _is_channels_last(x: Tensor) -> bool:
     return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 

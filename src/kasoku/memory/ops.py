@@ -1,7 +1,7 @@
 """How each kind of operation is computed and differentiated, one at a time.
 
 Note: the same kernels. Forward and backward of an operation are the calls that torch's own autograd makes, so the bits
-are the same; what differs is when they are called and what is held meanwhile.
+are the same; only the time of the calls and the tensors held between them differ.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kasoku.memory.graph import GraphNode, ValueShape
-from kasoku.memory.pool import MaxPlaces, pair, pool, unpool
+from kasoku.memory.graph import GraphNode, ValueShape, pair
 
 _aten = torch.ops.aten
-_PARTS = 16  # in which a gradient is written over its input
+_IN_PLACE_PARTS = 16  # in which a gradient is written over its input
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """What holds for all operations of a segment.
+    """The precision of all operations of a segment.
 
     Args:
-        half: autocast computes convolutions in this type; None: no autocast.
-        exact: what is computed again is computed by the same kernel, not by a faster one that rounds otherwise.
-        bf16: what is held between forward and backward is held in bf16.
+        half: the type in which autocast computes convolutions; None: no autocast.
+        exact: recomputation uses the same kernel as forward, not a faster one with another rounding.
+        bf16: hold values in bf16 between forward and backward.
     """
 
     half: torch.dtype | None = None
@@ -36,27 +35,42 @@ class Numerics:
 
 
 class NormStatistics(NamedTuple):
-    """What a BatchNorm leaves for its backward."""
+    """The results of a BatchNorm's forward that its backward reads."""
 
     mean: Tensor
     scale: Tensor  # 1 / sqrt(variance + eps); both empty where running statistics were used
     reserve: Tensor
     kernel: int
-    steers: bool  # they are of the batch
+    of_batch: bool
 
 
-def make(node: GraphNode, inputs: list[Tensor], *, how: Numerics, inplace: bool = False) -> tuple[Tensor, Any]:
-    """The node's value for the first time, and what its backward needs beside values: statistics, or a code."""
+class MaxPositions(NamedTuple):
+    """The position of each maximum in its window: 2 bits each for windows of 2x2, else a byte.
+
+    Attributes:
+        inner, inner_stride: of the max-pool's input.
+        shape, stride: of the positions.
+    """
+
+    packed: Tensor
+    inner: tuple[int, ...]
+    inner_stride: tuple[int, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def compute(node: GraphNode, inputs: list[Tensor], *, how: Numerics, inplace: bool = False) -> tuple[Tensor, Any]:
+    """The node's value, and what its backward needs besides values: NormStatistics, MaxPositions or None."""
     x = inputs[0]
     if node.op == "norm":
         return _norm(node.layer, x)
     if node.op == "pool":
         return pool(node.layer, x)
-    return again(node, inputs, None, how=how, inplace=inplace), None
+    return recompute(node, inputs, None, how=how, inplace=inplace), None
 
 
-def again(node: GraphNode, inputs: list[Tensor], side: Any, *, how: Numerics, inplace: bool = False) -> Tensor:
-    """The node's value once more; nothing in its layer changes."""
+def recompute(node: GraphNode, inputs: list[Tensor], extra: Any, *, how: Numerics, inplace: bool = False) -> Tensor:
+    """The node's value once more; its layer does not change. `extra`: from `compute`."""
     x, layer = inputs[0], node.layer
     if node.op == "conv":
         weight, bias = _cast(layer.weight, how.half), layer.bias
@@ -65,7 +79,7 @@ def again(node: GraphNode, inputs: list[Tensor], side: Any, *, how: Numerics, in
             _cast(x, how.half), weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups
         )
     if node.op == "norm":
-        return _norm_again(node, x, side, how.exact)
+        return _recompute_norm(layer, x, extra, how.exact)
     if node.op == "relu":
         return x.relu_() if inplace else x.relu()
     if node.op == "add":
@@ -73,13 +87,13 @@ def again(node: GraphNode, inputs: list[Tensor], side: Any, *, how: Numerics, in
         return x.add_(inputs[1]) if inplace else x + inputs[1]
     if node.op == "pool":
         return functional.max_pool2d(x, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode)
-    return _other(layer, x)
+    return _run_layer(layer, x)
 
 
 def conv_gradients(
-    node: GraphNode, dy: Tensor, x: Tensor, *, how: Numerics, data: bool
+    node: GraphNode, dy: Tensor, x: Tensor, *, how: Numerics, input_gradient: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Of a convolution: of its input where `data` says so, and of its weight and bias where they learn."""
+    """Gradients of a convolution's input (None unless `input_gradient`), and of its weights that learn."""
     layer = node.layer
     learns = [p.requires_grad for p in node.params]
     bias = None if layer.bias is None else [layer.out_channels]
@@ -95,98 +109,97 @@ def conv_gradients(
         False,
         [0, 0],
         layer.groups,
-        [data, learns[0], bias is not None and learns[-1]],
+        [input_gradient, learns[0], bias is not None and learns[-1]],
     )
-    found = [dw, db][: len(learns)]
-    return dx, [None if g is None else _cast(g, p.dtype) for g, p in zip(found, node.params, strict=True)]
+    gradients = [dw, db][: len(learns)]
+    return dx, [None if g is None else _cast(g, p.dtype) for g, p in zip(gradients, node.params, strict=True)]
 
 
 def norm_gradients(
-    node: GraphNode, dy: Tensor, x: Tensor, side: NormStatistics, *, inplace: bool = False
+    node: GraphNode, dy: Tensor, x: Tensor, statistics: NormStatistics, *, inplace: bool = False
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Of a BatchNorm: of its input (`inplace`: written over it), and of its weight and bias where they learn."""
+    """Gradients of a BatchNorm's input (`inplace`: written over it), and of its weights that learn."""
     layer = node.layer
     learns = [p.requires_grad for p in node.params]
     wanted = [bool(learns) and learns[0], bool(learns) and learns[-1]]
-    mask = [not inplace, *(one or (inplace and side.steers) for one in wanted)]
+    mask = [not inplace, *(want or (inplace and statistics.of_batch) for want in wanted)]
     dx, dw, db = _aten._batch_norm_impl_index_backward(
-        0 if inplace else side.kernel,  # 0: torch's own, which leaves out what is not asked for
+        0 if inplace else statistics.kernel,  # 0: torch's own, which leaves out what the mask does not request
         x,
         dy,
-        torch.ones_like(side.scale) if layer.weight is None and mask[1] else layer.weight,  # or CUDA gives no sums
+        torch.ones_like(statistics.scale) if layer.weight is None and mask[1] else layer.weight,  # else no sums on CUDA
         layer.running_mean,
         layer.running_var,
-        side.mean,
-        side.scale,
-        side.steers,
+        statistics.mean,
+        statistics.scale,
+        statistics.of_batch,
         layer.eps,
         mask,
-        side.reserve,
+        statistics.reserve,
     )
     if inplace:
-        dx = _norm_over(layer, dy, x, side, (dw, db))
-    found = [g if one else None for g, one in zip((dw, db), wanted, strict=True)]
-    return dx, found[: len(learns)]
+        dx = _norm_gradient_in_place(layer, dy, x, statistics, (dw, db))
+    gradients = [g if want else None for g, want in zip((dw, db), wanted, strict=True)]
+    return dx, gradients[: len(learns)]
 
 
 def relu_gradient(dy: Tensor, out: Tensor, *, inplace: bool) -> Tensor:
-    """Dy where the ReLU's output is above 0; not over dy where torch might lay it out otherwise (maps of one pixel)."""
+    """Dy where the ReLU's output is above 0; not over dy if torch may choose another layout (maps of one pixel)."""
     if inplace and dy.stride() == out.stride():
-        grown: Tensor = _aten.threshold_backward.grad_input(dy, out, 0, grad_input=dy)
-        return grown
+        dx: Tensor = _aten.threshold_backward.grad_input(dy, out, 0, grad_input=dy)
+        return dx
     return _aten.threshold_backward(dy, out, 0)  # type: ignore[no-any-return]
-
-
-def pool_gradient(node: GraphNode, dy: Tensor, code: MaxPlaces) -> Tensor:
-    """The gradient of what was pooled."""
-    return unpool(node.layer, dy, code)
 
 
 def other_gradient(node: GraphNode, dy: Tensor, x: Tensor) -> Tensor:
     """By torch's autograd, of the layer alone."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        out = _other(node.layer, leaf)
+        out = _run_layer(node.layer, leaf)
     return torch.autograd.grad(out, leaf, dy)[0]
 
 
-def wide_bytes(x: ValueShape) -> int:
-    """What a gradient over a norm's input takes beside it: parts of both in fp32, if they are of fewer bits."""
-    return 0 if x.dtype.itemsize >= 4 else 8 * -(-x.shape[0] // _PARTS) * torch.Size(x.shape[1:]).numel()
+def norm_in_place_bytes(x: ValueShape) -> int:
+    """Temporary bytes of a gradient written over a norm's input: parts of both in fp32, if they have fewer bits."""
+    return 0 if x.dtype.itemsize >= 4 else 8 * -(-x.shape[0] // _IN_PLACE_PARTS) * torch.Size(x.shape[1:]).numel()
 
 
-def _norm_over(layer: Any, dy: Tensor, x: Tensor, side: NormStatistics, sums: tuple[Tensor, Tensor]) -> Tensor:
+def _norm_gradient_in_place(
+    layer: Any, dy: Tensor, x: Tensor, statistics: NormStatistics, sums: tuple[Tensor, Tensor]
+) -> Tensor:
     """A BatchNorm's gradient over its input: scale * (dy - mean of dy - y * mean of dy * y), y being x normed.
 
     Args:
         layer: the BatchNorm.
         dy: incoming gradient.
-        x: what it read.
-        side: its statistics.
-        sums: of dy * y and of dy, over all but channels; not read with running statistics, of which dy knows nothing.
+        x: its input.
+        statistics: of its forward.
+        sums: of dy * y and of dy, over all but channels; not read with running statistics, which depend on no input.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    one = side.scale if side.steers else (layer.running_var + layer.eps).rsqrt_()
-    scale_C11 = (one if layer.weight is None else one * layer.weight).to(wide)[:, None, None]
-    if not side.steers:
-        for part, grown in zip(x.chunk(_PARTS), dy.chunk(_PARTS), strict=True):
-            torch.mul(grown, scale_C11, out=part)
+    scale = statistics.scale if statistics.of_batch else (layer.running_var + layer.eps).rsqrt_()
+    scale_C11 = (scale if layer.weight is None else scale * layer.weight).to(wide)[:, None, None]
+    parts = zip(x.chunk(_IN_PLACE_PARTS), dy.chunk(_IN_PLACE_PARTS), strict=True)
+    if not statistics.of_batch:
+        for x_part, dy_part in parts:
+            torch.mul(dy_part, scale_C11, out=x_part)
         return x
     count = x.numel() // x.shape[1]
-    slope_C11, shift_C11 = (-scale_C11 / count * g.to(wide)[:, None, None] for g in (sums[0] * side.scale, sums[1]))
-    mean_C11 = side.mean.to(wide)[:, None, None]
-    for part, grown in zip(x.chunk(_PARTS), dy.chunk(_PARTS), strict=True):
-        made = part.to(wide)
-        torch.addcmul(shift_C11, made.sub_(mean_C11), slope_C11, out=made).addcmul_(grown, scale_C11)
-        if made.dtype is not part.dtype:
-            part.copy_(made)
+    sums = (sums[0] * statistics.scale, sums[1])
+    slope_C11, shift_C11 = (-scale_C11 / count * s.to(wide)[:, None, None] for s in sums)
+    mean_C11 = statistics.mean.to(wide)[:, None, None]
+    for x_part, dy_part in parts:
+        dx_part = x_part.to(wide)
+        torch.addcmul(shift_C11, dx_part.sub_(mean_C11), slope_C11, out=dx_part).addcmul_(dy_part, scale_C11)
+        if dx_part.dtype is not x_part.dtype:
+            x_part.copy_(dx_part)
     return x
 
 
-def _other(layer: Any, x: Tensor) -> Tensor:
-    """The layer itself, not what stands in for it; one that writes over its input gets a copy, and gives its bits."""
-    made: Tensor = type(layer).forward(layer, x.clone() if getattr(layer, "inplace", False) else x)
-    return made
+def _run_layer(layer: Any, x: Tensor) -> Tensor:
+    """The layer's own forward; one that works in place gets a copy, with the same bits."""
+    out: Tensor = type(layer).forward(layer, x.clone() if getattr(layer, "inplace", False) else x)
+    return out
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -194,22 +207,21 @@ def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _norm(layer: Any, x: Tensor) -> tuple[Tensor, NormStatistics]:
-    steers = layer.training or layer.running_mean is None
-    share = 0.0 if layer.momentum is None else layer.momentum
+    of_batch = layer.training or layer.running_mean is None
+    momentum = 0.0 if layer.momentum is None else layer.momentum
     if layer.training and layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
         if layer.momentum is None:
-            share = 1.0 / float(layer.num_batches_tracked)
-    settings = (steers, share, layer.eps, torch.backends.cudnn.enabled)
+            momentum = 1.0 / float(layer.num_batches_tracked)
+    settings = (of_batch, momentum, layer.eps, torch.backends.cudnn.enabled)
     out, mean, scale, reserve, kernel = _aten._batch_norm_impl_index(
         x, layer.weight, layer.bias, layer.running_mean, layer.running_var, *settings
     )
-    return out, NormStatistics(mean, scale, reserve, kernel, steers)
+    return out, NormStatistics(mean, scale, reserve, kernel, of_batch)
 
 
-def _norm_again(node: GraphNode, x: Tensor, side: NormStatistics, exact: bool) -> Tensor:
-    layer = node.layer
-    if not side.steers:
+def _recompute_norm(layer: Any, x: Tensor, statistics: NormStatistics, exact: bool) -> Tensor:
+    if not statistics.of_batch:
         mean, variance = layer.running_mean, layer.running_var
     elif exact:
         out: Tensor = _aten._batch_norm_impl_index(
@@ -217,5 +229,112 @@ def _norm_again(node: GraphNode, x: Tensor, side: NormStatistics, exact: bool) -
         )[0]
         return out
     else:
-        mean, variance = side.mean, side.scale.pow(-2).sub_(layer.eps)
+        mean, variance = statistics.mean, statistics.scale.pow(-2).sub_(layer.eps)
     return functional.batch_norm(x, mean, variance, layer.weight, layer.bias, False, 0.0, layer.eps)
+
+
+# ---- max-pools
+
+
+def has_2_bit_positions(layer: Any, inner: tuple[int, ...]) -> bool:
+    """Whether the windows are 2x2, side by side, and each is whole or left out."""
+    sizes = (pair(layer.kernel_size), pair(layer.stride), pair(layer.padding))
+    return sizes == ((2, 2), (2, 2), (0, 0)) and (not layer.ceil_mode or not (inner[2] % 2 or inner[3] % 2))
+
+
+def position_bytes(layer: Any, inner: tuple[int, ...], outputs: int) -> int:
+    """Bytes of the positions of a max-pool's outputs."""
+    return -(-outputs // 4) if has_2_bit_positions(layer, inner) else outputs
+
+
+def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, MaxPositions]:
+    """The max-pool's output, and the position of each maximum."""
+    inner = tuple(x_NCHW.shape)
+    if has_2_bit_positions(layer, inner):
+        out, positions = _pool_2x2(x_NCHW)
+        packed = _pack(positions)
+    else:
+        out, index = functional.max_pool2d(
+            x_NCHW, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode, return_indices=True
+        )
+        positions = _positions_in_windows(layer, index, inner[3])
+        packed = positions.as_strided((positions.numel(),), (1,))
+    return out, MaxPositions(packed, inner, x_NCHW.stride(), tuple(positions.shape), positions.stride())
+
+
+def unpool(layer: Any, dy_NCHW: Tensor, positions: MaxPositions) -> Tensor:
+    """The gradient of a max-pool's input; sums where windows overlap are taken in torch's order."""
+    inner = positions.inner
+    two_bits = has_2_bit_positions(layer, inner)
+    unpacked = _unpack(positions) if two_bits else positions.packed
+    position_NCHW = unpacked.as_strided(positions.shape, positions.stride)
+    dx = torch.empty_strided(inner, positions.inner_stride, dtype=dy_NCHW.dtype, device=dy_NCHW.device)
+    if not two_bits or inner[2] % 2 or inner[3] % 2:
+        dx.zero_()
+    zero = dy_NCHW.new_zeros(())
+    (rows, columns), (down, right), (top, left) = (pair(n) for n in (layer.kernel_size, layer.stride, layer.padding))
+    for k in reversed(range(rows * columns)):
+        outer_h, inner_h = _covered(positions.shape[2], inner[2], k // columns - top, down)
+        outer_w, inner_w = _covered(positions.shape[3], inner[3], k % columns - left, right)
+        is_maximum = position_NCHW[:, :, outer_h, outer_w] == k
+        gradient = torch.where(is_maximum, dy_NCHW[:, :, outer_h, outer_w], zero)
+        target = dx[:, :, inner_h, inner_w]
+        if two_bits:
+            target.copy_(gradient)
+        else:
+            target.add_(gradient)
+    return dx
+
+
+def _pool_2x2(x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
+    h, w = x_NCHW.shape[2] // 2 * 2, x_NCHW.shape[3] // 2 * 2
+    a, b, c, d = (x_NCHW[:, :, i:h:2, j:w:2] for i in (0, 1) for j in (0, 1))
+    upper, lower = torch.maximum(a, b), torch.maximum(c, d)
+    right_above, right_below = (b > a).view(torch.uint8), (d > c).view(torch.uint8)
+    below = lower > upper
+    return torch.maximum(upper, lower, out=upper), torch.where(below, right_below.bitwise_or_(2), right_above)
+
+
+def _positions_in_windows(layer: Any, index: Tensor, width: int) -> Tensor:
+    """The position within each window; `index`: within the image, of this width."""
+    index32 = index.int()
+    row = torch.div(index32, width, rounding_mode="floor")
+    column = index32 - row * width
+    down, right = pair(layer.stride)
+    top, left = pair(layer.padding)
+    row -= _window_starts(index.shape[2], down, top, index.device)[:, None]
+    column -= _window_starts(index.shape[3], right, left, index.device)
+    return (row * pair(layer.kernel_size)[1] + column).to(torch.uint8)
+
+
+def _window_starts(n: int, stride: int, padding: int, device: torch.device) -> Tensor:
+    return torch.arange(n, dtype=torch.int32, device=device) * stride - padding
+
+
+def _covered(outer: int, inner: int, offset: int, stride: int) -> tuple[slice, slice]:
+    """The windows of 0 to `outer` whose pixel at `offset` lies in the image, and these pixels."""
+    first = max(0, -(offset // stride))
+    last = min(outer - 1, (inner - 1 - offset) // stride)
+    if last < first:
+        return slice(0, 0), slice(0, 0)
+    return slice(first, last + 1), slice(first * stride + offset, last * stride + offset + 1, stride)
+
+
+def _pack(positions: Tensor) -> Tensor:
+    """Four positions a byte: the quarters of the array, each shifted by two bits more."""
+    flat = positions.as_strided((positions.numel(),), (1,))
+    if flat.numel() % 4:
+        flat = functional.pad(flat, (0, -flat.numel() % 4))
+    n = flat.numel() // 4
+    packed = flat[:n].clone()
+    for k in (1, 2, 3):
+        packed |= flat[k * n : (k + 1) * n] << (2 * k)
+    return packed
+
+
+def _unpack(positions: MaxPositions) -> Tensor:
+    n = positions.packed.numel()
+    flat = torch.empty(4 * n, dtype=torch.uint8, device=positions.packed.device)
+    for k in range(4):
+        torch.bitwise_and(positions.packed >> (2 * k), 3, out=flat[k * n : (k + 1) * n])
+    return flat

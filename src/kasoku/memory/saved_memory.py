@@ -1,4 +1,4 @@
-"""The technique: a network looked at once, a plan under a budget, and the plan put in place."""
+"""The technique: it inspects the network once, plans under a memory budget, and puts the plan in place."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import InputError, Job, Stage, Technique
-from kasoku.memory import linear_in_backward as dense
-from kasoku.memory.bound import Bound
-from kasoku.memory.inspection import Hook, another_way, half_of, install
+from kasoku.memory import linear_in_backward
+from kasoku.memory.inspection import BoundToModel, LayerProxy, autocast_type, install, order_changed
 from kasoku.memory.linear_in_backward import LinearInBackward
-from kasoku.memory.network import InspectedNetwork, look, state_bytes
+from kasoku.memory.network import InspectedNetwork, inspect_network, optimizer_bytes
 from kasoku.memory.ops import Numerics
 from kasoku.memory.solver import MemoryPlan
 from kasoku.memory.step_in_backward import StepInBackward
 
-SURE = 0.98  # of a budget: the least of what was foreseen over what was measured was 0.983
+BUDGET_SHARE = 0.98  # that is planned for: the smallest ratio of predicted to measured bytes was 0.983
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -27,33 +26,33 @@ _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10
 class SavedMemory(Technique):
     """Keeps less between forward and backward, so that a larger batch fits in the same memory.
 
-    In the first training forward it looks at the network on two images of the batch, adds up the bytes that backward
-    takes, and chooses for every stretch of layers what is kept and what is computed again: the least time under the
+    In the first training forward it records the network on two images of the batch, adds up the bytes that backward
+    needs, and chooses for each run of layers which values are kept and which are recomputed: the least time under the
     budget. Max-pools keep 2 bits for each output (8 unless windows are 2x2), ReLU and BatchNorm together one tensor,
-    cheap layers nothing; where that does not suffice the widest layers run in parts of the batch, whole blocks run
-    twice, or a BatchNorm leaves its gradient in the area of its input.
+    cheap layers nothing; if that is not enough, the widest layers run in parts of the batch, whole blocks run twice, or
+    a BatchNorm writes its gradient over its input.
 
     Args:
-        factor: times the batch that fits where plain PyTorch's fitted; 0: 2, unless a budget is given; 1: nothing is
-            computed again, whatever that saves.
-        budget: bytes that training may take on the device, such as "8GiB": the plan is made for 98 % of them, since a
-            step may take a little more than is foreseen. The interpreter itself is not in it, nor are the copies of
-            other techniques (EMA's averages).
-        lossless: only remedies that leave every bit of every gradient as it is.
-        bf16: what is held from forward to backward in more than 16 bits is held in bf16, in half the bytes: lossy.
-            Outputs and statistics stay as they are, gradients do not (see Maths). All of it, whatever the budget; what
-            the network's own Python holds meanwhile (features for later) stays as it is, and is not foreseen.
-        in_backward: update each parameter as its gradient arrives, so that no gradients lie about. Where a technique
-            needs all of them (Clip, LossScale), or ranks share them, they are kept as ever.
+        factor: plan for a batch this many times larger than plain PyTorch's in the same memory; 0: 2, unless there is
+            a budget; 1: recompute nothing, whatever that saves.
+        budget: bytes that training may take on the device, such as "8GiB". The plan is for 98 % of them, since a step
+            may take a little more than predicted. Not included: the interpreter, and other techniques' copies (EMA's
+            averages).
+        lossless: only remedies that change no bit of any gradient.
+        bf16: hold all values of more than 16 bits in bf16 from forward to backward, whatever the budget: lossy. Outputs
+            and statistics do not change, gradients do (see Maths). Tensors that the network's own Python holds
+            (features for later) keep their type, and are not predicted.
+        in_backward: update each parameter as its gradient arrives and free the gradient. Gradients are kept as usual if
+            a technique needs all of them (Clip, LossScale), or ranks share them.
         show: print the plan.
 
-    Saves: memory: what backward keeps, to half or less, and the gradients.
-    Costs: the time of what is computed again, or rounded and loaded, which the plan tells.
-    Maths: the same gradients; bit for bit if lossless, else sums in another order. With bf16 they are off by (norm of
-        the difference over the norm, all weights together, on small random networks): less than 1e-2 where values are
-        kept; less than 0.1 where layers run again, for a ReLU made of rounded values may take another side near 0;
-        in parts of the batch no more. Of the one weight that is off most it is 1e-3 in the median. A BatchNorm loses
-        most where the mean of what it reads is many times the spread; values below 1e-40 become 0.
+    Saves: memory: the values kept for backward, to half or less, and the gradients.
+    Costs: the time of recomputation, rounding and conversion, which the plan predicts.
+    Maths: the same gradients; bit for bit if lossless, else sums in another order. With bf16 the relative error (norm
+        of the difference over the norm, all weights together, on small random networks) is less than 1e-2 if values are
+        kept; less than 0.1 if layers are recomputed, as a ReLU of rounded values may switch near 0; parts of the batch
+        add nothing. The median of the worst weight's error is 1e-3. A BatchNorm loses most if the mean of its input is
+        many times its spread; values below 1e-40 become 0.
     Ref: [003]; Chen et al. 2016 (arXiv 1604.06174); Jain et al. 2018 (Gist); Bulo et al. 2018 (arXiv 1712.02616).
     """
 
@@ -80,137 +79,135 @@ class SavedMemory(Technique):
             raise InputError(f'budget="{self.budget}": at least 1 byte; leave it out for factor = 2')
 
     def apply(self, job: Job) -> None:
-        """Stands in for the layers it knows; the plan is made at the first training forward."""
-        items = install(job)
-        if not items:
+        """Replaces the forward of all layers that can be planned; the first training forward makes the plan."""
+        proxies = install(job)
+        if not proxies:
             raise InputError(
                 f"SavedMemory: {type(job.model).__name__} has no layer that can be planned: Conv2d, BatchNorm2d, ReLU, "
                 "MaxPool2d without hooks, or blocks of them"
             )
-        planner = Planner(job, self, items)
-        job.undo(job.model.register_forward_pre_hook(planner.enter).remove)
-        job.undo(job.model.register_forward_hook(planner.leave).remove)
+        planner = Planner(job, self, proxies)
+        job.undo(job.model.register_forward_pre_hook(planner.before_forward).remove)
+        job.undo(job.model.register_forward_hook(planner.after_forward).remove)
 
 
 def bytes_of(text: str) -> int:
     """Bytes of "8GiB". Raises InputError."""
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2].upper() not in _UNITS:
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in _UNITS:
         raise InputError(f'budget="{text}": bytes such as "8GiB" or "900MB"')
     try:
-        return int(float(found[1]) * _UNITS[found[2].upper()])
+        return int(float(match[1]) * _UNITS[match[2].upper()])
     except ValueError:
         raise InputError(f'budget="{text}": bytes such as "8GiB" or "900MB"') from None
 
 
-class Planner(Bound):
-    """Plans for the batches that come, again when what they are changes.
+class Planner(BoundToModel):
+    """Makes a plan for each new kind of batch.
 
     Attributes:
-        network: what was seen at the last look, None before it.
-        chosen: the plan made of it.
+        network: the last inspection, None before it.
+        plan: made from it.
     """
 
-    def __init__(self, job: Job, settings: SavedMemory, items: list[Hook]) -> None:
-        self.job, self.settings, self.items = job, settings, items
-        self.in_step = StepInBackward(job, show=settings.show) if settings.in_backward else None
-        self.straight: list[LinearInBackward] = []
-        if self.in_step is not None and not settings.lossless:
-            self.straight = dense.install(job, self.in_step)
+    def __init__(self, job: Job, settings: SavedMemory, proxies: list[LayerProxy]) -> None:
+        self.job, self.settings, self.proxies = job, settings, proxies
+        self.stepper = StepInBackward(job, show=settings.show) if settings.in_backward else None
+        self.linears: list[LinearInBackward] = []
+        if self.stepper is not None and not settings.lossless:
+            self.linears = linear_in_backward.install(job, self.stepper)
         self.network: InspectedNetwork | None = None
-        self.chosen: MemoryPlan | None = None
-        self.key: Any = None
-        self.busy = self.settled = False
+        self.plan: MemoryPlan | None = None
+        self._key: Any = None
+        self._planning = self._checked_optimizer = False
 
-    def enter(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before a forward of the model."""
+    def before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if model is not self.job.model:
             return  # a deep copy
-        for item in self.items:
-            item.passed = 0
-        if self.busy or not model.training or not torch.is_grad_enabled():
+        for proxy in self.proxies:
+            proxy.calls = 0
+        if self._planning or not model.training or not torch.is_grad_enabled():
             return
-        if self.in_step is not None:
-            self.in_step.enter()
-        for item in self.items:
-            item.check_forward()
+        if self.stepper is not None:
+            self.stepper.before_forward()
+        for proxy in self.proxies:
+            proxy.check_forward()
         if len(args) != 1 or not isinstance(args[0], Tensor):
             raise InputError("SavedMemory: the model takes one tensor of images, no more")
-        key = self.key_of(args[0])
-        same = self.key is not None and key[1:] == self.key[1:] and key[0] <= self.key[0]
-        if same and not self.grown():
+        batch, key = len(args[0]), self._key_of(args[0])
+        if self._key is not None and key == self._key[1] and batch <= self._key[0] and not self._optimizer_grew():
             return
-        self.busy = True
+        self._planning = True
         try:
-            self.plan(args[0])
+            self._make_plan(args[0])
         finally:
-            self.busy = False
-        self.key = key
+            self._planning = False
+        self._key = batch, key
 
-    def leave(self, model: nn.Module, args: tuple[Any, ...], out: object) -> None:
-        """After a forward. Raises InputError where a segment has run and one of its layers was not called."""
-        for item in self.items if model is self.job.model else ():
-            if item.passed not in (0, item.length):
-                raise another_way(item)
-            item.passed = 0
+    def after_forward(self, model: nn.Module, args: tuple[Any, ...], out: object) -> None:
+        """Raises InputError if a segment has run and one of its layers was not called."""
+        for proxy in self.proxies if model is self.job.model else ():
+            if proxy.calls not in (0, proxy.length):
+                raise order_changed(proxy)
+            proxy.calls = 0
 
-    def key_of(self, x: Tensor) -> tuple[Any, ...]:
-        """What a plan depends on, the batch first."""
-        layers = [node.layer for item in self.items for node in item.graph.nodes if node.layer is not None]
+    def _key_of(self, x: Tensor) -> tuple[Any, ...]:
+        """The inputs of a plan besides the size of the batch, for which a larger batch's plan will do."""
+        layers = [node.layer for proxy in self.proxies for node in proxy.graph.nodes if node.layer is not None]
         modes = tuple(layer.training for layer in layers if isinstance(layer, nn.BatchNorm2d))
         learns = tuple(p.requires_grad for p in self.job.model.parameters())
-        last = x.is_contiguous(memory_format=torch.channels_last)
-        images = (x.shape[1:], x.dtype, x.device, x.requires_grad, last, half_of(x))
-        hooked = tuple(item.hooked for item in self.items)
-        at_once = self.in_step is not None and self.in_step.active
-        steps = (
-            self.job.needs_all,
-            self.job.accumulate,
-            at_once,
-            tuple(one.group is not None for one in self.straight),
-        )
-        return len(x), images, modes, learns, hooked, steps
+        channels_last = x.is_contiguous(memory_format=torch.channels_last)
+        images = (x.shape[1:], x.dtype, x.device, x.requires_grad, channels_last, autocast_type(x))
+        hooked = tuple(proxy.hooked for proxy in self.proxies)
+        linears = tuple(linear.group is not None for linear in self.linears)
+        steps = (self.job.needs_all, self.job.accumulate, self._steps_in_backward, linears)
+        return images, modes, learns, hooked, steps
 
-    def grown(self) -> bool:
-        """The first step is done, and the optimizer keeps more than was foreseen; asked once."""
-        if self.settled or not self.job.steps or self.network is None:
+    @property
+    def _steps_in_backward(self) -> bool:
+        return self.stepper is not None and self.stepper.active
+
+    def _optimizer_grew(self) -> bool:
+        """Whether the optimizer keeps more than predicted; checked once, after the first step."""
+        if self._checked_optimizer or not self.job.steps or self.network is None:
             return False
-        self.settled = True
-        return state_bytes(self.job) > 1.01 * self.network.state
+        self._checked_optimizer = True
+        return optimizer_bytes(self.job) > 1.01 * self.network.optimizer_bytes
 
-    def plan(self, x: Tensor) -> None:
-        """Looks at the network, chooses, and puts the choices in place."""
-        freed = self.in_step is not None and self.in_step.active
+    def _make_plan(self, x: Tensor) -> None:
         how = Numerics(exact=self.settings.lossless, bf16=self.settings.bf16)
-        network = look(self.job, self.items, x, how=how, freed=freed, straight=self.straight)
+        network = inspect_network(
+            self.job, self.proxies, x, how=how, gradients_freed=self._steps_in_backward, linears=self.linears
+        )
         if self.settings.budget:
-            plan = network.choose(bytes_of(self.settings.budget), sure=SURE)
+            plan = network.choose(bytes_of(self.settings.budget), share=BUDGET_SHARE)
         else:
             plan = network.choose_for(self.settings.factor or 2.0)
         network.put(plan)
         network.check(x)
-        self.network, self.chosen = network, plan
+        self.network, self.plan = network, plan
         if self.settings.show and self.job.comm.rank == 0:
             print(f"kasoku: {network.table(plan)}", flush=True)
 
 
 def larger(job: Job, x: Tensor, factor: float = 2.0) -> str:
-    """What a larger batch would cost: "batch 2x fits: +3 % time", in the memory that plain PyTorch takes for x.
+    """The cost of a larger batch: "batch 2x fits: +3 % time", in the memory that plain PyTorch takes for x.
 
     Args:
-        job: untouched but for the forwards it looks at, which stand until it is closed: of a copy of the model.
-        x: images of the batch as it is.
-        factor: times that batch.
+        job: of a copy of the model: its forwards are replaced until the job is closed.
+        x: images of the present batch.
+        factor: how many times larger.
 
-    Empty where nothing of the network can be planned.
+    Empty if nothing of the network can be planned.
     """
-    items = install(job)
-    if not items:
+    proxies = install(job)
+    if not proxies:
         return ""
-    last = x.is_contiguous(memory_format=torch.channels_last)
-    many = x.new_zeros((round(len(x) * factor), *x.shape[1:]))
-    many = many.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-    network = look(job, items, many, how=Numerics(), freed=not job.needs_all and job.comm.size == 1)
+    channels_last = x.is_contiguous(memory_format=torch.channels_last)
+    images = x.new_zeros((round(len(x) * factor), *x.shape[1:]))
+    images = images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    freed = not job.needs_all and job.comm.size == 1
+    network = inspect_network(job, proxies, images, how=Numerics(), gradients_freed=freed)
     try:
         plan = network.choose(network.plain_bytes(len(x)))
     except InputError:

@@ -1,12 +1,12 @@
-"""What a segment does in forward and in backward, step by step: the runner runs it, the predictor adds its bytes up.
+"""The instructions of a segment's forward and backward; segment.py runs them, memory_model.py sums their bytes.
 
-A `Program` follows from the graph and the values that are kept between forward and backward. What backward needs and
-was not kept is computed again when it is needed; every value is let go after its last use.
+A `Program` follows from the graph and from the values that are kept between forward and backward. Values that backward
+needs and that were not kept are recomputed when they are needed. Each value is freed after its last use.
 
-Note: held in bf16. A value of more than 16 bits may lie in bf16 between forward and backward. It is rounded after its
-last use in forward, so that outputs are what they are without it, and loaded into its own type where backward reads it;
-between reads that are far from one another only the bf16 is held. What enters and what leaves a segment its neighbours
-hold too: that is rounded once for both (segment.py).
+Note: values held in bf16. A kept value of more than 16 bits may be held in bf16 between forward and backward. It is
+rounded after its last use in forward, so that outputs do not change, and converted back where backward reads it. If two
+reads are far apart, only the bf16 is held between them. A segment's input and output are held by its neighbours too, so
+each is rounded once for both (segment.py).
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import NamedTuple
 
 from kasoku.memory.graph import GraphNode, LayerGraph
 
-_NEAR = 2  # gradient steps over which a cheap value computed again is held rather than computed (or loaded) once more
+_NEAR = 2  # gradient steps during which a recomputed cheap value, or one converted from bf16, is kept for its next use
 
 
 class Instruction(NamedTuple):
-    """One step: "make" a node's value, take the "grad" of a node, "free" a value, or "load" one held in bf16.
+    """One step: "compute" a node's value, take the "grad" of a node, "free" a value, or "load" one held in bf16.
 
     Args:
-        what: the kind.
+        kind: one of the four.
         at: the node, or the value to free or load.
-        inplace: the result takes the place of the first input (make), of the incoming gradient (grad of a ReLU), of the
-            input (grad of a norm), or of the bf16, which is not read again (load).
-        joins: for "grad", how the gradient of each input meets what has arrived there before: "set" (nothing has),
-            "into new", "into old", "fresh" (a new tensor), or "" where the input needs none.
+        inplace: the result takes the memory of the first input (compute), of the incoming gradient (grad of a ReLU), of
+            the input (grad of a norm), or the bf16 is freed, as it is not read again (load).
+        joins: for "grad", how the gradient of each input is added to the gradient of the same value from another
+            reader: "set" (there is none yet), "into new", "into old", "fresh" (a new tensor), or "" if the input needs
+            no gradient.
     """
 
-    what: str
+    kind: str
     at: int
     inplace: bool = False
     joins: tuple[str, ...] = ()
@@ -41,129 +42,122 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of a segment.
+    """The instructions of a segment.
 
     Attributes:
-        kept: the values held from forward to backward, beside codes and statistics; 0 is the input.
-        forward: steps of the first forward.
-        backward: steps of backward.
-        halved: those of them that are held in bf16.
-        again: the nodes computed again.
+        kept: the values held from forward to backward, besides max-pool positions and statistics; 0 is the input.
+        in_bf16: those of them that are held in bf16.
     """
 
     graph: LayerGraph
     kept: frozenset[int]
     forward: tuple[Instruction, ...] = field(repr=False)
     backward: tuple[Instruction, ...] = field(repr=False)
-    halved: frozenset[int] = frozenset()
-
-    @property
-    def again(self) -> list[GraphNode]:
-        """What is computed a second time."""
-        return [self.graph.nodes[do.at] for do in self.backward if do.what == "make"]
+    in_bf16: frozenset[int] = frozenset()
 
 
-def over_inputs(one: Program) -> Program:
-    """The same program; a norm that is the last to read its input, which nobody else holds, leaves its gradient there.
+def norms_in_place(program: Program) -> Program:
+    """The same program, in which norms write their gradient over their input if nothing reads it later.
 
-    Ref: [003], which writes errors over the data that they are of.
+    Ref: [003], which writes errors over the data that they belong to.
     """
-    nodes, steps = one.graph.nodes, list(one.backward)
-    for i, (do, then) in enumerate(pairwise(one.backward)):
-        if do.what == "grad" and nodes[do.at].op == "norm":
-            (x,) = nodes[do.at].inputs
-            steps[i] = do._replace(inplace=x != 0 and then == Instruction("free", x))
-    return replace(one, backward=tuple(steps))
+    nodes, steps = program.graph.nodes, list(program.backward)
+    for i, (step, following) in enumerate(pairwise(program.backward)):
+        if step.kind == "grad" and nodes[step.at].op == "norm":
+            (x,) = nodes[step.at].inputs
+            steps[i] = step._replace(inplace=x != 0 and following == Instruction("free", x))
+    return replace(program, backward=tuple(steps))
 
 
-def needed_by(node: GraphNode, at: int) -> tuple[int, ...]:
-    """The values that the backward of a node reads; `at`: its place."""
+def backward_reads(node: GraphNode, at: int) -> tuple[int, ...]:
+    """The values that the backward of node number `at` reads."""
     if node.op in ("conv", "norm", "other"):
         return node.inputs
     return (at + 1,) if node.op == "relu" else ()
 
 
-def learning(graph: LayerGraph, *, data: bool) -> list[bool]:
-    """Which values need a gradient; `data`: the input does."""
-    needs = [data]
+def _need_gradients(graph: LayerGraph, input_gradient: bool) -> list[bool]:
+    """For each value, whether it needs a gradient."""
+    needs = [input_gradient]
     for node in graph.nodes:
         needs.append(node.learns or any(needs[v] for v in node.inputs))
     return needs
 
 
-def needed(graph: LayerGraph, *, data: bool) -> set[int]:
-    """The values that backward reads."""
-    needs = learning(graph, data=data)
-    return {v for i, node in enumerate(graph.nodes) if needs[i + 1] for v in needed_by(node, i)}
+def values_for_backward(graph: LayerGraph, *, input_gradient: bool) -> set[int]:
+    """The values that the backward of a graph reads."""
+    needs = _need_gradients(graph, input_gradient)
+    return {v for i, node in enumerate(graph.nodes) if needs[i + 1] for v in backward_reads(node, i)}
 
 
-def program(
+def build_program(
     graph: LayerGraph,
     kept: Iterable[int],
     *,
-    data: bool,
-    hold: bool = True,
-    halve: frozenset[int] = frozenset(),
+    input_gradient: bool,
+    reuse: bool = True,
+    bf16: frozenset[int] = frozenset(),
 ) -> Program:
-    """The steps for a choice of values kept.
+    """The instructions for a choice of kept values.
 
     Args:
         graph: of the segment.
-        kept: values held from forward to backward, as far as they are of use.
-        data: the input needs a gradient.
-        hold: hold what is computed again until its last use; False: cheap values only over the next few steps.
-        halve: values that are held in bf16 if they are kept.
+        kept: values to hold from forward to backward; those that backward does not read are left out.
+        input_gradient: the segment's input needs a gradient.
+        reuse: hold recomputed values until their last use; False: cheap values only over the next few steps.
+        bf16: values that are held in bf16 if they are kept.
     """
-    needs = learning(graph, data=data)
-    wanted = _BackwardOrder(graph, needs, set(kept), hold)
-    useful = frozenset(wanted.order())
-    halved = useful & halve
-    inner = halved - {0, graph.out}  # the ends are rounded by the runner, when all is done
-    backward = _with_frees(graph, wanted.steps, start=useful, stay=frozenset())
-    order = [Instruction("make", i) for i in range(len(graph.nodes))]
-    stay = (useful - inner) | {graph.out}
-    forward = _with_frees(graph, order, start=frozenset({0}), stay=stay, whole=inner)
-    steps = _with_loads(graph, _joined(graph, needs, backward), halved)
-    return Program(graph, useful, tuple(forward), tuple(steps), halved)
+    needs = _need_gradients(graph, input_gradient)
+    order = _BackwardOrder(graph, needs, set(kept), reuse)
+    useful = frozenset(order.used_values())
+    in_bf16 = useful & bf16
+    inner = in_bf16 - {0, graph.out}  # the ends are rounded after the forward
+    backward = _with_frees(graph, order.steps, start=useful, end=frozenset())
+    computes = [Instruction("compute", i) for i in range(len(graph.nodes))]
+    end = (useful - inner) | {graph.out}
+    forward = _with_frees(graph, computes, start=frozenset({0}), end=end, not_over=inner)
+    steps = _with_loads(graph, _with_joins(graph, needs, backward), in_bf16)
+    return Program(graph, useful, tuple(forward), tuple(steps), in_bf16)
 
 
 class _BackwardOrder:
-    """Finds the order of backward: what is made again, and when."""
+    """Finds the order of backward: which values are recomputed, and when."""
 
-    def __init__(self, graph: LayerGraph, needs: list[bool], kept: set[int], hold: bool) -> None:
-        self.graph, self.needs, self.hold = graph, needs, hold
+    def __init__(self, graph: LayerGraph, needs: list[bool], kept: set[int], reuse: bool) -> None:
+        self.graph, self.needs, self.reuse = graph, needs, reuse
         self.kept = kept | {0}
-        self.have = set(self.kept)
+        self.present = set(self.kept)
         self.steps: list[Instruction] = []
         self.used: set[int] = set()
         self.grads = [i for i in reversed(range(len(graph.nodes))) if needs[i + 1]]
 
-    def order(self) -> set[int]:
-        """Fills `steps`; returns the kept values that are of use."""
+    def used_values(self) -> set[int]:
+        """Fills `steps`; returns the kept values that they read."""
+        nodes = self.graph.nodes
         for place, i in enumerate(self.grads):
-            for v in needed_by(self.graph.nodes[i], i):
-                self.ensure(v)
+            for v in backward_reads(nodes[i], i):
+                self._ensure(v)
             self.steps.append(Instruction("grad", i))
-            if not self.hold:
-                soon = {v for j in self.grads[place + 1 : place + 1 + _NEAR] for v in needed_by(self.graph.nodes[j], j)}
-                cheap = {v for v in self.have - self.kept if self.graph.nodes[v - 1].cheap}
-                self.have -= cheap - soon
+            if not self.reuse:
+                following = self.grads[place + 1 : place + 1 + _NEAR]
+                soon = {v for j in following for v in backward_reads(nodes[j], j)}
+                cheap = {v for v in self.present - self.kept if nodes[v - 1].cheap}
+                self.present -= cheap - soon
         return self.used
 
-    def ensure(self, v: int) -> None:
-        if v in self.have:
+    def _ensure(self, v: int) -> None:
+        if v in self.present:
             self.used |= {v} & self.kept
             return
         for u in self.graph.nodes[v - 1].inputs:
-            self.ensure(u)
-        self.steps.append(Instruction("make", v - 1))
-        self.have.add(v)
+            self._ensure(u)
+        self.steps.append(Instruction("compute", v - 1))
+        self.present.add(v)
 
 
-def reads(graph: LayerGraph, do: Instruction) -> tuple[int, ...]:
-    """The values a step reads."""
-    node = graph.nodes[do.at]
-    return node.inputs if do.what == "make" else needed_by(node, do.at)
+def _reads(graph: LayerGraph, step: Instruction) -> tuple[int, ...]:
+    node = graph.nodes[step.at]
+    return node.inputs if step.kind == "compute" else backward_reads(node, step.at)
 
 
 def _with_frees(
@@ -171,76 +165,71 @@ def _with_frees(
     steps: list[Instruction],
     *,
     start: frozenset[int],
-    stay: frozenset[int],
-    whole: frozenset[int] = frozenset(),
+    end: frozenset[int],
+    not_over: frozenset[int] = frozenset(),
 ) -> list[Instruction]:
-    """The steps with every value freed after its last use; a first input that ends there may be written over.
+    """The steps with each value freed after its last use; a first input that ends there may be written over.
 
-    Values of `start` are there before, values of `stay` are still there at the end. What others may hold too, the
-    input and the output, is not written over, nor are values of `whole`, which are read once more when they are freed.
+    Values of `start` exist before, values of `end` still exist afterwards. The segment's input and output, which its
+    neighbours may hold too, are not written over, nor are values of `not_over`, which are read when they are freed.
     """
-    found: list[Instruction] = []
-    alive = set(stay)
-    for do in reversed(steps):
-        if do.what == "make":
-            if do.at + 1 not in alive:
-                alive.add(do.at + 1)
-                found.append(Instruction("free", do.at + 1))
-            alive.discard(do.at + 1)
-        ends = [v for v in dict.fromkeys(reads(graph, do)) if v not in alive]
-        found += [Instruction("free", v) for v in ends]
-        alive.update(ends)
-        node = graph.nodes[do.at]
-        own = (
-            node.inputs[0] not in whole | {0, graph.out}
-            and node.inputs[0] in ends
-            and len(set(node.inputs)) == len(node.inputs)
-        )
-        found.append(do._replace(inplace=do.what == "make" and own and node.op in ("relu", "add")))
-    found += [Instruction("free", v) for v in sorted(start - alive)]
-    return found[::-1]
+    reverse: list[Instruction] = []
+    alive = set(end)
+    for step in reversed(steps):
+        if step.kind == "compute":
+            if step.at + 1 not in alive:
+                alive.add(step.at + 1)
+                reverse.append(Instruction("free", step.at + 1))
+            alive.discard(step.at + 1)
+        ending = [v for v in dict.fromkeys(_reads(graph, step)) if v not in alive]
+        reverse += [Instruction("free", v) for v in ending]
+        alive.update(ending)
+        node = graph.nodes[step.at]
+        first = node.inputs[0]
+        distinct = len(set(node.inputs)) == len(node.inputs)
+        free_input = first not in not_over | {0, graph.out} and first in ending and distinct
+        inplace = step.kind == "compute" and free_input and node.op in ("relu", "add")
+        reverse.append(step._replace(inplace=inplace))
+    reverse += [Instruction("free", v) for v in sorted(start - alive)]
+    return reverse[::-1]
 
 
-def _with_loads(graph: LayerGraph, steps: list[Instruction], apart: frozenset[int]) -> list[Instruction]:
-    """The steps with values `apart`, held in bf16, loaded ahead of use, let go where the next one is far."""
-    passed = [0, *accumulate(do.what == "grad" for do in steps)]  # gradients taken before each step
+def _with_loads(graph: LayerGraph, steps: list[Instruction], in_bf16: frozenset[int]) -> list[Instruction]:
+    """The steps with values converted from bf16 before use, and freed again if the next use is far away."""
+    grads_before = [0, *accumulate(step.kind == "grad" for step in steps)]
     before: dict[int, list[Instruction]] = {}
     after: dict[int, list[Instruction]] = {}
-    for v in sorted(apart):
-        places = [i for i, do in enumerate(steps) if do.what != "free" and v in reads(graph, do)]
-        firsts = [j for i, j in pairwise(places) if passed[j] - passed[i] > _NEAR]
-        firsts = [places[0], *firsts]
-        for i, j in pairwise([*firsts, len(steps)]):
-            last = max(place for place in places if place < j)
+    for v in sorted(in_bf16):
+        uses = [i for i, step in enumerate(steps) if step.kind != "free" and v in _reads(graph, step)]
+        loads = [uses[0], *(j for i, j in pairwise(uses) if grads_before[j] - grads_before[i] > _NEAR)]
+        for i, j in pairwise([*loads, len(steps)]):
             before.setdefault(i, []).append(Instruction("load", v, inplace=j == len(steps)))
             if j < len(steps):
-                after.setdefault(last, []).append(Instruction("free", v))
-    return [one for i, do in enumerate(steps) for one in (*before.get(i, ()), do, *after.get(i, ()))]
+                last_use = max(use for use in uses if use < j)
+                after.setdefault(last_use, []).append(Instruction("free", v))
+    return [new for i, step in enumerate(steps) for new in (*before.get(i, ()), step, *after.get(i, ()))]
 
 
-def _joined(graph: LayerGraph, needs: list[bool], steps: list[Instruction]) -> list[Instruction]:
-    """The steps with what becomes of each gradient: who shares an area of memory is known here, once for all."""
-    area = {graph.out: -1}  # value -> the area of its gradient; -1 is autograd's own
+def _with_joins(graph: LayerGraph, needs: list[bool], steps: list[Instruction]) -> list[Instruction]:
+    """The steps with the `joins` of each gradient, which follow from the gradients that share memory."""
+    area = {graph.out: -1}  # value -> the memory area of its gradient; -1 is autograd's own
     sharers = {-1: 2}
-    fresh = 0
-    found = []
-    for do in steps:
-        if do.what != "grad":
-            found.append(do)
+    areas = 0
+    joined = []
+    for step in steps:
+        if step.kind != "grad":
+            joined.append(step)
             continue
-        node, mine = graph.nodes[do.at], area.pop(do.at + 1)
-        inplace = node.op == "relu" and sharers[mine] == 1
-        passes = node.op == "add" or inplace
-        if not passes:
-            sharers[mine] -= 1
-        else:
-            sharers[mine] += sum(needs[v] for v in node.inputs) - 1
+        node, incoming = graph.nodes[step.at], area.pop(step.at + 1)
+        inplace = node.op == "relu" and sharers[incoming] == 1
+        passes_on = node.op == "add" or inplace
+        sharers[incoming] += (sum(needs[v] for v in node.inputs) if passes_on else 0) - 1
         joins = []
         for v in node.inputs:
             if not needs[v]:
                 joins.append("")
                 continue
-            new = mine if passes else (fresh := fresh + 1)
+            new = incoming if passes_on else (areas := areas + 1)
             sharers.setdefault(new, 1)
             old = area.get(v)
             if old is None:
@@ -257,7 +246,7 @@ def _joined(graph: LayerGraph, needs: list[bool], steps: list[Instruction]) -> l
                 joins.append("fresh")
                 sharers[old] -= 1
                 sharers[new] -= 1
-                area[v] = fresh = fresh + 1
-                sharers[fresh] = 1
-        found.append(do._replace(inplace=inplace, joins=tuple(joins)))
-    return found
+                area[v] = areas = areas + 1
+                sharers[areas] = 1
+        joined.append(step._replace(inplace=inplace, joins=tuple(joins)))
+    return joined

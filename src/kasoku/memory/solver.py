@@ -15,9 +15,9 @@ from itertools import accumulate
 
 from kasoku.core import InputError
 from kasoku.memory.graph import LayerGraph, ValueShape
-from kasoku.memory.memory_model import ImageLayout, MemoryNeed, need, work_of
+from kasoku.memory.memory_model import ImageLayout, MemoryNeed, memory_need, work_of
 from kasoku.memory.ops import Numerics
-from kasoku.memory.schedule import Program, needed, over_inputs, program
+from kasoku.memory.schedule import Program, build_program, norms_in_place, values_for_backward
 
 _LONGEST = 4  # units in a segment
 _CHUNKS = (4, 16)  # images at a time
@@ -86,8 +86,8 @@ class MemoryPlan:
     work: float
 
 
-def choices(units: Sequence[LayerGraph], setting: ChainSetting) -> Iterator[SegmentChoice]:
-    """All ways to run all stretches of units that are considered."""
+def segment_choices(units: Sequence[LayerGraph], setting: ChainSetting) -> Iterator[SegmentChoice]:
+    """All considered programs for all runs of units."""
     shapes = [setting.images]
     for unit in units:
         shapes.append(unit.shapes(shapes[-1], setting.how.half)[-1])
@@ -102,59 +102,53 @@ def choices(units: Sequence[LayerGraph], setting: ChainSetting) -> Iterator[Segm
                 image_gradient=setting.image_gradient or first > 0,
                 held_elsewhere=elsewhere,
             )
-            yield from _of_stretch(graph.pooled_first(), own, (first, last))
+            yield from _choices_for(graph.pooled_first(), own, (first, last))
 
 
-def _of_stretch(graph: LayerGraph, setting: ChainSetting, place: tuple[int, int]) -> Iterator[SegmentChoice]:
+def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int]) -> Iterator[SegmentChoice]:
+    """The programs for the units from the first to the last; those with norm gradients in place come last."""
     shapes = graph.shapes(setting.images, setting.how.half)
-    seen = set()
-    over = []
-    batch, data = setting.images.shape[0], setting.image_gradient
-    halve = frozenset(_halved(graph, shapes, setting) if setting.how.bf16 else ())
-    chunks = (
-        [0]
-        if setting.how.exact or any(node.steers for node in graph.nodes)
-        else [0, *(c for c in _CHUNKS if c < batch)]
-    )
-    for remedy, kept, hold in _keeps(graph, data):
-        one = program(graph, kept, data=data, hold=hold, halve=halve)
-        if (one.kept, one.backward) in seen:
+    batch, exact = setting.images.shape[0], setting.how.exact
+    bf16 = frozenset(_bf16_values(graph, shapes, setting) if setting.how.bf16 else ())
+    whole_batch = exact or any(node.uses_batch_statistics for node in graph.nodes)
+    chunks = [0] if whole_batch else [0, *(chunk for chunk in _CHUNKS if chunk < batch)]
+    seen, in_place = set(), []
+    for remedy, kept, reuse in _remedies(graph, setting.image_gradient):
+        program = build_program(graph, kept, input_gradient=setting.image_gradient, reuse=reuse, bf16=bf16)
+        if (program.kept, program.backward) in seen:
             continue
-        seen.add((one.kept, one.backward))
+        seen.add((program.kept, program.backward))
         for chunk in chunks:
-            way = SegmentChoice(*place, one, chunk, _need(one, shapes, setting, chunk), remedy + _in_parts(chunk))
-            yield way
-            other = one if setting.how.exact else over_inputs(one)
-            takes = way.need if other == one else _need(other, shapes, setting, chunk)
-            if takes.backward < way.need.backward:
-                name = f"{remedy}, norm gradients in place{_in_parts(chunk)}"
-                over.append(replace(way, program=other, need=takes, remedy=name))
-    yield from over
+            parts = f", {chunk} images at a time" if chunk else ""
+            choice = SegmentChoice(*units, program, chunk, _need(program, shapes, setting, chunk), f"{remedy}{parts}")
+            yield choice
+            over = program if exact else norms_in_place(program)
+            need = choice.need if over == program else _need(over, shapes, setting, chunk)
+            if need.backward < choice.need.backward:
+                name = f"{remedy}, norm gradients in place{parts}"
+                in_place.append(replace(choice, program=over, need=need, remedy=name))
+    yield from in_place
 
 
-def _need(one: Program, shapes: list[ValueShape], setting: ChainSetting, chunk: int) -> MemoryNeed:
-    takes = need(one, shapes, how=setting.how, layout=setting.layout, chunk=chunk)
+def _need(program: Program, shapes: list[ValueShape], setting: ChainSetting, chunk: int) -> MemoryNeed:
+    need = memory_need(program, shapes, how=setting.how, layout=setting.layout, chunk=chunk)
     if chunk:
-        work = 0.02 * sum(work_of(one, shapes, i) for i in range(len(one.graph.nodes)))
-        takes = replace(takes, work=takes.work + work)
-    return takes
+        work = 0.02 * sum(work_of(program, shapes, i) for i in range(len(program.graph.nodes)))
+        need = replace(need, work=need.work + work)
+    return need
 
 
-def _in_parts(chunk: int) -> str:
-    return f", {chunk} images at a time" if chunk else ""
-
-
-def _halved(graph: LayerGraph, shapes: Sequence[ValueShape], setting: ChainSetting) -> set[int]:
-    """The values that are held in bf16, if they are kept."""
+def _bf16_values(graph: LayerGraph, shapes: Sequence[ValueShape], setting: ChainSetting) -> set[int]:
+    """The values that are held in bf16 if they are kept."""
     elsewhere = {v for v, held in zip((0, graph.out), setting.held_elsewhere, strict=True) if held}
     return {v for v, shape in enumerate(shapes) if shape.dtype.itemsize > 2} - elsewhere
 
 
-def _keeps(graph: LayerGraph, data: bool) -> Iterator[tuple[str, set[int], bool]]:
-    """(what it is called, the values kept, whether what is made again is held), the most kept first."""
-    full = needed(graph, data=data)
+def _remedies(graph: LayerGraph, input_gradient: bool) -> Iterator[tuple[str, set[int], bool]]:
+    """(name, the kept values, whether recomputed values are reused), the most kept values first."""
+    full = values_for_backward(graph, input_gradient=input_gradient)
     yield "kept", full, True
-    lean = {v for v in full if v in (0, graph.out) or not _follows(graph, v, full)}
+    lean = {v for v in full if v in (0, graph.out) or not _follows_cheaply(graph, v, full)}
     yield "norm and ReLU again", lean, True
     narrow = {v for v in lean if v in (0, graph.out) or not _widens(graph, v)}
     yield "norm, ReLU and wide 1x1 again", narrow, True
@@ -163,16 +157,17 @@ def _keeps(graph: LayerGraph, data: bool) -> Iterator[tuple[str, set[int], bool]
     yield "all again, cheap ones twice", ends, False
 
 
-def _follows(graph: LayerGraph, v: int, full: set[int]) -> bool:
-    """A value that norms and ReLUs alone make of one that is kept anyway."""
+def _follows_cheaply(graph: LayerGraph, v: int, kept: set[int]) -> bool:
+    """Whether norms and ReLUs alone compute a value from a kept one."""
     node = graph.nodes[v - 1]
     if not node.cheap or node.op == "add":
         return False
     source = node.inputs[0]
-    return source in full or (source > 0 and _follows(graph, source, full))
+    return source in kept or (source > 0 and _follows_cheaply(graph, source, kept))
 
 
 def _widens(graph: LayerGraph, v: int) -> bool:
+    """Whether a value is the output of a 1x1 convolution with more output than input channels."""
     node = graph.nodes[v - 1]
     if node.op != "conv" or tuple(node.layer.kernel_size) != (1, 1):
         return False
@@ -187,66 +182,64 @@ class _PartialPlan:
     choices: tuple[SegmentChoice, ...]
 
 
-def best(count: int, ways: Sequence[SegmentChoice], around: OutsideBytes, budget: float) -> MemoryPlan | None:
+def plan_within(
+    count: int, choices: Sequence[SegmentChoice], outside: OutsideBytes, budget: float
+) -> MemoryPlan | None:
     """The plan of the least work whose peak is within the budget, among equals the one of the lowest peak.
 
     Args:
         count: units in the chain.
-        ways: all choices.
-        around: bytes beside the units.
+        choices: for all runs of units.
+        outside: bytes outside the units.
         budget: bytes of the device.
     """
     by_end: list[list[SegmentChoice]] = [[] for _ in range(count)]
-    for way in ways:
-        by_end[way.last].append(way)
     gradients = [0] * count
-    for way in ways:
-        if way.first == way.last:
-            gradients[way.first] = way.need.gradients
-    behind = [0, *accumulate(reversed(gradients))][::-1]  # of the units from i on
-    states: list[list[_PartialPlan]] = [[_PartialPlan(0, 0, 0.0, ())]]
+    for choice in choices:
+        by_end[choice.last].append(choice)
+        if choice.first == choice.last:
+            gradients[choice.first] = choice.need.gradients
+    gradients_from = [0, *accumulate(reversed(gradients))][::-1]  # of the units from i on
+    partial: list[list[_PartialPlan]] = [[_PartialPlan(0, 0, 0.0, ())]]
     for end in range(count):
-        found = []
-        for way in by_end[end]:
-            later = around.gradients + (behind[end + 1] if around.gradients_stay else 0)
-            most = max(way.need.backward + later, way.need.input + way.need.forward)
-            for state in states[way.first]:
-                peak = max(around.fixed + state.kept + most, state.peak)
+        longer = []
+        for choice in by_end[end]:
+            need = choice.need
+            later = outside.gradients + (gradients_from[end + 1] if outside.gradients_stay else 0)
+            own_peak = max(need.backward + later, need.input + need.forward)
+            for plan in partial[choice.first]:
+                peak = max(outside.fixed + plan.kept + own_peak, plan.peak)
                 if peak <= budget:
-                    kept, work = state.kept + way.need.kept + way.need.input, state.work + way.need.work
-                    found.append(_PartialPlan(kept, peak, work, (*state.choices, way)))
-        states.append(_undominated(found))
-    ends = [_finished(state, around) for state in states[count]]
-    ends = [plan for plan in ends if plan.peak <= budget]
-    return min(ends, key=lambda plan: (plan.work, plan.peak), default=None)
+                    kept, work = plan.kept + need.kept + need.input, plan.work + need.work
+                    longer.append(_PartialPlan(kept, peak, work, (*plan.choices, choice)))
+        partial.append(_undominated(longer))
+    plans = [_with_head(plan, outside) for plan in partial[count]]
+    return min((p for p in plans if p.peak <= budget), key=lambda p: (p.work, p.peak), default=None)
 
 
-def _finished(state: _PartialPlan, around: OutsideBytes) -> MemoryPlan:
-    held = state.kept + around.head_kept
-    peak = max(state.peak, around.fixed + held + around.copies + around.head_backward)
-    return MemoryPlan(state.choices, held, peak, state.work)
+def _with_head(plan: _PartialPlan, outside: OutsideBytes) -> MemoryPlan:
+    kept = plan.kept + outside.head_kept
+    peak = max(plan.peak, outside.fixed + kept + outside.copies + outside.head_backward)
+    return MemoryPlan(plan.choices, kept, peak, plan.work)
 
 
-def _undominated(states: list[_PartialPlan]) -> list[_PartialPlan]:
-    """Those of which no other has as little kept and work; of equals the one of the lowest peak."""
-    found: list[_PartialPlan] = []
-    for state in sorted(states, key=lambda s: (s.work, s.kept, s.peak)):
-        if not found or state.kept < found[-1].kept:
-            found.append(state)
-    return found
+def _undominated(plans: list[_PartialPlan]) -> list[_PartialPlan]:
+    """The plans for which no other has less kept and no more work; of equals the one of the lowest peak."""
+    front: list[_PartialPlan] = []
+    for plan in sorted(plans, key=lambda p: (p.work, p.kept, p.peak)):
+        if not front or plan.kept < front[-1].kept:
+            front.append(plan)
+    return front
 
 
-def lowest(count: int, ways: Sequence[SegmentChoice], around: OutsideBytes) -> MemoryPlan:
+def lowest_peak(count: int, choices: Sequence[SegmentChoice], outside: OutsideBytes) -> MemoryPlan:
     """The plan of the lowest peak, to 64 KiB."""
-    plan = best(count, ways, around, math.inf)
+    plan = plan_within(count, choices, outside, math.inf)
     if plan is None:
         raise InputError("SavedMemory: there is nothing to plan")
     low = 0.0
     while plan.peak - low > 2**16:
         middle = (low + plan.peak) / 2
-        found = best(count, ways, around, middle)
-        if found is None:
-            low = middle
-        else:
-            plan = found
+        lower = plan_within(count, choices, outside, middle)
+        low, plan = (middle, plan) if lower is None else (low, lower)
     return plan

@@ -1,7 +1,7 @@
-"""Updates in backward: each gradient is used as it arrives and let go, so there is no buffer of gradients.
+"""Updates in backward: each gradient is used as it arrives and freed, so that there is no buffer of gradients.
 
-Note: who reads a gradient that is gone is told. What was taken leaves a stand-in of one element, not a number, seen
-in the parameter's shape: a norm of it is NaN, and writing to it (clipping by hand, a second backward) raises.
+Note: code that reads a freed gradient notices it. A stand-in of one element, NaN, expanded to the parameter's shape,
+takes its place: a norm of it is NaN, and writing to it (clipping by hand, a second backward) raises.
 """
 
 from __future__ import annotations
@@ -14,78 +14,78 @@ from kasoku.core import InputError, Job
 
 
 class StepInBackward:
-    """At work on one job; only where nothing needs all gradients at once and no rank shares them.
+    """Updates the parameters of a job in backward, if nothing needs all gradients at once and no rank shares them.
 
     Attributes:
-        taken: what has moved, and the stand-in of each gradient.
-        rates: the settings it moved by.
-        apart: the rule can update a part of the model; None: not asked yet.
+        stand_ins: of the gradients of all parameters that were updated.
+        settings: of the optimizer during these updates.
+        by_parameter: whether the optimizer can update a part of the model; None: not checked yet.
     """
 
     def __init__(self, job: Job, *, show: bool = True) -> None:
         self.job, self.show = job, show
-        self.taken: dict[Tensor, Tensor] = {}
-        self.rates: list[dict[str, Any]] = []
-        self.apart: bool | None = None
-        job.gradient_ready(self.arrive)
-        job.before_step(self.step)
-        job.undo(self.let_go)
+        self.stand_ins: dict[Tensor, Tensor] = {}
+        self.settings: list[dict[str, Any]] = []
+        self.by_parameter: bool | None = None
+        job.gradient_ready(self.update)
+        job.before_step(self.before_step)
+        job.undo(self.clear)
 
     @property
     def active(self) -> bool:
-        """Whether gradients are used as they arrive: known once all techniques are applied."""
+        """Whether gradients are used as they arrive; known after all techniques are applied."""
         if self.job.needs_all or self.job.comm.size > 1:
             return False
-        if self.apart is None:
+        if self.by_parameter is None:
             rule = type(self.job.optimizer)
-            whose: str = rule.step.__module__
-            self.apart = whose.startswith(("torch.optim.", "kasoku.optim."))
-            if not self.apart and self.show:
-                print(f"kasoku: SavedMemory: {rule.__name__} has a step of its own, so gradients stay until it is made")
-        return self.apart
+            module: str = rule.step.__module__
+            self.by_parameter = module.startswith(("torch.optim.", "kasoku.optim."))
+            if not self.by_parameter and self.show:
+                print(f"kasoku: SavedMemory: {rule.__name__} has its own step(), so gradients are kept until that step")
+        return self.by_parameter
 
-    def arrive(self, p: Tensor) -> None:
-        """A gradient is whole: the parameter moves, unless it has moved in its layer's backward."""
-        if self.active and p.grad is not None and p not in self.taken:
+    def update(self, p: Tensor) -> None:
+        """Updates a parameter whose gradient is complete, unless its layer's backward has done so."""
+        if self.active and p.grad is not None and p not in self.stand_ins:
             self.job.update([p])
-            self.take(p)
+            self.free_gradient(p)
 
-    def take(self, p: Tensor) -> None:
-        """The parameter has moved; its gradient is gone."""
-        if not self.taken:
-            self.rates = _rates(self.job)
-        p.grad = self.taken[p] = p.new_full((), float("nan")).expand(p.shape)
+    def free_gradient(self, p: Tensor) -> None:
+        """Puts a stand-in in place of the gradient of an updated parameter."""
+        if not self.stand_ins:
+            self.settings = _optimizer_settings(self.job)
+        p.grad = self.stand_ins[p] = p.new_full((), float("nan")).expand(p.shape)
 
-    def enter(self) -> None:
-        """A forward begins. Raises InputError where the step for the backward before it has not come."""
-        if self.taken:
+    def before_forward(self) -> None:
+        """Raises InputError if the optimizer's step after the last backward is missing."""
+        if self.stand_ins:
             raise InputError(
                 "SavedMemory: a second forward before optimizer.step(), after gradients were used as they arrived: say "
                 "accumulate=k to Job for k backwards a step, or set in_backward = false"
             )
 
-    def step(self) -> None:
-        """The optimizer's own step passes over what has moved. Raises InputError where it would move it otherwise."""
+    def before_step(self) -> None:
+        """Lets the optimizer skip updated parameters. Raises InputError if they would be updated otherwise now."""
         changed = ""
-        if any(p.grad is not None and p.grad is not stand_in for p, stand_in in self.taken.items()):
+        if any(p.grad is not None and p.grad is not stand_in for p, stand_in in self.stand_ins.items()):
             changed = "a gradient was replaced"
-        elif self.taken and self.rates != _rates(self.job):
+        elif self.stand_ins and self.settings != _optimizer_settings(self.job):
             changed = "a rate, or another setting of the optimizer, was changed"
         if changed:
             raise InputError(
-                f"SavedMemory: {changed} between backward and optimizer.step(), after parameters had moved in "
+                f"SavedMemory: {changed} between backward and optimizer.step(), after parameters were updated in "
                 "backward: do it before the forward, or set in_backward = false"
             )
-        self.let_go()
+        self.clear()
 
-    def let_go(self) -> None:
-        """Nothing stands for a gradient any more."""
-        for p, stand_in in self.taken.items():
+    def clear(self) -> None:
+        """Removes all stand-ins."""
+        for p, stand_in in self.stand_ins.items():
             if p.grad is stand_in:
                 p.grad = None
-        self.taken.clear()
+        self.stand_ins.clear()
 
 
-def _rates(job: Job) -> list[dict[str, Any]]:
-    """The optimizer's settings, as plain values."""
+def _optimizer_settings(job: Job) -> list[dict[str, Any]]:
+    """As plain values."""
     return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in job.hyper()]

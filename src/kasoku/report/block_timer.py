@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kasoku.core import Job
 from kasoku.core.blocks import blocks
+from kasoku.core.hooks import ignores_values
 
 
 def follow_blocks(job: Job, enter: Callable[[str], None], due: Callable[[], bool]) -> None:
@@ -26,8 +27,10 @@ def follow_blocks(job: Job, enter: Callable[[str], None], due: Callable[[], bool
     follower = _Follower(enter, due)
     job.undo(job.model.register_forward_pre_hook(lambda m, _: follower.anew(m)).remove)
     for name, block in blocks(job.model):
-        job.undo(block.register_forward_pre_hook(lambda m, _, name=name: follower.begins(name, m)).remove)
-        job.undo(block.register_forward_hook(lambda m, _, out, name=name: follower.ends(name, m, out)).remove)
+        before = ignores_values(lambda m, _, name=name: follower.begins(name, m))
+        after = ignores_values(lambda m, _, out, name=name: follower.ends(name, m, out))
+        job.undo(block.register_forward_pre_hook(before).remove)
+        job.undo(block.register_forward_hook(after).remove)
 
 
 class _Follower:

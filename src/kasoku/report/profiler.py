@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from kasoku.core import Batch, InputError, Job
 from kasoku.core.blocks import blocks
 from kasoku.core.hardware import cores, resident_bytes
+from kasoku.core.hooks import ignores_values
 
 WARM = 3  # steps that compile, choose kernels and take memory
 _ITERATION = "kasoku iteration"
@@ -288,6 +289,7 @@ def _followed(found: list[tuple[str, nn.Module]], note: Note) -> Iterator[None]:
 
 
 def _hooks(name: str, block: nn.Module, note: Note) -> list[Any]:
+    @ignores_values
     def ended(module: nn.Module, given: Any, out: Any) -> None:
         note(name, "ended")
         if isinstance(out, Tensor) and out.requires_grad:
@@ -295,7 +297,7 @@ def _hooks(name: str, block: nn.Module, note: Note) -> list[Any]:
             begins(lambda _: note(name, "backward"))
 
     return [
-        block.register_forward_pre_hook(lambda *_: note(name, "forward")),
+        block.register_forward_pre_hook(ignores_values(lambda *_: note(name, "forward"))),
         block.register_forward_hook(ended),
     ]
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kasoku.core import Job
 from kasoku.core.blocks import blocks
+from kasoku.core.hooks import ignores_values
 from kasoku.distributed.ddp.cost_model import Sized
 
 
@@ -77,10 +78,12 @@ class Units:
         for block in self.blocks:
             inside = [places[m] for m in block.modules() if m is not block and m in places]
             if inside:
-                job.undo(block.register_forward_pre_hook(lambda *_, units=inside: enter_block(units)).remove)
-                job.undo(block.register_forward_hook(lambda m, *_, units=inside: leave_block(m, units)).remove)
+                before = ignores_values(lambda *_, units=inside: enter_block(units))
+                after = ignores_values(lambda m, *_, units=inside: leave_block(m, units))
+                job.undo(block.register_forward_pre_hook(before).remove)
+                job.undo(block.register_forward_hook(after).remove)
         for module, i in places.items():
-            job.undo(module.register_forward_pre_hook(lambda *_, unit=i: enter(unit)).remove)
+            job.undo(module.register_forward_pre_hook(ignores_values(lambda *_, unit=i: enter(unit))).remove)
 
     def name_of(self, p: Tensor) -> str:
         """The unit that has a parameter."""
