@@ -10,6 +10,7 @@ import pytest
 
 from started import KASOKU, RECIPE, TORCHRUN, clean, ended, largest_difference, options, port, started
 
+ASYNCHRONOUS = ("techniques=[{use='kasoku.distributed.Asynchronous'}]", "norm_batch=0")
 SAVING = ("save.every_steps=5", "save.keep=99", "epochs=3", "schedule.epochs=3")
 
 
@@ -61,9 +62,19 @@ def test_a_killed_rank_is_restarted_by_torchrun_to_the_same_bits(tmp_path: Path)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.smoke), signal.SIGSTOP])
-def test_a_rank_that_is_gone_is_named_by_the_other(how: signal.Signals, tmp_path: Path) -> None:
-    ranks = started(["train", str(RECIPE), *options("epochs=10000"), "--quiet", "--out", str(tmp_path / "run")], 2)
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        pytest.param(signal.SIGKILL, (), marks=pytest.mark.smoke, id="killed"),
+        pytest.param(signal.SIGSTOP, (), id="stopped"),
+        pytest.param(signal.SIGSTOP, ASYNCHRONOUS, id="stopped, asynchronous"),
+    ],
+)
+def test_a_rank_that_is_gone_is_named_by_the_other(
+    how: signal.Signals, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    arguments = ["train", str(RECIPE), *options("epochs=10000", *settings), "--quiet", "--out", str(tmp_path / "run")]
+    ranks = started(arguments, 2)
     try:
         deadline = time.monotonic() + 120
         while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
@@ -79,6 +90,7 @@ def test_a_rank_that_is_gone_is_named_by_the_other(how: signal.Signals, tmp_path
             rank.communicate()
     assert ranks[0].returncode == 4, said
     assert f"rank 1 (host {os.uname().nodename}, pid {ranks[1].pid}) died" in said
+    assert "go on without it" not in said
 
 
 @pytest.mark.process
