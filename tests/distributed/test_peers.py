@@ -67,6 +67,8 @@ class Comes(Sent):
 class Posted:
     """What Peers and Survivors use of a Comm, over Mail."""
 
+    activity: Any = None
+
     def __init__(self, mail: Mail, rank: int, size: int, channel: int = 0) -> None:
         self.mail, self.rank, self.size, self.number = mail, rank, size, channel
 

@@ -1,4 +1,4 @@
-"""A rank that dies or hangs is named on all others, which end; ranks that hold different things do not begin."""
+"""A rank that dies or hangs is named on all other ranks, which end."""
 
 import heapq
 import itertools
@@ -17,12 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import context, on_processes
+from ranks import context
 
 from kasoku.core import Comm, InputError, Solo, Threads, Work
 from kasoku.distributed import TorchComm
-from kasoku.distributed.consensus import assert_same_on_all_ranks, model_facts, version_facts
-from kasoku.distributed.counting_comm import Activity, CountingComm, describe_stragglers
+from kasoku.distributed.counting_comm import Activity, CountingComm
 from kasoku.distributed.liveness import LOST_RANK_EXIT_CODE, StoreHeartbeat, Watchdog
 from kasoku.simulate.virtual_comm import VirtualClock
 from started import port as free_port
@@ -417,59 +416,6 @@ def test_a_process_that_hangs_is_named_with_its_collective(launch: Callable[...,
         assert re.match(r"kasoku: no step for \d+ s: ", line)
 
 
-# ---- counted collectives
-
-
-def test_collectives_pass_through_unchanged_and_are_counted() -> None:
-    def act(inner: Comm) -> list[float]:
-        comm = CountingComm(inner, Watchdog().start(Solo(), ("", 0)).activity)
-        x, out = torch.arange(4.0) + comm.rank, torch.empty(2)
-        comm.all_reduce(x, op="max").wait()
-        comm.reduce_scatter(out, x).wait()
-        comm.all_gather(x, out).wait()
-        assert comm.broadcast_object("a" if comm.rank == 0 else "b") == "a"
-        assert comm.gather_objects(comm.rank) == [0, 1]
-        if comm.rank == 0:
-            comm.send(x, to=1).wait()
-        else:
-            comm.receive(x, source=0).wait()
-        channel = comm.channel()
-        channel.all_reduce(x).wait()
-        main, other = (count.report(labels=True) for count in comm.activity.counts[1:])
-        assert (main["started"], main["finished"], main["waits"]) == (6, 6, "")
-        assert main["labels"]["1"] == "all_reduce #1 of 4 float32"
-        assert main["labels"]["4"] == "broadcast_object #4"
-        assert (other["started"], [count.name for count in comm.activity.counts[2:]]) == (1, [" on channel 2"])
-        return x.tolist()
-
-    assert Threads(2).run(act) == [[4.0, 8.0, 12.0, 16.0]] * 2
-
-
-def _report(started: int, waits: str = "", labels: dict[str, str] | None = None) -> dict[str, object]:
-    return {"counts": {"": {"started": started, "finished": 0, "waits": waits, "labels": labels or {}}}}
-
-
-@pytest.mark.parametrize(
-    ("told", "line"),
-    [
-        (
-            [_report(7, "b #6", {"6": "b #6"}), _report(5), _report(5)],
-            "[1, 2] have not joined b #6, which [0] waits in",
-        ),
-        ([_report(5), _report(7, "", {"6": "b #6", "7": "c #7"})], "[0] has not joined b #6, which [1] has started"),
-        ([_report(5), _report(90)], "[0] has not joined collective #6, which [1] has started"),
-        ([_report(5), _report(5, "receive from rank 0")], "[0] has made none, and [1] waits in receive from rank 0"),
-        (
-            [_report(5, "b #5"), _report(5, "b #5")],
-            "all wait, [0] in b #5 (the network? or ranks that wait for each other)",
-        ),
-        ([_report(5), _report(5)], "[0, 1] have made none, and none waits for another (data? the device?)"),
-    ],
-)
-def test_who_is_behind(told: list[dict[str, object]], line: str) -> None:
-    assert describe_stragglers(told, str) == line
-
-
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kasoku.distributed.liveness._CONNECT", timedelta(milliseconds=100))
     with socket.socket() as bound:  # not listening
@@ -479,71 +425,3 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for setting in ({"beat_s": 0.0}, {"dead_s": 2.0}, {"hang_timeout_s": -1.0}):
         with pytest.raises(InputError):
             Watchdog(**setting)
-
-
-RECIPE = "batch = 128\nepochs = 2\n[rate]\nbase = 0.1\n"
-
-
-def _agreed(comm: Comm, facts: list[dict[str, object]]) -> str:
-    try:
-        assert_same_on_all_ranks(comm, facts[comm.rank])
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("there", "line"),
-    [
-        ({"recipe": RECIPE.replace("128", "64")}, "another recipe: batch = 64 there, 128 on rank 0"),
-        ({"recipe": RECIPE + "x = 1"}, "another recipe: line 5 is 'x = 1' there, '' on rank 0"),
-        ({"recipe": RECIPE.strip()}, "another recipe: line 5 is nothing there, '' on rank 0"),
-        ({"data": "beef"}, "another data: beef there, cafe on rank 0"),
-        ({"data": None}, "another data: nothing there, cafe on rank 0"),
-        ({"more": "1"}, "another more: 1 there, nothing on rank 0"),
-        ({"model": {"a": "1"}}, "another model: b = nothing there, 2 on rank 0"),
-        ({"model": {"a": "1", "b": "3"}}, "another model: b = 3 there, 2 on rank 0"),
-        ({"model": {"b": "2", "a": "1"}}, "another model: b comes where a comes on rank 0"),
-        (
-            {"model": {"a": "9", "b": "2"}, "data": "beef"},
-            "another data: beef there, cafe on rank 0 (also another model)",
-        ),
-    ],
-)
-def test_what_differs_is_named_on_all_ranks(there: dict[str, object], line: str) -> None:
-    facts = {"recipe": RECIPE, "data": "cafe", "model": {"a": "1", "b": "2"}}
-    other = {name: fact for name, fact in {**facts, **there}.items() if fact is not None}
-    said = Threads(3).run(lambda comm: _agreed(comm, [facts, other, facts]))
-    assert said == [f"rank 1 has {line}: start all ranks with the same"] * 3
-    said = Threads(7).run(lambda comm: _agreed(comm, [facts, *[other] * 5, facts]))
-    assert said == [f"ranks 1, 2, 3 and 2 more have {line}: start all ranks with the same"] * 7
-
-
-def test_differences_of_several_kinds_are_each_reported() -> None:
-    facts: list[dict[str, object]] = [{"data": text} for text in ("a", "b", "a", "c")]
-    said = Threads(4).run(lambda comm: _agreed(comm, facts))
-    wanted = "rank 1 has another data: b there, a on rank 0; rank 3 has another data: c there, a on rank 0"
-    assert said == [f"{wanted}: start all ranks with the same"] * 4
-
-
-def _same_facts(comm: Comm) -> None:
-    torch.manual_seed(comm.rank)
-    assert_same_on_all_ranks(comm, {"recipe": RECIPE, **version_facts(), "model": model_facts(torch.nn.Linear(3, 2))})
-
-
-def test_ranks_that_hold_the_same_begin() -> None:
-    assert Threads(2).run(_same_facts) == [None, None]
-    assert_same_on_all_ranks(Solo(), {})
-
-
-@pytest.mark.process
-def test_processes_that_hold_the_same_begin() -> None:
-    assert on_processes(2, _same_facts) == [None, None]
-
-
-def test_facts_tell_shape_type_and_frozen() -> None:
-    model = torch.nn.Linear(3, 2)
-    model.bias.requires_grad_(False)
-    assert model_facts(model) == {"weight": "float32 (2, 3)", "bias": "float32 (2,) frozen"}
-    assert version_facts()["torch"] == torch.__version__
-    assert len(version_facts()["source"]) == 16
