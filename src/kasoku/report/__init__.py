@@ -1,4 +1,4 @@
-"""What a run shows and writes: the bar, the logs, the charts."""
+"""Progress bar, logs, the ledger of time, bottlenecks, and the report page."""
 
 from kasoku.report.bottleneck import StepBottleneck, StepFacts, facts_of
 from kasoku.report.environment import environment

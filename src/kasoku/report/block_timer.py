@@ -1,8 +1,8 @@
-"""Which block of a model is under way, in forward and in backward."""
+"""Reports which block of a model is running, in forward and in backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,56 +12,71 @@ from kasoku.core import Job
 from kasoku.core.blocks import blocks
 from kasoku.core.hooks import ignores_values
 
+BlockEvent = Callable[[str, str], None]  # (block, "forward" | "ended" | "backward")
 
-def follow_blocks(job: Job, enter: Callable[[str], None], due: Callable[[], bool]) -> None:
-    """Calls enter(name) where forward or backward of a block begins, and where it ends with what was before it or "".
 
-    The backward of a block begins when the gradient of its output has come, and lasts until that of another one has;
-    blocks that give anything but one tensor, and those that nothing is learnt in, are left out there.
+def block_hooks(
+    named_blocks: Iterable[tuple[str, nn.Module]],
+    event: BlockEvent,
+    is_active: Callable[[nn.Module], bool] = lambda block: True,
+) -> list[Any]:
+    """Calls event(block, what) when a block's forward begins and ends, and when its backward begins.
+
+    A backward begins when the gradient of the block's output arrives. Blocks whose output is not a single tensor with a
+    gradient have no backward event. Returns the handles of the hooks, except those on outputs.
+    """
+
+    def before(module: nn.Module, name: str) -> None:
+        if is_active(module):
+            event(name, "forward")
+
+    def after(module: nn.Module, output: object, name: str) -> None:
+        if is_active(module):
+            event(name, "ended")
+            if isinstance(output, Tensor) and output.requires_grad:
+                register: Any = output.register_hook
+                register(lambda _: event(name, "backward"))
+
+    handles: list[Any] = []
+    for name, block in named_blocks:
+        pre = ignores_values(lambda m, _, name=name: before(m, name))
+        post = ignores_values(lambda m, _, output, name=name: after(m, output, name))
+        handles += [block.register_forward_pre_hook(pre), block.register_forward_hook(post)]
+    return handles
+
+
+def follow_blocks(job: Job, enter: Callable[[str], None], is_due: Callable[[], bool]) -> None:
+    """Calls enter(name) whenever another block starts to run; "" stands for no block. Active in training only.
+
+    A block's backward lasts until the next block's backward begins. When a block's forward ends, the block that it
+    interrupted continues: a backward that recomputes activations runs forwards inside itself.
 
     Args:
-        job: whose model is followed, in training only, until the job is closed.
-        enter: is told.
-        due: whether it is to be told in the step under way.
+        job: the job whose model is followed until it is closed.
+        enter: the callback.
+        is_due: whether the current step is followed.
     """
-    follower = _Follower(enter, due)
-    job.undo(job.model.register_forward_pre_hook(lambda m, _: follower.anew(m)).remove)
-    for name, block in blocks(job.model):
-        before = ignores_values(lambda m, _, name=name: follower.begins(name, m))
-        after = ignores_values(lambda m, _, out, name=name: follower.ends(name, m, out))
-        job.undo(block.register_forward_pre_hook(before).remove)
-        job.undo(block.register_forward_hook(after).remove)
+    current = ""
+    interrupted: list[str] = []
 
+    def switch(name: str) -> None:
+        nonlocal current
+        current = name
+        enter(name)
 
-class _Follower:
-    def __init__(self, enter: Callable[[str], None], due: Callable[[], bool]) -> None:
-        self.enter, self.due = enter, due
-        self.now = ""
-        self.outer: list[str] = []  # what forward interrupts: backward, where it needs something to be computed again
+    def event(name: str, what: str) -> None:
+        if what == "forward":
+            interrupted.append(current)
+        switch(name if what != "ended" else interrupted.pop() if interrupted else "")
 
-    def anew(self, model: nn.Module) -> None:
-        """The model's forward begins."""
-        if self._follows(model):
-            self.outer.clear()
-            self._to("")
+    def is_active(module: nn.Module) -> bool:
+        return module.training and torch.is_grad_enabled() and is_due()
 
-    def begins(self, name: str, block: nn.Module) -> None:
-        """A block's forward begins."""
-        if self._follows(block):
-            self.outer.append(self.now)
-            self._to(name)
+    def begin(model: nn.Module, _: object) -> None:
+        if is_active(model):
+            interrupted.clear()
+            switch("")
 
-    def ends(self, name: str, block: nn.Module, out: object) -> None:
-        """A block's forward ends; its backward begins with the gradient of what it gave."""
-        if self._follows(block):
-            self._to(self.outer.pop() if self.outer else "")
-            if isinstance(out, Tensor) and out.requires_grad:
-                hook: Any = out.register_hook
-                hook(lambda _: self._to(name))
-
-    def _to(self, name: str) -> None:
-        self.now = name
-        self.enter(name)
-
-    def _follows(self, module: nn.Module) -> bool:
-        return module.training and torch.is_grad_enabled() and self.due()
+    job.undo(job.model.register_forward_pre_hook(begin).remove)
+    for handle in block_hooks(blocks(job.model), event, is_active):
+        job.undo(handle.remove)

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from kasoku.core import Job
 
-_LISTED = 0.1  # of a step, at least
-_UPDATE = 0.25
-_FIXED = 0.3  # of a step with a small batch does not depend on the batch
-_SMALL = 32  # images
-_LAUNCH = {"cuda": 0.75, "cpu": 0.4}  # a GPU computes while the host launches, which so is the bound only near 1
-_STARVED = 0.15
+# a bottleneck is reported from this share of a step on
+_MIN_SHARE = 0.1
+_MIN_UPDATE = 0.25
+_MIN_FIXED = 0.3  # the part that does not depend on the batch
+_MIN_LAUNCH = {"cuda": 0.75, "cpu": 0.4}  # a GPU computes while the host launches: a bound only near 1
+_MIN_STARVED = 0.15
+_SMALL_BATCH = 32  # images
 _COMPUTE = ("forward", "backward", "update")
-_SILENT = (nn.Identity, nn.Flatten, nn.Dropout)
+_NO_LAUNCH = (nn.Identity, nn.Flatten, nn.Dropout)
 
 Step = Mapping[str, float]  # seconds by row
 
@@ -92,7 +93,7 @@ def find_bottlenecks(
         return []
     whole_s = max(1e-9, statistics.median(sum(step.values()) for step in steps))
     usual = {row: statistics.median(step[row] for step in steps) for row in steps[0]}
-    found = [
+    candidates = [
         _input(usual, whole_s),
         _communication(min(step["exposed"] for step in steps) if transfer_s is None else transfer_s, whole_s),
         _straggler(steps, whole_s, blocks),
@@ -104,13 +105,13 @@ def find_bottlenecks(
         _memory(whole_s, bounds or {}),
         _loop(usual, whole_s),
     ]
-    causes = sorted((cause for cause in found if cause), key=lambda cause: -cause.share)
+    causes = sorted((cause for cause in candidates if cause), key=lambda cause: -cause.share)
     return causes or [_computing(usual, whole_s, bounds or {})]
 
 
 def _input(usual: Step, whole_s: float) -> StepBottleneck | None:
     lost_s = usual["input"] + usual["copy"]
-    if lost_s < _LISTED * whole_s:
+    if lost_s < _MIN_SHARE * whole_s:
         return None
     copying = f", {_ms(usual['copy'])} of it for copies to the device" if usual["copy"] > 0.1 * lost_s else ""
     gain = whole_s / max(whole_s - lost_s, 1e-9)
@@ -121,10 +122,10 @@ def _input(usual: Step, whole_s: float) -> StepBottleneck | None:
 
 
 def _communication(lost_s: float, whole_s: float) -> StepBottleneck | None:
-    """What even the last rank of a step waits for is the transfer itself; the others also wait for that rank."""
-    if lost_s < _LISTED * whole_s:
+    """`lost_s`: the wait of the last rank of a step, which is the transfer itself; other ranks also wait for it."""
+    if lost_s < _MIN_SHARE * whole_s:
         return None
-    line = f"{_of(lost_s, whole_s)} waits for gradients under way, on every rank"
+    line = f"{_of(lost_s, whole_s)} waits for gradients in transfer, on every rank"
     remedy = (
         "use kasoku.distributed.Overlap with Planned groups, send fewer bytes (reducer Wire or LowRank), raise the "
         "batch, or take a faster link"
@@ -133,41 +134,43 @@ def _communication(lost_s: float, whole_s: float) -> StepBottleneck | None:
 
 
 def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) -> StepBottleneck | None:
-    """Who has most to do of its own: waiting for others, wherever it happens, is not counted as its time."""
+    """The rank with the most work of its own; its waits for other ranks do not count."""
     if len(steps) < 2:
         return None
     own_s = [sum(s for row, s in step.items() if row != "exposed") for step in steps]
     last = max(range(len(steps)), key=lambda rank: own_s[rank])
-    others = [step for rank, step in enumerate(steps) if rank != last]
+    peers = [step for rank, step in enumerate(steps) if rank != last]
     lag_s = own_s[last] - statistics.median(s for rank, s in enumerate(own_s) if rank != last)
-    if lag_s < _LISTED * whole_s:
+    if lag_s < _MIN_SHARE * whole_s:
         return None
-    behind = {row: s - statistics.median(o[row] for o in others) for row, s in steps[last].items() if row != "exposed"}
+    behind = {
+        row: s - statistics.median(peer[row] for peer in peers) for row, s in steps[last].items() if row != "exposed"
+    }
     row = max(behind, key=lambda row: behind[row])
-    waits_s = statistics.median(step["exposed"] for step in others)
+    waits_s = statistics.median(step["exposed"] for step in peers)
     line = (
-        f"rank {last} takes {_ms(lag_s)} longer than the others by its own work, most of it in {row} "
+        f"rank {last} takes {_ms(lag_s)} longer than the other ranks by its own work, most of it in {row} "
         f"({_ms(behind[row])}){_slow_block(blocks, last, lag_s)}; they wait {_ms(waits_s)} of each step"
     )
-    remedy = f"look at rank {last}'s host: what else runs there, clock rates, its disk; or leave it out"
+    remedy = f"check rank {last}'s host for other processes, its clock rate and its disk; or leave it out"
     return StepBottleneck("straggler", _share(lag_s, whole_s), line, remedy)
 
 
 def _slow_block(blocks: Sequence[Step], last: int, lag_s: float) -> str:
-    """In words: the block in which a rank lags most; or that none has half of what all of them lag."""
+    """A clause that names the block in which a rank lags most, and says so if no block has half of the lag."""
     if len(blocks) < 2 or not all(blocks):
         return ""
-    others = [one for rank, one in enumerate(blocks) if rank != last]
-    behind = {name: s - statistics.median(o.get(name, 0.0) for o in others) for name, s in blocks[last].items()}
+    peers = [times for rank, times in enumerate(blocks) if rank != last]
+    behind = {name: s - statistics.median(peer.get(name, 0.0) for peer in peers) for name, s in blocks[last].items()}
     worst, whole_s = max(behind, key=lambda name: behind[name]), sum(s for s in behind.values() if s > 0)
     if whole_s < 0.5 * lag_s:
-        return ""  # it is late elsewhere
+        return ""  # the lag is elsewhere
     spread = ", no block has half of it" if behind[worst] < 0.5 * whole_s else ""
     return f", of all blocks most in {worst} ({_ms(behind[worst])}){spread}"
 
 
 def _update(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
-    if usual["update"] < _UPDATE * whole_s or facts.batch < _SMALL:
+    if usual["update"] < _MIN_UPDATE * whole_s or facts.batch < _SMALL_BATCH:
         return None
     each = f"{usual['update'] / max(1, facts.parameters) * 1e9:.1f} ns a parameter"
     line = f"{_of(usual['update'], whole_s)} is the optimizer's update of {facts.parameters:,} parameters, {each}"
@@ -176,13 +179,13 @@ def _update(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | N
 
 
 def _small_batch(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
-    """Calling the layers and the update take the same for one image as for many."""
-    whole_s *= 1 - facts.starved  # layer_s is of a time with a core
+    """The time of layer calls and of the update does not depend on the batch."""
+    whole_s *= 1 - facts.starved  # layer_s was measured with a core
     calling_s = facts.parts * facts.layers * facts.layer_s
     fixed_s = min(whole_s, calling_s + usual["update"] * (1 - facts.starved))
-    if facts.batch >= _SMALL or fixed_s < _FIXED * whole_s:
+    if facts.batch >= _SMALL_BATCH or fixed_s < _MIN_FIXED * whole_s:
         return None
-    enough = max(_SMALL, round(9 * fixed_s * facts.batch / max(whole_s - fixed_s, 0.01 * whole_s)))
+    enough = max(_SMALL_BATCH, round(9 * fixed_s * facts.batch / max(whole_s - fixed_s, 0.01 * whole_s)))
     parts = f", {facts.parts} times a step" if facts.parts > 1 else ""
     line = f"{_of(fixed_s, whole_s)} does not depend on the batch of {facts.batch}{parts} (calling layers, updating)"
     raised = "norm_batch, or lower accumulate" if facts.parts > 1 else "batch"
@@ -193,10 +196,10 @@ def _small_batch(usual: Step, whole_s: float, facts: StepFacts) -> StepBottlenec
 def _launches(whole_s: float, facts: StepFacts) -> StepBottleneck | None:
     whole_s *= 1 - facts.starved  # as in _small_batch
     lost_s = min(whole_s, facts.parts * facts.layers * facts.layer_s)
-    if facts.batch < _SMALL or lost_s < _LAUNCH.get(facts.device, 0.75) * whole_s:
+    if facts.batch < _SMALL_BATCH or lost_s < _MIN_LAUNCH.get(facts.device, 0.75) * whole_s:
         return None
     parts = f" {facts.parts} times" if facts.parts > 1 else ""
-    line = f"{_of(lost_s, whole_s)} is calling {facts.layers} layers{parts}, whatever they compute"
+    line = f"{_of(lost_s, whole_s)} goes into calling {facts.layers} layers{parts}, whatever they compute"
     cuda = "device.graphs = true, device.compile = true, or a larger batch"
     remedy = cuda if facts.device == "cuda" else "a larger batch, or a network of fewer, wider layers"
     return StepBottleneck("launch-bound", _share(lost_s, whole_s), line, remedy)
@@ -206,20 +209,22 @@ def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> StepBottle
     threads = facts.threads * facts.processes
     if threads <= facts.cores or facts.device != "cpu":
         return None
-    lost_s = sum(usual[row] for row in _COMPUTE) * (1 - facts.cores / threads)  # at most: threads also wait for others
-    if lost_s < _LISTED * whole_s:
+    lost_s = sum(usual[row] for row in _COMPUTE) * (
+        1 - facts.cores / threads
+    )  # an upper bound: threads also wait for each other
+    if lost_s < _MIN_SHARE * whole_s:
         return None
     ranks = f" ({facts.processes} ranks)" if facts.processes > 1 else ""
     line = f"{threads} threads{ranks} compute on {facts.cores} cores, and wait for each other"
-    remedy = f"device.threads = {max(1, facts.cores // facts.processes)}, or 0 to have it chosen"
+    remedy = f"device.threads = {max(1, facts.cores // facts.processes)}, or 0 for an automatic choice"
     return StepBottleneck("oversubscribed", _share(lost_s, whole_s), line, remedy)
 
 
 def _starved(facts: StepFacts) -> StepBottleneck | None:
-    if facts.starved < _STARVED or facts.threads * facts.processes > facts.cores:
+    if facts.starved < _MIN_STARVED or facts.threads * facts.processes > facts.cores:
         return None
-    line = f"{facts.starved:.0%} of the time the main thread could go on and had no core"
-    remedy = "end what else runs on this machine, give the training more cores, or decode on fewer threads"
+    line = f"{facts.starved:.0%} of the time the main thread was ready and had no core"
+    remedy = "end other processes on this machine, give the training more cores, or decode on fewer threads"
     return StepBottleneck("CPU-starved", min(1.0, facts.starved), line, remedy)
 
 
@@ -228,15 +233,17 @@ def _memory(whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck | Non
     if not max(0.5 * whole_s, computing_s) <= moving_s <= whole_s:  # longer than a step: caches served most of it
         return None
     line = f"moving {bounds['bytes'] / 2**20:,.0f} MiB takes this device {_ms(moving_s)} of {_ms(whole_s)}"
-    remedy = "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more on what they read"
+    remedy = (
+        "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more for each byte they read"
+    )
     return StepBottleneck("memory-bound", min(1.0, moving_s / whole_s), line, remedy)
 
 
 def _loop(usual: Step, whole_s: float) -> StepBottleneck | None:
-    if usual["other"] < _LISTED * whole_s:
+    if usual["other"] < _MIN_SHARE * whole_s:
         return None
-    line = f"{_of(usual['other'], whole_s)} is the loop itself: what is done between the steps and the batches"
-    remedy = "look at kasoku profile's trace.json for what runs there; read losses and write logs less often"
+    line = f"{_of(usual['other'], whole_s)} is the loop itself, between the steps and the batches"
+    remedy = "see kasoku profile's trace.json; read losses and write logs less often"
     return StepBottleneck("loop-bound", _share(usual["other"], whole_s), line, remedy)
 
 
@@ -251,7 +258,7 @@ def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> Step
 
 
 def _least_s(bounds: Mapping[str, float]) -> tuple[float, float]:
-    """What moving the bytes and computing the FLOPs of a step take at least; 0: not known."""
+    """The least seconds of moving the bytes and of computing the FLOPs of a step; 0: unknown."""
     if not bounds:
         return 0.0, 0.0
     return bounds["bytes"] / bounds["bytes_per_s"], bounds["flops"] / bounds["flops_per_s"]
@@ -284,7 +291,7 @@ def facts_of(
     """The facts of a job; measures `layer_s`, a few milliseconds.
 
     Args:
-        job: with its techniques applied, its model on the device it trains on.
+        job: with its techniques applied and its model on the training device.
         batch: images of one forward on one rank.
         threads: of one rank; 0: torch's.
         cores: cores of this host that the process may use.
@@ -294,7 +301,7 @@ def facts_of(
     model = job.model
     first = next(model.parameters(), torch.zeros(0))
     one_call = any(t.compiles_model or t.captures_graph for t in job.applied)
-    leaves = [m for m in model.modules() if not any(True for _ in m.children()) and not isinstance(m, _SILENT)]
+    leaves = [m for m in model.modules() if not any(True for _ in m.children()) and not isinstance(m, _NO_LAUNCH)]
     return StepFacts(
         device=first.device.type,
         batch=batch,
@@ -310,10 +317,10 @@ def facts_of(
 
 
 def layer_s(device: torch.device) -> float:
-    """Seconds that forward and backward of a layer take that has next to nothing to compute: what calling it costs.
+    """Seconds of forward and backward of a layer with almost no work: the cost of its call.
 
-    Eight channels of 4x4 pixels, on one thread (more would wait for each other); the least of a few tries, which what
-    else runs here lengthens.
+    Eight channels of 4x4 pixels, on one thread (several would wait for each other); the least of a few tries, since
+    other processes lengthen some of them.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -325,9 +332,9 @@ def layer_s(device: torch.device) -> float:
 
 def _layer_s(device: torch.device) -> float:
     with torch.random.fork_rng(devices=[]):
-        network = _thin(device).to(device)
+        network = _small_layers(device).to(device)
     x = torch.zeros((2, 8) if device.type == "cuda" else (2, 8, 4, 4), device=device)
-    took_s = []
+    times_s = []
     for _ in range(10):
         begin_s = time.perf_counter()
         with torch.enable_grad():
@@ -335,12 +342,12 @@ def _layer_s(device: torch.device) -> float:
             out.backward()  # type: ignore[no-untyped-call]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        took_s.append(time.perf_counter() - begin_s)
-    return min(took_s[2:]) / len(network)
+        times_s.append(time.perf_counter() - begin_s)
+    return min(times_s[2:]) / len(network)
 
 
-def _thin(device: torch.device) -> nn.Sequential:
-    """Layers as networks have them; on a GPU without convolutions, for which kernels would be searched first."""
+def _small_layers(device: torch.device) -> nn.Sequential:
+    """Typical layers; on a GPU without convolutions, whose kernels would be searched first."""
     flat = device.type == "cuda"
     layers: list[nn.Module] = []
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""What ran and where: versions, commit, machine; written beside every result."""
+"""The environment of a run: versions, commit, machine; written beside every result."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ from kasoku.data.decode.jpeg import decoder
 
 
 def environment() -> dict[str, Any]:
-    """Versions, the commit of the working folder and of kasoku's own source (None outside git), and the machine."""
+    """Versions, the commits of the working folder and of kasoku's source (None outside git), and the machine."""
     packages = ("kasoku", "torch", "numpy", "pillow", "safetensors")
     return {
         "command": sys.argv,
@@ -38,10 +38,10 @@ def environment() -> dict[str, Any]:
 def _commit(folder: Path) -> str | None:
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def _cpu() -> str:

@@ -1,6 +1,6 @@
 """The ledger: every second from the start of the process to the end of the training belongs to one row.
 
-Note: on a GPU. The host's time in the loop is shared out as the device's was (see steps).
+Note: on a GPU. The host's time in the loop is divided among the rows as the device's time was (see phase_timer).
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 
 from kasoku.core import Comm, Trace
 from kasoku.report.bottleneck import StepFacts, find_bottlenecks
-from kasoku.report.phase_timer import APART, STEP, Steps, Stretch
+from kasoku.report.phase_timer import APART, STEP, StepPart, Steps
 
 _STREAM = {"input": "input", "copy": "input"}
-_TRANSFER = "transfer"  # spans of what is under way between ranks while this one goes on
-_SHOWN = 16  # ranks in the timeline
-_COMPARED = 200  # steps of which all ranks tell how long they waited
+_TRANSFER = "transfer"  # spans of communication that runs beside the rank's own work
+_TIMELINE_RANKS = 16
+_COMPARED_STEPS = 200  # whose waits are compared between ranks
 
 
 class Ledger:
-    """The rows of one rank's training. Make it where the loop begins, with `Timed` applied.
+    """The rows of one rank's training. Create it where the loop begins, with `Timed` applied.
 
     Args:
-        trace: the job's.
+        trace: the job's trace.
         started: when the process started, on the trace's clock.
-        setup: seconds by task of what was done before; the rest until now is the row "run folder". None: all of it is
-            "other".
-        beside: seconds by task that ran beside others, and are nobody's in the rows.
+        setup: seconds of each task before the loop; the rest until now is the row "run folder". None: all of that time
+            is "other".
+        beside: seconds of each start-up task that overlapped another one; no row counts them.
         earlier: the rows of the earlier parts of a resumed training.
     """
 
@@ -63,53 +63,53 @@ class Ledger:
         return {row: rows.get(row, 0.0) + self.earlier.get(row, 0.0) for row in names}
 
     def training_s(self) -> float:
-        """Seconds spent on steps, earlier parts included."""
+        """Seconds of all steps, earlier parts included."""
         rows = self.rows()
         return sum(rows[row] for row in ("compile", *STEP))
 
     def mean_s(self) -> dict[str, float]:
-        """The mean step of this part by row: medians would hide an input that halts now and then. Empty before any."""
+        """The mean step of this part by row; a median would hide an input that stalls at times. Empty before any."""
         loop, count = self._loop(), self.steps.count
         return {row: loop[row] / count for row in STEP} if count else {}
 
     def starved(self) -> float:
-        """The share of the time since the loop began in which this thread could run and had no core; 0: not known."""
+        """The share of the time since the loop began in which this thread was ready but had no core; 0: unknown."""
         return max(0.0, _delay_s() - self._delayed_s) / max(1e-9, self.clock.now() - self._began)
 
     def document(self, comm: Comm, facts: StepFacts) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What ledger.json and timeline.json hold, of all ranks; all ranks call it.
+        """The contents of ledger.json and timeline.json, of all ranks. Collective: all ranks call it.
 
-        `rows` are rank 0's, earlier parts of a resumed training included; `ranks` those of each rank in this part.
+        `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part.
         """
         self.steps.settle()
-        waits = [step["exposed"] for step in self.steps.rows][-_COMPARED:]
+        waits = [step["exposed"] for step in self.steps.rows][-_COMPARED_STEPS:]
         rows = self.rows()
-        now = {row: s - self.earlier.get(row, 0.0) for row, s in rows.items()}  # earlier parts are rank 0's
-        mine: dict[str, Any] = {"rows": _rounded(now), "step_s": self.steps.step_s(), "mean_s": self.mean_s()}
-        mine |= {"waits": waits, "whole": _rounded(rows), "block_s": self.steps.block_s()}
-        every = comm.gather_objects({**mine, "spans": self._spans() if comm.rank < _SHOWN else []})
-        rows = every[0]["whole"]
-        transfer_s = _least([one["waits"] for one in every])
-        blocks = [one["block_s"] for one in every]
-        causes = find_bottlenecks([one["mean_s"] for one in every], facts, transfer_s=transfer_s, blocks=blocks)
+        this_part = {row: s - self.earlier.get(row, 0.0) for row, s in rows.items()}  # earlier parts are rank 0's
+        own: dict[str, Any] = {"rows": _rounded(this_part), "step_s": self.steps.step_s(), "mean_s": self.mean_s()}
+        own |= {"waits": waits, "whole": _rounded(rows), "block_s": self.steps.block_s()}
+        ranks = comm.gather_objects({**own, "spans": self._spans() if comm.rank < _TIMELINE_RANKS else []})
+        rows = ranks[0]["whole"]
+        transfer_s = _transfer_s([rank["waits"] for rank in ranks])
+        blocks = [rank["block_s"] for rank in ranks]
+        causes = find_bottlenecks([rank["mean_s"] for rank in ranks], facts, transfer_s=transfer_s, blocks=blocks)
         ledger = {
             "wall_s": round(sum(rows.values()), 3),
             "rows": rows,
             "beside": _rounded(self.beside),
-            "step_s": {row: round(s, 7) for row, s in every[0]["step_s"].items()},
+            "step_s": {row: round(s, 7) for row, s in ranks[0]["step_s"].items()},
             "bounds": {},
             "verdict": [asdict(cause) for cause in causes],
-            "ranks": [one["rows"] for one in every],
+            "ranks": [rank["rows"] for rank in ranks],
             "facts": asdict(facts),
         }
-        return ledger, {"spans": [span for one in every for span in one["spans"]]}
+        return ledger, {"spans": [span for rank in ranks for span in rank["spans"]]}
 
     def _loop(self) -> dict[str, float]:
-        """Seconds of this part since the loop began: compile, the rows of steps, evaluation, checkpoints."""
+        """Seconds of this part since the loop began: compile, the rows of a step, evaluation, checkpoints."""
         steps, spent = self.steps, self.steps.host_s()
         host = {row: spent.get(row, 0.0) - self._before.get(row, 0.0) for row in (*STEP, *APART)}
         loop = {row: host[row] for row in STEP}
-        if steps.on_gpu:  # shared out as the device's time was
+        if steps.on_gpu:  # divided as the device's time was
             device_s, host_s = sum(steps.loop_s.values()), sum(loop.values())
             loop = {row: host_s * steps.loop_s[row] / device_s if device_s else 0.0 for row in STEP}
             loop["other"] += 0.0 if device_s else host_s
@@ -118,12 +118,12 @@ class Ledger:
         return {"compile": sum(warm.values()), **less, **{row: host[row] for row in APART}}
 
     def _spans(self) -> list[dict[str, Any]]:
-        """The last steps, in seconds from the first of them: each rank's own, whose clocks may differ."""
+        """The last steps, in seconds from the first of them, since the clocks of ranks may differ."""
         latest = [part for step in self.steps.latest for part in step if part.stop > part.start]
         begin = min((part.start for part in latest), default=0.0)
         end = max((part.stop for part in latest), default=0.0)
         latest += [
-            Stretch(s.kind, s.name, max(begin, s.start), min(end, s.stop), s.bytes)
+            StepPart(s.kind, s.name, max(begin, s.start), min(end, s.stop), s.bytes)
             for s in self.trace.spans
             if s.kind == _TRANSFER and s.stop > begin and s.start < end
         ]
@@ -141,10 +141,10 @@ class Ledger:
         ]
 
 
-def _least(waits: Sequence[Sequence[float]]) -> float | None:
-    """What even the last rank of a step waited, on average over the last steps; None before any."""
-    each = [min(of_step) for of_step in zip(*(reversed(one) for one in waits), strict=False)]
-    return statistics.fmean(each) if each else None
+def _transfer_s(waits: Sequence[Sequence[float]]) -> float | None:
+    """The mean over the last steps of the least wait of any rank, which is the transfer itself; None before any."""
+    least = [min(step) for step in zip(*(reversed(rank) for rank in waits), strict=False)]
+    return statistics.fmean(least) if least else None
 
 
 def _rounded(rows: Mapping[str, float]) -> dict[str, float]:
@@ -152,7 +152,7 @@ def _rounded(rows: Mapping[str, float]) -> dict[str, float]:
 
 
 def _delay_s() -> float:
-    """How long this thread waited for a core so far; 0 where the kernel does not count it (it does on Linux)."""
+    """How long this thread has waited for a core; 0 unless the kernel is Linux, which counts it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

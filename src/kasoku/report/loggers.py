@@ -1,4 +1,4 @@
-"""What a training writes while it runs: JSONL, TensorBoard events and MLPerf log lines."""
+"""The logs of a training: metrics as JSONL, TensorBoard events, MLPerf log lines."""
 
 import json
 import time
@@ -15,10 +15,10 @@ from kasoku.core.files import write_atomically
 
 
 class Log:
-    """Metrics of one run, line by line, flushed as they come.
+    """The logs of one run; each line is flushed at once.
 
     metrics.jsonl: one object a line with `step`, `epoch`, `time_s` and the values. tensorboard/: the same as scalars.
-    mlperf.log: `:::MLLOG` lines. Resuming at a step drops the metrics after it; the others go on behind what is there.
+    mlperf.log: `:::MLLOG` lines. Resuming at a step drops later metrics; the other two files are continued.
     """
 
     def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
@@ -31,7 +31,7 @@ class Log:
             self._mlperf = (folder / "mlperf.log").open("a", buffering=1)
             self._events = EventFileWriter(str(folder / "tensorboard"))
         except OSError as error:
-            raise InputError(f"{folder}: cannot write logs there ({error.strerror}): give another --out") from error
+            raise InputError(f"{folder}: cannot write logs there ({error.strerror}): choose another --out") from error
 
     def metrics(self, step: int, epoch: float, values: dict[str, float]) -> None:
         """Records values at a step; times are seconds since 1970."""
@@ -45,7 +45,7 @@ class Log:
             raise _full(self._path, error) from error
 
     def mlperf(self, key: str, value: Any = None, *, event: str = "POINT_IN_TIME", **metadata: Any) -> None:
-        """One line in mlperf-logging's format; event is INTERVAL_START, INTERVAL_END or POINT_IN_TIME."""
+        """Writes a line in mlperf-logging's format; event is INTERVAL_START, INTERVAL_END or POINT_IN_TIME."""
         record = {
             "namespace": "",
             "time_ms": int(time.time() * 1000),
@@ -67,23 +67,23 @@ class Log:
 
 
 class NoLog(Log):
-    """Writes nothing: of a rank that another one speaks for."""
+    """Writes nothing, on all ranks but the first."""
 
     def __init__(self) -> None:
         pass
 
     def metrics(self, step: int, epoch: float, values: dict[str, float]) -> None:
-        """Drops them."""
+        """Writes nothing."""
 
     def mlperf(self, key: str, value: Any = None, *, event: str = "POINT_IN_TIME", **metadata: Any) -> None:
-        """Drops it."""
+        """Writes nothing."""
 
     def close(self) -> None:
-        """Has nothing to close."""
+        """Closes nothing."""
 
 
 def _full(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path}: cannot be written ({error.strerror}): free some space and go on with --resume")
+    return InputError(f"{path}: cannot be written ({error.strerror}): free some space and continue with --resume")
 
 
 def _step(line: str) -> int:

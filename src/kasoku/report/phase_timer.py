@@ -1,11 +1,11 @@
-"""What a rank does when: the phases of its loop and the spans of its trace, step by step.
+"""Times the phases of a rank's training loop and the spans of its trace, step by step.
 
-Note: one state at a time. A rank always does exactly one thing: the phase its loop is in, or the innermost span of its
-trace that has a row. Only changes are noted, so rows add up by themselves and no second counts twice. Evaluation and
-checkpoints keep what happens within them.
+Note: one state at a time. A rank is always in exactly one state: the phase of its loop, or the innermost span of its
+trace that has a row. Only changes of state are recorded, so no second is counted twice and the rows add up to the whole
+time. All time within an evaluation or a checkpoint belongs to that row.
 
-Note: two clocks. On a CPU the host's clock tells. On a GPU the host only starts work, so an event is recorded on the
-device at each change and read some steps later, when it has passed.
+Note: two clocks. On a CPU the host's clock is read. A GPU works later than the host launches, so at each change an
+event is recorded on the device and read some steps later, when it has passed.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from kasoku.core.job import Batch
 from kasoku.report.block_timer import follow_blocks
 
 STEP = ("input", "copy", "forward", "backward", "exposed", "update", "other")  # the rows of a step
-APART = ("evaluate", "save", "other members")  # the last one: of an ensemble whose members train in turns
-_ROW = {**{row: row for row in STEP}, "wait": "exposed"}  # of a phase, or of a span of that kind
-_COMPUTED = ("forward", "backward")  # where blocks are told apart
-_WARM = ("forward", "backward", "update")  # where the first step compiles, chooses kernels, takes memory
-_KEPT = 1000  # steps that medians are of
-_EARLY = 32  # of them, for what the first step took beyond: asked for with every line of metrics
-_SHOWN = 3  # steps in the timeline
-_BLOCKS = 4  # one step of so many is looked at block by block, on several ranks
+APART = ("evaluate", "save", "other members")  # rows beside the steps; the last: of an ensemble trained in turns
+_ROW = {**{row: row for row in STEP}, "wait": "exposed"}  # the row of a phase or of a kind of span
+_BLOCK_ROWS = ("forward", "backward")  # rows that are divided by block
+_WARM = ("forward", "backward", "update")  # rows in which the first step compiles, chooses kernels, allocates memory
+_MEDIAN_STEPS = 1000
+_WARM_UP_STEPS = 32  # that the first step is compared with: computed for every line of metrics
+_TIMELINE_STEPS = 3
+_BLOCK_STRIDE = 4  # on several ranks, every fourth step is timed block by block
 
 
 @dataclass(frozen=True)
 class Timed(Technique):
-    """Notes what each step spends its time with: input, copying, forward, backward, waiting for other ranks, update.
+    """Times the parts of each step: input, copy, forward, backward, exposed communication, update.
 
-    Forward is the model's, in training; backward is what follows until `optimizer.step()`, the loss too. What is done
-    between the end of a step and the request for the next batch is "other". `Ledger(job.trace)` gives the rows.
+    Forward is the model's forward in training. Backward lasts from its end to `optimizer.step()`, and includes the
+    loss. The time from the end of a step to the request for the next batch is "other". See `Ledger`.
 
     Saves: the search for where the time goes.
-    Costs: about ten readings of the clock a step; on CUDA as many events, which nobody waits for. On several ranks
-        three more for each block, in one step of four: for what a late rank is slow at.
+    Costs: about ten readings of the clock a step; on CUDA as many events, without waiting for them. On several ranks
+        three more for each block in every fourth step, to find the block in which a late rank is slow.
     """
 
-    stage: ClassVar[Stage] = Stage.COMM  # and given last, so that what others do at the step lies within it
+    stage: ClassVar[Stage] = Stage.COMM  # applied last, so that the hooks of other techniques at the step lie within it
 
     def apply(self, job: Job) -> None:
-        """Follows the job's trace, and tells it the phases of the loop."""
+        """Follows the job's trace and reports the phases of the loop to it."""
         first = next(job.model.parameters(), None)
         steps = Steps(job.clock, first.device if first is not None else torch.device("cpu"))
         job.patch(job.trace, "follower", steps)
         model, phase = job.model, job.trace.phase
 
-        def passing(module: nn.Module, to: str) -> None:
+        def enter(module: nn.Module, row: str) -> None:
             if module is model and module.training and torch.is_grad_enabled():  # a deep copy has these hooks too
-                phase(to)
+                phase(row)
 
-        def ended() -> None:
+        def end_step() -> None:
             steps.end()
             phase("other")
 
-        def asked(batches: Iterable[Batch]) -> Iterator[Batch]:
+        def timed_input(batches: Iterable[Batch]) -> Iterator[Batch]:
             phase("input")
             for batch in batches:
                 phase("other")
@@ -72,17 +72,17 @@ class Timed(Technique):
                 phase("input")
             phase("other")
 
-        job.undo(model.register_forward_pre_hook(lambda m, _: passing(m, "forward"), prepend=True).remove)
-        job.undo(model.register_forward_hook(lambda m, *_: passing(m, "backward")).remove)
+        job.undo(model.register_forward_pre_hook(lambda m, _: enter(m, "forward"), prepend=True).remove)
+        job.undo(model.register_forward_hook(lambda m, *_: enter(m, "backward")).remove)
         if job.comm.size > 1:
-            follow_blocks(job, steps.enter, lambda: steps.count % _BLOCKS == _BLOCKS - 1)
+            follow_blocks(job, steps.enter, lambda: steps.count % _BLOCK_STRIDE == _BLOCK_STRIDE - 1)
         job.before_step(lambda: phase("update"))
-        job.after_step(ended)
-        job.around_loader(asked)
+        job.after_step(end_step)
+        job.around_loader(timed_input)
 
 
 class _Mark(NamedTuple):
-    """From `moment` on (seconds, or an event on the device) it was this row's."""
+    """A change of state: from `moment` on (seconds, or an event on the device) time belongs to this row."""
 
     row: str
     moment: Any
@@ -91,8 +91,8 @@ class _Mark(NamedTuple):
     block: str = ""
 
 
-class Stretch(NamedTuple):
-    """A part of a step, for the timeline; seconds."""
+class StepPart(NamedTuple):
+    """A part of a step in the timeline, in seconds."""
 
     row: str
     name: str
@@ -102,37 +102,36 @@ class Stretch(NamedTuple):
 
 
 class Steps:
-    """What one rank does when: follows a trace.
+    """The timed steps of one rank. Follows a trace: the trace calls it at each change of state.
 
     Attributes:
-        loop_s: seconds of whole steps by row; on a GPU the device's.
-        count: steps that have ended.
+        loop_s: seconds of whole steps by row; on a GPU by the device's clock.
+        count: the number of finished steps.
         first: seconds by row of the first step since `begin`.
-        rows: the same of the latest steps after it.
-        latest: the parts of the last few steps in which nothing else was done.
-        block: of the model, that is under way where that is followed.
-        blocks: seconds of forward and backward by block, without what was waited for within them; of each of the latest
-            steps that were followed.
+        rows: seconds by row of each of the latest steps after it.
+        latest: the parts of the last few steps without an evaluation or a checkpoint.
+        block: the running block of the model, in steps that are timed block by block.
+        blocks: seconds of forward and backward by block, without waits within them, of the latest of these steps.
     """
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
         self.clock, self.device = clock, device
-        self._total_s: defaultdict[str, float] = defaultdict(float)
+        self._host_s: defaultdict[str, float] = defaultdict(float)
         self.loop_s: defaultdict[str, float] = defaultdict(float)
-        self.rows: deque[dict[str, float]] = deque(maxlen=_KEPT)
-        self.latest: deque[list[Stretch]] = deque(maxlen=_SHOWN)
-        self.blocks: deque[dict[str, float]] = deque(maxlen=_KEPT)
+        self.rows: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)
+        self.latest: deque[list[StepPart]] = deque(maxlen=_TIMELINE_STEPS)
+        self.blocks: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)
         self.block = ""
         self._row, self._since = "other", clock.now()
         self._pending: deque[list[_Mark]] = deque()
-        self._free: list[Any] = []  # events to be used again
+        self._free: list[Any] = []  # events to reuse
         self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._passed_s = 0.0  # on the device, in the steps so far
+        self._device_s = 0.0  # the device's time at the end of the last step read
         self.begin()
 
     def begin(self) -> None:
-        """Steps are counted from here on."""
-        self._to(self._row)
+        """Starts to count steps anew."""
+        self._switch(self._row)
         self._pending.clear()
         self._marks = [_Mark(self._row, self._moment())]
         self.rows.clear()
@@ -143,21 +142,21 @@ class Steps:
         self.count = 0
 
     def __call__(self, doing: Sequence[str], name: str, bytes: int) -> None:
-        """Takes a change of what is done."""
+        """Records a change of state: `doing` has the loop's phase and the open spans, the innermost last."""
         row = _row_of(doing)
         if row == self._row and (row in APART or not (name or self._marks[-1].name)):
             return
         self._note(row, name, bytes)
 
     def enter(self, block: str) -> None:
-        """What is done from here on belongs to a block of the model, or to none ("")."""
+        """Assigns the time from now on to a block of the model, or to none ("")."""
         self.block = block
         self._note(self._row)
 
     def end(self) -> None:
-        """A step has ended."""
+        """Ends a step."""
         self.block = ""
-        self._to(self._row)
+        self._switch(self._row)
         last = _Mark(self._row, self._moment())
         self._pending.append([*self._marks, last])
         self._marks = [last]
@@ -167,63 +166,62 @@ class Steps:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether `loop_s` is of the device, not of the host."""
+        """Whether `loop_s` is measured by the device's clock."""
         return self._stream is not None
 
     def host_s(self) -> dict[str, float]:
-        """Seconds of the host by row; they add up to the time since this was made."""
-        self._to(self._row)
-        return dict(self._total_s)
+        """Seconds by row on the host's clock; their sum is the time since this object was created."""
+        self._switch(self._row)
+        return dict(self._host_s)
 
     def settle(self) -> None:
-        """Reads what is left, for which it waits on a GPU."""
+        """Reads the remaining events; waits for the GPU."""
         if self._pending and self._stream is not None:
             self._pending[-1][-1].moment.synchronize()
         while self._pending:
             self._fold(self._pending.popleft())
 
     def step_s(self) -> dict[str, float]:
-        """The median step by row, the first one left out where there are others; zeros before any."""
+        """The median step by row, without the first step unless it is the only one; zeros before any."""
         rows = [*self.rows] or ([self.first] if self.first else [])
-        return {row: statistics.median(one[row] for one in rows) if rows else 0.0 for row in STEP}
+        return {row: statistics.median(step[row] for step in rows) if rows else 0.0 for row in STEP}
 
     def block_s(self) -> dict[str, float]:
-        """The median of each block, over the steps that were followed; empty where none was."""
+        """The median seconds of each block over the steps that were timed block by block; empty if none was."""
         names = self.blocks[-1] if self.blocks else {}
-        return {name: statistics.median(one.get(name, 0.0) for one in self.blocks) for name in names}
+        return {name: statistics.median(step.get(name, 0.0) for step in self.blocks) for name in names}
 
     def warm_s(self) -> dict[str, float]:
-        """What the first step took beyond the next ones' median, by row: compiling, choosing kernels, memory."""
+        """How much longer the first step took than the median of the next, by row: compiling, kernels, memory."""
         if not self.first or len(self.rows) < 2:
             return {}
-        early = [*itertools.islice(self.rows, _EARLY)]
-        return {row: max(0.0, self.first[row] - statistics.median(one[row] for one in early)) for row in _WARM}
+        later = [*itertools.islice(self.rows, _WARM_UP_STEPS)]
+        return {row: max(0.0, self.first[row] - statistics.median(step[row] for step in later)) for row in _WARM}
 
     def _note(self, row: str, name: str = "", bytes: int = 0) -> None:
-        self._to(row)
-        block = self.block if row in _COMPUTED else ""
+        self._switch(row)
+        block = self.block if row in _BLOCK_ROWS else ""
         self._marks.append(_Mark(row, self._moment(), name, bytes, block))
 
-    def _to(self, row: str) -> None:
+    def _switch(self, row: str) -> None:
         now = self.clock.now()
-        self._total_s[self._row] += now - self._since
+        self._host_s[self._row] += now - self._since
         self._row, self._since = row, now
 
     def _moment(self) -> Any:
-        """Now, on the device where it has a stream."""
+        """The current moment: an event on a GPU, else seconds."""
         if self._stream is None:
             return self._since
-        make: Any = torch.cuda.Event
-        event = self._free.pop() if self._free else make(enable_timing=True)
+        event: Any = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
     def _fold(self, marks: list[_Mark]) -> None:
-        """Adds a whole step up."""
+        """Adds up a finished step."""
         moments = self._seconds(marks)
         row_s = dict.fromkeys(STEP, 0.0)
         parts = [
-            Stretch(mark.row, mark.name or mark.block or mark.row, start, stop, mark.bytes)
+            StepPart(mark.row, mark.name or mark.block or mark.row, start, stop, mark.bytes)
             for mark, (start, stop) in zip(marks[:-1], itertools.pairwise(moments), strict=True)
         ]
         for part in parts:
@@ -239,7 +237,7 @@ class Steps:
         if not {"evaluate", "save"} & {part.row for part in parts}:
             self.latest.append([part for part in parts if part.row in row_s])
 
-    def _note_blocks(self, marks: Sequence[_Mark], parts: Sequence[Stretch]) -> None:
+    def _note_blocks(self, marks: Sequence[_Mark], parts: Sequence[StepPart]) -> None:
         block_s: defaultdict[str, float] = defaultdict(float)
         for mark, part in zip(marks[:-1], parts, strict=True):
             if mark.block:
@@ -251,16 +249,16 @@ class Steps:
         if self._stream is None:
             return [mark.moment for mark in marks]
         begin = marks[0].moment
-        moments = [self._passed_s + begin.elapsed_time(mark.moment) / 1000 for mark in marks]
-        self._passed_s = moments[-1]
+        moments = [self._device_s + begin.elapsed_time(mark.moment) / 1000 for mark in marks]
+        self._device_s = moments[-1]
         self._free += [mark.moment for mark in marks[:-1]]  # the last one begins the next step
         return moments
 
 
 def _row_of(doing: Sequence[str]) -> str:
-    found = ""
+    row = ""
     for kind in reversed(doing):
         if kind in APART:
             return kind
-        found = found or _ROW.get(kind, "")
-    return found or "other"
+        row = row or _ROW.get(kind, "")
+    return row or "other"

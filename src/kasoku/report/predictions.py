@@ -46,7 +46,7 @@ class PredictionLog:
 
         `confusion`: [label, predicted, images] for each pair that occurred, sorted. `worst`: the images with the
         largest loss, largest first, with name, label, predicted, loss and a thumbnail (`png`, base64; empty if it
-        cannot be made). Only rank 0 makes thumbnails.
+        cannot be drawn). Only rank 0 draws thumbnails.
         """
         index_N, label_N, predicted_N, loss_N = self._whole()
         rows = loss_N.topk(min(worst, len(loss_N))).indices

@@ -1,7 +1,7 @@
-"""The heavy form of the ledger: a few steps of a job looked at from close by, block by block, operator by operator.
+"""Profiles a few steps of a job: time and memory of each block, operators, FLOPs and bytes, idle time.
 
-Note: each look has steps of its own, since looking costs: the ledger's are free of all else; then blocks are timed,
-memory is read at each block, one step is counted (FLOPs, bytes, what backward keeps), and some are traced.
+Note: separate steps. Each measurement disturbs the step it is made in, so each has steps of its own: undisturbed steps
+for the ledger, then steps for block times, one for memory, one for FLOPs, bytes and saved activations, and traced ones.
 """
 
 from __future__ import annotations
@@ -23,27 +23,25 @@ from torch.utils._pytree import tree_leaves
 from kasoku.core import Batch, InputError, Job
 from kasoku.core.blocks import blocks
 from kasoku.core.hardware import cores, resident_bytes
-from kasoku.core.hooks import ignores_values
+from kasoku.report.block_timer import BlockEvent, block_hooks
 
-WARM = 3  # steps that compile, choose kernels and take memory
+WARM = 3  # steps that compile, choose kernels and allocate memory
 _ITERATION = "kasoku iteration"
-_OPERATORS = 20
-_TRACED = 5  # steps at most in the trace: it grows by megabytes a step
-_TRIES = 5  # of what the device can do; the best counts
-
-Note = Callable[[str, str], None]  # (block, "forward" | "ended" | "backward")
+_MAX_OPERATORS = 20
+_MAX_TRACED = 5  # steps in the trace, which grows by megabytes a step
+_TRIES = 5  # of a matrix product and of a copy; the fastest counts
 
 
 @dataclass(frozen=True)
 class BlockTime:
-    """What one block takes in a step.
+    """The time and memory of one block in a step.
 
     Args:
-        name: dotted, as in the model.
-        forward_s: seconds, the median over steps.
-        backward_s: the same of its backward; 0 where its output is no tensor with a gradient.
+        name: its dotted name in the model.
+        forward_s: the median seconds of its forward.
+        backward_s: the same of its backward; 0 if its output is not a tensor with a gradient.
         parameter_bytes: of its parameters.
-        saved_bytes: what its forward keeps for backward, without parameters and what a block before it keeps already.
+        saved_bytes: activations that its forward saves for backward and no earlier block has saved.
     """
 
     name: str
@@ -55,7 +53,7 @@ class BlockTime:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator or a kernel over all traced steps: seconds of its own, on the host and on the device."""
+    """An operator or a kernel over all traced steps: its own seconds on the host and on the device."""
 
     name: str
     calls: int
@@ -65,7 +63,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One step, and for how long of it the device did nothing; on a CPU its threads on average. Ref: [002] Fig. 12."""
+    """One step, and how long the device was idle in it; on a CPU, its threads on average. Ref: [002] Fig. 12."""
 
     step_s: float
     idle_s: float
@@ -73,7 +71,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """All of it. `memory`: (seconds from the start of a step, where, bytes in use); `bounds`: see `measure_bounds`."""
+    """A profile. `memory`: (seconds from the start of a step, place, bytes in use); `bounds`: see `measure_bounds`."""
 
     blocks: list[BlockTime]
     operators: list[Operator]
@@ -82,16 +80,16 @@ class StepProfile:
     bounds: dict[str, float]
 
     def document(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """The profile as plain values, for JSON."""
         return asdict(self)
 
 
 class Profiler:
-    """Takes steps of a job and looks at them; the model trains meanwhile.
+    """Runs steps of a job and measures them; the model is trained by these steps.
 
     Args:
-        job: with all its techniques applied.
-        dtype: what its matrix products compute in.
+        job: the job, with all techniques applied.
+        dtype: the type in which its matrix products compute.
     """
 
     def __init__(self, job: Job, dtype: torch.dtype = torch.float32) -> None:
@@ -100,136 +98,138 @@ class Profiler:
             raise InputError(f"profile: {type(job.model).__name__} has no parameters: a network that trains is wanted")
         self.job, self.dtype, self.device = job, dtype, first.device
         self.cuda = first.device.type == "cuda"
-        self.found = blocks(job.model) or [("model", job.model)]
+        self.blocks = blocks(job.model) or [("model", job.model)]
         self.batches = _forever(job)
 
     def warm(self) -> None:
-        """The steps that are not like the others."""
+        """Runs the first steps, which take longer than later ones."""
         for _ in range(WARM):
             self.step()
 
     def plain(self, steps: int) -> list[Iteration]:
-        """So many steps without a look at them; on a CPU, how long it idled in each."""
-        found = []
+        """Runs undisturbed steps; on a CPU, measures the idle time of each."""
+        iterations = []
         threads = min(torch.get_num_threads(), cores())
         for _ in range(steps):
             begin_s, busy_s = time.perf_counter(), time.process_time()
             self.step()
-            took_s = time.perf_counter() - begin_s
-            found.append(Iteration(took_s, max(0.0, took_s - (time.process_time() - busy_s) / threads)))
-        return found
+            step_s = time.perf_counter() - begin_s
+            iterations.append(Iteration(step_s, max(0.0, step_s - (time.process_time() - busy_s) / threads)))
+        return iterations
 
     def look(self, steps: int, plain: list[Iteration], *, trace: Path | None = None) -> StepProfile:
-        """Looks closely at so many steps of each kind; the Chrome trace of some goes to the file `trace`.
+        """Profiles `steps` steps of each kind.
 
-        `plain`: what `plain` gave.
+        Args:
+            steps: the number of steps.
+            plain: the result of `plain`.
+            trace: the file for a Chrome trace of some of the steps.
         """
         timed = self._block_times(steps)
         memory = self._memory()
         saved, flops, moved = self._counted()
-        operators, iterations = self._traced(min(steps, _TRACED), trace)
-        sizes = {name: sum(p.nbytes for p in block.parameters()) for name, block in self.found}
-        found = [BlockTime(name, *timed[name], sizes[name], saved.get(name, 0)) for name, _ in self.found]
-        step_s = statistics.median(one.step_s for one in plain)
+        operators, iterations = self._traced(min(steps, _MAX_TRACED), trace)
+        sizes = {name: sum(p.nbytes for p in block.parameters()) for name, block in self.blocks}
+        block_times = [BlockTime(name, *timed[name], sizes[name], saved.get(name, 0)) for name, _ in self.blocks]
+        step_s = statistics.median(iteration.step_s for iteration in plain)
         bounds = measure_bounds(flops, moved, step_s, self.device, dtype=self.dtype)
-        return StepProfile(found, operators, iterations if self.cuda else plain, memory, bounds)
+        return StepProfile(block_times, operators, iterations if self.cuda else plain, memory, bounds)
 
-    def step(self, after: Callable[[], None] = lambda: None) -> None:
-        """One update; `after` is called after each backward. Returns when the device is done."""
+    def step(self, after_backward: Callable[[], None] = lambda: None) -> None:
+        """One update; `after_backward` is called after each backward. Returns when the device is done."""
         job = self.job
         for _ in range(job.accumulate):
             x_NCHW, y_N = next(self.batches)
             loss = job.loss(job.model(x_NCHW), y_N)
             job.backward(loss)
-            after()
+            after_backward()
         job.optimizer.step()
         job.optimizer.zero_grad()
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
     def _block_times(self, steps: int) -> dict[str, tuple[float, float]]:
-        """Medians of forward and backward of each block; a backward lasts until the next block's begins."""
-        every: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in self.found}
-        for noted in (self._noted() for _ in range(steps)):
-            forward_s, backward_s = (dict.fromkeys(every, 0.0) for _ in range(2))
+        """Median seconds of forward and backward of each block; a backward lasts until the next block's begins."""
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in self.blocks}
+        for events in (self._events() for _ in range(steps)):
+            forward_s, backward_s = (dict.fromkeys(times, 0.0) for _ in range(2))
             entered: dict[str, Any] = {}
-            for (name, what, moment), (_, _, following) in itertools.pairwise([*noted, noted[-1]]):
+            for (name, what, moment), (_, _, following) in itertools.pairwise([*events, events[-1]]):
                 if what == "forward":
                     entered[name] = moment
                 elif what == "ended":
                     forward_s[name] += self._between(entered[name], moment)
                 elif what == "backward":
                     backward_s[name] += self._between(moment, following)
-            for name, seen in every.items():
-                seen.append((forward_s[name], backward_s[name]))
+            for name, block_times in times.items():
+                block_times.append((forward_s[name], backward_s[name]))
         return {
-            name: (statistics.median(f for f, _ in seen), statistics.median(b for _, b in seen))
-            for name, seen in every.items()
+            name: (statistics.median(f for f, _ in block_times), statistics.median(b for _, b in block_times))
+            for name, block_times in times.items()
         }
 
-    def _noted(self) -> list[tuple[str, str, Any]]:
-        """The moments of one step: (block, what, when)."""
-        noted: list[tuple[str, str, Any]] = []
-        with _followed(self.found, lambda name, what: noted.append((name, what, self._moment()))):
-            self.step(lambda: noted.append(("", "over", self._moment())))
-        return noted
+    def _events(self) -> list[tuple[str, str, Any]]:
+        """The events of one step: (block, what, moment)."""
+        events: list[tuple[str, str, Any]] = []
+        with _followed(self.blocks, lambda name, what: events.append((name, what, self._moment()))):
+            self.step(lambda: events.append(("", "over", self._moment())))
+        return events
 
     def _memory(self) -> list[tuple[float, str, int]]:
-        """Bytes in use at each block of one step: on a GPU those allocated, else the process's resident ones."""
-        seen: list[tuple[float, str, int]] = []
+        """Bytes in use at each block of one step: allocated on a GPU, else resident in the process."""
+        readings: list[tuple[float, str, int]] = []
         begin_s = time.perf_counter()
 
         def read(name: str, what: str) -> None:
             in_use = torch.cuda.memory_allocated(self.device) if self.cuda else resident_bytes()
-            seen.append((round(time.perf_counter() - begin_s, 6), f"{name} {what}".strip(), in_use))
+            readings.append((round(time.perf_counter() - begin_s, 6), f"{name} {what}".strip(), in_use))
 
         read("", "begin")
-        with _followed(self.found, read):
+        with _followed(self.blocks, read):
             self.step(lambda: read("", "backward over"))
         read("", "updated")
-        return seen
+        return readings
 
     def _counted(self) -> tuple[dict[str, int], int, int]:
-        """Of one step, not compiled: what each block keeps, FLOPs, and bytes read and written."""
+        """Saved bytes of each block, FLOPs, and bytes read and written, of one step that is not compiled."""
         from torch.utils.flop_counter import FlopCounterMode
 
-        keeping = _Keeping(self.job.model)
-        moved = _Moved()
+        saved = _SavedBytes(self.job.model)
+        moved = _MovedBytes()
         with ExitStack() as stack:
             if any(technique.compiles_model for technique in self.job.applied):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_followed(self.found, keeping.note))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keeping.pack, lambda packed: packed))
+            stack.enter_context(_followed(self.blocks, saved.event))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed))
             counter: Any = FlopCounterMode(display=False)
             stack.enter_context(counter)
             stack.enter_context(moved)
-            self.step(keeping.stop)
-        return keeping.bytes, int(counter.get_total_flops()), moved.bytes
+            self.step(saved.stop)
+        return saved.bytes, int(counter.get_total_flops()), moved.bytes
 
     def _traced(self, steps: int, file: Path | None) -> tuple[list[Operator], list[Iteration]]:
-        """Operators and, on a GPU, how long it idled in each step, by torch's own profiler."""
+        """Operators and, on a GPU, the idle time of each step, from torch's profiler."""
         kinds = torch.profiler.ProfilerActivity
         activities = [kinds.CPU, *([kinds.CUDA] if self.cuda else [])]
-        with torch.profiler.profile(activities=activities) as seen:
+        with torch.profiler.profile(activities=activities) as record:
             for _ in range(steps):
                 with torch.profiler.record_function(_ITERATION):
                     self.step()
         if file is not None:
-            seen.export_chrome_trace(str(file))
-        rows: Any = seen.key_averages()
+            record.export_chrome_trace(str(file))
+        rows: Any = record.key_averages()
         operators = [
             Operator(row.key, row.count, row.self_cpu_time_total / 1e6, row.self_device_time_total / 1e6)
             for row in rows
             if row.key != _ITERATION
         ]
         operators.sort(key=lambda operator: -(operator.device_s if self.cuda else operator.host_s))
-        return operators[:_OPERATORS], _gaps(seen.events()) if self.cuda else []
+        return operators[:_MAX_OPERATORS], _idle_times(record.events()) if self.cuda else []
 
     def _moment(self) -> Any:
         if not self.cuda:
             return time.perf_counter()
-        make: Any = torch.cuda.Event
-        event = make(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -240,11 +240,11 @@ class Profiler:
 def measure_bounds(
     flops: int, moved: int, step_s: float, device: torch.device, *, dtype: torch.dtype = torch.float32
 ) -> dict[str, float]:
-    """What a step asks for, what this device did in a short matrix product and a short copy, and how near it comes.
+    """A lower bound on the time of a step, from the device's speed in a short matrix product and a short copy.
 
-    Gives flops and bytes of a step (each operator reads its inputs and writes its outputs once, as without caches),
-    flops_per_s and bytes_per_s of the device, least_s (the larger of both times; where moving them would take longer
-    than the step did, caches served most, and only computing counts) and reached (least_s over step_s).
+    Returns flops and bytes of a step (each operator reads its inputs and writes its outputs once, as without caches),
+    flops_per_s and bytes_per_s of the device, least_s (the larger of both times; if moving the bytes would take longer
+    than the step did, caches served most of them, and only computing counts) and reached (least_s over step_s).
     """
     on_gpu = device.type == "cuda"
     n = 8192 if on_gpu else 1024
@@ -252,8 +252,8 @@ def measure_bounds(
     source = torch.zeros(2**28 if on_gpu else 2**26, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     with torch.no_grad():
-        flops_per_s = 2 * n**3 / _best_s(lambda: a @ b, device)
-        bytes_per_s = 2 * source.nbytes / _best_s(lambda: target.copy_(source), device)
+        flops_per_s = 2 * n**3 / _fastest_s(lambda: a @ b, device)
+        bytes_per_s = 2 * source.nbytes / _fastest_s(lambda: target.copy_(source), device)
     moving_s = moved / bytes_per_s
     least_s = max(flops / flops_per_s, moving_s if moving_s <= step_s else 0.0)
     return {
@@ -267,96 +267,76 @@ def measure_bounds(
     }
 
 
-def _best_s(f: Callable[[], object], device: torch.device) -> float:
-    took_s = []
+def _fastest_s(f: Callable[[], object], device: torch.device) -> float:
+    times_s = []
     for _ in range(1 + _TRIES):
         begin_s = time.perf_counter()
         f()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        took_s.append(time.perf_counter() - begin_s)
-    return min(took_s[1:])
+        times_s.append(time.perf_counter() - begin_s)
+    return min(times_s[1:])
 
 
 @contextmanager
-def _followed(found: list[tuple[str, nn.Module]], note: Note) -> Iterator[None]:
-    """Tells of each block when its forward begins and has ended, and when its backward begins."""
-    with ExitStack() as stack:
-        for name, block in found:
-            for handle in _hooks(name, block, note):
-                stack.callback(handle.remove)
+def _followed(named_blocks: list[tuple[str, nn.Module]], event: BlockEvent) -> Iterator[None]:
+    handles = block_hooks(named_blocks, event)
+    try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def _hooks(name: str, block: nn.Module, note: Note) -> list[Any]:
-    @ignores_values
-    def ended(module: nn.Module, given: Any, out: Any) -> None:
-        note(name, "ended")
-        if isinstance(out, Tensor) and out.requires_grad:
-            begins: Any = out.register_hook
-            begins(lambda _: note(name, "backward"))
-
-    return [
-        block.register_forward_pre_hook(ignores_values(lambda *_: note(name, "forward"))),
-        block.register_forward_hook(ended),
-    ]
-
-
-class _Keeping:
-    """Adds up what forward keeps for backward, each memory once, to the block that is under way; until `stop`."""
+class _SavedBytes:
+    """Counts the bytes that forward saves for backward, each storage once, by the block that saves them first."""
 
     def __init__(self, model: nn.Module) -> None:
         self.bytes: dict[str, int] = {}
         self._seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._now, self._over = "", False
+        self._block, self._stopped = "", False
 
     def stop(self) -> None:
-        """A backward is over: the parts of a step that follow keep the same again, some of it in the same memory."""
-        self._over = True
+        """Ends the count after the first backward: later micro-batches save the same again."""
+        self._stopped = True
 
-    def note(self, name: str, what: str) -> None:
-        """Takes which block is under way."""
-        self._now = name if what == "forward" else ""
+    def event(self, name: str, what: str) -> None:
+        self._block = name if what == "forward" else ""
 
     def pack(self, x: Tensor) -> Tensor:
-        """Counts what is kept, and keeps it."""
         storage = x.untyped_storage()
-        if not self._over and storage.data_ptr() not in self._seen:
+        if not self._stopped and storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
-            self.bytes[self._now] = self.bytes.get(self._now, 0) + storage.nbytes()
+            self.bytes[self._block] = self.bytes.get(self._block, 0) + storage.nbytes()
         return x.detach()  # x may be an output, which would then hold its own graph
 
 
-class _Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the bytes that operators read and write."""
+class _MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes that operators read and write; views and allocations count nothing."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts all but views and memory that is only taken."""
         out = func(*args, **(kwargs or {}))
         if not getattr(func, "is_view", False) and "empty" not in str(func):
             self.bytes += sum(x.nbytes for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor))
         return out
 
 
-def _gaps(events: Any) -> list[Iteration]:
-    """How long no kernel ran in each iteration: from microseconds of the profiler's events."""
+def _idle_times(events: Any) -> list[Iteration]:
+    """How long no kernel ran in each iteration; the profiler's events are in microseconds."""
     autograd: Any = torch.autograd
     host = autograd.DeviceType.CPU
     kernels = [e for e in events if e.device_type != host and not e.is_user_annotation]
     spans = [(e.time_range.start, e.time_range.end) for e in kernels]
-    whole = [e.time_range for e in events if e.device_type == host and e.name == _ITERATION]
-    return [
-        Iteration((one.end - one.start) / 1e6, (one.end - one.start - _covered(spans, one.start, one.end)) / 1e6)
-        for one in whole
-    ]
+    steps = [(e.time_range.start, e.time_range.end) for e in events if e.device_type == host and e.name == _ITERATION]
+    return [Iteration((end - start) / 1e6, (end - start - _covered(spans, start, end)) / 1e6) for start, end in steps]
 
 
 def _covered(spans: list[tuple[float, float]], start: float, stop: float) -> float:
-    """How much of a stretch is covered by at least one of the spans."""
+    """How much of the interval from start to stop is covered by at least one span."""
     covered, until = 0.0, start
     for begin, end in sorted(spans):
         covered += max(0.0, min(end, stop) - max(begin, until))
@@ -365,11 +345,11 @@ def _covered(spans: list[tuple[float, float]], start: float, stop: float) -> flo
 
 
 def _forever(job: Job) -> Iterator[Batch]:
-    """Epoch after epoch. Raises InputError for a loader without a batch."""
+    """Batches of epoch after epoch. Raises InputError for a loader without a batch."""
     while True:
         empty = True
         for batch in job.loader:
             empty = False
             yield batch
         if empty:
-            raise InputError("profile: the loader gives no batch: more images or a smaller batch are wanted")
+            raise InputError("profile: the loader gives no batch: take more images or a smaller batch")

@@ -1,4 +1,4 @@
-"""The live progress bar and the table at the end, drawn by rich."""
+"""The progress bar, and tables of results, drawn by rich."""
 
 import sys
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 class Bar:
-    """One line that moves: epoch, images/s, loss, accuracy, time left. Where no terminal listens, a line a report."""
+    """A progress line: epoch, images/s, loss, accuracy, time left. Outside a terminal, a line for each evaluation."""
 
     def __init__(self, total_steps: int, epochs: float, *, quiet: bool = False) -> None:
         self._console = Console(file=sys.stdout, highlight=False, quiet=quiet)
@@ -35,7 +35,7 @@ class Bar:
         self._progress.update(self._task, completed=step, accuracy=self._accuracy, **shown)
 
     def accuracy(self, epoch: float, top1: float, *, loss: float, images_per_s: float) -> None:
-        """Reports an evaluation: top1 from 0 to 1."""
+        """Reports the accuracy of an evaluation, from 0 to 1."""
         self._accuracy = f"{top1:.2%}"
         if not self._console.is_terminal:
             self.say(f"epoch {self._at(epoch)}  {images_per_s:,.0f} images/s  loss {loss:.3f}  accuracy {top1:.2%}")
@@ -45,7 +45,7 @@ class Bar:
         self._console.print(line, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leaves the bar as it stands."""
+        """Stops the bar and leaves its last state on the screen."""
         self._progress.stop()
 
     def _at(self, epoch: float) -> str:

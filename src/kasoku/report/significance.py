@@ -1,4 +1,4 @@
-"""Whether one way to train is faster than another: a paired test over runs of the same seeds."""
+"""Tests whether one way to train is faster than another: a paired test over runs of equal seeds."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-_LEAST = 3  # pairs
-_SIGNS = 6  # pairs from which on equal signs alone decide: 2 / 2^6 < 0.05
+_MIN_PAIRS = 3
+_MIN_EQUAL_PAIRS = 6  # from here on, equal signs alone decide: 2 / 2^6 < 0.05
 # Two-sided 95 % of Student's t: for 1, 2, ... degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a run of one seed came to. Seconds to its target, or None; accuracy at the end from 0 to 1, or None."""
+    """The outcome of a run: seconds to its target, or None; accuracy at the end from 0 to 1, or None."""
 
     seed: int
     target: float
@@ -26,14 +26,14 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The second group against the first.
+    """The second group of runs, compared with the first.
 
     Attributes:
         word: "faster", "slower", "more accurate", "less accurate" or "undecided".
-        line: the same in a sentence, with its figures.
+        line: a sentence with the figures.
         pairs: seeds that both groups have.
         estimate, low, high: with their 95 % interval: the second's time over the first's, or the difference of
-            accuracies (second minus first); nan where there are too few pairs.
+            accuracies (second minus first); nan with too few pairs.
     """
 
     word: str
@@ -47,55 +47,58 @@ class Comparison:
 def compare(
     first: Sequence[RunOutcome], second: Sequence[RunOutcome], *, names: tuple[str, str] = ("A", "B")
 ) -> Comparison:
-    """Judges the second group against the first over the seeds that both have.
+    """Compares the second group with the first over the seeds that both have.
 
-    By the time to the target where all of these runs reached the same one, else by the accuracy at the end. Runs of
-    one seed in one group count as one, by their mean.
+    Compares the times to the target if all of these runs reached the same target, else the accuracies at the end.
+    Several runs of one seed in one group count as one, by their mean.
 
     Maths: d_i = log(second_i / first_i), or the difference of accuracies; mean(d) +- t(n - 1) sd(d) / sqrt(n) is the
-        95 % interval of a paired t test, and what it leaves out is decided. Where all d_i are equal (accuracies are
-        whole images) the interval is a point, so then at least 6 pairs are wanted, whose signs alone decide.
+        95 % interval of a paired t test, and the test decides if it does not contain 0. If all d_i are equal
+        (accuracies count whole images) the interval is a point; then signs decide, and at least 6 pairs are needed.
     Ref: Student 1908; Fisher 1935 (the signs).
     """
     a, b = _by_seed(first), _by_seed(second)
     seeds = sorted(a.keys() & b.keys())
     runs = [run for seed in seeds for run in (*a[seed], *b[seed])]
-    if len(seeds) < _LEAST:
-        said = f"{len(seeds)} pair{'' if len(seeds) == 1 else 's'} of equal seeds; at least {_LEAST} are wanted"
-        return Comparison("undecided", f"{names[1]} against {names[0]}: undecided: {said}", len(seeds))
+    if len(seeds) < _MIN_PAIRS:
+        plural = "" if len(seeds) == 1 else "s"
+        figures = f"{len(seeds)} pair{plural} of equal seeds; at least {_MIN_PAIRS} are wanted"
+        return Comparison("undecided", _sentence("undecided", names, figures), len(seeds))
     targets = {run.target for run in runs}
     if len(targets) == 1 and min(targets) > 0 and all(run.time_to_target_s for run in runs):
         logs = [math.log(_time(b[seed]) / _time(a[seed])) for seed in seeds]
         return _by_time(logs, targets.pop(), names)
     if any(run.top1 is None for run in runs):
-        left = sum(run.top1 is None for run in runs)
-        said = f"{left} of the {len(runs)} runs have no accuracy yet; let them end"
-        return Comparison("undecided", f"{names[1]} against {names[0]}: undecided: {said}", len(seeds))
+        unfinished = sum(run.top1 is None for run in runs)
+        figures = f"{unfinished} of the {len(runs)} runs have no accuracy yet; let them end"
+        return Comparison("undecided", _sentence("undecided", names, figures), len(seeds))
     return _by_accuracy([_accuracy(b[seed]) - _accuracy(a[seed]) for seed in seeds], names)
 
 
 def _by_time(logs: Sequence[float], target: float, names: tuple[str, str]) -> Comparison:
     mean, low, high = (math.exp(x) for x in interval(logs))
     word = _decided(logs, "faster", "slower")
-    said = f"{mean:.3g} of its time to {100 * target:.4g} % (95 % interval {low:.3g} to {high:.3g}, {len(logs)} seeds)"
-    return Comparison(word, _sentence(word, names, said), len(logs), mean, low, high)
+    figures = (
+        f"{mean:.3g} of its time to {100 * target:.4g} % (95 % interval {low:.3g} to {high:.3g}, {len(logs)} seeds)"
+    )
+    return Comparison(word, _sentence(word, names, figures), len(logs), mean, low, high)
 
 
 def _by_accuracy(differences: Sequence[float], names: tuple[str, str]) -> Comparison:
     mean, low, high = interval(differences)
     word = _decided(differences, "less accurate", "more accurate")
     points = f"{100 * mean:+.2f} points of accuracy at the end (95 % interval {100 * low:+.2f} to {100 * high:+.2f}"
-    said = f"{points}, {len(differences)} seeds; not all reached one target, so their times do not compare)"
-    return Comparison(word, _sentence(word, names, said), len(differences), mean, low, high)
+    figures = f"{points}, {len(differences)} seeds; not all reached one target, so their times do not compare)"
+    return Comparison(word, _sentence(word, names, figures), len(differences), mean, low, high)
 
 
-def _sentence(word: str, names: tuple[str, str], said: str) -> str:
-    joint = f"{names[1]} against {names[0]}: undecided" if word == "undecided" else f"{names[1]} is {word} than"
-    return f"{joint}: {said}" if word == "undecided" else f"{joint} {names[0]}: {said}"
+def _sentence(word: str, names: tuple[str, str], figures: str) -> str:
+    undecided = f"{names[1]} against {names[0]}: undecided"
+    return f"{undecided if word == 'undecided' else f'{names[1]} is {word} than {names[0]}'}: {figures}"
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of at least 2 values, and the 95 % interval of Student's t around it."""
+    """The mean of at least 2 values, and the ends of Student's 95 % interval around it."""
     mean = fmean(values)
     half = _t95(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
@@ -103,7 +106,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def _decided(values: Sequence[float], below: str, above: str) -> str:
     mean, low, high = interval(values)
-    if high - low <= 1e-9 * abs(mean) and len(values) < _SIGNS:
+    if high - low <= 1e-9 * abs(mean) and len(values) < _MIN_EQUAL_PAIRS:
         return "undecided"
     return below if high < 0 else above if low > 0 else "undecided"
 
@@ -114,10 +117,10 @@ def _t95(freedom: int) -> float:
 
 
 def _by_seed(runs: Sequence[RunOutcome]) -> dict[int, list[RunOutcome]]:
-    found: defaultdict[int, list[RunOutcome]] = defaultdict(list)
+    by_seed: defaultdict[int, list[RunOutcome]] = defaultdict(list)
     for run in runs:
-        found[run.seed].append(run)
-    return dict(found)
+        by_seed[run.seed].append(run)
+    return dict(by_seed)
 
 
 def _time(runs: Sequence[RunOutcome]) -> float:
