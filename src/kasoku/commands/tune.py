@@ -93,7 +93,7 @@ def _give_back(recipe: Recipe) -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if recipe.device.compile or any(technique.compiles_model for technique in recipe.techniques):
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
 
 def _tune(arguments: argparse.Namespace) -> int:

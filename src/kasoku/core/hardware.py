@@ -1,4 +1,4 @@
-"""What hardware and kernels want, where more than one room asks."""
+"""Facts about hardware and memory layout that several packages need."""
 
 import math
 import os
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kasoku.core.torch_internals import cpu_computes_bf16
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -16,7 +18,7 @@ def computes_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cpu":
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        return cpu_computes_bf16()
     return False
 
 

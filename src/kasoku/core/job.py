@@ -1,53 +1,39 @@
-"""The plain objects of one training, the moments at which techniques act, and the few verbs they need.
+"""A training's plain objects, the moments at which techniques act, and the few verbs they need.
 
-Note: who takes a gradient does its update. A technique that updates a part of the model outside `optimizer.step()`
-saves `job.hyper()` in `before_step` (a scheduler may move the rates before the late update), sets `p.grad = None` for
-what it took, so that the user's own `step()` skips it, and calls `job.update(part, hyper)` when the part may be
-written. Whoever reads parameters from outside calls `job.drain()` first.
+Note: a technique that takes gradients also updates their parameters. If it updates a part of the model outside
+`optimizer.step()`, it saves `job.hyper()` in `before_step` (a scheduler may change the rates before the late update),
+sets `p.grad = None` for the gradients that it took, so that the user's own `step()` skips them, and calls
+`job.update(part, hyper)` when the part may be written. Code outside calls `job.drain()` before it reads parameters.
 
-Note: what happens inside a step. The step hooks of torch fire twice when an optimizer's `step` calls `super().step()`;
-the depth is counted, so that ours run once. `before_step` runs the hooks of the technique applied last first: what
-communicates (applied last) has finished before what reads whole gradients (clipping) starts.
+Note: inside a step. The step hooks of torch fire twice when an optimizer's `step` calls `super().step()`; the depth is
+counted, so that ours run once. `before_step` runs the hooks of the technique applied last first: techniques that
+communicate (applied last) have finished before those that read whole gradients (clipping) start.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from kasoku.core.clock import Clock
 from kasoku.core.comm import Comm, Solo
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
+from kasoku.core.job_state import KeptState, Patches, Progress, Stateful
+from kasoku.core.partial_step import Hyper, partial_step
 from kasoku.core.technique import Technique
 from kasoku.core.trace import Trace
 
-_TORCH_OWN = ("_need_device_dtype_check_for_fused",)  # what torch's own step() sets on itself, no state of the rule
-Hyper = list[dict[str, Any]]
 Batch = tuple[Tensor, Tensor]
 
 
-class Stateful(Protocol):
-    """What a checkpoint can hold: plain values and tensors out and in."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as plain values and tensors."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Takes back what `state_dict` gave."""
-        ...
-
-
 class Batches:
-    """The job's loader as the loop sees it: the plain one inside what techniques put around it."""
+    """The job's loader as the loop sees it: the plain loader inside the generators of techniques."""
 
     def __init__(self, plain: Iterable[Batch], inner: Iterable[Batch], around: Callable[..., Iterable[Batch]]) -> None:
         self.plain, self._inner, self._around = plain, inner, around
@@ -67,8 +53,8 @@ class Job:
         optimizer: a torch optimizer, or a function model -> optimizer (called after MODEL techniques were applied).
         loader: yields (x, y) on the device; one pass is one epoch.
         loss: (outputs, y) -> scalar.
-        comm: the collectives between ranks; alone by default.
-        accumulate: how many backward passes come before each `optimizer.step()`; it cannot be guessed.
+        comm: the collectives between ranks; one rank by default.
+        accumulate: backward passes before each `optimizer.step()`.
     """
 
     def __init__(
@@ -89,26 +75,23 @@ class Job:
         self.comm: Comm = comm or Solo()
         self.accumulate = accumulate
         self.trace = Trace(self.comm.clock, rank=self.comm.rank)
-        self.steps = 0
-        self._since = (0, 0.0)  # steps and epochs when the loader last took its present length
-        self.needs_all = False  # set by techniques that need every gradient before any update
+        self.patches = Patches()
+        self.needs_all = False  # set by techniques that need all gradients before any update
         self.applied: list[Technique] = []
         self.documents: dict[str, Callable[[], object]] = {}
         self._make_optimizer = optimizer
         self._optimizer: Optimizer | None = None
         self._depth = 0
-        self._moving: list[Tensor] = []
-        self._arrived: dict[Tensor, int] = {}
-        self._kept: dict[str, Stateful] = {}
-        self._undo = ExitStack()
+        self._stepping: list[Tensor] = []
+        self._backwards: dict[Tensor, int] = {}  # of each parameter since the last step
+        self._progress = Progress()
+        self._kept = KeptState()
         self._on_gradient: list[Callable[[Tensor], None]] = []
         self._on_step: list[Callable[[], None]] = []
         self._on_update: list[Callable[[Sequence[Tensor]], None]] = []
         self._on_stepped: list[Callable[[], None]] = []
         self._on_drain: list[Callable[[], None]] = []
         self._on_evaluate: list[tuple[str, Callable[[], AbstractContextManager[object]]]] = []
-        self.patched: list[tuple[object, str, object]] = []  # what techniques set, and what was there; ...: nothing
-        self.first_hook = RemovableHandle.next_id  # of torch: those from here on are of techniques, not of the user
         if hasattr(loader, "trace"):
             self.patch(loader, "trace", self.trace)
 
@@ -116,34 +99,42 @@ class Job:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The user's optimizer; made on first use where a function was given."""
+        """The user's optimizer; a function that builds it is called on first use."""
         if self._optimizer is None:
-            made = self._make_optimizer
-            self._optimizer = made if isinstance(made, Optimizer) else made(self.model)
-            self._undo.callback(self._optimizer.register_step_pre_hook(self._before).remove)
-            self._undo.callback(self._optimizer.register_step_post_hook(self._after).remove)
+            build = self._make_optimizer
+            self._optimizer = build if isinstance(build, Optimizer) else build(self.model)
+            self.undo(self._optimizer.register_step_pre_hook(self._before).remove)
+            self.undo(self._optimizer.register_step_post_hook(self._after).remove)
         return self._optimizer
 
     @property
     def plain_loader(self) -> Any:
-        """The loader as it was handed in, without what techniques put around it."""
+        """The user's loader, without the generators of techniques."""
         return getattr(self.loader, "plain", self.loader)
 
     @property
     def clock(self) -> Clock:
-        """What tells the time of this job."""
+        """The clock of this job."""
         return self.comm.clock
 
     @property
     def progress(self) -> float:
-        """Epochs trained so far, by updates made: what every Schedule takes."""
-        steps, epochs = self._since
-        return epochs + (self.steps - steps) * self.accumulate / max(1, len(self.loader))  # type: ignore[arg-type]
+        """Epochs so far, by the number of steps: the argument of every Schedule."""
+        return self._progress.epochs(self.accumulate, len(self.loader))  # type: ignore[arg-type]
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self._progress.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._progress.steps = steps
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter, to be changed in place; empty while there is no optimizer or state."""
-        made = self._optimizer or self._make_optimizer
-        return made.state.get(p, {}) if isinstance(made, Optimizer) else {}
+        optimizer = self._optimizer or self._make_optimizer
+        return optimizer.state.get(p, {}) if isinstance(optimizer, Optimizer) else {}
 
     # ---- moments
 
@@ -153,21 +144,21 @@ class Job:
             for p in self.model.parameters():
                 if p.requires_grad:
                     hook: Callable[..., Any] = p.register_post_accumulate_grad_hook
-                    self._undo.callback(hook(self._gradient).remove)
+                    self.undo(hook(self._gradient).remove)
         self._on_gradient.append(f)
 
     def before_step(self, f: Callable[[], None]) -> None:
-        """Calls f() when the loop calls `optimizer.step()`, before any parameter moves."""
+        """Calls f() when the loop calls `optimizer.step()`, before any parameter changes."""
         _ = self.optimizer
         self._on_step.append(f)
 
     def after_update(self, f: Callable[[Sequence[Tensor]], None]) -> None:
-        """Calls f(params) after an update, with the parameters just written: all of them, or a part."""
+        """Calls f(params) after an update with the updated parameters: all of them, or a part."""
         _ = self.optimizer
         self._on_update.append(f)
 
     def after_step(self, f: Callable[[], None]) -> None:
-        """Calls f() when `optimizer.step()` has ended and is counted, whether or not a parameter moved in it."""
+        """Calls f() when `optimizer.step()` has ended and is counted, whether or not a parameter changed."""
         _ = self.optimizer
         self._on_stepped.append(f)
 
@@ -180,11 +171,11 @@ class Job:
         self.undo(self.plain_loader.configure(**settings))
 
     def around_evaluation(self, f: Callable[[], AbstractContextManager[object]], *, name: str = "") -> None:
-        """Evaluates inside f(): averaged weights step in, statistics are renewed, and all is put back."""
+        """Evaluates inside f(), which swaps in averaged weights or new statistics and puts the old ones back."""
         self._on_evaluate.append((name, f))
 
     def on_drain(self, f: Callable[[], None]) -> None:
-        """Calls f() when somebody is about to read parameters: pending updates are finished there."""
+        """Calls f() before parameters are read from outside; f finishes pending updates."""
         self._on_drain.append(f)
 
     # ---- verbs
@@ -205,44 +196,23 @@ class Job:
         return self
 
     def update(self, params: Iterable[Tensor], hyper: Hyper | None = None) -> None:
-        """The optimizer's own step on a subset of its parameters, then the `after_update` hooks.
+        """The optimizer's own step on some of its parameters, then the `after_update` hooks.
 
         Args:
             params: parameters with their gradients in `p.grad`.
-            hyper: what `hyper()` gave earlier; None: the rates as they are now.
+            hyper: an earlier result of `hyper()`; None: the settings as they are now.
 
         Raises:
-            InputError: for a rule that keeps state outside `state[p]`, which a part would move for all.
+            InputError: for a rule with state outside `state[p]`, which a part would change for all.
         """
-        wanted = set(params)
-        own = self.optimizer
-        twin = object.__new__(type(own))
-        twin.__dict__.update({k: v for k, v in own.__dict__.items() if k != "step"})
-        twin._optimizer_step_pre_hooks = OrderedDict()
-        twin._optimizer_step_post_hooks = OrderedDict()
-        twin.param_groups = [
-            {**(group if hyper is None else hyper[i]), "params": [p for p in group["params"] if p in wanted]}
-            for i, group in enumerate(own.param_groups)
-        ]
-        before = {k: v for k, v in twin.__dict__.items() if k not in ("state", "param_groups")}
-        type(own).step(twin)
-        moved = [k for k, v in twin.__dict__.items() if k in before and before[k] is not v and k not in _TORCH_OWN]
-        groups = zip(twin.param_groups, own.param_groups if hyper is None else hyper, strict=True)
-        moved += [f"param_groups[{k!r}]" for g, h in groups for k in g if k != "params" and g[k] is not h[k]]
-        if moved or not all(isinstance(key, Tensor) for key in own.state):
-            what = f"self.{moved[0]}" if moved else "state of its own"
-            raise InputError(
-                f"optimizer {type(own).__name__} keeps {what} outside state[p], so a part of the model cannot be "
-                "updated alone: use a rule that keeps its state per parameter, or leave the technique out"
-            )
-        self.updated([p for group in own.param_groups for p in group["params"] if p in wanted])
+        self.updated(partial_step(self.optimizer, set(params), hyper))
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of one batch: `optimizer.step()` then sees the mean over `accumulate` of them."""
         (loss / self.accumulate if self.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
 
     def updated(self, params: Sequence[Tensor]) -> None:
-        """Runs the `after_update` hooks; a technique that updates parameters without `update` calls it."""
+        """Runs the `after_update` hooks; techniques that update parameters without `update` call it."""
         if params:
             for f in self._on_update:
                 f(params)
@@ -252,26 +222,26 @@ class Job:
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
     @contextmanager
-    def other_length(self) -> Iterator[None]:
-        """The loader's length or `accumulate` changes in the body; the progress made so far stays what it was."""
+    def keep_progress(self) -> Iterator[None]:
+        """Keeps `progress` as it is while the body changes the loader's length or `accumulate`."""
         since = (self.steps, self.progress)
         yield
-        self._since = since
+        self._progress.since = since
 
-    def at(self, epochs: float) -> None:
-        """Says how far the training is, where other ranks go on at their own pace."""
-        self._since = (self.steps, epochs)
+    def set_progress(self, epochs: float) -> None:
+        """Sets `progress`, where other ranks train as well without waiting for this one."""
+        self._progress.since = (self.steps, epochs)
 
     def drain(self) -> None:
-        """Finishes every pending update; call it before anyone reads parameters."""
+        """Finishes all pending updates; call it before reading parameters."""
         for f in self._on_drain:
             f()
 
     @contextmanager
     def evaluation(self, *, without: str = "") -> Iterator[nn.Module]:
-        """The model as it is to be judged: drained, in eval mode, averaged where a technique does that.
+        """The model to evaluate: drained, in eval mode, with averaged weights where a technique has them.
 
-        What was put around evaluation under the name `without` is left out, to see what it is worth.
+        `without`: the name of an `around_evaluation` to leave out, to measure what it is worth.
         """
         self.drain()
         modes = [(m, m.training) for m in self.model.modules()]
@@ -290,10 +260,8 @@ class Job:
 
     def keep(self, name: str, stateful: Stateful) -> None:
         """Puts a part's state into every checkpoint under `name`."""
-        if name in self._kept:
-            raise ValueError(f"keep({name!r}): the name is taken; give the part another one")
-        self._kept[name] = stateful
-        self.undo(lambda: self._kept.pop(name))
+        self._kept.add(name, stateful)
+        self.undo(lambda: self._kept.parts.pop(name))
 
     def document(self, name: str, build: Callable[[], object]) -> None:
         """Adds a JSON file to the run folder; it is built when the training ends."""
@@ -301,56 +269,45 @@ class Job:
         self.undo(lambda: self.documents.pop(name))
 
     def kept(self, name: str) -> Any:
-        """The part that was put there by `keep`."""
-        return self._kept[name]
+        """The part that `keep` added under this name."""
+        return self._kept.parts[name]
 
     def patch(self, thing: object, name: str, value: object) -> None:
         """Sets an attribute until `close()`."""
-        own = vars(thing) if hasattr(thing, "__dict__") else {}
-        self.patched.append((thing, name, own.get(name, ...)))
-        if name in own:
-            old = own[name]
-            self.undo(lambda: setattr(thing, name, old))
-        else:
-            self.undo(lambda: delattr(thing, name))
-        setattr(thing, name, value)
+        self.patches.set(thing, name, value)
 
     def undo(self, f: Callable[[], object]) -> None:
         """Calls f() at `close()`, last first."""
-        self._undo.callback(f)
+        self.patches.undo(f)
 
     def close(self) -> None:
-        """Drains, takes every technique off, and gives the plain objects back as they were handed in."""
+        """Drains, removes all techniques, and leaves the user's objects as they were before the job."""
         if self._optimizer is not None:
             self.drain()
-        self._undo.close()
+        self.patches.close()
         for hooks in (self._on_gradient, self._on_step, self._on_update, self._on_stepped, self._on_drain):
             hooks.clear()
         self._on_evaluate.clear()
-        self.patched.clear()
         self.applied.clear()
         self.needs_all = False
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """All that resuming needs but the model's weights: optimizer, step count and what techniques keep."""
+        """Everything that resuming needs besides the weights: optimizer, loader, progress, state of techniques."""
         self.drain()
         loader = self.plain_loader
         return {
             "steps": self.steps,
-            "since": list(self._since),
+            "since": list(self._progress.since),
             "optimizer": self.optimizer.state_dict(),
             "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
-            "kept": {name: part.state_dict() for name, part in self._kept.items()},
+            "kept": self._kept.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave; techniques must be applied first. Raises InputError if they differ."""
-        if set(state["kept"]) != set(self._kept):
-            raise InputError(
-                f"checkpoint keeps {sorted(state['kept'])}, this job keeps {sorted(self._kept)}: use its recipe"
-            )
+        """Restores that state; techniques must be applied first. Raises InputError if they differ."""
+        self._kept.check(state["kept"])
         theirs, ours = (
             [(len(group["params"]), sorted(group)) for group in groups]
             for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
@@ -361,38 +318,37 @@ class Job:
         for p, values in self.optimizer.state.items():
             values.update({k: laid_out_like(p, x) for k, x in values.items()})
         self.steps = state["steps"]
-        self._since = (int(state["since"][0]), float(state["since"][1]))
-        for name, part in self._kept.items():
-            part.load_state_dict(state["kept"][name])
-        if state["loader"]:  # after the parts, which may set its length
+        self._progress.since = (int(state["since"][0]), float(state["since"][1]))
+        self._kept.load_state_dict(state["kept"])
+        if state["loader"]:  # after the techniques, which may set its length
             self.plain_loader.load_state_dict(state["loader"])
 
     # ---- inside
 
     def _gradient(self, p: Tensor) -> None:
-        self._arrived[p] = self._arrived.get(p, 0) + 1
-        if self._arrived[p] == self.accumulate:
+        self._backwards[p] = self._backwards.get(p, 0) + 1
+        if self._backwards[p] == self.accumulate:
             for f in self._on_gradient:
                 f(p)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
+        if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
             raise InputError("optimizer.step(closure) is not supported: call backward() in the loop, then step()")
         self._depth += 1
         if self._depth == 1:
-            self._arrived.clear()
+            self._backwards.clear()
             try:
                 for f in reversed(self._on_step):
                     f()
             except BaseException:
                 self._depth = 0
                 raise
-            self._moving = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+            self._stepping = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth -= 1
         if self._depth == 0:
             self.steps += 1
-            self.updated(self._moving)
+            self.updated(self._stepping)
             for f in self._on_stepped:
                 f()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from kasoku.core.job import Job
+from typing import Any, ClassVar
 
 
 class Stage(IntEnum):
-    """The order in which techniques are applied; what acts at the step runs in the opposite order.
+    """The order in which techniques are applied; their `before_step` hooks run in the opposite order.
 
-    GRADIENT is for what gives reduced gradients their true values before STEP techniques read them.
+    GRADIENT is for techniques that unscale reduced gradients before STEP techniques read them.
     """
 
     MODEL = 0
@@ -29,9 +26,8 @@ class Stage(IntEnum):
 class Technique:
     """Base class of techniques. A subclass has its settings as fields, a `stage`, and `apply`.
 
-    What other code must know of a technique stands here as class attributes, so that nobody asks for its class or its
-    name; a technique of your own declares them in the same way. `refuses` names the attributes that another technique
-    must not have beside this one.
+    Other code reads these class attributes instead of a technique's class or name; your own techniques declare them in
+    the same way. `refuses` names the attributes that another technique must not have beside this one.
     """
 
     stage: ClassVar[Stage] = Stage.STEP
@@ -54,8 +50,11 @@ class Technique:
     changes_batch: ClassVar[bool] = False  # changes the batch size during training: see `batch_factor`
     in_sandbox: ClassVar[bool] = True  # is applied again to the copy of a job on which batch sizes are tried
 
-    def apply(self, job: Job) -> None:
-        """Installs itself on the job, in the job's hooks and by `job.patch`, which undo it; called once."""
+    def apply(self, job: Any) -> None:
+        """Installs itself on a `Job`, by its hooks and `job.patch`, which undo it; called once.
+
+        Subclasses write `job: Job`; this file cannot, since job.py imports it.
+        """
         raise NotImplementedError(f"{type(self).__name__}.apply")
 
     @property
@@ -64,10 +63,10 @@ class Technique:
         return False
 
     def for_ranks(self, ranks: int) -> Technique:
-        """The technique that `kasoku train` applies in place of this one on so many ranks.
+        """The technique that `kasoku train` applies in place of this one on this number of ranks.
 
         Raises:
-            InputError: for settings that `kasoku train` cannot have on so many ranks.
+            InputError: for settings that `kasoku train` does not support on this number of ranks.
         """
         return self
 
@@ -81,7 +80,7 @@ class Technique:
         return None
 
     def batch_factor(self, epoch: int) -> int:
-        """How many times the recipe's batch one update takes in this epoch."""
+        """The batch of an update in this epoch, as a multiple of the recipe's."""
         return 1
 
     @classmethod

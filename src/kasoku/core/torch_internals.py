@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -51,3 +54,29 @@ def recompile_limit(forms: int) -> AbstractContextManager[None]:
     limits = {"recompile_limit": forms, "accumulated_recompile_limit": forms}
     manager: AbstractContextManager[None] = torch._dynamo.config.patch(limits)
     return manager
+
+
+def remove_step_hooks(optimizer: Optimizer) -> None:
+    """Leaves an optimizer without hooks around its step (2.13)."""
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+def cpu_computes_bf16() -> bool:
+    """Whether this CPU has bfloat16 instructions: avx512_bf16 or AMX (2.13)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def compiler_config() -> Any:
+    """The settings of torch.compile's tracer, such as `recompile_limit` (2.13)."""
+    return torch._dynamo.config
+
+
+def unscale_and_check(grads: Sequence[Tensor], overflow: Tensor, inverse: Tensor) -> None:
+    """Multiplies gradients by `inverse`; sets `overflow` to 1 where one of them is not finite (2.13)."""
+    torch._amp_foreach_non_finite_check_and_unscale_(list(grads), overflow, inverse)
+
+
+def fused_sgd(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **settings: Any) -> None:
+    """The kernel of torch.optim.SGD(fused=True), in place (2.13)."""
+    torch._fused_sgd_(params, grads, buffers, **settings)

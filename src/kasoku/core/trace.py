@@ -4,8 +4,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
 
 from kasoku.core.clock import Clock
+from kasoku.core.comm import Work
 
 Follower = Callable[[Sequence[str], str, int], None]
 
@@ -22,11 +26,18 @@ class Span:
     bytes: int = 0
 
 
+class _Transfer(NamedTuple):
+    name: str
+    start: float
+    bytes: int
+    work: Work
+
+
 class Trace:
     """The spans of one rank, the last `keep` of them.
 
-    Attributes: `follower`: called at each change, with the kinds of what is done now (the phase, then the spans within
-        it, the innermost last), and the name and bytes of the span that began, "" and 0 where one ended.
+    Attributes: `follower`: called at each change, with the kinds of the open spans (the phase first, the innermost span
+        last), and the name and bytes of the span that began, "" and 0 where one ended.
     """
 
     def __init__(self, clock: Clock, *, rank: int = 0, keep: int = 10_000) -> None:
@@ -34,27 +45,46 @@ class Trace:
         self.rank = rank
         self.spans: deque[Span] = deque(maxlen=keep)
         self.follower: Follower = lambda *_: None
-        self._doing = [""]
+        self._open = [""]
+        self._transfers: deque[_Transfer] = deque()
 
     def add(self, kind: str, name: str, *, start: float, stop: float, bytes: int = 0) -> None:
-        """Takes a span that was timed elsewhere."""
+        """Adds a span that was timed elsewhere."""
         self.spans.append(Span(kind, name, start, stop, self.rank, bytes))
 
     def phase(self, kind: str) -> None:
-        """Says what is done from here on, outside of spans: forward, backward, ...; only the follower hears it."""
-        self._doing[0] = kind
-        self.follower(self._doing, "", 0)
+        """Reports the phase that begins (forward, backward, ...) to the follower; it adds no span."""
+        self._open[0] = kind
+        self.follower(self._open, "", 0)
 
     @contextmanager
     def span(self, kind: str, name: str = "", *, bytes: int = 0) -> Iterator[None]:
         """Times the body."""
         start = self.clock.now()
-        self._doing.append(kind)
-        self.follower(self._doing, name or kind, bytes)
+        self._open.append(kind)
+        self.follower(self._open, name or kind, bytes)
         try:
             yield
         finally:
             stop = self.clock.now()
             self.add(kind, name or kind, start=start, stop=stop, bytes=bytes)
-            self._doing.pop()
-            self.follower(self._doing, "", 0)
+            self._open.pop()
+            self.follower(self._open, "", 0)
+
+    def transfer(self, name: str, x: Tensor, work: Work) -> Work:
+        """Notes a transfer of x that was just started, as a span of the kind "transfer"; returns its work.
+
+        On a GPU nothing is noted, since the host does not know when a transfer ends.
+        """
+        if not (x.is_cuda or work.done()):  # done: there is no other rank
+            self._transfers.append(_Transfer(name, self.clock.now(), x.nbytes, work))
+        return work
+
+    def poll_transfers(self) -> None:
+        """Adds the spans of the transfers that have ended; call it often, since they end with this call.
+
+        Transfers end in the order of their starts, more or less.
+        """
+        while self._transfers and self._transfers[0].work.done():
+            done = self._transfers.popleft()
+            self.add("transfer", done.name, start=done.start, stop=self.clock.now(), bytes=done.bytes)

@@ -20,6 +20,7 @@ import torch
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.blocks import blocks
+from kasoku.core.torch_internals import compiler_config
 
 _LIMIT = 64  # compiled forms a function may have: blocks of one class, in training and in evaluation
 
@@ -72,7 +73,7 @@ class Compile(Technique):
 
 
 def _raise_limit(job: Job) -> None:
-    config = torch._dynamo.config
+    config = compiler_config()
     before = config.recompile_limit
     config.recompile_limit = max(before, _LIMIT)
     job.undo(lambda: setattr(config, "recompile_limit", before))

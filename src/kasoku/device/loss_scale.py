@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core.torch_internals import unscale_and_check
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class _Scaler:
         device = params[0].device
         overflow = torch.zeros(1, device=device)
         inverse = torch.full((1,), 1 / self.scale, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, overflow, inverse)
+        unscale_and_check(grads, overflow, inverse)
         self.job.comm.all_reduce(overflow, op="max").wait()
         if overflow.item():
             for p in params:

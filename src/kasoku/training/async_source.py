@@ -65,7 +65,8 @@ class Meetings(Watch):
                 self._exchange.deal(first * size, end * size)
                 with loader.deal_from(lambda: self._exchange.share_of_data(self._wished(caught))) as deal:
                     for batch in own_batches(job.loader, self.activity):
-                        job.at(epoch + deal.last // size / len(loader))  # a batch's shares are all of one phase
+                        phase = deal.last // size / len(loader)  # the same for all shares of a batch
+                        job.set_progress(epoch + phase)
                         yield batch
         except InputError as error:
             self._failure, self._wish = error, _FAILED
@@ -102,7 +103,7 @@ class Meetings(Watch):
             loader.seek(loader.epoch + reached // len(loader), reached % len(loader))
         self._place = {"epoch": loader.epoch, "position": loader.position}
         job.steps = self._steps = loader.epoch * len(loader) + loader.position
-        job.at(job.steps / len(loader))
+        job.set_progress(job.steps / len(loader))
         self.progress.images += (job.steps - before) * self.recipe.batch
         run_on_all_ranks(job.comm, partial(raise_if, self._failure))
         taken = sum(count for *_, count in told)

@@ -67,7 +67,7 @@ class _Growing:
                 f"GrowBatch: batch {batch} at epoch {self.job.progress:g}, but only {self.loader.images} images "
                 "to train on: let the schedule grow less"
             )
-        with self.job.other_length():
+        with self.job.keep_progress():
             self._apply(factor)
 
     def _apply(self, factor: int) -> None:

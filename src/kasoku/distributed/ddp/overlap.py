@@ -20,13 +20,13 @@ from torch import Tensor
 
 from kasoku.core import Hyper, InputError, Job, Stage, Technique, Work
 from kasoku.core.hardware import is_dense
+from kasoku.core.torch_internals import version
 from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.distributed.ddp.bucketing import Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reduce, Reducer
 from kasoku.distributed.ddp.cost_model import Forecast, Link, Piece, Plan
 from kasoku.distributed.ddp.layer_index import Units
 from kasoku.distributed.ddp.step_profiler import Probe
-from kasoku.distributed.ddp.transfers import UnderWay
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Engine:
         self.units = Units(job.model)
         self.late = settings.next_forward
         self.hyper: Hyper = []
-        self.sent, self.layout, self.under_way = 0, "first", UnderWay(job.trace)
+        self.sent, self.layout = 0, "first"
         if not self.units.named:
             raise InputError(f"Overlap: {type(job.model).__name__} has no parameter that requires a gradient")
         self.forecast: Forecast | None = None
@@ -218,7 +218,7 @@ class Engine:
                 raise InputError(f"Overlap: {member.name} has a sparse gradient: dense ones only")
             member.home.copy_(p.grad)
             p.grad = member.home
-        member.group.versions[p] = member.home._version
+        member.group.versions[p] = version(member.home)
         if self.probe is not None:
             self.probe.arrived(p)
         if member.group.whole:
@@ -228,7 +228,7 @@ class Engine:
         """Sends the pieces whose turn has come, in the plan's order."""
         if self.probe is not None and self.probe.holding:
             return
-        self.under_way.look()
+        self.job.trace.poll_transfers()
         while self.sent < len(self.plan.order) and self.groups[self.plan.order[self.sent].group].whole:
             self.send_piece(self.plan.order[self.sent])
             self.sent += 1
@@ -238,7 +238,7 @@ class Engine:
         group = self.groups[piece.group]
         key = f"{self.layout} {piece.group}:{piece.start}"
         x = group.flat[piece.start : piece.stop]
-        group.works.append(self.under_way.add(f"group {piece.group}", x, self.reduce(key, x)))
+        group.works.append(self.job.trace.transfer(f"group {piece.group}", x, self.reduce(key, x)))
 
     # ---- at the step
 
@@ -286,8 +286,8 @@ class Engine:
     def refuse_changed(self) -> None:
         """Raises InputError where a gradient was written to after it came home."""
         for member in self.member.values():
-            version = member.group.versions.get(member.p)
-            if version is not None and (member.p.grad is not member.home or member.home._version != version):
+            copied = member.group.versions.get(member.p)
+            if copied is not None and (member.p.grad is not member.home or version(member.home) != copied):
                 raise InputError(
                     f"Overlap: the gradient of {member.name} was changed between backward and step, when it was under "
                     "way already: clip with the technique Clip, and say accumulate=k to Job for k backwards a step"
@@ -311,7 +311,7 @@ class Engine:
         idle = frozenset(m.p for m, u in zip(members, used.tolist(), strict=True) if not u)
         for m in missing:
             m.home.zero_()
-            m.group.versions[m.p] = m.home._version
+            m.group.versions[m.p] = version(m.home)
         for group in self.groups:
             group.idle = idle
         self.send()
@@ -350,7 +350,7 @@ class Engine:
         """Waits for a group; on a GPU its stream does."""
         with self.job.trace.span("wait", bytes=group.flat.nbytes):
             group.wait()
-        self.under_way.look()
+        self.job.trace.poll_transfers()
 
     def adopt(self, plan: Plan, forecast: Forecast, link: Link, *, late: bool) -> None:
         """Takes the plan that was searched; between two steps."""

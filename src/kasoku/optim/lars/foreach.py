@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core.hardware import is_dense
+from kasoku.core.torch_internals import fused_sgd
 
 _ROW = 2048  # values a running sum goes over
 
@@ -119,7 +120,7 @@ def _sgd(
 ) -> None:
     """The fused SGD of torch, which fills the buffer at a first step, but not where its momentum is 0."""
     first = bool(buffers) and momentum == 0
-    torch._fused_sgd_(
+    fused_sgd(
         params,
         grads,
         buffers,
