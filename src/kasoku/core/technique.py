@@ -75,7 +75,7 @@ class Technique:
         """How many images share BatchNorm statistics, of which a rank takes whole groups at once; 0: no groups."""
         return 0
 
-    def warmed_up_rates(self, job: Job) -> list[float] | None:
+    def warmed_up_rates(self, job: Any) -> list[float] | None:
         """The rate of each parameter group after the warm-up; None where this technique sets no rates."""
         return None
 
