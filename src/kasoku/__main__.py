@@ -1,4 +1,8 @@
-"""The door of the command (`kasoku`, `python -m kasoku`): open while what all need is imported, which takes seconds."""
+"""The entry point of the command: `kasoku`, `python -m kasoku`.
+
+Note: Ctrl-C during the imports. They take seconds, and a KeyboardInterrupt inside the import of a compiled package
+surfaces as an unrelated error. So until the command has imported its packages, SIGINT ends the process with one line.
+"""
 
 import os
 import signal
@@ -7,29 +11,28 @@ from contextlib import suppress
 
 
 def main() -> int:
-    """Runs the command. An interruption while what all commands need is imported ends the process in one line, at once:
-
-    as an exception it would pass through what imports them, and compiled packages make other errors of it.
-    """
-    begins = _nothing
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else who started it shut this door
-        signal.signal(signal.SIGINT, _leave)
-        begins = _begins
+    """Runs the command; returns its exit code."""
+    imported = _nothing
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the parent process handles SIGINT
+        signal.signal(signal.SIGINT, _exit_at_once)
+        imported = _handle_interrupts
     from kasoku.cli import main as command
-    from kasoku.distributed.rendezvous import leave
 
-    return leave(command(begins=begins))
+    code = command(imported=imported)
+    from kasoku.distributed.rendezvous import leave  # imports torch, which `kasoku --help` does without
+
+    return leave(code)
 
 
 def _nothing() -> None:
-    """The door stays as it is."""
+    pass
 
 
-def _begins() -> None:
+def _handle_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _leave(*_: object) -> None:
+def _exit_at_once(*_: object) -> None:
     with suppress(OSError):
         os.write(2, b"kasoku: interrupted before it began\n")
     os._exit(130)

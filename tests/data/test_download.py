@@ -516,7 +516,7 @@ def test_an_interruption_says_what_stays(monkeypatch, capsys, command, stays):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, f"_{command[0]}", interrupted)
+    monkeypatch.setattr(f"kasoku.commands.{command[0]}.run", interrupted)
     assert cli.main(command) == 130
     assert capsys.readouterr().err == f"kasoku: interrupted at once; {stays}\n"
 

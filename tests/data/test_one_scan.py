@@ -1,6 +1,5 @@
 """One rank looks into image folders for all, whatever happens on which of them."""
 
-import argparse
 import io
 import os
 import queue
@@ -16,7 +15,7 @@ from PIL import Image
 from data.made import fill
 from data.web import serving, web
 from distributed.ranks import on_processes
-from kasoku import cli
+from kasoku.commands import train
 from kasoku.config.recipe import load
 from kasoku.core import InputError, Threads
 from kasoku.data import folder
@@ -295,10 +294,9 @@ def looked_ahead(comm, photos):
     os.environ["XDG_CACHE_HOME"] = str(photos.parent / f"cache-{comm.rank}")
     found, real = Counter(), os.scandir
     os.scandir = lambda path: found.update([str(path).startswith(str(photos))]) or real(path)
-    given = ["train", "--data", str(photos), "--dry-run", "--quiet"]
-    arguments = cli._parser().parse_args(given, argparse.Namespace(started=0.0, given=given))
+    arguments = train.TrainArguments(data=photos, dry_run=True, quiet=True)
     try:
-        assert cli._train_on(arguments, comm, Start()) == 0
+        assert train._train_on_rank(arguments, comm, Start()) == 0
     except InputError as error:
         return isinstance(error, ReportedElsewhereError), str(error)
     return found[True]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import kasoku.tune
 from kasoku.core import Job
+from kasoku.training import auto_batch
 from kasoku.tune import BatchSizeResult, Measurement
 
 FOLDER = Path(__file__).parent.parent.parent / "recipes"
@@ -32,5 +32,5 @@ def planted(monkeypatch: pytest.MonkeyPatch, batch: int, *, parts: int = 1, **mo
         )
         return BatchSizeResult(batch, samples, "as planted", 0.5, strategy="TimeToTarget", budget_s=60.0, **more)
 
-    monkeypatch.setattr(kasoku.tune, "tune_batch_size", tune_batch_size)
+    monkeypatch.setattr(auto_batch, "tune_batch_size", tune_batch_size)
     return asked

@@ -1,6 +1,5 @@
 """Which sizes tuning tries of a recipe, on which ranks; and what it says of a rank that fails."""
 
-import argparse
 import json
 import re
 import tomllib
@@ -139,7 +138,7 @@ def test_what_was_compiled_for_tuning_is_forgotten_before_the_training(auto, tmp
 def test_as_many_gpus_test_the_rates_as_can_share_the_batch_they_begin_at(auto, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for reference, used in ((64, 4), (6, 3)):
-        asked = argparse.Namespace(recipe=auto, set=[f"reference_batch={reference}"], what="lr")
+        asked = tuning.TuneArguments(recipe=auto, set=(f"reference_batch={reference}",), what="lr")
         assert tuning._gpus(asked) == used
     assert "3 of 4 GPUs used: batch=6" in capsys.readouterr().err
 

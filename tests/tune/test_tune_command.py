@@ -148,7 +148,7 @@ def test_a_recipe_that_cannot_run_one_step_is_refused_in_one_line(small, refused
 
 
 def test_auto_tunes_first_and_the_run_keeps_the_number_with_its_rates(auto, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "BUDGET_S", 1.0)
+    monkeypatch.setattr(sizing, "BUDGET_S", 1.0)
     run = tmp_path / "run"
     assert main(["train", str(auto), "--out", str(run)]) == 0
     assert "tuned by TimeToTarget" in " ".join(capsys.readouterr().out.split())

@@ -1,1 +1,12 @@
 """The commands of kasoku, one file a verb."""
+
+from kasoku.commands.options import (
+    CommandArguments,
+    RecipeArguments,
+    arguments_of,
+    declare,
+    option,
+    set_option,
+)
+
+__all__ = ["CommandArguments", "RecipeArguments", "arguments_of", "declare", "option", "set_option"]

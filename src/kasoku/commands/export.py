@@ -1,10 +1,14 @@
-"""Trained networks for other programs: safetensors, torch.export, ONNX.
+"""`kasoku export`: a trained network for other programs, as safetensors, torch.export or ONNX.
 
 The exported program takes pixels: float32 x_NCHW from 0 to 1, any number of images; it normalises them itself and
 returns logits_NK.
 """
 
+from __future__ import annotations
+
+import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,32 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from kasoku.commands import CommandArguments, declare, option
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.training.trained import Trained, load
 
 SUFFIXES = {"safetensors": "safetensors", "torch-export": "pt2", "onnx": "onnx"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArguments(CommandArguments):
+    """The arguments of `kasoku export`."""
+
+    trained: Path = option(type=Path, metavar="RUN")
+    format: str = option("--format", choices=tuple(SUFFIXES), required=True)
+    out: Path | None = option("--out", type=Path, metavar="FILE", help="where to (default: in the run folder)")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `kasoku export`."""
+    declare(parser, ExportArguments, run)
+
+
+def run(arguments: ExportArguments) -> int:
+    """Exports, and prints the file; returns the exit code."""
+    print(export(arguments.trained, arguments.format, arguments.out))
+    return 0
 
 
 class _FromPixels(nn.Module):

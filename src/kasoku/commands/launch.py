@@ -1,4 +1,4 @@
-"""kasoku launch: the ranks of a training on this machine, as a Slurm job, or as a Kubernetes Job.
+"""`kasoku launch`: the ranks of a training on this machine, as a Slurm job, or as a Kubernetes Job.
 
 Note: one road. `local` starts this machine's ranks and is all that a Kubernetes pod runs; under Slurm srun starts them.
 A script or manifest says `--continue`: submitted or started again it goes on from the last checkpoint.
@@ -10,91 +10,104 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import ClassVar
 
 import torch
 
-from kasoku.config.recipe import Recipe, load, own_folders
-from kasoku.config.sharing import check_share, most_ranks
+from kasoku.commands import RecipeArguments, declare, option
+from kasoku.config.recipe import Recipe
+from kasoku.config.sharing import check_share
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.core.hardware import cores
-from kasoku.distributed.cluster_jobs import KubernetesSpec, LaunchSpec, SlurmSpec, manifest, sbatch
+from kasoku.distributed.cluster_jobs import KubernetesSpec, SlurmSpec, manifest, sbatch
 from kasoku.distributed.environment import Place
 from kasoku.distributed.local_launch import spawn, train_arguments
 
-S = TypeVar("S", bound=LaunchSpec)
 PORT = 29500
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `launch` to the command's parsers."""
-    launch = commands.add_parser("launch", help="train on the GPUs of many machines: local, slurm, kubernetes")
-    places = launch.add_subparsers(metavar="WHERE", required=True)
+@dataclass(frozen=True, kw_only=True)
+class LaunchArguments(RecipeArguments):
+    """The arguments that `kasoku launch` has everywhere."""
 
-    local = _common(places, "local", "start this machine's ranks, a process a GPU (or on the CPU)", _local)
-    local.add_argument("--node", type=int, metavar="I", help="which of the nodes this is (default: 0)")
-    local.add_argument("--master", metavar="HOST", help="the host of node 0 (default: MASTER_ADDR, or this one)")
-    local.add_argument("--port", type=int, metavar="P", help="free on node 0 (default: MASTER_PORT, or any)")
-    local.add_argument(
-        "--continue", dest="go_on", action="store_true", help="go on with the run in --out, as it is, if any"
+    nodes: int = option("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
+    gpus_per_node: int | None = option(
+        "--gpus-per-node", type=int, metavar="G", help="a process each (default: all; elsewhere 8)"
     )
-    local.add_argument("--quiet", action="store_true", help="no progress bar")
+    out: Path | None = option("--out", type=Path, metavar="DIR", help="the run folder, which all nodes see")
+    if_interrupted: ClassVar[str] = "a checkpoint written before stands"
 
-    slurm = _common(places, "slurm", "write an sbatch script", _slurm)
-    slurm.add_argument("--port", type=int, metavar="P", help="of rank 0 (default: from the job's number)")
-    slurm.add_argument(
+
+@dataclass(frozen=True, kw_only=True)
+class LocalArguments(LaunchArguments):
+    """The arguments of `kasoku launch local`."""
+
+    node: int | None = option("--node", type=int, metavar="I", help="which of the nodes this is (default: 0)")
+    master: str | None = option(
+        "--master", metavar="HOST", help="the host of node 0 (default: MASTER_ADDR, or this one)"
+    )
+    port: int | None = option("--port", type=int, metavar="P", help="free on node 0 (default: MASTER_PORT, or any)")
+    go_on: bool = option("--continue", action="store_true", help="go on with the run in --out, as it is, if any")
+    quiet: bool = option("--quiet", action="store_true", help="no progress bar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterArguments(LaunchArguments):
+    """The arguments that `kasoku launch` has where it writes a file for a cluster."""
+
+    name: str | None = option("--name", help="of the job (default: the recipe's)")
+    write: Path | None = option("--write", type=Path, metavar="FILE", help="where to (default: standard output)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmArguments(ClusterArguments):
+    """The arguments of `kasoku launch slurm`."""
+
+    port: int | None = option("--port", type=int, metavar="P", help="of rank 0 (default: from the job's number)")
+    cpus_per_gpu: int = option(
         "--cpus-per-gpu", type=int, default=SlurmSpec.cpus_per_gpu, metavar="C", help="(default: %(default)s)"
     )
-    slurm.add_argument("--partition", metavar="NAME", help="(default: the cluster's)")
-    slurm.add_argument("--account", metavar="NAME", help="(default: yours)")
-    slurm.add_argument("--time", default=SlurmSpec.time, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
+    partition: str | None = option("--partition", metavar="NAME", help="(default: the cluster's)")
+    account: str | None = option("--account", metavar="NAME", help="(default: yours)")
+    time: str = option("--time", default=SlurmSpec.time, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
 
-    kubernetes = _common(places, "kubernetes", "write a manifest: Indexed Job, headless Service, recipe", _kubernetes)
-    kubernetes.add_argument("--image", default=KubernetesSpec.image, help="with kasoku in it (default: %(default)s)")
-    kubernetes.add_argument(
-        "--mount", action="append", default=[], metavar="CLAIM:DIR", help="a volume claim for the run, the data, ..."
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesArguments(ClusterArguments):
+    """The arguments of `kasoku launch kubernetes`."""
+
+    image: str = option(
+        "--image", default=KubernetesSpec.image, help="a container image with kasoku in it (default: %(default)s)"
     )
-    kubernetes.add_argument("--port", type=int, default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
-    for written in (slurm, kubernetes):
-        written.add_argument("--name", help="of the job (default: the recipe's)")
-        written.add_argument("--write", type=Path, metavar="FILE", help="where to (default: standard output)")
+    mount: tuple[str, ...] = option(
+        "--mount", action="append", metavar="CLAIM:DIR", help="a volume claim for the run, the data, ..."
+    )
+    port: int = option("--port", type=int, default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
 
 
-def _common(places: Any, name: str, what: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = places.add_parser(name, help=what)
-    parser.add_argument("recipe", type=Path, help="a recipe file (TOML)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
-    parser.add_argument("--gpus-per-node", type=int, metavar="G", help="a process each (default: all; elsewhere 8)")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the run folder, which all nodes see")
-    parser.set_defaults(run=run)
-    return parser
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares `kasoku launch local | slurm | kubernetes` and their options."""
+    places = parser.add_subparsers(metavar="WHERE", required=True)
+    local = places.add_parser("local", help="start this machine's ranks, a process a GPU (or on the CPU)")
+    declare(local, LocalArguments, run_local)
+    declare(places.add_parser("slurm", help="write an sbatch script"), SlurmArguments, run_slurm)
+    kubernetes = places.add_parser("kubernetes", help="write a manifest: Indexed Job, headless Service, recipe")
+    declare(kubernetes, KubernetesArguments, run_kubernetes)
 
 
-def gpus_for(recipe: Recipe) -> int:
-    """How many ranks a training takes on this machine when nobody says: its GPUs, as many as can share the batch."""
-    if recipe.device.kind not in ("auto", "cuda"):
-        return 1
-    there = torch.cuda.device_count()
-    used = most_ranks(recipe, there)
-    if used < there:
-        print(f"kasoku: {used} of {there} GPUs used: batch={recipe.batch} cannot be shared by more", file=sys.stderr)
-    return used
-
-
-def _local(arguments: argparse.Namespace) -> int:
-    recipe = _recipe(arguments)
-    there = torch.cuda.device_count() if recipe.device.kind in ("auto", "cuda") else 0
-    each = _shape(arguments, recipe, there or 1)
-    if there and each > there:
-        raise InputError(f"--gpus-per-node {each}: this machine has {there} GPUs: give at most {there}")
+def run_local(arguments: LocalArguments) -> int:
+    """Starts the ranks of this machine; returns the exit code of the first that fails, or 0."""
+    recipe = arguments.load()
+    gpus = torch.cuda.device_count() if recipe.device.kind in ("auto", "cuda") else 0
+    each = _shape(arguments, recipe, gpus or 1)
+    if gpus and each > gpus:
+        raise InputError(f"--gpus-per-node {each}: this machine has {gpus} GPUs: give at most {gpus}")
     limit = max(2, cores())
-    if not there and each > limit and recipe.device.kind != "cpu":
+    if not gpus and each > limit and recipe.device.kind != "cpu":
         raise InputError(
             f"--gpus-per-node {each}: this machine has no GPU, and {cores()} cores: give at most {limit} processes, or "
             "--set device.kind=cpu for more"
@@ -116,21 +129,37 @@ def _local(arguments: argparse.Namespace) -> int:
     return spawn(command, places, address=address, port=port, started=arguments.started)
 
 
-def _slurm(arguments: argparse.Namespace) -> int:
-    recipe = _recipe(arguments)
+def run_slurm(arguments: SlurmArguments) -> int:
+    """Writes an sbatch script; returns the exit code."""
+    recipe = arguments.load()
     each = _shape(arguments, recipe, 8)
     _check_port(PORT if arguments.port is None else arguments.port, 1)
-    for option, pattern in (("partition", r"[\w.,-]+"), ("account", r"[\w.-]+")):
-        given = getattr(arguments, option)
-        if given is not None and not re.fullmatch(pattern, given):
-            raise InputError(f'--{option} "{given}": letters, digits, "_", "-" and "."; give the name Slurm knows')
+    names = (("partition", arguments.partition, r"[\w.,-]+"), ("account", arguments.account, r"[\w.-]+"))
+    for option_name, name, pattern in names:
+        if name is not None and not re.fullmatch(pattern, name):
+            raise InputError(f'--{option_name} "{name}": letters, digits, "_", "-" and "."; give the name Slurm knows')
     if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}", arguments.time):
         raise InputError(f'--time "{arguments.time}": D-HH:MM:SS, HH:MM:SS or minutes')
-    return _written(sbatch(_spec(SlurmSpec, arguments, recipe, name=_name(arguments, 63), each=each)), arguments.write)
+    spec = SlurmSpec(
+        name=_name(arguments, 63),
+        recipe=arguments.recipe,
+        nodes=arguments.nodes,
+        each=each,
+        on_gpus=recipe.device.kind != "cpu",
+        set=arguments.set,
+        out=arguments.out,
+        port=arguments.port,
+        time=arguments.time,
+        cpus_per_gpu=arguments.cpus_per_gpu,
+        partition=arguments.partition,
+        account=arguments.account,
+    )
+    return _write(sbatch(spec), arguments.write)
 
 
-def _kubernetes(arguments: argparse.Namespace) -> int:
-    recipe = _recipe(arguments)
+def run_kubernetes(arguments: KubernetesArguments) -> int:
+    """Writes a manifest; returns the exit code."""
+    recipe = arguments.load()
     each = _shape(arguments, recipe, 8)
     _check_port(arguments.port, 1)
     if not re.fullmatch(r"[\w][\w./:@-]*", arguments.image, re.ASCII):
@@ -146,38 +175,38 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
         print(
             f"kasoku: {out} is lost with its pod: give a volume claim, as --mount CLAIM:{out.parent}", file=sys.stderr
         )
-    spec = _spec(KubernetesSpec, arguments, recipe, name=name, each=each, out=out)
-    return _written(manifest(spec), arguments.write)
+    spec = KubernetesSpec(
+        name=name,
+        recipe=arguments.recipe,
+        nodes=arguments.nodes,
+        each=each,
+        on_gpus=recipe.device.kind != "cpu",
+        set=arguments.set,
+        out=out,
+        port=arguments.port,
+        image=arguments.image,
+        mount=arguments.mount,
+    )
+    return _write(manifest(spec), arguments.write)
 
 
-def _spec(kind: type[S], arguments: argparse.Namespace, recipe: Recipe, **known: Any) -> S:
-    """What the arguments of the same names and these say."""
-    given = {f.name: getattr(arguments, f.name) for f in fields(kind) if hasattr(arguments, f.name)}
-    return kind(**{**given, "on_gpus": recipe.device.kind != "cpu", **known})
-
-
-def _recipe(arguments: argparse.Namespace) -> Recipe:
-    sys.path.extend(own_folders(arguments.recipe))
-    return load(arguments.recipe, arguments.set)
-
-
-def _shape(arguments: argparse.Namespace, recipe: Recipe, default: int) -> int:
+def _shape(arguments: LaunchArguments, recipe: Recipe, default: int) -> int:
     """Ranks a node. Raises InputError for a number of ranks that cannot train the recipe."""
-    each: int = default if arguments.gpus_per_node is None else arguments.gpus_per_node
-    cpus = getattr(arguments, "cpus_per_gpu", 1)
-    for option, number in (("--nodes", arguments.nodes), ("--gpus-per-node", each), ("--cpus-per-gpu", cpus)):
+    each = default if arguments.gpus_per_node is None else arguments.gpus_per_node
+    cpus = arguments.cpus_per_gpu if isinstance(arguments, SlurmArguments) else 1
+    for name, number in (("--nodes", arguments.nodes), ("--gpus-per-node", each), ("--cpus-per-gpu", cpus)):
         if number < 1:
-            raise InputError(f"{option} {number}: at least 1 is wanted")
+            raise InputError(f"{name} {number}: at least 1 is wanted")
     if recipe.batch < arguments.nodes * each and not recipe.auto_batch:
         raise InputError(f"batch={recipe.batch}: fewer images than {arguments.nodes * each} ranks; raise batch")
     check_share(recipe, arguments.nodes * each)
     return each
 
 
-def _name(arguments: argparse.Namespace, longest: int) -> str:
+def _name(arguments: ClusterArguments, longest: int) -> str:
     """The job's name. Raises InputError where clusters would not take it."""
     from_recipe = re.sub(r"[^a-z0-9]+", "-", arguments.recipe.stem.lower()).strip("-")
-    name: str = arguments.name if arguments.name is not None else from_recipe
+    name = arguments.name if arguments.name is not None else from_recipe
     if not _LABEL.fullmatch(name) or len(name) > longest:
         raise InputError(
             f'--name "{name}": lowercase letters, digits and "-", from a letter to a letter or digit, at most '
@@ -196,16 +225,16 @@ def _check_port(port: int, least: int) -> None:
         raise InputError(f"--port {port}: from 1 to 65535")
 
 
-def _from(given: int | None, variable: str, default: int) -> int:
-    if given is not None:
-        return given
-    said = os.environ.get(variable, str(default))
-    if not said.isdecimal():
-        raise InputError(f'{variable}="{said}": a number is wanted')
-    return int(said)
+def _from(option_value: int | None, variable: str, default: int) -> int:
+    if option_value is not None:
+        return option_value
+    text = os.environ.get(variable, str(default))
+    if not text.isdecimal():
+        raise InputError(f'{variable}="{text}": a number is wanted')
+    return int(text)
 
 
-def _written(text: str, file: Path | None) -> int:
+def _write(text: str, file: Path | None) -> int:
     if file is None:
         print(text, end="")
     else:

@@ -1,5 +1,8 @@
-"""`kasoku list`: what there is, one line each, from the docstrings."""
+"""`kasoku list`: models, data sources, optimizers, schedules, techniques and recipes, a line each."""
 
+from __future__ import annotations
+
+import argparse
 import inspect
 import tomllib
 import typing
@@ -10,19 +13,24 @@ from rich.console import Console
 from rich.table import Table
 from torch.optim import Optimizer
 
-from kasoku import core, data, device, memory, models, optim
-from kasoku import distributed as parallel
+from kasoku import core, data, device, distributed, memory, models, optim
+from kasoku.commands import CommandArguments, declare
 from kasoku.core import Schedule, Technique
 
 
-def listing() -> None:
-    """Prints models, data sources, rules, schedules, techniques and the recipes of the current folder."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares that `kasoku list` has no options."""
+    declare(parser, CommandArguments, run)
+
+
+def run(arguments: CommandArguments) -> int:
+    """Prints the public names, and the recipes of the current folder; returns the exit code."""
     sections: dict[str, dict[str, str]] = {
         "models": _functions(models, "num_classes"),
         "data sources": _functions(data, returns=data.Dataset),
         "optimizers": _functions(optim, returns=Optimizer),
         "schedules": _classes([core], Schedule),
-        "techniques": _classes([models, device, memory, data, optim, parallel], Technique),
+        "techniques": _classes([models, device, memory, data, optim, distributed], Technique),
         "recipes": {str(path): _first_comment(path) for path in sorted(Path("recipes").glob("*.toml"))},
     }
     console = Console(highlight=False)
@@ -33,26 +41,27 @@ def listing() -> None:
         for name, line in rows.items():
             table.add_row(name, line)
         console.print(table, "")
+    return 0
 
 
-def _functions(room: ModuleType, parameter: str = "", returns: type | None = None) -> dict[str, str]:
-    found = {}
-    for name in room.__all__:
-        thing = getattr(room, name)
+def _functions(package: ModuleType, parameter: str = "", returns: type | None = None) -> dict[str, str]:
+    lines = {}
+    for name in package.__all__:
+        thing = getattr(package, name)
         if inspect.isfunction(thing):
             result = typing.get_type_hints(thing).get("return")
             fits = returns is not None and isinstance(result, type) and issubclass(result, returns)
             if fits or parameter in inspect.signature(thing).parameters:
-                found[f"{room.__name__}.{name}"] = _line(thing)
-    return found
+                lines[f"{package.__name__}.{name}"] = _line(thing)
+    return lines
 
 
-def _classes(rooms: list[ModuleType], kind: type) -> dict[str, str]:
+def _classes(packages: list[ModuleType], kind: type) -> dict[str, str]:
     return {
-        f"{room.__name__}.{name}": _line(thing)
-        for room in rooms
-        for name in room.__all__
-        if inspect.isclass(thing := getattr(room, name)) and issubclass(thing, kind) and thing is not kind
+        f"{package.__name__}.{name}": _line(thing)
+        for package in packages
+        for name in package.__all__
+        if inspect.isclass(thing := getattr(package, name)) and issubclass(thing, kind) and thing is not kind
     }
 
 

@@ -1,4 +1,4 @@
-"""kasoku plan: how many GPUs and which batch for a deadline, a budget, or the least time, and a script for it.
+"""`kasoku plan`: how many GPUs and which batch for a deadline, a budget, or the least time, and a script for it.
 
 It writes the recipe with the chosen batch, groups and reducer; launch.sbatch, which trains it; and plan.json with the
 times that are expected, item by item. `kasoku plan --compare RUN` compares them with a run of that recipe.
@@ -11,97 +11,119 @@ import json
 import math
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kasoku.commands import CommandArguments, declare, option, set_option
+from kasoku.config.recipe import dumps, load, own_folders
+from kasoku.config.updates import updates
 from kasoku.core import InputError
-
-if TYPE_CHECKING:
-    from kasoku.simulate.planner import Choice
+from kasoku.core.files import write_text
+from kasoku.distributed import Hierarchical, Mean
+from kasoku.distributed.cluster_jobs import SlurmSpec, sbatch
+from kasoku.report import print_table
+from kasoku.simulate import load as load_cluster
+from kasoku.simulate import planner, profile_of
+from kasoku.simulate.cluster import Costs
+from kasoku.simulate.compressed import flat
+from kasoku.simulate.planner import LEAST, MOST, Choice, planned_recipe
+from kasoku.training.run_folder import allow_own_modules, own_folder
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+# of the items that both have: rows of the plan, rows of the run's ledger
+_ITEMS = {
+    "input": (("input",), ("input", "copy")),
+    "computing": (("forward", "backward"), ("forward", "backward", "update")),
+    "exposed communication": (("exposed",), ("exposed",)),
+    "evaluation": (("evaluate",), ("evaluate",)),
+    "the rest": ((), ("save", "other")),
+}
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `plan` to the command's parsers."""
-    plan = commands.add_parser("plan", help="GPUs, batch and groups for a deadline or a budget; a recipe and a script")
-    plan.add_argument("recipe", nargs="?", type=Path, help="a recipe file (TOML)")
-    plan.add_argument("--cluster", metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
-    goal = plan.add_mutually_exclusive_group()
-    goal.add_argument("--deadline", default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
-    goal.add_argument("--budget", default="", metavar="USD", help="the fastest within 100USD")
-    goal.add_argument("--fastest", action="store_true", help="the fastest, whatever it costs")
-    plan.add_argument("--compare", type=Path, metavar="RUN", help="what was expected of a run against what it took")
-    plan.add_argument("--noise-scale", type=float, metavar="B", help="of gradients, by kasoku tune")
-    plan.add_argument(
-        "--profile", action="append", default=[], metavar="DIR:IMAGES", help="times of kasoku profile at a batch"
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(CommandArguments):
+    """The arguments of `kasoku plan`."""
+
+    recipe: Path | None = option(nargs="?", type=Path, help="a recipe file (TOML)")
+    set: tuple[str, ...] = set_option()
+    cluster: str | None = option("--cluster", metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
+    deadline: str = option("--deadline", default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
+    budget: str = option("--budget", default="", metavar="USD", help="the fastest within 100USD")
+    fastest: bool = option("--fastest", action="store_true", help="the fastest, whatever it costs")
+    compare: Path | None = option(
+        "--compare", type=Path, metavar="RUN", help="compare a run with the plan of its recipe"
     )
-    plan.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting")
-    plan.add_argument("--out", type=Path, metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)")
-    plan.set_defaults(run=_plan, stays="nothing was written")
+    noise_scale: float | None = option("--noise-scale", type=float, metavar="B", help="of gradients, by kasoku tune")
+    profile: tuple[str, ...] = option(
+        "--profile", action="append", metavar="DIR:IMAGES", help="times of kasoku profile at a batch"
+    )
+    out: Path | None = option(
+        "--out", type=Path, metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)"
+    )
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    from kasoku.commands.plan_report import compare
-    from kasoku.config.recipe import own_folders
-    from kasoku.report import print_table
-    from kasoku.simulate import load as load_cluster
-    from kasoku.simulate import planner, profile_of
-    from kasoku.simulate.cluster import Costs
-    from kasoku.training.run_folder import own_folder
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `kasoku plan`."""
+    declare(parser, PlanArguments, run)
 
+
+def run(arguments: PlanArguments) -> int:
+    """Plans, or compares a run with its plan; returns the exit code."""
     if arguments.compare:
         return compare(arguments.compare)
+    recipe, cluster_name = arguments.recipe, arguments.cluster
+    if not recipe or not cluster_name:
+        raise InputError("kasoku plan: RECIPE and --cluster are wanted, or --compare RUN")
     _check(arguments)
-    sys.path.extend(own_folders(arguments.recipe))
+    sys.path.extend(own_folders(recipe))
     deadline_s, budget_usd = _seconds(arguments.deadline), _usd(arguments.budget)
-    recipes, remark = planner.candidates(arguments.recipe, arguments.set, arguments.noise_scale)
+    recipes, remark = planner.candidates(recipe, arguments.set, arguments.noise_scale)
     if remark:
         print(f"kasoku: {remark}", file=sys.stderr)
-    cluster = load_cluster(arguments.cluster)
-    tried = planner.choices(recipes, cluster, [profile_of(given) for given in arguments.profile])
+    cluster = load_cluster(cluster_name)
+    tried = planner.choices(recipes, cluster, [profile_of(profile) for profile in arguments.profile])
     chosen = planner.with_searched_groups(planner.best(tried, deadline_s, budget_usd))
-    folder = own_folder(arguments.out, arguments.recipe, "plan", written=[f"{arguments.recipe.stem}.toml"])
+    folder = own_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
     for line in chosen.scenario.remarks(chosen.step):
         print(f"kasoku: {line}", file=sys.stderr)
     if cluster.costs == Costs():
         print(f"kasoku: {cluster.name} has no [costs]: 0 s are expected before the first step", file=sys.stderr)
     print_table(f"the best of {len(tried)} ways", _rows(chosen))
-    _write(chosen, folder, arguments.recipe)
-    print(f"{folder}: {arguments.recipe.stem}.toml, launch.sbatch, plan.json")
+    _write(chosen, folder, recipe)
+    print(f"{folder}: {recipe.stem}.toml, launch.sbatch, plan.json")
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    if not arguments.recipe or not arguments.cluster:
-        raise InputError("kasoku plan: RECIPE and --cluster are wanted, or --compare RUN")
-    if not (arguments.deadline or arguments.budget or arguments.fastest):
+def _check(arguments: PlanArguments) -> None:
+    goals = ["deadline"] * bool(arguments.deadline) + ["budget"] * bool(arguments.budget)
+    goals += ["fastest"] * arguments.fastest
+    if not goals:
         raise InputError("kasoku plan: what for? one of --deadline TIME, --budget USD, --fastest")
+    if len(goals) > 1:
+        raise InputError(f"--{goals[0]} beside --{goals[1]}: give one of --deadline TIME, --budget USD, --fastest")
     if arguments.noise_scale is not None and not 0 < arguments.noise_scale < math.inf:
         raise InputError(f"--noise-scale {arguments.noise_scale:g}: images, above 0 and finite")
 
 
-def _seconds(given: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h|d)", given)
-    if given and (not match or float(match[1]) <= 0):
-        raise InputError(f"--deadline {given}: a number with s, min, h or d is wanted, as 10min")
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h|d)", text)
+    if text and (not match or float(match[1]) <= 0):
+        raise InputError(f"--deadline {text}: a number with s, min, h or d is wanted, as 10min")
     return float(match[1]) * _SECONDS[match[2]] if match else 0.0
 
 
-def _usd(given: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)USD", given)
-    if given and (not match or float(match[1]) <= 0):
-        raise InputError(f"--budget {given}: an amount is wanted, as 100USD")
+def _usd(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)USD", text)
+    if text and (not match or float(match[1]) <= 0):
+        raise InputError(f"--budget {text}: an amount is wanted, as 100USD")
     return float(match[1]) if match else 0.0
 
 
 def _rows(chosen: Choice) -> dict[str, str]:
-    from kasoku.config import updates as course
-    from kasoku.simulate.planner import LEAST, MOST
-
-    asked, step = chosen.scenario, chosen.step
-    recipe, device = asked.recipe, asked.simulator.cluster.device
-    nodes = asked.simulator.cluster.nodes_for(step.gpus)
+    case, step = chosen.scenario, chosen.step
+    recipe, device = case.recipe, case.simulator.cluster.device
+    nodes = case.simulator.cluster.nodes_for(step.gpus)
     largest = max(step.inputs.sizes(), default=0.0)
     sent = "exchange" if step.inputs.asynchronous else "all-reduce"
     cost = (
@@ -114,7 +136,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "GPUs": f"{step.gpus:,} {device.name} in {nodes:,} nodes",
         "batch": f"{recipe.batch:,}, {step.images / step.gpus:g} a GPU"
         + (f" ({recipe.origin})" if recipe.origin else ""),
-        "epochs": f"{recipe.epochs:g}, {course.updates(recipe, asked.facts.images):,} updates",
+        "epochs": f"{recipe.epochs:g}, {updates(recipe, case.facts.images):,} updates",
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.course.warmup:g} epochs",
         "groups": f"{len(step.inputs.plan.groups)} ({step.inputs.plan.policy})",
         sent: str(getattr(step.inputs.link, "choice", lambda _: "")(largest)) + _reducer(chosen),
@@ -129,10 +151,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
 
 
 def _reducer(chosen: Choice) -> str:
-    """What the recipe has for it, where ranks average more than in one all-reduce of fp32."""
-    from kasoku.distributed import Hierarchical, Mean
-    from kasoku.simulate.compressed import flat
-
+    """The reducer of the planned recipe, where it is not one all-reduce of fp32."""
     reducer = chosen.scenario.simulator.sharing.reducer
     if reducer is None or chosen.step.gpus == 1:
         return ""
@@ -145,10 +164,6 @@ def _reducer(chosen: Choice) -> str:
 
 def _write(chosen: Choice, folder: Path, original: Path) -> None:
     """Writes the planned recipe, the script that trains it, and the figures that are expected."""
-    from kasoku.config.recipe import dumps, own_folders
-    from kasoku.core.files import write_text
-    from kasoku.simulate.planner import LEAST, MOST, planned_recipe
-
     expected = {**chosen.scenario.document(chosen.step), "least": LEAST, "most": MOST, "shown": _rows(chosen)}
     expected["import_folders"] = own_folders(original)
     file = folder / f"{original.stem}.toml"
@@ -159,9 +174,7 @@ def _write(chosen: Choice, folder: Path, original: Path) -> None:
 
 
 def _script(recipe: Path, chosen: Choice) -> str:
-    """As `kasoku launch slurm` writes it; its limit is twice what may be needed."""
-    from kasoku.distributed.cluster_jobs import SlurmSpec, sbatch
-
+    """The script that `kasoku launch slurm` writes; its time limit is twice the longest expected time."""
     nodes = chosen.scenario.simulator.cluster.nodes_for(chosen.step.gpus)
     minutes = max(10, round(2 * chosen.late_s / 60))
     limit = f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
@@ -169,3 +182,68 @@ def _script(recipe: Path, chosen: Choice) -> str:
     name = (plain if plain[:1].isalpha() else f"kasoku-{plain}")[:63].strip("-")  # a job's begins with a letter
     each, on_gpus = chosen.step.gpus // nodes, chosen.scenario.recipe.device.kind != "cpu"
     return sbatch(SlurmSpec(name=name, recipe=recipe, nodes=nodes, each=each, on_gpus=on_gpus, time=limit))
+
+
+# ---- a run beside its plan
+
+
+def compare(run: Path) -> int:
+    """Prints the plan of a run beside its ledger, item by item, with the error of each."""
+    expected = _expected(run)
+    ledger, result = _read(run / "ledger.json"), _read(run / "result.json")
+    took = ledger.get("rows")
+    if not isinstance(took, dict):
+        raise InputError(f"{run}: its ledger.json has no rows; train it anew")
+    allow_own_modules(run)
+    ranks, batch = len(ledger.get("ranks") or [0]), load(run / "recipe.toml").batch
+    if (ranks, batch) != (expected["gpus"], expected["batch"]):
+        raise InputError(
+            f"{run}: {ranks} ranks and batch={batch}, the plan is of {expected['gpus']} and batch={expected['batch']}: "
+            "train it as planned, or plan what was trained"
+        )
+    planned = expected["rows"]
+    pairs = {"before the first step": (_left(planned, 0), _left(took, 1))}
+    for item, names in _ITEMS.items():
+        a, b = (sum(rows.get(name, 0.0) for name in of) for rows, of in zip((planned, took), names, strict=True))
+        pairs[item] = a, b
+    pairs["in all"] = sum(a for a, _ in pairs.values()), sum(b for _, b in pairs.values())
+    rows = {}
+    for item, (a, b) in pairs.items():
+        rows[item] = f"{a:,.2f} s expected, {b:,.2f} s taken" + (f": {a / b - 1:+.1%}" if b else "")
+    speed = result.get("images_per_s")
+    if isinstance(speed, int | float) and speed:
+        rows["throughput"] = (
+            f"{expected['images_per_s']:,.0f} images/s expected, {speed:,.0f} reached: "
+            f"{expected['images_per_s'] / speed - 1:+.1%}"
+        )
+    print_table(f"{run}", rows)
+    return 0
+
+
+def _left(rows: dict[str, float], side: int) -> float:
+    """Seconds of the rows that no item names: the time before the first step."""
+    named = {name for names in _ITEMS.values() for name in names[side]}
+    return sum(seconds for row, seconds in rows.items() if row not in named)
+
+
+def _expected(run: Path) -> dict[str, Any]:
+    """The plan of a run: in its folder, or beside the recipe that it was trained from."""
+    command = _read(run / "environment.json").get("command") or []
+    recipe = next((Path(word) for word in command if isinstance(word, str) and word.endswith(".toml")), None)
+    for folder in (run, *([recipe.parent] if recipe else [])):
+        if (folder / "plan.json").is_file():
+            plan = _read(folder / "plan.json")
+            numbers = [plan.get(key) for key in ("gpus", "batch", "images_per_s")]
+            rows = plan.get("rows")
+            if isinstance(rows, dict) and all(isinstance(x, int | float) for x in (*numbers, *rows.values())):
+                return plan
+            raise InputError(f"{folder / 'plan.json'}: not what kasoku plan writes: plan anew")
+    raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read ({error}): the folder of a training is wanted") from error
+    return document if isinstance(document, dict) else {}

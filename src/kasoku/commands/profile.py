@@ -1,4 +1,4 @@
-"""kasoku profile: where the time of a recipe's steps goes, in tables, files and a verdict.
+"""`kasoku profile`: where the time of a recipe's steps goes, in tables, files and a verdict.
 
 Written into the folder: profile.json (blocks, operators, idle gaps, memory, bounds), ledger.json and timeline.json as a
 training writes them (of the profiled steps alone), and trace.json for chrome://tracing or Perfetto. It is no run:
@@ -9,68 +9,68 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
+from kasoku.commands import RecipeArguments, declare, option
 from kasoku.core import InputError
-from kasoku.core.files import write_atomically
-
-if TYPE_CHECKING:
-    from kasoku.report.profiler import StepProfile
-    from kasoku.training.run_state import Training
+from kasoku.core.files import write_text
+from kasoku.core.hardware import cores
+from kasoku.report import Ledger, StepBottleneck, facts_of, print_table
+from kasoku.report.bottleneck import find_bottlenecks
+from kasoku.report.profiler import Profiler, StepProfile
+from kasoku.training.run_folder import free_folder
+from kasoku.training.run_state import Training
+from kasoku.training.trainer import prepare
 
 _SHOWN = 12  # rows of a table
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `profile` to the command's parsers."""
-    profile = commands.add_parser("profile", help="where the time of a step goes: blocks, operators, gaps, memory")
-    profile.add_argument("recipe", type=Path, help="a recipe file (TOML)")
-    profile.add_argument("--steps", type=int, default=10, metavar="N", help="steps of each look (default: 10)")
-    profile.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting")
-    profile.add_argument("--out", type=Path, metavar="DIR", help="the folder for what is found (default: runs/NAME-N)")
-    profile.set_defaults(run=_profile, stays="nothing was trained that is kept")
+@dataclass(frozen=True, kw_only=True)
+class ProfileArguments(RecipeArguments):
+    """The arguments of `kasoku profile`."""
+
+    steps: int = option("--steps", type=int, default=10, metavar="N", help="steps of each measurement (default: 10)")
+    out: Path | None = option(
+        "--out", type=Path, metavar="DIR", help="the folder for the results (default: runs/NAME-N)"
+    )
+    if_interrupted: ClassVar[str] = "no run was changed"
 
 
-def _profile(arguments: argparse.Namespace) -> int:
-    from kasoku.config.recipe import load, own_folders
-    from kasoku.training.run_folder import free_folder
-    from kasoku.training.trainer import prepare
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `kasoku profile`."""
+    declare(parser, ProfileArguments, run)
 
+
+def run(arguments: ProfileArguments) -> int:
+    """Profiles some steps; returns the exit code."""
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: at least 1 step is wanted")
-    sys.path.extend(own_folders(arguments.recipe))
-    recipe = load(arguments.recipe, arguments.set)
-    folder: Path = arguments.out or free_folder(f"{arguments.recipe.stem}-profile")
+    recipe = arguments.load()
+    folder = arguments.out or free_folder(f"{arguments.recipe.stem}-profile")
     if (folder / "recipe.toml").exists():
         raise InputError(f"{folder}: holds a run, whose ledger would be lost: give another --out")
     training = prepare(recipe)
     print(training.chosen, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    profile, ledger, timeline = look(training, arguments.steps, folder / "trace.json")
+    profile, ledger, timeline = measure(training, arguments.steps, folder / "trace.json")
     documents = {"profile.json": profile.document(), "ledger.json": ledger, "timeline.json": timeline}
     for name, document in documents.items():
-        _put(folder / name, document)
+        write_text(folder / name, json.dumps(document, indent=1) + "\n")
     show(profile, ledger)
     print(f"{folder}: {', '.join(documents)}, trace.json (open it in chrome://tracing or Perfetto)")
     return 0
 
 
-def look(training: Training, steps: int, trace: Path) -> tuple[StepProfile, dict[str, Any], dict[str, Any]]:
-    """Takes steps of a training that was prepared; gives the profile, the ledger's document and the timeline's.
+def measure(training: Training, steps: int, trace: Path) -> tuple[StepProfile, dict[str, Any], dict[str, Any]]:
+    """Trains some steps; returns the profile, and the documents of the ledger and the timeline.
 
     Args:
-        training: what `prepare` made; its model trains a little.
-        steps: of each look.
+        training: a training that `prepare` has built; its model changes.
+        steps: the number of steps of each measurement.
         trace: the file for the Chrome trace.
     """
-    from kasoku.core.hardware import cores
-    from kasoku.report import Ledger, facts_of
-    from kasoku.report.bottleneck import find_bottlenecks
-    from kasoku.report.profiler import Profiler
-
     job, chosen, recipe = training.job, training.chosen, training.recipe
     profiler = Profiler(job, chosen.dtype)
     profiler.warm()
@@ -89,8 +89,6 @@ def look(training: Training, steps: int, trace: Path) -> tuple[StepProfile, dict
 
 def show(profile: StepProfile, ledger: dict[str, Any]) -> None:
     """Prints the tables and the verdict."""
-    from kasoku.report import StepBottleneck, print_table
-
     whole_s = sum(ledger["step_s"].values())
     rows = {row: f"{_ms(s)}  {s / max(whole_s, 1e-9):.0%}" for row, s in ledger["step_s"].items() if s > 0}
     print_table("a step, the median", {**rows, "in all": _ms(whole_s)})
@@ -102,12 +100,12 @@ def show(profile: StepProfile, ledger: dict[str, Any]) -> None:
     }
     print_table("blocks, the slowest first", blocks)
     operators = {
-        one.name: f"{one.calls} calls, host {_ms(one.host_s)}, device {_ms(one.device_s)}"
-        for one in profile.operators[:_SHOWN]
+        operator.name: f"{operator.calls} calls, host {_ms(operator.host_s)}, device {_ms(operator.device_s)}"
+        for operator in profile.operators[:_SHOWN]
     }
     print_table("operators, over the traced steps", operators)
-    idle = [one.idle_s / max(one.step_s, 1e-9) for one in profile.iterations]
-    peak = max(profile.memory, key=lambda one: one[2])
+    idle = [step.idle_s / max(step.step_s, 1e-9) for step in profile.iterations]
+    peak = max(profile.memory, key=lambda sample: sample[2])
     bounds = profile.bounds
     needs = (
         f"{_ms(bounds['least_s'])} at least, {bounds['reached']:.0%} of the {_ms(bounds['step_s'])} that a step takes"
@@ -122,11 +120,6 @@ def show(profile: StepProfile, ledger: dict[str, Any]) -> None:
     print_table("the device", facts)
     for cause in ledger["verdict"]:
         print(StepBottleneck(**cause))
-
-
-def _put(file: Path, document: dict[str, Any]) -> None:
-    text = json.dumps(document, indent=1) + "\n"
-    write_atomically(file, lambda part: part.write_text(text))
 
 
 def _ms(seconds: float) -> str:

@@ -8,45 +8,54 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kasoku.commands import CommandArguments, declare, option
 from kasoku.core import InputError
-
-if TYPE_CHECKING:
-    from kasoku.report.html import RunRecord
+from kasoku.core.files import write_atomically
+from kasoku.report.html import RunRecord
+from kasoku.report.html.page import page
+from kasoku.report.html.timeline import chrome_trace
+from kasoku.report.significance import RunOutcome, compare
+from kasoku.training.run_folder import members_of
 
 _PARTS = ("ledger", "timeline", "tuning", "classes")
 _NO_RECIPE = ("seed", "origin", "save.")  # settings that make no other recipe
 
-Group = tuple[str, Sequence["RunRecord"]]
+Group = tuple[str, Sequence[RunRecord]]  # a name, and runs of one recipe
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `report` to the command's parsers."""
-    report = commands.add_parser(
-        "report",
-        help="one HTML page of runs: curves, where the time went, classes; which recipe is faster",
-        description="Runs of two recipes are compared over their seeds: A1 A2 A3 -- B1 B2 B3, or all of them in any "
-        "order, by recipe.",
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments(CommandArguments):
+    """The arguments of `kasoku report`."""
+
+    runs: tuple[Path, ...] = option(nargs="+", type=Path, metavar="RUN")
+    out: Path | None = option(
+        "--out", type=Path, metavar="FILE", help="the page (default: report.html; of one run, in its folder)"
     )
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    report.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html; of one run, in it)")
-    report.add_argument("--compare", action="store_true", help="refuse runs of which there are not two groups")
-    report.add_argument(
+    compare: bool = option("--compare", action="store_true", help="refuse runs that are not of two groups")
+    trace: Path | None = option(
         "--trace", type=Path, metavar="FILE", help="write a run's timeline for Chrome or Perfetto (and --out, if given)"
     )
-    report.set_defaults(run=_report)
 
 
-def _report(arguments: argparse.Namespace) -> int:
-    from kasoku.report.html.page import page
-    from kasoku.training.run_folder import members_of
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `kasoku report`."""
+    parser.description = (
+        "Runs of two recipes are compared over their seeds: A1 A2 A3 -- B1 B2 B3, or all of them in any order, by "
+        "recipe."
+    )
+    declare(parser, ReportArguments, run)
 
-    given = list(arguments.given)
-    after = len(given) - given.index("--") - 1 if "--" in given else 0  # how many stand behind it
+
+def run(arguments: ReportArguments) -> int:
+    """Writes the page; returns the exit code."""
+    words = arguments.words
+    after = len(words) - words.index("--") - 1 if "--" in words else 0  # the number of runs behind it
     expanded = [members_of(path) or [path] for path in arguments.runs]
-    paths = [path for some in expanded for path in some]
+    paths = [path for members in expanded for path in members]
     runs = read(paths)
     if arguments.trace:
         _write_trace(runs, arguments.trace)
@@ -57,7 +66,7 @@ def _report(arguments: argparse.Namespace) -> int:
     groups = by_hand if split else by_recipe(runs)
     if arguments.compare and len(groups) < 2:
         raise InputError("--compare: these runs are of one recipe; give two groups, as A1 A2 A3 -- B1 B2 B3")
-    lines = verdicts(_told_apart(groups))
+    lines = verdicts(_with_own_names(groups))
     out = arguments.out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
     _write(out, page(runs, lines))
     for line in lines:
@@ -67,15 +76,13 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def read(paths: Sequence[Path]) -> list[RunRecord]:
-    """What the folders of runs hold. Raises InputError for a folder that is none."""
+    """The runs of these folders. Raises InputError for a folder without a run."""
     names = [path.resolve().name for path in paths]
     unique = len(set(names)) == len(names)
     return [_read(path, name if unique else str(path)) for path, name in zip(paths, names, strict=True)]
 
 
 def _read(path: Path, name: str) -> RunRecord:
-    from kasoku.report.html import RunRecord
-
     damaged: list[str] = []
     try:
         recipe = tomllib.loads((path / "recipe.toml").read_text())
@@ -91,7 +98,7 @@ def _read(path: Path, name: str) -> RunRecord:
         recipe,
         result=_json(path / "result.json", damaged),
         metrics=_metrics(path / "metrics.jsonl"),
-        parts={part: found for part, found in parts.items() if found},
+        parts={part: document for part, document in parts.items() if document},
         buckets=str(_json(path / "buckets.json", damaged).get("text", "")),
         machine={**environment.get("machine", {}), **more},
         damaged=damaged,
@@ -99,22 +106,22 @@ def _read(path: Path, name: str) -> RunRecord:
 
 
 def _json(file: Path, damaged: list[str]) -> dict[str, Any]:
-    """A file's table; empty where there is none, or where it is damaged, which is noted."""
+    """The table of a file; empty if there is none, or if it is damaged, which is noted."""
     try:
-        found = json.loads(file.read_text())
+        document = json.loads(file.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         damaged.append(f"{file.name} cannot be read ({error})")
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         damaged.append(f"{file.name} holds no table")
         return {}
-    return found
+    return document
 
 
 def _metrics(file: Path) -> list[dict[str, Any]]:
-    """The lines that are whole."""
+    """The complete lines of the file."""
     try:
         text = file.read_text(errors="replace")
     except OSError:
@@ -122,11 +129,11 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
     lines = []
     for line in text.splitlines():
         try:
-            found = json.loads(line)
+            values = json.loads(line)
         except ValueError:
             continue  # half written
-        if isinstance(found, dict) and all(_is_number(found.get(k)) for k in ("step", "epoch", "time_s")):
-            lines.append(found)
+        if isinstance(values, dict) and all(_is_number(values.get(k)) for k in ("step", "epoch", "time_s")):
+            lines.append(values)
     return lines
 
 
@@ -138,17 +145,15 @@ def _is_number(value: object) -> bool:
 
 
 def by_recipe(runs: Sequence[RunRecord]) -> list[Group]:
-    """The runs whose recipes differ in nothing but the seed, with a name for them; in order of appearance."""
-    found: dict[str, list[RunRecord]] = {}
+    """Groups of runs whose recipes differ in the seed only, each with a name, in order of appearance."""
+    groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        found.setdefault(json.dumps(_settings(run), sort_keys=True, default=str), []).append(run)
-    return [(_label(some[0]), some) for some in found.values()]
+        groups.setdefault(json.dumps(_settings(run), sort_keys=True, default=str), []).append(run)
+    return [(_label(members[0]), members) for members in groups.values()]
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
     """A sentence for each group against the first one."""
-    from kasoku.report.significance import RunOutcome, compare
-
     outcomes = [
         [RunOutcome(r.seed, r.target, r.result.get("time_to_target_s"), _top1_at_the_end(r)) for r in runs]
         for _, runs in groups
@@ -165,8 +170,8 @@ def _top1_at_the_end(run: RunRecord) -> float | None:
     return None if run.result.get("stopped") else run.result.get("top1")
 
 
-def _told_apart(groups: Sequence[Group]) -> list[Group]:
-    """Groups of one name also get what differs between them."""
+def _with_own_names(groups: Sequence[Group]) -> list[Group]:
+    """The groups; names that are used twice are completed by the settings that differ."""
     names = [name for name, _ in groups]
     if len(set(names)) == len(names):
         return list(groups)
@@ -197,7 +202,7 @@ def _flat(document: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _label(run: RunRecord) -> str:
-    """What a run's recipe is called: by its file, or by the run's folder without its number."""
+    """The name of a run's recipe: its file's, or the name of the run folder without its number."""
     command = run.machine.get("command", [])
     file = next((word for word in command if isinstance(word, str) and word.endswith(".toml")), "")
     name = Path(run.name).name
@@ -212,8 +217,6 @@ def _hardware(run: RunRecord) -> dict[str, Any]:
 
 
 def _write_trace(runs: Sequence[RunRecord], file: Path) -> None:
-    from kasoku.report.html.timeline import chrome_trace
-
     if len(runs) != 1:
         raise InputError(f"--trace: the timeline of one run is written; {len(runs)} are given")
     timeline = runs[0].parts.get("timeline")
@@ -230,6 +233,4 @@ def _write_trace(runs: Sequence[RunRecord], file: Path) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    from kasoku.core.files import write_atomically
-
     write_atomically(file, lambda part: part.write_text(text, encoding="utf-8", errors="replace"))

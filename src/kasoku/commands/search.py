@@ -1,4 +1,4 @@
-"""kasoku search: settings of a recipe tried in trainings of their own, several at once where there is room."""
+"""`kasoku search`: settings of a recipe tried in trainings of their own, several at once where there is room."""
 
 from __future__ import annotations
 
@@ -8,68 +8,75 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import ClassVar
 
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from kasoku.config.recipe import dumps, load, own_folders
+from kasoku.commands import RecipeArguments, declare, option
+from kasoku.config.recipe import dumps
 from kasoku.core import InputError
 from kasoku.core.hardware import cores
 from kasoku.distributed.local_launch import STARTED
-
-if TYPE_CHECKING:
-    from kasoku.tune.hyperparameters import TrialResult
-    from kasoku.tune.search_space import Space
+from kasoku.training.run_folder import free_folder
+from kasoku.training.trainer import signals
+from kasoku.tune.hyperparameters import STOPPED, SearchSettings, TrialResult, search
+from kasoku.tune.search_space import Space, read_space
 
 _SHOWN = 10  # trials in the table that is printed
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `search` to the command's parsers."""
-    search = commands.add_parser("search", help="try settings of a recipe, each in a training of its own (Optuna)")
-    search.add_argument("recipe", type=Path, help="a recipe file (TOML)")
-    search.add_argument(
+@dataclass(frozen=True, kw_only=True)
+class SearchArguments(RecipeArguments):
+    """The arguments of `kasoku search`."""
+
+    space: Path = option(
         "--space", type=Path, required=True, metavar="FILE", help="TOML: path = {low, high, log, step} or {choices}"
     )
-    search.add_argument("--trials", type=int, required=True, metavar="N", help="in all, with those of earlier parts")
-    search.add_argument("--jobs", type=int, default=1, metavar="K", help="trainings at once (default: 1)")
-    search.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting")
-    search.add_argument("--out", type=Path, metavar="DIR", help="all of it; given again, the search there goes on")
-    search.set_defaults(run=_search, stays="what was done stays, and the same command with --out goes on there")
+    trials: int = option(
+        "--trials", type=int, required=True, metavar="N", help="the number of trials, with those of earlier parts"
+    )
+    jobs: int = option("--jobs", type=int, default=1, metavar="K", help="trainings at once (default: 1)")
+    out: Path | None = option(
+        "--out", type=Path, metavar="DIR", help="the folder of the search; if it holds one, that goes on"
+    )
+    if_interrupted: ClassVar[str] = "finished trials stay, and the same command with --out goes on there"
 
 
-def _search(arguments: argparse.Namespace) -> int:
-    from kasoku.training.run_folder import free_folder
-    from kasoku.training.trainer import signals
-    from kasoku.tune.hyperparameters import STOPPED, SearchSettings, search
-    from kasoku.tune.search_space import read_space
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `kasoku search`."""
+    declare(parser, SearchArguments, run)
 
-    file: Path = arguments.recipe
-    sys.path.extend(own_folders(file))
+
+def run(arguments: SearchArguments) -> int:
+    """Searches; returns the exit code."""
     space = read_space(arguments.space)
-    recipe = load(file, arguments.set)
-    check(space, arguments.space, lambda more: load(file, [*arguments.set, *more]))
-    folder: Path = arguments.out or free_folder(f"{file.stem}-search")
+    recipe = arguments.load()
+    check(space, arguments.space, lambda settings: arguments.load(*settings))
+    folder = arguments.out or free_folder(f"{arguments.recipe.stem}-search")
     # accuracies at the end are compared, so none ends at its target; K trainings share the cores
     settings = ["evaluate.stop=false"]
     if arguments.jobs > 1 and not recipe.device.threads:
         settings.append(f"device.threads={max(1, cores() // arguments.jobs)}")
-    given = [part for setting in (*settings, *arguments.set) for part in ("--set", setting)]
+    words = [word for setting in (*settings, *arguments.set) for word in ("--set", setting)]
     plan = SearchSettings(
-        (sys.executable, "-m", "kasoku", "train", str(file), "--quiet", *given),
+        (sys.executable, "-m", "kasoku", "train", str(arguments.recipe), "--quiet", *words),
         space,
         folder,
         arguments.trials,
         arguments.jobs,
-        about="\n".join([dumps(recipe), *(f"{path}: {one}" for path, one in space.items())]),
+        about="\n".join([dumps(recipe), *(f"{path}: {values}" for path, values in space.items())]),
         environment=partial(environment, arguments.jobs),
     )
     print(f"{arguments.trials} trials, {arguments.jobs} at once, in {folder}", flush=True)
     with signals() as caught:
-        outcomes = search(plan, caught=caught, say=lambda line: print(line, flush=True))
-    show(outcomes)
+        results = search(plan, caught=caught, say=lambda line: print(line, flush=True))
+    show(results)
     if caught:
         print(f"kasoku: stopped by {caught[0]}; go on with the same command and --out {folder}", file=sys.stderr)
         return STOPPED
@@ -77,16 +84,16 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def check(space: Space, file: Path, load_with: Callable[[Sequence[str]], object]) -> None:
-    """Raises InputError for a path the recipe does not have, with the nearest right one; and for values of no use.
+    """Raises InputError for a path that the recipe does not have, and where the recipe refuses all example values.
 
     Args:
-        space: what is varied.
-        file: where it was read, for the message.
+        space: the settings that are varied.
+        file: of the space, for the message.
         load_with: reads the recipe with more settings.
     """
-    for path, one in space.items():
+    for path, values in space.items():
         refusals = []
-        for value in one.examples:
+        for value in values.examples:
             try:
                 load_with([f"{path}={value}"])
                 break
@@ -97,32 +104,28 @@ def check(space: Space, file: Path, load_with: Callable[[Sequence[str]], object]
 
 
 def environment(jobs: int, job: int) -> dict[str, str]:
-    """What a trial's process gets: when it was started, and with several jobs its share of the GPUs.
+    """Environment variables of a trial's process: its start, and with several jobs its share of the GPUs.
 
-    By the first its process also ends when this one is killed.
+    A process that has its start also ends when this one is killed.
     """
     own = {STARTED: repr(time.perf_counter())}
-    there = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    gpus = there or [str(gpu) for gpu in range(torch.cuda.device_count())]
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    gpus = visible or [str(gpu) for gpu in range(torch.cuda.device_count())]
     if jobs > 1 and gpus:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[job::jobs] or [gpus[job % len(gpus)]])
     return own
 
 
-def show(outcomes: Sequence[TrialResult]) -> None:
+def show(results: Sequence[TrialResult]) -> None:
     """Prints the best trials, and the settings of the best one as --set takes them."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     rows = Table()
-    for name in ("trial", "how", "top-1", "seconds", *(outcomes[0].settings if outcomes else ())):
+    for name in ("trial", "how", "top-1", "seconds", *(results[0].settings if results else ())):
         rows.add_column(escape(name))
-    for one in outcomes[:_SHOWN]:
-        facts = [f"{one.top1:.2%}" if one.top1 else "-", f"{one.result.get('seconds') or 0:.1f}"]
-        rows.add_row(str(one.trial), *map(escape, [one.how, *facts, *one.settings.values()]))
+    for result in results[:_SHOWN]:
+        figures = [f"{result.top1:.2%}" if result.top1 else "-", f"{result.result.get('seconds') or 0:.1f}"]
+        rows.add_row(str(result.trial), *map(escape, [result.how, *figures, *result.settings.values()]))
     Console(highlight=False).print(rows)
-    if len(outcomes) > _SHOWN:
-        print(f"and {len(outcomes) - _SHOWN} more in trials.csv")
-    if outcomes and outcomes[0].how == "done":
-        print(" ".join(f"--set {shlex.quote(f'{path}={value}')}" for path, value in outcomes[0].settings.items()))
+    if len(results) > _SHOWN:
+        print(f"and {len(results) - _SHOWN} more in trials.csv")
+    if results and results[0].how == "done":
+        print(" ".join(f"--set {shlex.quote(f'{path}={value}')}" for path, value in results[0].settings.items()))

@@ -1,4 +1,4 @@
-"""kasoku simulate: the time and cost of a recipe on a described cluster, item by item, and its scaling.
+"""`kasoku simulate`: the time and cost of a recipe on a described cluster, item by item, and its scaling.
 
 It writes simulation.json (all figures), report.html (a step, drawn as on the page of a measured run) and, with --sweep,
 sweep.html (throughput and efficiency over the number of GPUs).
@@ -9,87 +9,91 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kasoku.commands import RecipeArguments, declare, option
+from kasoku.config.techniques import techniques_for
+from kasoku.config.toml import tables
 from kasoku.core import InputError
-
-if TYPE_CHECKING:
-    from kasoku.distributed import Asynchronous
-    from kasoku.simulate import SimulatedStep
-    from kasoku.simulate.from_recipe import Scenario
+from kasoku.core.files import write_text
+from kasoku.distributed import Asynchronous
+from kasoku.distributed.ddp.bucketing import table
+from kasoku.report import print_table
+from kasoku.report.html import Panel, RunRecord
+from kasoku.report.html.page import draw, page
+from kasoku.simulate import SimulatedStep, compressed, profile_of, timeline
+from kasoku.simulate import load as load_cluster
+from kasoku.simulate.collectives import fills
+from kasoku.simulate.from_recipe import Scenario, images_each, scenario, sweep
+from kasoku.simulate.sweep import efficiency, sizes
+from kasoku.training.run_folder import own_folder
 
 _MS = 1e3
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `simulate` to the command's parsers."""
-    simulate = commands.add_parser("simulate", help="what a recipe would take on a cluster that is not here")
-    simulate.add_argument("recipe", type=Path, help="a recipe file (TOML)")
-    simulate.add_argument("--cluster", required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
-    simulate.add_argument("--gpus", type=int, metavar="N", help="how many (default: all of a node)")
-    simulate.add_argument("--batch", type=int, metavar="B", help="of the recipe, over all GPUs (default: the recipe's)")
-    simulate.add_argument("--allreduce", default="", metavar="NAME", help="ring, tree, ... (default: the fastest)")
-    simulate.add_argument(
-        "--profile", action="append", default=[], metavar="DIR:IMAGES", help="times of kasoku profile at a batch"
+@dataclass(frozen=True, kw_only=True)
+class SimulateArguments(RecipeArguments):
+    """The arguments of `kasoku simulate`."""
+
+    cluster: str = option("--cluster", required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
+    gpus: int | None = option("--gpus", type=int, metavar="N", help="how many (default: all of a node)")
+    batch: int | None = option(
+        "--batch", type=int, metavar="B", help="of the recipe, over all GPUs (default: the recipe's)"
     )
-    simulate.add_argument("--sweep", default="", metavar="gpus=A:B", help="draw scaling curves")
-    simulate.add_argument(
-        "--what-if", action="append", default=[], metavar="CHANGES", help="such as network*2,latency/2"
+    allreduce: str = option("--allreduce", default="", metavar="NAME", help="ring, tree, ... (default: the fastest)")
+    profile: tuple[str, ...] = option(
+        "--profile", action="append", metavar="DIR:IMAGES", help="times of kasoku profile at a batch"
     )
-    simulate.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting")
-    simulate.add_argument("--out", type=Path, metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
-    simulate.set_defaults(run=_simulate, stays="nothing was written")
+    sweep: str = option("--sweep", default="", metavar="gpus=A:B", help="draw scaling curves")
+    what_if: tuple[str, ...] = option(
+        "--what-if", action="append", metavar="CHANGES", help="such as network*2,latency/2"
+    )
+    out: Path | None = option("--out", type=Path, metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
 
 
-def _simulate(arguments: argparse.Namespace) -> int:
-    from kasoku.config.recipe import load, own_folders
-    from kasoku.config.techniques import techniques_for
-    from kasoku.core.files import write_text
-    from kasoku.simulate import compressed as reducing
-    from kasoku.simulate import load as load_cluster
-    from kasoku.simulate import profile_of
-    from kasoku.simulate.collectives import fills
-    from kasoku.simulate.from_recipe import scenario, sweep
-    from kasoku.simulate.sweep import sizes
-    from kasoku.training.run_folder import own_folder
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `kasoku simulate`."""
+    declare(parser, SimulateArguments, run)
 
-    sys.path.extend(own_folders(arguments.recipe))
+
+def run(arguments: SimulateArguments) -> int:
+    """Simulates; returns the exit code."""
     batch = [f"batch={arguments.batch}"] if arguments.batch is not None else []
-    recipe, cluster = load(arguments.recipe, [*arguments.set, *batch]), load_cluster(arguments.cluster)
-    profiles = [profile_of(given) for given in arguments.profile]
-    asked = scenario(recipe, cluster, algorithm=arguments.allreduce, profiles=profiles)
+    recipe, cluster = arguments.load(*batch), load_cluster(arguments.cluster)
+    profiles = [profile_of(profile) for profile in arguments.profile]
+    case = scenario(recipe, cluster, algorithm=arguments.allreduce, profiles=profiles)
     gpus = arguments.gpus if arguments.gpus is not None else min(cluster.node.gpus, recipe.batch)
     what_if = ",".join(arguments.what_if)
     changed = cluster.altered(what_if) if what_if else None
     if changed and changed.device != cluster.device and profiles:
         raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave gpu or --profile out")
-    shared = asked.simulator.sharing
+    shared = case.simulator.sharing
 
     def fits(gpus: int) -> bool:
-        return fills(shared.algorithm, gpus) and reducing.fills(shared.reducer, gpus)
+        return fills(shared.algorithm, gpus) and compressed.fills(shared.reducer, gpus)
 
     over = sizes(cluster, *_range(arguments.sweep), fits=fits) if arguments.sweep else []
-    techniques_for(recipe, max(over, default=1))  # raises for what so many asynchronous ranks refuse
-    step = asked.step(gpus)
-    for line in asked.remarks(step):
+    techniques_for(recipe, max(over, default=1))  # raises for settings that asynchronous ranks refuse
+    step = case.step(gpus)
+    for line in case.remarks(step):
         print(f"kasoku: {line}", file=sys.stderr)
-    found = asked.document(step)
-    _show(asked, step, found, title=cluster.name)
+    document = case.document(step)
+    _show(case, step, document, title=cluster.name)
     if changed:
-        other = replace(asked, simulator=replace(asked.simulator, cluster=changed))
+        other = replace(case, simulator=replace(case.simulator, cluster=changed))
         then = other.step(gpus)
-        found["what_if"] = {what_if: other.document(then)}
-        _show(other, then, found["what_if"][what_if], title=f"{cluster.name}, {what_if}")
-    lines = sweep(asked, over, step, (what_if, changed) if changed else None) if over else {}
+        document["what_if"] = {what_if: other.document(then)}
+        _show(other, then, document["what_if"][what_if], title=f"{cluster.name}, {what_if}")
+    lines = sweep(case, over, step, (what_if, changed) if changed else None) if over else {}
     if lines:
-        found["sweep"] = _sweep_document(asked, step, lines)
+        document["sweep"] = _sweep_document(case, step, lines)
     folder = own_folder(arguments.out, arguments.recipe, "simulated")
-    write_text(folder / "simulation.json", json.dumps(found, indent=1) + "\n")
+    write_text(folder / "simulation.json", json.dumps(document, indent=1) + "\n")
     try:
-        pages = _page(asked, step, folder, arguments.recipe.stem)
-        pages += _sweep_page(folder, cluster.name, found["sweep"], lines) if lines else ""
+        pages = _page(case, step, folder, arguments.recipe.stem)
+        pages += _sweep_page(folder, cluster.name, document["sweep"], lines) if lines else ""
     except InputError as error:
         print(f"kasoku: no page: {error}", file=sys.stderr)
         pages = ""
@@ -97,20 +101,18 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sweep_document(asked: Scenario, step: SimulatedStep, lines: dict[str, list[SimulatedStep]]) -> dict[str, Any]:
-    from kasoku.simulate.from_recipe import images_each
-
+def _sweep_document(case: Scenario, step: SimulatedStep, lines: dict[str, list[SimulatedStep]]) -> dict[str, Any]:
     points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
-    return {"images_a_gpu": images_each(asked, step), "parts": asked.recipe.parts(step.gpus), "points": points}
+    return {"images_a_gpu": images_each(case, step), "parts": case.recipe.parts(step.gpus), "points": points}
 
 
-def _show(asked: Scenario, step: SimulatedStep, found: dict[str, Any], *, title: str) -> None:
-    from kasoku.report import print_table
-
+def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any], *, title: str) -> None:
     largest = max(step.inputs.sizes(), default=0.0)
     choice = getattr(step.inputs.link, "choice", lambda _: "")(largest)
-    device = asked.simulator.cluster.device
-    cost = f"{found['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "no price is known"
+    device = case.simulator.cluster.device
+    cost = (
+        f"{document['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "no price is known"
+    )
     pace = step.inputs.asynchronous if step.gpus > 1 else None
     sent, free = "exchanges" if pace else "all-reduces", pace and pace.max_staleness is None
     rows = {
@@ -122,8 +124,8 @@ def _show(asked: Scenario, step: SimulatedStep, found: dict[str, Any], *, title:
         "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {sent}",
         "waiting for input": f"{_MS * step.input_s:.2f} ms",
         "groups": f"{len(step.inputs.plan.groups)} ({step.inputs.plan.policy}); the largest by {choice}",
-        "throughput": f"{step.images_per_s:,.0f} images/s, {found['efficiency']:.1%} of as many GPUs alone",
-        "training": f"{found['training_s']:,.1f} s for {asked.recipe.epochs:g} epochs; {cost}",
+        "throughput": f"{step.images_per_s:,.0f} images/s, {document['efficiency']:.1%} of as many GPUs alone",
+        "training": f"{document['training_s']:,.1f} s for {case.recipe.epochs:g} epochs; {cost}",
         "source": device.source or "the cluster's file",
     }
     print_table(title, rows)
@@ -139,47 +141,36 @@ def _asynchronous(pace: Asynchronous) -> str:
     return f"{ahead} ahead of the slowest; updates in {pace.wire} {when}{groups}, {shown}"
 
 
-def _range(given: str) -> tuple[int, int]:
-    name, _, span = given.partition("=")
+def _range(text: str) -> tuple[int, int]:
+    name, _, span = text.partition("=")
     low, _, high = span.partition(":")
     if name != "gpus" or not low.isdecimal() or not high.isdecimal():
-        raise InputError(f"--sweep {given}: gpus=A:B is wanted, as gpus=1:4096")
+        raise InputError(f"--sweep {text}: gpus=A:B is wanted, as gpus=1:4096")
     return int(low), int(high)
 
 
-def _page(asked: Scenario, step: SimulatedStep, folder: Path, name: str) -> str:
+def _page(case: Scenario, step: SimulatedStep, folder: Path, name: str) -> str:
     """Writes the page of a step; returns what it adds to the list of files. Raises InputError without plotly."""
-    from kasoku.config.toml import tables
-    from kasoku.core.files import write_text
-    from kasoku.distributed.ddp.bucketing import table
-    from kasoku.report.html import RunRecord
-    from kasoku.report.html.page import page
-    from kasoku.simulate import timeline
-
     kinds = ("input", "forward", "backward", "exposed")
-    rows = asked.rows(step)
+    rows = case.rows(step)
     whole = sum(rows[kind] for kind in kinds)
-    one = {kind: rows[kind] / whole * step.step_s for kind in kinds}
-    device = asked.simulator.cluster.device.name
+    step_s = {kind: rows[kind] / whole * step.step_s for kind in kinds}
+    device = case.simulator.cluster.device.name
     run = RunRecord(
         f"{name} on {step.gpus:,} {device}, simulated",
-        tables(asked.recipe),
-        result={"images_per_s": step.images_per_s, "seconds": sum(rows.values()), "epochs": asked.recipe.epochs},
-        parts={"ledger": {"rows": rows, "step_s": one}, "timeline": timeline(step)},
+        tables(case.recipe),
+        result={"images_per_s": step.images_per_s, "seconds": sum(rows.values()), "epochs": case.recipe.epochs},
+        parts={"ledger": {"rows": rows, "step_s": step_s}, "timeline": timeline(step)},
         buckets=table(
             step.inputs.plan, step.inputs.tensors, what="updates" if step.inputs.asynchronous else "gradients"
         ),
-        machine={"chosen": f"{asked.simulator.cluster.name}, simulated"},
+        machine={"chosen": f"{case.simulator.cluster.name}, simulated"},
     )
     write_text(folder / "report.html", page([run]))
     return ", report.html"
 
 
 def _sweep_page(folder: Path, cluster: str, sweep: dict[str, Any], lines: dict[str, list[SimulatedStep]]) -> str:
-    from kasoku.report.html import Panel
-    from kasoku.report.html.page import draw
-    from kasoku.simulate.sweep import efficiency
-
     rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
     counts = {name: [s.gpus for s in steps] for name, steps in lines.items()}
     shares = {name: list(zip(counts[name], efficiency(steps), strict=True)) for name, steps in lines.items()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+
+import torch
 
 from kasoku.config.recipe import Recipe
 from kasoku.core import InputError
@@ -23,6 +26,19 @@ def check_share(recipe: Recipe, ranks: int) -> None:
 def most_ranks(recipe: Recipe, limit: int) -> int:
     """The largest number of ranks up to `limit` that can share the recipe's batch."""
     return max((n for n in range(2, limit + 1) if can_share(recipe, n)), default=1)
+
+
+def gpus_for(recipe: Recipe) -> int:
+    """The ranks of a training on this machine by default: its GPUs, as many as can share the batch; 1 without GPUs."""
+    if recipe.device.kind not in ("auto", "cuda"):
+        return 1
+    available = torch.cuda.device_count()
+    used = most_ranks(recipe, available)
+    if used < available:
+        print(
+            f"kasoku: {used} of {available} GPUs used: batch={recipe.batch} cannot be shared by more", file=sys.stderr
+        )
+    return used
 
 
 def can_share(recipe: Recipe, ranks: int) -> bool:

@@ -7,7 +7,6 @@ SIGTERM, then a SIGKILL; the code is that of the one that died.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import signal
@@ -32,21 +31,24 @@ _POLL_S = 0.02
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def on_ranks(arguments: argparse.Namespace, run: Callable[[Comm, Start], int], *, count: Callable[[], int]) -> int:
-    """Runs a command on the ranks a launcher started; without one, on `count()` processes of this machine.
+def on_ranks(
+    run: Callable[[Comm, Start], int], words: Sequence[str], *, started: float, count: Callable[[], int]
+) -> int:
+    """Runs a command on the ranks that a launcher started; without one, on `count()` processes of this machine.
 
     Args:
-        arguments: of the command, as main() has them.
-        run: what each rank does; gives its exit code.
-        count: how many processes; asked where no launcher says it.
+        run: the part of the command that each rank executes; returns its exit code.
+        words: of the command line, for the processes that this one starts.
+        started: when the command was typed.
+        count: the number of processes where no launcher has started them.
     """
     here = place()
     processes = 1 if here.launched else count()
     if processes > 1:
         places = [Place(i, processes, i, processes) for i in range(processes)]
-        return spawn(arguments.given, places, address="127.0.0.1", port=0, started=arguments.started)
+        return spawn(words, places, address="127.0.0.1", port=0, started=started)
     try:
-        start = Start(began=arguments.started)
+        start = Start(began=started)
         with joined(here, start) as comm:
             return run(comm, start)
     except ReportedElsewhereError:

@@ -14,7 +14,7 @@ from kasoku.config.recipe import Recipe
 from kasoku.config.sharing import can_share, check_share
 from kasoku.config.techniques import TEST_PASSES, is_asynchronous, techniques_for
 from kasoku.config.toml import Factory
-from kasoku.config.updates import ahead, updates
+from kasoku.config.updates import data_info, updates
 from kasoku.core import InputError
 from kasoku.data import Facts
 from kasoku.device import Graphs
@@ -208,7 +208,7 @@ def scenario(
     if like and (like.recipe.model, like.recipe.data) == (recipe.model, recipe.data):
         other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
         return replace(like, recipe=recipe, simulator=other)
-    facts, note = ahead(recipe)
+    facts, note = data_info(recipe)
     net, batch_norms = _inspect(recipe.model, facts)
     profile = simulate.profiled(profiles, net) if profiles else None
     simulator = Simulator(cluster, net, shared, profile=profile, norm_batch=recipe.norm_batch)

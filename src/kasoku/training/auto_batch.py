@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.table import Table
 
 from kasoku.config.recipe import Recipe
+from kasoku.config.sharing import shares_of
+from kasoku.config.updates import updates
 from kasoku.core import Comm, InputError
-
-if TYPE_CHECKING:
-    from kasoku.data import Dataset
-    from kasoku.tune.measurement import BatchSizeResult
-    from kasoku.tune.strategies import Strategy
+from kasoku.data import Dataset
+from kasoku.distributed.consensus import run_on_all_ranks
+from kasoku.distributed.rendezvous import is_lost_rank
+from kasoku.report import print_table
+from kasoku.training.trainer import prepare
+from kasoku.tune import BatchSizeResult, Measurement, Strategy, TimeToTarget, tune_batch_size
+from kasoku.tune.lr_range_test import rates_of
+from kasoku.tune.memory_forecast import out_of_memory
 
 BUDGET_S = 60.0
 _OF_A_STEP = (
@@ -69,17 +79,13 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSe
     Raises:
         InputError: for an empty range of sizes, and where no size can run.
     """
-    from kasoku.distributed.consensus import run_on_all_ranks
-    from kasoku.training.trainer import prepare
-    from kasoku.tune import TimeToTarget, tune_batch_size
-
-    once = partial(_at_once, at)
+    at_once = partial(_at_once, at)
     multiple = comm.size * max(1, recipe.accumulate) * max(1, recipe.norm_batch)
     begin = _begin(at, recipe.batch, multiple)
-    training = run_on_all_ranks(comm, lambda: prepare(once(begin), comm))
+    training = run_on_all_ranks(comm, lambda: prepare(at_once(begin), comm))
     job, dataset = training.job, training.dataset
     sizes = {"multiple": multiple, "begin": begin, "few": 8 * comm.size}
-    least, most = limits(once, how, images=len(dataset.train), **sizes)
+    least, most = limits(at_once, how, images=len(dataset.train), **sizes)
     if comm.rank == 0 and how.least and least <= most and (least, most) != (how.least, how.most):
         told = f"of batches from {how.least:,} to {how.most:,} those from {least:,} to {most:,}"
         print(f"kasoku: {told} can be shared by the ranks and trained with", file=sys.stderr)
@@ -91,7 +97,7 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSe
 
     found = run_on_all_ranks(comm, search)
     job.close()
-    tuned = once(found.batch, found.sample.parts)
+    tuned = at_once(found.batch, found.sample.parts)
     origin = ", ".join(text for text in (f"tuned by {found.strategy}", tuned.origin) if text)
     return TunedRecipe(replace(tuned, origin=origin), found, dataset)
 
@@ -128,7 +134,6 @@ def limits(
         begin: can be trained with.
         few: the smallest that is worth a try.
     """
-    from kasoku.config.updates import updates
 
     def trains(batch: int) -> bool:
         try:
@@ -169,9 +174,6 @@ def curve(at: Callable[[int], Recipe], least: int, most: int) -> tuple[tuple[int
 @contextmanager
 def plainly() -> Iterator[None]:
     """What a step raises, as a line: model, loss and data are the user's, and must run before they can be tuned."""
-    from kasoku.distributed.rendezvous import is_lost_rank
-    from kasoku.tune.memory_forecast import out_of_memory
-
     try:
         yield
     except InputError:
@@ -182,3 +184,52 @@ def plainly() -> Iterator[None]:
         line = " ".join(str(error).split())[:200]
         advice = "lower batch" if out_of_memory(error) else "mend model, loss or data"
         raise InputError(f"no step can be made ({type(error).__name__}: {line}): {advice}") from error
+
+
+def free_memory(recipe: Recipe) -> None:
+    """Frees the memory and the compiled graphs of the sizes tried, before the model is built that trains."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if recipe.device.compile or any(technique.compiles_model for technique in recipe.techniques):
+        torch.compiler.reset()
+
+
+def show(tuned: TunedRecipe, *, memory: str = "") -> None:
+    """Prints the sizes tried with their intervals, the chosen size, its rates, and a remark on memory."""
+    recipe, result = tuned.recipe, tuned.found
+    rows = Table()
+    for name in ("batch", "ms a step", "images/s", "waits for input", "device used", "epochs"):
+        rows.add_column(name, justify="right")
+    for i, sample in enumerate(result.samples):
+        takes = f"{result.epochs[i]:.3g}" if result.epochs else "-"
+        rows.add_row(*_cells(sample), takes, style="bold" if sample.batch == result.batch else "")
+    Console(highlight=False).print(rows)
+    shares = ", ".join(f"{images:,}" for images in shares_of(recipe, result.speeds))
+    rates = ", ".join(f"{path} {rate * recipe.rate_scale:.4g}" for path, rate in rates_of(recipe).items())
+    print_table(
+        "",
+        {
+            "batch": f"{result.batch:,}: {result.why}",
+            "rates": f"x {recipe.rate_scale:.4g} ({recipe.scaling}, from {recipe.reference_batch:,}): {rates}"
+            if recipe.reference_batch
+            else f"{rates} ({recipe.origin})",
+            **({"memory": memory} if memory else {}),
+            **({"shares": f'{shares} images, by the speed of each rank, where batch = "auto"'} if shares else {}),
+            "tuning": f"{result.strategy}, {result.spent_s:.1f} s of {result.budget_s:g}",
+        },
+    )
+
+
+def _cells(sample: Measurement) -> list[str]:
+    if sample.failed:
+        return [f"{sample.batch:,}", sample.failed, "-", "-", "-"]
+    used = f"{sample.utilisation:.0%}" if math.isfinite(sample.utilisation) else "-"
+    step = f"{1e3 * sample.step_s:.3g} ({1e3 * sample.low_s:.3g} to {1e3 * sample.high_s:.3g})"
+    return [
+        f"{sample.batch:,}",
+        step,
+        f"{sample.images_per_s:,.0f}",
+        f"{sample.input_s / sample.step_s:.0%}",
+        used,
+    ]

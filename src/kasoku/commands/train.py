@@ -1,0 +1,274 @@
+"""`kasoku train`: trains from a recipe or on a folder of photos, alone or on many ranks, one network or an ensemble.
+
+Note: imports inside functions. The trainer takes 0.5 s to import, and ranks meet meanwhile; so `on_ranks` imports it,
+and nothing here does before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from kasoku.commands import CommandArguments, declare, option, set_option
+from kasoku.config.recipe import Recipe, dumps, load, own_folders
+from kasoku.core import Comm, InputError
+from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks, version_facts
+from kasoku.distributed.local_launch import on_ranks
+from kasoku.distributed.startup import Start
+
+if TYPE_CHECKING:
+    from kasoku.training.auto_batch import TunedRecipe
+    from kasoku.training.run_folder import RunFolder
+    from kasoku.training.run_state import Training
+
+DIVERGED, STOPPED = 3, 75  # exit codes
+CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root")  # of a run that is resumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(CommandArguments):
+    """The arguments of `kasoku train`."""
+
+    recipe: Path | None = option(nargs="?", type=Path, help="a recipe file (TOML)")
+    set: tuple[str, ...] = set_option()
+    out: Path | None = option("--out", type=Path, metavar="DIR", help="the run folder (default: runs/NAME-N)")
+    resume: Path | None = option("--resume", type=Path, metavar="DIR", help="go on with the run in DIR")
+    go_on: bool = option("--continue", action="store_true", help="go on with the run in --out, as it is, if any")
+    data: Path | None = option(
+        "--data", type=Path, metavar="DIR", help="without a recipe: a folder with one folder a class"
+    )
+    weights: Path | None = option(
+        "--weights", type=Path, metavar="FILE", help="with --data: published weights to start from"
+    )
+    freeze: int = option(
+        "--freeze", type=int, default=0, metavar="K", help="with --weights: do not train the first K blocks"
+    )
+    members: int = option("--members", type=int, default=0, metavar="K", help="train K members of an ensemble")
+    vary: tuple[str, ...] = option(
+        "--vary", action="append", metavar="PATH=V1,V2,...", help="with --members: a value for each"
+    )
+    dry_run: bool = option("--dry-run", action="store_true", help="only print what the recipe would do")
+    plot: Path | None = option(
+        "--plot", type=Path, metavar="FILE", help="draw rate, weight decay, momentum over epochs (HTML)"
+    )
+    quiet: bool = option("--quiet", action="store_true", help="no progress bar")
+    if_interrupted: ClassVar[str] = "a checkpoint written before stands"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `kasoku train`."""
+    declare(parser, TrainArguments, run)
+
+
+def run(arguments: TrainArguments) -> int:
+    """Trains; returns the exit code."""
+    return on_ranks(
+        partial(_train_or_diverge, arguments),
+        arguments.words,
+        started=arguments.started,
+        count=partial(_gpus, arguments),
+    )
+
+
+def _check(arguments: TrainArguments) -> None:
+    a = arguments
+    sources = [name for name, value in (("recipe", a.recipe), ("resume", a.resume), ("data", a.data)) if value]
+    fixed = [setting for setting in a.set if not setting.startswith(CHANGEABLE)]
+    rules = {
+        f"kasoku train: {' and '.join(sources) or 'nothing'} given: one of RECIPE, --resume, --data": len(sources) != 1,
+        "--continue: goes with --out DIR, where the run is or will be; for members give --resume DIR": a.go_on
+        and (a.resume or not a.out or a.members),
+        "--out beside --resume: a resumed run stays in its folder; leave --out away": a.resume and a.out,
+        "--weights and --freeze go with --data; in a recipe use the technique kasoku.models.Pretrained": not a.data
+        and (a.weights or a.freeze),
+        f"--plot {a.plot}: an HTML page is written; give a name that ends in .html": a.plot
+        and a.plot.suffix != ".html",
+        "--vary without --members: a value for each member is wanted; give --members K": a.vary and not a.members,
+        "--members beside --resume: the folder knows its members; leave --members out": a.members and a.resume,
+        f"--resume with --set {', '.join(fixed[:1])}: that would be another training; only {', '.join(CHANGEABLE)} "
+        "may change": a.resume and fixed,
+        "--freeze without --weights: blocks that learnt nothing yet are not worth keeping; give both": a.freeze
+        and not a.weights,
+    }
+    for message, broken in rules.items():
+        if broken:
+            raise InputError(message)
+
+
+def _gpus(arguments: TrainArguments) -> int:
+    """The number of processes to train on this machine."""
+    from kasoku.config.sharing import gpus_for
+
+    if torch.cuda.device_count() < 2 or arguments.members or arguments.dry_run:
+        return 1
+    _check(arguments)
+    recipe, folder = _recipe_and_folder(arguments)
+    return 1 if _has_members(arguments, folder) else gpus_for(recipe)
+
+
+def _has_members(arguments: TrainArguments, folder: Path) -> bool:
+    return bool(arguments.members or (arguments.resume and not (folder / "recipe.toml").is_file()))
+
+
+def _recipe_and_folder(arguments: TrainArguments) -> tuple[Recipe, Path]:
+    """The recipe and the run folder; without --out and --resume a new one."""
+    from kasoku.training.run_folder import allow_own_modules, free_folder, members_of
+
+    sys.path.extend(entry for entry in own_folders(arguments.recipe) if entry not in sys.path)
+    if arguments.resume:
+        run = next(iter(members_of(arguments.resume)), arguments.resume)
+        allow_own_modules(run)
+        if not (run / "recipe.toml").is_file():
+            raise InputError(f"--resume {arguments.resume}: no run there (no recipe.toml): an earlier run is wanted")
+        return load(run / "recipe.toml", arguments.set), arguments.resume
+    source = arguments.recipe or arguments.data or Path()
+    return _load(arguments), arguments.out or free_folder(source.resolve().stem)
+
+
+def _load(arguments: TrainArguments, *more: str) -> Recipe:
+    settings = [*arguments.set, *more]
+    if arguments.recipe:
+        return load(arguments.recipe, settings)
+    from kasoku.config.from_folder import recipe_for
+
+    return recipe_for(arguments.data or Path(), arguments.weights, freeze=arguments.freeze, settings=settings)
+
+
+def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> int:
+    from kasoku.training.run_state import DivergedError
+
+    try:
+        return _train_on_rank(arguments, comm, start)
+    except DivergedError as error:
+        if comm.rank == 0:
+            print(f"kasoku: {error}", file=sys.stderr)
+        return DIVERGED
+
+
+def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
+    """Trains on one of the ranks, or as the only one."""
+    from kasoku.config.sharing import shares_of
+    from kasoku.data.datasets.folder_index import scanned_once
+    from kasoku.report import dry_run, print_table
+    from kasoku.training import run_folder, trainer
+
+    run_on_all_ranks(comm, lambda: _check(arguments))
+    if arguments.go_on and arguments.out and comm.broadcast_object((arguments.out / "recipe.toml").is_file()):
+        arguments = replace(arguments, resume=arguments.out, out=None, set=())
+    read = partial(_recipe_and_folder, arguments)
+    recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
+    if comm.size > 1:  # one rank alone need not read the package's source
+        run_on_all_ranks(comm, lambda: assert_same_on_all_ranks(comm, {"recipe": dumps(recipe), **version_facts()}))
+    resume = arguments.resume is not None
+    if _has_members(arguments, folder):
+        return _train_members(arguments, folder, comm)
+    if arguments.dry_run:
+        if comm.rank == 0:
+            dry_run.preview(recipe, plot=arguments.plot)
+        return 0
+    arguments = replace(arguments, quiet=arguments.quiet or comm.rank > 0)
+    tuned = start.do("tuning", partial(_tune, arguments, recipe, comm)) if recipe.auto_batch else None
+    recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
+    # before the folder is written: a start that fails leaves nothing behind
+    kept = run_folder.shares_in(folder, comm, recipe.batch) if resume and not recipe.device.graphs else ()
+    shares = shares_of(recipe, tuned.found.speeds) if tuned else kept
+    training = run_on_all_ranks(
+        comm, lambda: trainer.prepare(recipe, comm, dataset=dataset, start=start, shares=shares)
+    )
+    with run_folder.run_folder(comm, folder, resume=resume) as run:
+        run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned) if run else None)
+        result = trainer.fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
+    if comm.rank == 0 and not result.stopped and not arguments.quiet:
+        print_table("", result.rows(folder))
+    if result.stopped and comm.rank == 0:
+        _print_stopped(result.stopped, folder)
+    run_on_all_ranks(comm, lambda: None)  # a launcher ends all ranks once one ends: rank 0 prints first
+    return STOPPED if result.stopped else 0
+
+
+def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
+    """The recipe at the batch that tuning chooses; the same on all ranks."""
+    from kasoku.training import auto_batch
+
+    def check() -> None:
+        out = arguments.out
+        if out and (out / "recipe.toml").exists():
+            raise InputError(f"{out}: holds a run already: go on with --resume {out}, or give another --out")
+
+    def at(batch: int) -> Recipe:
+        if arguments.data:  # nothing else follows from the batch, so the folder is not listed again
+            return replace(recipe, batch=batch, origin="")
+        return _load(arguments, f"batch={batch}")
+
+    run_on_all_ranks(comm, check)
+    tuned = auto_batch.tune(recipe, at, comm=comm, how=auto_batch.TuneSettings(budget_s=auto_batch.BUDGET_S))
+    auto_batch.free_memory(recipe)
+    if not arguments.quiet:
+        auto_batch.show(tuned)
+    return tuned
+
+
+def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned: TunedRecipe | None) -> None:
+    """Writes the files of a new run, and prints what is about to happen."""
+    from kasoku.config.updates import info_of
+    from kasoku.report.dry_run import preview
+    from kasoku.training.run_folder import describe, keep_shares
+
+    recipe, ranks = training.recipe, training.job.comm.size
+    if not arguments.resume:
+        describe(run, training, own_folders(arguments.recipe))
+        if tuned:
+            tuned.found.save(run.path / "tuning.json")
+        keep_shares(run, training.job)
+    elif arguments.set:
+        run.write("recipe.toml", dumps(recipe))
+    if not arguments.quiet:
+        each = f"{ranks} ranks, each on " if ranks > 1 else ""
+        print(f"{each}{training.chosen}\n{training.total_steps} steps, run folder {run.path}", flush=True)
+    other_epochs = getattr(recipe.schedule, "epochs", recipe.epochs) != recipe.epochs
+    derived = recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch or other_epochs
+    if arguments.plot or (derived and not arguments.quiet):
+        data = info_of(training.dataset)
+        preview(recipe, data=data, model=training.job.model, show=not arguments.quiet, plot=arguments.plot)
+
+
+def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
+    from kasoku.report.dry_run import preview
+    from kasoku.training import ensemble, trained
+    from kasoku.training.run_folder import members_of
+
+    run_on_all_ranks(comm, lambda: _check_members(comm.size))
+    if arguments.resume:
+        paths = members_of(folder)
+        recipes = [load(path / "recipe.toml", arguments.set) for path in paths]
+    else:
+        recipes = ensemble.varied(lambda more: _load(arguments, *more), arguments.members, arguments.vary)
+        paths = ensemble.folders(folder, len(recipes))
+    if arguments.plot or arguments.dry_run:
+        preview(recipes[0], plot=arguments.plot, show=arguments.dry_run)
+    if arguments.dry_run:
+        for recipe in recipes[1:]:
+            preview(recipe, plot=None)
+        return 0
+    own = None if arguments.resume else own_folders(arguments.recipe)
+    results = ensemble.train(recipes, paths, started=arguments.started, own_modules=own, quiet=arguments.quiet)
+    stopped = [result.stopped for result in results if result.stopped]
+    if stopped:
+        _print_stopped(stopped[0], folder)
+        return STOPPED
+    return 0 if arguments.quiet else trained.evaluate_runs(paths, None)
+
+
+def _check_members(ranks: int) -> None:
+    if ranks > 1:
+        raise InputError(f"--members on {ranks} ranks: members train on one device, by turns; start one process")
+
+
+def _print_stopped(signal: str, folder: Path) -> None:
+    print(f"kasoku: stopped by {signal}; go on with: kasoku train --resume {folder}", file=sys.stderr)
