@@ -61,8 +61,8 @@ def failure(scan, make):
 def test_the_second_rank_lists_nothing(tree, scans, listings):
     first = scans[0].during(lambda: folder(str(tree)))
     assert listings.total() == 9
-    scans[0].tell()
-    scans[1].tell()
+    scans[0].broadcast()
+    scans[1].broadcast()
     second = scans[1].during(lambda: folder(str(tree)))
     assert listings.total() == 9
     assert (second.train.paths, second.test.paths) == (first.train.paths, first.test.paths)
@@ -74,11 +74,11 @@ def test_who_asks_early_waits_and_who_asks_for_no_folder_does_not(tree, scans):
     found = []
     asking = threading.Thread(target=lambda: found.append(scans[1].during(lambda: folder(str(tree)))), daemon=True)
     asking.start()
-    hearing = threading.Thread(target=scans[1].tell, daemon=True)
+    hearing = threading.Thread(target=scans[1].broadcast, daemon=True)
     hearing.start()
     asking.join(0.2)
     assert not found
-    telling = threading.Thread(target=scans[0].tell, daemon=True)
+    telling = threading.Thread(target=scans[0].broadcast, daemon=True)
     telling.start()
     asking.join(0.2)
     assert not found
@@ -92,7 +92,7 @@ def test_folders_go_by_their_roots_and_one_unknown_to_rank_0_is_listed(tree, sca
     roots = [str(tree / part) for part in ("train", "val")]
     first = scans[0].during(lambda: [folder(root) for root in roots])
     for scan in scans:
-        scan.tell()
+        scan.broadcast()
     listings.clear()
     second = scans[1].during(lambda: [folder(root) for root in reversed(roots)])
     assert not listings
@@ -105,7 +105,7 @@ def test_what_fails_on_rank_0_fails_on_all_with_its_line(tree, scans):
     line = failure(scans[0], lambda: folder(str(tree)))
     assert "void: a class folder with no image" in line
     for scan in scans:
-        scan.tell()
+        scan.broadcast()
     assert failure(scans[1], lambda: folder(str(tree))) == line
 
 
@@ -116,7 +116,7 @@ def test_after_a_failure_of_rank_0_nobody_else_looks(tree, scans, listings):
     with pytest.raises(OSError, match="no space left"):
         scans[0].during(full)
     for scan in scans:
-        scan.tell()
+        scan.broadcast()
     assert failure(scans[1], lambda: folder(str(tree))) == "no space left"
     assert not listings
 
@@ -125,7 +125,7 @@ def test_a_rank_that_fails_alone_hears_rank_0_all_the_same(tree, scans, tmp_path
     assert "no such folder" in failure(scans[1], lambda: folder(str(tmp_path / "gone")))
     scans[0].during(lambda: folder(str(tree)))
     for scan in scans:
-        scan.tell()
+        scan.broadcast()
     assert len(scans[1].during(lambda: folder(str(tree))).train) == 12
 
 
@@ -136,7 +136,7 @@ def test_files_that_only_rank_0_has_are_told_at_the_start(tree, monkeypatch, tmp
     for scans in starts:
         scans[0].during(lambda: folder("$PHOTOS"))
         for scan in scans:
-            scan.tell()
+            scan.broadcast()
     monkeypatch.setenv("PHOTOS", str(copied))
     found = starts[0][1].during(lambda: folder("$PHOTOS"))
     assert all(path.startswith(f"{copied}/") for path in found.train.paths)
@@ -160,11 +160,11 @@ def test_what_was_found_is_let_go(scans, told_first):
     def look():
         once("root", lambda: ({"": {"a": [f"{i:09}.png" for i in range(20_000)]}}, []), lambda _: None)
 
-    steps = [lambda: scans[0].during(look), scans[0].tell]
+    steps = [lambda: scans[0].during(look), scans[0].broadcast]
     if told_first:
-        steps += [scans[1].tell, lambda: scans[1].during(look)]
+        steps += [scans[1].broadcast, lambda: scans[1].during(look)]
     else:
-        steps += [lambda: scans[1].during(lambda: None), scans[1].tell]
+        steps += [lambda: scans[1].during(lambda: None), scans[1].broadcast]
     tracemalloc.start()
     try:
         for step in steps:
@@ -207,7 +207,7 @@ def test_the_second_rank_asks_a_far_source_for_nothing_that_rank_0_knows(site, s
     made = [lambda rank=rank: folder(f"{site.root}/photos", cache=str(tmp_path / f"{rank}")) for rank in range(2)]
     first = scans[0].during(made[0])
     for scan in scans:
-        scan.tell()
+        scan.broadcast()
     asked = site.requests
     second = scans[1].during(made[1])
     assert site.requests == asked

@@ -15,7 +15,7 @@ from contracts import one_thread as one_thread
 from kasoku.config.toml import parse, tables
 from kasoku.core import InputError, Job
 from kasoku.data import Augment, Dataset, Memory, RandAugment, digits, loader
-from kasoku.data.augment.randaugment import OPS, Vary, changed, made
+from kasoku.data.augment.randaugment import OPS, Vary, changed, strength_of
 from kasoku.optim import sgd
 
 MEAN = (0.485, 0.456, 0.406)
@@ -63,7 +63,7 @@ def by_pillow(op: str, share: float, image: Image.Image) -> Image.Image:
 
 def ours(op: str, magnitude: float, down: bool, pixels_HWC: np.ndarray) -> np.ndarray:
     images_NCHW = torch.from_numpy(pixels_HWC.copy()).permute(2, 0, 1)[None]
-    strength = made(magnitude, pixels_HWC.shape[:2], MEAN[: pixels_HWC.shape[2]], CPU)
+    strength = strength_of(magnitude, pixels_HWC.shape[:2], MEAN[: pixels_HWC.shape[2]], CPU)
     change_N = torch.tensor([2 * OPS.index(op) + down])
     return changed(images_NCHW, change_N, strength, alone=True)[0].permute(1, 2, 0).numpy()
 
@@ -120,7 +120,7 @@ def images(n: int = 60, height: int = 20, width: int = 24) -> torch.Tensor:
 
 def test_devices_that_are_not_asked_for_counts_get_the_same_images():
     images_NCHW, change_N = images().permute(0, 3, 1, 2), torch.arange(60) % 28
-    strength = made(13.0, (20, 24), MEAN, CPU)
+    strength = strength_of(13.0, (20, 24), MEAN, CPU)
     apart = changed(images_NCHW, change_N, strength, alone=True)
     assert torch.equal(apart, changed(images_NCHW, change_N, strength, alone=False))
     one_by_one = [changed(images_NCHW[i : i + 1], change_N[i : i + 1], strength, alone=True) for i in range(60)]

@@ -340,7 +340,7 @@ def test_a_request_that_hangs_is_made_again(site, monkeypatch):
 def test_a_process_with_a_hanging_read_can_exit(site):
     site.stalls = True
     code = (
-        "import sys; from kasoku.data.store import Store; from kasoku.core import InputError\n"
+        "import sys; from kasoku.data.remote.store import Store; from kasoku.core import InputError\n"
         "try: Store(sys.argv[1], patience_s=1.5).read('a.tar', 0, 9)\n"
         "except InputError as error: print(error)\n"
         "import time; from fsspec.implementations.memory import MemoryFileSystem\n"

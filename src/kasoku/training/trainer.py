@@ -112,7 +112,7 @@ def _begun(recipe: Recipe, comm: Comm, start: Start, dataset: Dataset | None) ->
         start.add("inductor", lambda _: import_module("torch._inductor.compile_fx"), after=("compiler",))
     if comm.size > 1:
         start.add("communicator", lambda: scan.needed(lambda: _connected(recipe, comm, chosen)))
-        start.add("index", lambda _: scan.tell(), after=("communicator",))
+        start.add("index", lambda _: scan.broadcast(), after=("communicator",))
     if not early:  # one task after the other: by now rank 0 has told what is waited for
         data()
     return chosen

@@ -22,7 +22,7 @@ class Mix(Technique):
 
     A share is drawn for each batch that a device takes at once; where both alphas are above 0, so is which of the two
     mixes it, each as often. The loop gets the labels of the images themselves, and `job.loss` of them is share *
-    loss(outputs, labels) + (1 - share) * loss(outputs, the partners' labels); so it must be given them as they came.
+    loss(outputs, labels) + (1 - share) * loss(outputs, the partners' labels); so it must get them as they came.
     Other labels, as in evaluation, have the plain loss. Give it after LowResolution: then no edge of a box is blurred.
 
     Args:
@@ -30,7 +30,7 @@ class Mix(Technique):
         cutmix: alpha of CutMix, which puts a box of one image into the other; 0: off.
 
     Saves: epochs to an accuracy that the network without it only reaches with more images.
-    Costs: two passes over the batch and a second loss; accuracy where epochs are few; the loss no longer tells the fit.
+    Costs: two passes over the batch and a second loss; accuracy where epochs are few; the loss no longer shows the fit.
     Maths: share ~ Beta(alpha, alpha); image i's partner is image i - shift of the batch, the same shift for all. Mixup:
         x = share x_i + (1 - share) x_j. CutMix: a box of sqrt(1 - share) of each side, centred anywhere, is x_j's; the
         loss takes the share that is left, since some of the box may lie outside. All draws are a function of (the
@@ -100,8 +100,8 @@ class Pairing:
 class _Mixing:
     """Mixes the batches of a job and remembers, for each that is not yet used, with what.
 
-    Note: what knows the partners. They hang on the very labels that were handed out, a tensor object made for it. So
-    it does not matter when the loss is asked for, for how many batches are in hand, or which other losses come between.
+    Note: what knows the partners. They hang on the very labels that were handed out, a tensor object of their own. So
+    it does not matter when the loss is computed, for how many batches are in hand, or which other losses come between.
     """
 
     def __init__(self, job: Job, technique: Mix) -> None:

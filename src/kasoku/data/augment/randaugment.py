@@ -1,7 +1,7 @@
 """RandAugment in batches on the device: a few of 14 changes for each image, one after the other.
 
 Note: four kinds of change. Five of the 14 move pixels: one gather, a matrix an image. Six give each value another one,
-whatever its neighbours: a table of 256 values an image and channel, from its histogram where that is asked for, and one
+whatever its neighbours: a table of 256 values an image and channel, from its histogram where that is needed, and one
 look-up. Colour and sharpness are blends of their own, identity is none.
 
 Note: who waits. On a CPU each kind runs on its own images alone. Another device would have to say how many those are
@@ -99,7 +99,7 @@ class Vary:
     def __call__(self, images_NHWC: Tensor, index_N: Tensor, epoch: int) -> Tensor:
         """images_NHWC (uint8) changed, as new memory, from images with sample indices index_N (int64)."""
         size = (images_NHWC.shape[1], images_NHWC.shape[2])
-        strength = made(self.settings.magnitude, size, self.mean, images_NHWC.device)
+        strength = strength_of(self.settings.magnitude, size, self.mean, images_NHWC.device)
         alone = images_NHWC.device.type == "cpu"
         at_once = max(1, (_VALUES_CPU if alone else _VALUES) // math.prod(images_NHWC.shape[1:]))
         parts = []
@@ -132,7 +132,7 @@ class Strength:
 
 
 @functools.lru_cache(maxsize=32)
-def made(magnitude: float, size: tuple[int, int], mean: tuple[float, ...], device: torch.device) -> Strength:
+def strength_of(magnitude: float, size: tuple[int, int], mean: tuple[float, ...], device: torch.device) -> Strength:
     """The changes at a magnitude, for images of `size` (height, width).
 
     Kept, because making a tensor from numbers would have the host wait for the device at each batch.

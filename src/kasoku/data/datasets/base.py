@@ -99,8 +99,8 @@ class Items:
 
     Args:
         dataset: anything with len() and items.
-        labels_N: the labels; else `dataset.targets` or `dataset.labels`; else every item is asked for once.
-        processes: so many read and decode, each with a copy of the data set; 0: threads, as for files. For a data set
+        labels_N: the labels; else `dataset.targets` or `dataset.labels`; else every item is read once.
+        processes: how many read and decode, each with a copy of the data set; 0: threads, as for files. For a data set
             whose own code takes long and holds the interpreter's lock.
     """
 
@@ -261,14 +261,14 @@ def places(root: str, name: str, below: Sequence[str]) -> list[Path]:
             f"{name}: no root given and $KASOKU_DATA is not set; "
             f"give root=<folder> or set $KASOKU_DATA to the folder that holds {name}/"
         )
-    found = [place for top in tops for place in (top, *(top / sub for sub in below)) if place.is_dir()]
-    if not found:
+    folders = [place for top in tops for place in (top, *(top / sub for sub in below)) if place.is_dir()]
+    if not folders:
         raise InputError(
             f"{name}: no folder {tops[0]}"
             + ("" if root else " (from $KASOKU_DATA)")
             + "; give root=<folder that holds the data>"
         )
-    return found
+    return folders
 
 
 def check_labels(labels_N: np.ndarray, classes: int, where: Path) -> None:

@@ -30,7 +30,7 @@ from kasoku.core.errors import InputError
 
 TRIES = 3
 BACKOFF_S = 1.0  # before the second try; twice as long before each further one
-SILENCE_S = 30.0  # a server that sends nothing for so long is given up
+SILENCE_S = 30.0  # of a server that sends nothing, then the try ends
 SUMS = "SHA256SUMS"  # beside what was unpacked; `sha256sum -c` reads it too
 _CHUNK_BYTES = 1 << 18
 _OTHER = "give --source, another address of the same files"
@@ -50,7 +50,7 @@ class Release:
 
 
 # The authors publish an MD5 (CIFAR, Fashion-MNIST) or nothing. These SHA-256 are of the same files, as several
-# independent projects record them: a host is asked without encryption, and an MD5 says little against intent.
+# independent projects record them: a host is reached without encryption, and an MD5 says little against intent.
 RELEASES = {
     "cifar10": Release(
         "kasoku.data.cifar10",
@@ -124,7 +124,7 @@ def download(name: str, to: str, *, source: str = "", quiet: bool = False) -> st
         get, place = (_get_archive, home) if release.unpacked_bytes else (_get_files, home / release.folder)
         with bar:
             came_bytes = get(release, place, Fetch(base, bar))
-    except OSError as error:  # the disk's: _faults tells those of the connection apart
+    except OSError as error:  # the disk's: those of the connection are ConnectionError (see _faults)
         text = f"{error.filename or home}: {error.strerror or error}"
         raise InputError(f"{text}; mend that or free some space, or give another --to") from error
     done = f"{_mb(came_bytes)} downloaded to {home}" if came_bytes else f"all there in {home}, nothing to download"
@@ -226,7 +226,7 @@ class Fetch:
 
 @contextmanager
 def _faults(address: str) -> Iterator[None]:
-    """Tells what the connection does wrong, as ConnectionError, from what the disk does wrong: both are OSError."""
+    """Raises faults of the connection as ConnectionError, apart from those of the disk: both are OSError."""
     try:
         yield
     except urllib.error.HTTPError as error:
@@ -250,7 +250,7 @@ def _lock(out: io.FileIO) -> None:
 
 
 def _write(out: io.FileIO, left: memoryview) -> None:
-    """All of it: one call may write less, and a buffer would tell of a full disk only when it is closed."""
+    """All of it: one call may write less, and a buffer would notice a full disk only when it is closed."""
     while left:
         left = left[out.write(left) :]
 

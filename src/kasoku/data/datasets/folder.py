@@ -14,7 +14,7 @@ import torch
 
 from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import Dataset, Files, Split
-from kasoku.data.datasets.folder_index import Found, Parts, Tree, arranged, below, indexed, look_in, once
+from kasoku.data.datasets.folder_index import Listing, Parts, Tree, arranged, below, indexed, look_in, once
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.remote.store import Store, is_remote
 
@@ -77,7 +77,7 @@ def folder(  # noqa: PLR0913
     `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku) keeps the list of files, so that only folders that
     changed are listed again; of an address, which is listed at each start, the files that were read, at most
     `cache_bytes` of them.
-    More bad images than the share `max_bad_fraction` (but more than one) end a training; fewer are skipped and told.
+    More bad images than the share `max_bad_fraction` (but more than one) end a training; fewer are skipped and named.
     Errors: InputError for no class folder, a class folder with no image, a class that is only in the validation part.
     """
     if not root:
@@ -93,7 +93,7 @@ def folder(  # noqa: PLR0913
     if is_remote(where):
         store, address = Store(where, cache=cache, cache_bytes=cache_bytes), urlsplit(where)
         top, name = root.rstrip("/"), PurePosixPath(address.path).name or str(address.hostname)
-        found = once(where, lambda: _far(store, top), partial(_learn, store))
+        listing = once(where, lambda: _far(store, top), partial(_learn, store))
         split = partial(_far_files, store)
     else:
         home = Path(where.removeprefix("file://")).expanduser()
@@ -103,9 +103,9 @@ def folder(  # noqa: PLR0913
             )
         home = home.resolve()
         top, name = str(home), home.name
-        found = once(root, lambda: (indexed(home, cache), []), partial(_check_here, top))
+        listing = once(root, lambda: (indexed(home, cache), []), partial(_check_here, top))
         split = partial(_files, top)
-    (part, first), (away, second) = _train_and_test(found[0], top, validation, seed)
+    (part, first), (away, second) = _train_and_test(listing[0], top, validation, seed)
     classes = sorted(first)
     train, test = split(part, first, classes), split(away, second, classes)
     shape = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
@@ -120,10 +120,10 @@ def find_images(path: str | Path) -> list[Path]:
     if not start.is_dir():
         raise InputError(f"{path}: no such file or folder; give an image or a folder of images")
     below = (file for file in start.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    found = sorted(file for file in below if not any(part.startswith(".") for part in file.relative_to(start).parts))
-    if not found:
+    images = sorted(file for file in below if not any(part.startswith(".") for part in file.relative_to(start).parts))
+    if not images:
         raise InputError(f"{path}: no image in it (looked for {', '.join(SUFFIXES)}); give another folder")
-    return found
+    return images
 
 
 def held_out(name: str, files: list[str], validation: float, seed: int) -> set[str]:
@@ -140,7 +140,7 @@ def held_out(name: str, files: list[str], validation: float, seed: int) -> set[s
 
 
 def _train_and_test(parts: Parts, top: str, validation: float, seed: int) -> list[tuple[str, Tree]]:
-    """The two parts of a tree; of a tree with one part, that part twice, with the files to train on and the others."""
+    """The two parts of a tree; of a tree with one part, it twice, with the files to train on and to validate on."""
     if len(parts) == 2:
         (home, first), (away, second) = parts.items()
         unknown = sorted(set(second) - set(first))
@@ -168,15 +168,15 @@ def _far_files(store: Store, part: str, tree: Tree, classes: list[str]) -> FarFi
     return FarFiles(store, _paths(f"{part}/" if part else "", tree, classes), _labels(tree, classes))
 
 
-def _far(store: Store, top: str) -> Found:
-    """What is in a far folder, with size and version of each image where the list tells them (http does not)."""
+def _far(store: Store, top: str) -> Listing:
+    """What is in a remote folder, with size and version of each image where the list has them (http's has not)."""
     parts = arranged(look_in(store.list()), top)
     facts = store.facts(_far_paths(parts))
     return parts, facts if any(facts) else []
 
 
-def _learn(store: Store, found: Found) -> None:
-    parts, facts = found
+def _learn(store: Store, listing: Listing) -> None:
+    parts, facts = listing
     if facts:
         store.learn(_far_paths(parts), facts)
 
@@ -195,9 +195,9 @@ def _labels(tree: Tree, classes: list[str]) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(classes)), counts_K)
 
 
-def _check_here(top: str, found: Found) -> None:
+def _check_here(top: str, listing: Listing) -> None:
     """Looks for some of the files that rank 0 listed. Raises InputError where one is not on this host."""
-    for part, tree in found[0].items():
+    for part, tree in listing[0].items():
         names = sorted(tree)
         for name in names[:: -(-len(names) // _LOOKED_FOR)]:
             path = f"{below(top, part)}/{name}/{tree[name][-1]}"  # the last: of a copy that broke off it is missing

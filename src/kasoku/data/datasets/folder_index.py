@@ -29,7 +29,7 @@ from kasoku.data.remote.cache import cache_folder, keep
 T = TypeVar("T")
 Tree = dict[str, list[str]]  # class -> names of its image files, both sorted
 Parts = dict[str, Tree]  # by folder: "" is the root itself; or train, and val, validation or test where there is one
-Found = tuple[Parts, list[Any]]  # and what their store knows of files far away, in the order of the tree
+Listing = tuple[Parts, list[Any]]  # and the facts that their store has of remote files, in the order of the tree
 Names = tuple[list[str], list[str]]  # a folder's own folders and image files, sorted, without hidden ones
 Look = Callable[[str], Names]  # gets a folder as its path below the root, "" for the root
 Entry = list[Any]  # what is kept of a folder: its stamp (empty: list it again), its folders, its image files
@@ -41,7 +41,7 @@ _TICK_NS = 2_000_000_000  # the coarsest step in which a file system counts time
 
 
 def arranged(look: Look, root: str) -> Parts:
-    """The part to train on and the one to validate on, or the only one, in a tree that `look` tells of.
+    """The part to train on and the one to validate on, or the only one, in a tree that `look` reads.
 
     `root` is what messages call it. Errors: InputError for no class folder, and for a class folder with no image.
     """
@@ -103,7 +103,7 @@ def _is_image(name: str) -> bool:
 def indexed(top: Path, cache: str = "") -> Parts:
     """The parts of the tree at `top`, an absolute path; lists the folders that changed since they were listed last.
 
-    What was found is kept in the folder `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku).
+    The list is kept in the folder `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku).
     Errors: InputError as `arranged`, and for a folder that cannot be listed.
     """
     kept = cache_folder(cache) / f"folder-{hashlib.sha256(os.fsencode(top)).hexdigest()[:20]}.index"
@@ -140,10 +140,10 @@ class _Disk:
 
     def _listed(self, path: str, stamp: list[int]) -> Entry:
         folders, images = [], []
-        # 0 is what a file system says that keeps no times
-        sure = stamp[0] > 0 and max(stamp[:2]) < self.began_ns - _TICK_NS
-        with os.scandir(path) as found:
-            for entry in found:
+        # a file system that keeps no times has 0
+        stands = stamp[0] > 0 and max(stamp[:2]) < self.began_ns - _TICK_NS
+        with os.scandir(path) as entries:
+            for entry in entries:
                 name = entry.name
                 if name.startswith("."):
                     continue
@@ -152,8 +152,8 @@ class _Disk:
                 elif _is_image(name):
                     images.append(name)
                     continue  # a link to an image is one wherever it leads
-                sure = sure and not entry.is_symlink()
-        return [stamp if sure else [], sorted(folders), sorted(images)]
+                stands = stands and not entry.is_symlink()
+        return [stamp if stands else [], sorted(folders), sorted(images)]
 
 
 def _read(kept: Path, root: str) -> dict[str, Entry]:
@@ -178,24 +178,24 @@ def _unpacked(stored: bytes) -> Any:
 
 
 class OneScan:
-    """Has rank 0 look into image folders, and the other ranks take what it found.
+    """Has rank 0 list image folders, and the other ranks take its lists.
 
-    Note: one message. Rank 0 makes its data set and notes what it finds; when that has ended, well or not, it tells all
-    of it at once. The others make theirs meanwhile, and wait only where they ask for a folder. So there is one
-    collective, however many folders a data set asks for and whichever rank fails; what asks for none waits for nothing.
-    Folders go by their root as it was given, which may lie elsewhere on each host ($VARIABLES); where rank 0 did not
-    ask for one, a rank looks for itself. What was found is let go when the data set is made.
+    Note: one message. Rank 0 builds its data set and notes each list; when that has ended, well or not, it broadcasts
+    all of them at once. The other ranks build theirs meanwhile, and wait only where they need a folder. So there is one
+    collective, however many folders a data set has and whichever rank fails; a data set without one waits for nothing.
+    Folders go by their root as the recipe has it, which may lie elsewhere on each host ($VARIABLES); a folder that rank
+    0 did not list, a rank lists for itself. The lists are dropped when the data set is built.
     """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._found: dict[str, Found] = {}
+        self._listings: dict[str, Listing] = {}
         self._failed = ""
-        self._made = threading.Event()
-        self._told: Future[None] = Future()
+        self._built = threading.Event()
+        self._shared: Future[None] = Future()
 
     def during(self, make: Callable[[], T]) -> T:
-        """make(), which makes this rank's data set; all ranks call `tell` beside it or, but for rank 0, before it."""
+        """make(), which builds this rank's data set; all call `broadcast` beside it, ranks above 0 perhaps before."""
         if self._comm.size == 1:
             return make()
         before = _ONE_SCAN.set(self)
@@ -206,42 +206,42 @@ class OneScan:
             raise
         finally:
             _ONE_SCAN.reset(before)
-            self._made.set()
-            if self._told.done():
-                self._found.clear()
+            self._built.set()
+            if self._shared.done():
+                self._listings.clear()
 
-    def tell(self) -> None:
-        """Rank 0 waits until its data set is made, and tells the others; a collective."""
-        mine = b""
+    def broadcast(self) -> None:
+        """Sends rank 0's lists to the other ranks once its data set is built; a collective."""
+        message = b""
         if self._comm.rank == 0:
-            self._made.wait()
-            mine = _packed({"found": self._found, "failed": self._failed})
-        told = self.needed(lambda: self._comm.broadcast_object(mine))
+            self._built.wait()
+            message = _packed({"listings": self._listings, "failed": self._failed})
+        message = self.needed(lambda: self._comm.broadcast_object(message))
         if self._comm.rank > 0:
-            heard = _unpacked(told)
-            self._found, self._failed = heard["found"], heard["failed"]
-        self._told.set_result(None)
-        if self._made.is_set():  # whichever comes last of this and the data set
-            self._found.clear()
+            received = _unpacked(message)
+            self._listings, self._failed = received["listings"], received["failed"]
+        self._shared.set_result(None)
+        if self._built.is_set():  # whichever comes last of this and the data set
+            self._listings.clear()
 
     def needed(self, f: Callable[[], T]) -> T:
-        """f(), which comes before `tell` or is part of it: where it fails, so does what waits for rank 0's word."""
+        """f(), which comes before `broadcast` or is part of it: if it fails, so does what waits for rank 0's lists."""
         try:
             return f()
         except BaseException as error:
-            self._told.set_exception(error)
+            self._shared.set_exception(error)
             raise
 
-    def found(self, root: str, scan: Callable[[], Found], take: Callable[[Found], None]) -> Found:
-        """What rank 0 found at a root. Raises InputError where its data set failed before."""
+    def listing(self, root: str, scan: Callable[[], Listing], take: Callable[[Listing], None]) -> Listing:
+        """Rank 0's list of a root. Raises InputError where its data set failed before."""
         if self._comm.rank == 0:
-            self._found[root] = scan()
-            return self._found[root]
-        self._told.result()
-        found = self._found.get(root)
-        if found is not None:
-            take(found)
-            return found
+            self._listings[root] = scan()
+            return self._listings[root]
+        self._shared.result()
+        listing = self._listings.get(root)
+        if listing is not None:
+            take(listing)
+            return listing
         if self._failed:
             raise InputError(self._failed)
         return scan()
@@ -250,21 +250,21 @@ class OneScan:
 _ONE_SCAN: ContextVar[OneScan | None] = ContextVar("kasoku_one_scan", default=None)
 
 
-def once(root: str, scan: Callable[[], Found], take: Callable[[Found], None]) -> Found:
-    """scan(); or what rank 0 found at this root where ranks look together, once `take` raised nothing at it."""
-    one = _ONE_SCAN.get()
-    return one.found(root, scan, take) if one else scan()
+def once(root: str, scan: Callable[[], Listing], take: Callable[[Listing], None]) -> Listing:
+    """scan(); or rank 0's list of this root where ranks look together, once `take` raised nothing at it."""
+    one_scan = _ONE_SCAN.get()
+    return one_scan.listing(root, scan, take) if one_scan else scan()
 
 
 def scanned_once(comm: Comm, make: Callable[[], T]) -> T:
-    """make() on every rank, where only rank 0 looks into image folders; a collective, and nothing runs beside it."""
+    """make() on every rank, where only rank 0 lists image folders; a collective, and nothing runs beside it."""
     if comm.size == 1:
         return make()
     scan = OneScan(comm)
     if comm.rank > 0:
-        scan.tell()
+        scan.broadcast()
     try:
         return scan.during(make)
     finally:
         if comm.rank == 0:
-            scan.tell()
+            scan.broadcast()

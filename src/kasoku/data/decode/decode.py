@@ -27,7 +27,7 @@ from kasoku.data.decode.jpeg import Box
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _READERS = (JpegImagePlugin, PngImagePlugin, WebPImagePlugin, BmpImagePlugin)  # imported before threads need them
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # told by content, not by name; keeps Pillow's exotic readers out
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # by content, not by name; keeps Pillow's exotic readers out
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -111,7 +111,7 @@ def read_image(
 
 @contextmanager
 def _opened(source: str | bytes, name: str) -> Iterator[Any]:
-    """The image, its header read; whatever goes wrong in the body is told with its name."""
+    """The image, its header read; errors in the body are raised with its name."""
     name = name or (source if isinstance(source, str) else "an image")
     try:
         with Image.open(source if isinstance(source, str) else io.BytesIO(source), formats=_FORMATS) as opened:

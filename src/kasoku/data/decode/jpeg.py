@@ -62,16 +62,16 @@ def crop(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> bo
 
     Bilinear, antialiased, as Pillow's resize; releases the GIL. False, with out_HWC undefined: a file for `decode`.
     """
-    if not out_HWC.flags.c_contiguous or out_HWC.dtype != np.uint8 or (found := size(data)) is None:
+    if not out_HWC.flags.c_contiguous or out_HWC.dtype != np.uint8 or (width_height := size(data)) is None:
         return False
     decoder = _own()
-    decoder.box[:] = box(*found)
+    decoder.box[:] = box(*width_height)
     height, width, _ = out_HWC.shape
     return not _LIBRARY.kasoku_jpeg_crop(decoder.handle, decoder.box_at, width, height, out_HWC.ctypes.data)
 
 
 def resize(pixels_HWC: np.ndarray, box: Box, out_HWC: np.ndarray) -> bool:
-    """The same of pixels that lie in memory as three planes; False, with out_HWC undefined: others, for `fitted`."""
+    """The same of pixels that lie in memory as three planes; False, with out_HWC undefined: pixels for `fitted`."""
     rows, columns, channels = pixels_HWC.shape
     if (
         _LIBRARY is None

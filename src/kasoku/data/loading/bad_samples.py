@@ -18,7 +18,7 @@ class Skipped:
 
     Attributes:
         reasons: index of an image -> why, also of the earlier parts of a resumed training; named at the end.
-        met: those met in this part, which count; the others are tried again, as they may have been mended.
+        met: those met in this part, which count; earlier ones are tried again, as they may have been mended.
     """
 
     def __init__(self, images: int, max_bad_fraction: float) -> None:

@@ -43,7 +43,7 @@ class DevicePrefetch:
                 now = torch.cuda.current_stream(self.device)
                 now.wait_event(event)
                 for tensor in batch:
-                    tensor.record_stream(now)  # its memory is not given to another copy before
+                    tensor.record_stream(now)  # its memory is not reused before
         return batch
 
     def _noted(self, bytes: int) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""How the batches of a pipeline are made: from memory, or once for several loaders; from files: file_executor.py."""
+"""Executors make the batches of a pipeline: from memory, or once for several loaders; from files: file_executor.py."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Executor:
         raise NotImplementedError
 
     def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
-        """Gets ready what the next batch is made of, before anyone iterates; changes no batch."""
+        """Reads the images of the next batch before anyone iterates; changes no batch."""
 
     def fork(self) -> Executor:
         """Another one that makes the same batches and leaves no trace in this one but decoded images."""
         return self
 
     def restart_autotuner(self) -> None:
-        """Has the number of threads found anew."""
+        """Searches the number of threads anew."""
 
     def close(self) -> None:
         """Ends the processes it started."""

@@ -122,7 +122,7 @@ def _try(read: Callable[[int], object], index: int) -> None:
     except GoneError:
         raise
     except InputError:
-        pass  # counted and named when its batch is made
+        pass  # counted and named with its batch
 
 
 class _Run:

@@ -91,7 +91,7 @@ def _of(path: str) -> Any:
 
 
 class Loader:
-    """One split, batch by batch; made by `loader`.
+    """One split, batch by batch; `loader` returns one.
 
     Attributes:
         pipeline: what the batches are; `configure` changes it.
@@ -171,7 +171,7 @@ class Loader:
         return state | ({"skipped": skipped} if skipped else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there: the same batches follow, bit for bit; in this loader's parts, where it has others."""
+        """Go on from there: the same batches follow, bit for bit; in this loader's parts."""
         epoch = int(state["epoch"])
         position, within = divmod(int(state["position"]) * self.parts, int(state.get("parts", self.parts)))
         if within:
@@ -223,7 +223,7 @@ class Loader:
         return Loader(pipeline, self.executor, epoch=self.epoch, position=self.position, trace=self.trace)
 
     def survey(self, images: int = 0) -> Loader:
-        """A loader of the first so many training images (0: all) in order, each once, unvaried, for statistics.
+        """A loader of the first `images` training images (0: all) in order, each once, unvaried, for statistics.
 
         Batches are as large as this one's parts; its own state does not move.
         """
@@ -239,7 +239,7 @@ class Loader:
         return Loader(pipeline, self.executor.unshared, trace=self.trace)
 
     def members(self, count: int) -> list[Loader]:
-        """So many loaders that give the same batches; each batch is decoded once while they keep step."""
+        """Loaders that give the same batches; each batch is decoded once while they keep step."""
         shared = SharedExecutor(self.executor)
         return [
             Loader(self.pipeline, shared, epoch=self.epoch, position=self.position, trace=self.trace)
@@ -254,7 +254,7 @@ class Loader:
     # ---- workers
 
     def warm(self) -> None:
-        """Gets ready what the next batch is made of, before anyone iterates; changes no batch."""
+        """Reads the images of the next batch before anyone iterates; changes no batch."""
         self.executor.warm(self.pipeline, self.epoch, self.position)
 
     def close(self) -> None:
@@ -265,7 +265,7 @@ class Loader:
 def sample(dataset: Dataset, n: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """x_NCHW: n training images, normalised and not varied, to prepare a model with.
 
-    The first n of a set in memory; of others, which may lie class by class, n at equal distances. Fewer if there are
+    The first n of a set in memory; of files, which may lie class by class, n at equal distances. Fewer if there are
     fewer.
     """
     part, n = dataset.train, min(n, len(dataset.train))

@@ -33,7 +33,7 @@ class Shuffle:
 
     Attributes:
         shuffled: training images come in another order each epoch, varied; else in order, each once, as they are.
-        images: the first so many of the split.
+        images: how many of the split, from its first on.
     """
 
     seed: int = 0
@@ -71,7 +71,7 @@ class Decode:
         decoder: "nvjpeg" has the GPU decode those JPEGs that are baseline, upright, grey or YCbCr; threads only read
             them. The rest is decoded as ever, and by `processes` everything. Nothing is kept; colours differ a little
             from the CPU's. Needs a CUDA device and torchvision.
-        threads: how many decode. 0: found by measuring, from the usable cores on.
+        threads: how many decode. 0: tuned by measuring, from the usable cores on.
         cores_shared_by: how many loaders of this machine share its cores.
         cache_bytes: a set whose decoded images fit is decoded once, to a little more than the size that is wanted, and
             cropped from there; a larger one is decoded anew for every crop, only the part that it needs.
@@ -248,7 +248,7 @@ class Pipeline:
     @property
     def keeps_decoded(self) -> bool:
         """Whether decoded images are kept: known from the set alone, so that batches are the same on all machines."""
-        # what items give may be made anew each time, and by other processes
+        # items may be another image each time, and come from other processes
         if self.decode.decoder != "cpu" or isinstance(self.source, Items):
             return False
         side = stored_side(min(self.dataset.image_size))

@@ -25,7 +25,7 @@ def order(n: int, seed: int, epoch: int) -> torch.Tensor:
 def draws(seed: int, epoch: int, index_N: torch.Tensor, stream: int | torch.Tensor) -> torch.Tensor:
     """Uniform float32 numbers in [0, 1) for samples index_N (int64), one for each.
 
-    `stream` tells independent draws of one sample apart; an int64 tensor of streams broadcasts against index_N.
+    `stream` separates independent draws of one sample; an int64 tensor of streams broadcasts against index_N.
     Values are multiples of 2**-24. Never waits for the device.
     """
     word_N = _mix(index_N * _signed(_GOLDEN) + _signed(_key(seed, epoch)))

@@ -37,12 +37,12 @@ def by_speed(batch: int, images_per_s: Sequence[float], *, unit: int = 1) -> tup
         return (batch // ranks,) * ranks
     spare, whole = units - ranks, sum(images_per_s)  # beyond the one unit that each has
     exact = [max(0.0, units * speed / whole - 1) for speed in images_per_s]
-    exact = [spare * one / (sum(exact) or 1.0) for one in exact]
-    given = [math.floor(one) for one in exact]
-    most_left = sorted(range(ranks), key=lambda rank: (given[rank] - exact[rank], rank))
-    for rank in most_left[: spare - sum(given)]:
-        given[rank] += 1
-    return tuple(unit * (1 + one) for one in given)
+    exact = [spare * share / (sum(exact) or 1.0) for share in exact]
+    more = [math.floor(share) for share in exact]
+    most_left = sorted(range(ranks), key=lambda rank: (more[rank] - exact[rank], rank))
+    for rank in most_left[: spare - sum(more)]:
+        more[rank] += 1
+    return tuple(unit * (1 + share) for share in more)
 
 
 @dataclass(frozen=True)

@@ -53,16 +53,16 @@ class Form:
         return self._raw(pixels_HWC) if self.format == "raw" else self._jpeg(np.ascontiguousarray(pixels_HWC), name)
 
     def _raw(self, pixels_HWC: np.ndarray) -> bytes:
-        """Planes, so that whoever resizes reads whole rows of one colour."""
+        """Planes, so that a resize reads whole rows of one colour."""
         out = io.BytesIO()
         planes_CHW = np.ascontiguousarray(pixels_HWC.transpose(2, 0, 1))
         np.lib.format.write_array(out, planes_CHW, version=(1, 0), allow_pickle=False)
         return out.getvalue()
 
     def _jpeg(self, pixels_HWC: np.ndarray, name: str) -> bytes:
-        """With a marker every 64 pixels, so that a crop's blocks can be found without decoding those before them.
+        """With a marker every 64 pixels, so that a crop's blocks can be read without decoding those before them.
 
-        The usual codes, not ones made for this image: a few bytes more, and whoever reads it has their tables ready.
+        The usual codes, not ones for this image: a few bytes more, and decoders have their tables ready.
         """
         out = io.BytesIO()
         try:
@@ -88,7 +88,7 @@ def planes(data_B: np.ndarray, name: str) -> np.ndarray:
 
 
 def _baseline(data: bytes) -> bool:
-    """Whether these are the bytes of a baseline JPEG file: the kind of frame is told before the first scan."""
+    """Whether these are the bytes of a baseline JPEG file: the kind of frame comes before the first scan."""
     at = 2
     while data[:2] == b"\xff\xd8" and at + 4 <= len(data) and data[at] == 0xFF:
         kind = data[at + 1]

@@ -1,4 +1,4 @@
-"""Images in tar shards: packs that `kasoku pack` wrote, and WebDataset-style shards of others."""
+"""Images in tar shards: packs that `kasoku pack` wrote, and WebDataset-style shards from elsewhere."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Shards:
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """What it was called before it was packed; in shards of others, the shard and the member."""
+        """What it was called before it was packed; in foreign shards, the shard and the member."""
         return self.names[index]
 
     def read(self, index: int) -> bytes | np.ndarray:
@@ -94,14 +94,14 @@ def shards(  # noqa: PLR0913
     cache_bytes: int = 64 * 2**30,
     max_bad_fraction: float = 0.001,
 ) -> Dataset:
-    """A pack of `kasoku pack`, or WebDataset-style tar shards of others, here or far away.
+    """A pack of `kasoku pack`, or foreign, WebDataset-style tar shards, here or far away.
 
-    Shards of others: all .tar files below `root`; in each, beside each other under one key, an image (.jpg .jpeg .png
+    Foreign shards: all .tar files below `root`; in each, beside each other under one key, an image (.jpg .jpeg .png
     .webp .bmp, or .npy: uint8, 3 x height x width) and its class, a number: .cls, or "label" in .json. Files or
     folders called train and val (validation, test) are the parts; without a validation part the share `validation` of
     each class is split off, chosen by `seed`. Classes are called as classes.txt beside the shards says, else by number.
     `root` may name environment variables. `size`: side in pixels of the square that an image is decoded to.
-    `cache`: keeps the index of others' shards, and what was read from far away, at most `cache_bytes` of it.
+    `cache`: keeps the index of foreign shards, and what was read from far away, at most `cache_bytes` of it.
     Errors: InputError for no shards, a file that is no tar archive, a damaged pack, a class without a name.
     """
     if size < 1:
@@ -172,7 +172,7 @@ def pack_facts(store: Store) -> dict[str, Any] | None:
 
 
 def pack_index(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> Index:
-    """The index of one of the shards that pack.json tells of. Raises Damaged where it does not fit the shard."""
+    """The index of one of the shards in pack.json. Raises Damaged where it does not fit the shard."""
     file, table = shard["file"], shard["file"].removesuffix(".tar") + ".npz"
     whole = store.size(file)
     if whole != shard["bytes"]:
@@ -228,7 +228,7 @@ def _mapped(path: str) -> np.ndarray:
         raise InputError(f"{path}: cannot be read ({error}); mend or remove the file") from error
 
 
-# ---- shards of others
+# ---- foreign shards
 
 
 def _foreign(top: str, store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
@@ -255,10 +255,10 @@ def _foreign(top: str, store: Store, cache: str) -> tuple[Shards, tuple[str, ...
 
 
 def _part(file: str) -> str:
-    """Which part a shard belongs to by its name, or by the nearest folder that tells: train, val, test or ""."""
+    """Which part a shard belongs to by its name, or by that of the nearest folder: train, val, test or ""."""
     for piece in reversed(file.lower().removesuffix(".tar").split("/")):
-        if told := _PART.search(piece):
-            return {"tr": "train", "va": "val", "te": "test"}[told[1][:2]]
+        if match := _PART.search(piece):
+            return {"tr": "train", "va": "val", "te": "test"}[match[1][:2]]
     return ""
 
 
@@ -278,10 +278,10 @@ def _held_out(whole: Shards, validation: float, seed: int) -> np.ndarray:
 
 
 def _indexed(top: str, store: Store, file: str, cache: str) -> Index:
-    """The index of one shard: from the cache, or its headers are read; a damaged one is made anew."""
+    """The index of one shard: from the cache, or its headers are read; a damaged one is built anew."""
     whole = store.size(file)
     version = store.version(file)
-    if not version:  # nothing would tell of another file of the same size
+    if not version:  # another file of the same size would not be noticed
         return walk(top, store, file)
     known = f"{top}\n{os.path.expandvars(store.root)}\n{file}\n{whole}\n{version}"
     key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]

@@ -1,4 +1,4 @@
-"""One tar shard: the index of what is in it, and how its headers tell that.
+"""One tar shard: the index of what is in it, read from its headers.
 
 Note: nothing is taken out of a shard
 An image is a range of its shard's bytes. What a member is called is a key and never a path, so one called ../../x or
@@ -33,7 +33,7 @@ _PARSING = threading.Lock()  # ast reads numpy's headers, and before Python 3.11
 _NO_DATA = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)
 
 
-class Damaged(Exception):  # noqa: N818 - never at a user: who catches it says what to do
+class Damaged(Exception):  # noqa: N818 - never at a user: caught, and raised again with what to do
     """A file is not what it was; the text says which and how."""
 
 
@@ -103,7 +103,7 @@ def member(name: str, data: bytes) -> bytes:
 
 
 def walk(top: str, store: Store, file: str) -> Index:
-    """The samples of a shard, found by its headers. What is not whole is left out, and told in `left_out`.
+    """The samples of a shard, by its headers. What is not whole is left out, and named in `left_out`.
 
     Errors: InputError for a file that is no tar archive.
     """
@@ -114,15 +114,15 @@ def walk(top: str, store: Store, file: str) -> Index:
         raise InputError(f"{top}/{file}: not a tar archive; mend or remove the file") from damaged
     try:
         for name, offset, size in _members(window):
-            if told := _KEY.fullmatch(name):
-                key, suffix = told[1], told[2].lower()
-                tells = suffix in ("cls", "json") and size < _SMALL_BYTES
-                label = _label(suffix, window.read(offset, size)) if tells else None
+            if match := _KEY.fullmatch(name):
+                key, suffix = match[1], match[2].lower()
+                has_label = suffix in ("cls", "json") and size < _SMALL_BYTES
+                label = _label(suffix, window.read(offset, size)) if has_label else None
                 members.append((key, suffix, offset, size, label))
     except Damaged as damaged:
         wrong.append(str(damaged))
     rows, left = [], 0
-    for key, group in itertools.groupby(members, key=lambda one: one[0]):
+    for key, group in itertools.groupby(members, key=lambda sample: sample[0]):
         parts = list(group)
         image = next((part for part in parts if part[1] in _SUFFIXES), None)
         label = next((part[4] for part in parts if part[4] is not None), None)
@@ -145,7 +145,6 @@ class _Window:
         self.start, self.data = 0, b""
 
     def read(self, offset: int, size: int) -> bytes:
-        """So many bytes; fewer at the end of the shard."""
         stop = min(offset + size, self.whole)
         if not self.start <= offset <= stop <= self.start + len(self.data):
             last = min(offset + max(size, _AHEAD_BYTES), self.whole)
@@ -161,25 +160,25 @@ class _Window:
 
 def _members(window: _Window) -> Iterator[tuple[str, int, int]]:
     """Name, offset and size of each regular file, as headers have it (ustar, pax, GNU). Raises Damaged at a fault."""
-    at, told = 0, dict[str, bytes]()  # what an extended header says of the next member
+    at, extension = 0, dict[str, bytes]()  # of an extended header, for the next member
     while at < window.whole and (header := _header(window, at)) is not None:
         start, kind = at + BLOCK_BYTES, header.type
         extended = kind in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME)
-        size = header.size if extended else int(told.get("size", header.size))
+        size = header.size if extended else int(extension.get("size", header.size))
         if kind in _NO_DATA:
-            size = 0  # nothing follows, whatever they say
+            size = 0  # nothing follows, whatever the header has
         if start + size > window.whole:
             raise window.lacking(start + size)
         if extended:
             if size > _SMALL_BYTES:
                 raise window.broken(at)
             text = window.read(start, size)
-            told |= {"path": text.rstrip(b"\0")} if kind == tarfile.GNUTYPE_LONGNAME else _pax(text)
+            extension |= {"path": text.rstrip(b"\0")} if kind == tarfile.GNUTYPE_LONGNAME else _pax(text)
         elif kind not in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
             if kind in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE):
-                path = told.get("path")
+                path = extension.get("path")
                 yield header.name if path is None else path.decode("utf-8", "surrogateescape"), start, size
-            told = {}
+            extension = {}
         at = start + -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -201,20 +200,20 @@ def _header(window: _Window, at: int) -> tarfile.TarInfo | None:
 
 def _pax(text: bytes) -> dict[str, bytes]:
     """Path and size of the next member, from records "length key=value" with a line's end each."""
-    told, at = dict[str, bytes](), 0
+    extension, at = dict[str, bytes](), 0
     while record := _RECORD.match(text, at):
         stop = at + int(record[1])
         if not record.end() < stop <= len(text):
             break
         value = text[record.end() : stop - 1]
         if record[2] == b"path" or (record[2] == b"size" and value.isdigit() and len(value) < 16):
-            told[record[2].decode()] = value
+            extension[record[2].decode()] = value
         at = stop
-    return told
+    return extension
 
 
 def _label(suffix: str, text: bytes) -> int | None:
-    """The class that a .cls or a .json member tells; None for none."""
+    """The class in a .cls or a .json member; None for none."""
     if suffix == "cls":
         label = int(text) if len(text) < 32 and text.strip().isdigit() else None
     else:

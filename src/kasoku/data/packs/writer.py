@@ -61,7 +61,7 @@ def pack(  # noqa: PLR0913
     `format`: JPEG of that `quality` (1 to 100; with side=0 a baseline JPEG file stays as it is), or raw pixels.
     `workers`: threads, 0 for one a core; the pack is the same. A run that was stopped goes on in the same folder.
     Errors: InputError for a target that holds something else or a pack with other settings, and for more than one bad
-    image in a thousand; fewer are left out, told, and listed in pack.json.
+    image in a thousand; fewer are left out, named, and listed in pack.json.
     """
     form = Form(side, format, quality)
     for name, value, least in (("shard_bytes", shard_bytes, 1), ("workers", workers, 0)):
@@ -70,7 +70,7 @@ def pack(  # noqa: PLR0913
     if is_remote(target):
         raise InputError(f"{target}: a pack is written to a folder of this machine; copy it from there")
     home = Path(os.path.expandvars(target)).expanduser()
-    dataset = _found(source)
+    dataset = _dataset(source)
     threads = workers or cores()
     try:
         with ThreadPoolExecutor(threads, thread_name_prefix="kasoku-pack") as pool, _locked(home), _bar(quiet) as bar:
@@ -136,7 +136,7 @@ class _Run:
     bad: list[str] = field(default_factory=list)
 
     def encoded(self, split: Encoded, rows: list[int]) -> Iterator[tuple[int, bytes | str]]:
-        """Images in the order of `rows`, made ahead by the pool: their bytes, or what is wrong with one."""
+        """Images in the order of `rows`, encoded ahead by the pool: their bytes, or what is wrong with one."""
         waiting: deque[tuple[int, Future[bytes | str]]] = deque()
         try:
             for row in rows:
@@ -180,14 +180,14 @@ class _Run:
                 return index
         except (OSError, Damaged):
             pass
-        made: list[Index] = []
-        write_atomically(path, lambda part: made.append(self._written(part, split, first, rows)))
-        write_atomically(table, lambda part: part.write_bytes(made[0].dump()))
-        return made[0]
+        written: list[Index] = []
+        write_atomically(path, lambda part: written.append(self._written(part, split, first, rows)))
+        write_atomically(table, lambda part: part.write_bytes(written[0].dump()))
+        return written[0]
 
     def _written(self, path: Path, split: Encoded, first: int, rows: list[int]) -> Index:
         suffix = "jpg" if self.form.format == "jpeg" else "npy"
-        found, names, bad, at, digest = [], [], [], 0, hashlib.sha256()
+        rows_4, names, bad, at, digest = [], [], [], 0, hashlib.sha256()
         with open(path, "wb") as out:
             for key, (row, data) in enumerate(self.encoded(split, rows), first):
                 self.advance()
@@ -196,26 +196,26 @@ class _Run:
                     self.leave_out((data,))
                     continue
                 label = int(split.labels_N[row])
-                found.append((at + BLOCK_BYTES, len(data), label, zlib.crc32(data)))
+                rows_4.append((at + BLOCK_BYTES, len(data), label, zlib.crc32(data)))
                 names.append(one_line(split.name(row)))
-                written = member(f"{key:08d}.{suffix}", data) + member(f"{key:08d}.cls", str(label).encode())
-                out.write(written)
-                digest.update(written)
-                at += len(written)
+                sample = member(f"{key:08d}.{suffix}", data) + member(f"{key:08d}.cls", str(label).encode())
+                out.write(sample)
+                digest.update(sample)
+                at += len(sample)
             out.write(_END)
         digest.update(_END)
-        offset_N, size_N, label_N, crc32_N = np.array(found, np.int64).reshape(-1, 4).T
+        offset_N, size_N, label_N, crc32_N = np.array(rows_4, np.int64).reshape(-1, 4).T
         whole = at + len(_END)
         return Index(offset_N, size_N, label_N, crc32_N, tuple(names), whole, digest.hexdigest(), tuple(bad))
 
 
 def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
-    """What pack.json says before the first shard; of a run that was stopped, what it said."""
-    form, told = run.form, dataset.index()
+    """pack.json before the first shard; of a run that was stopped, that of before."""
+    form, digests = run.form, dataset.index()
     facts: dict[str, Any] = {"version": VERSION, "whole": False, "name": dataset.name, "classes": [*dataset.classes]}
     facts |= {"channels": 3, "side": form.side, "format": form.format}
     facts |= {"quality": form.quality if form.format == "jpeg" else None, "shard_bytes": shard_bytes}
-    facts |= {"source": {"train": told["train"], "val": told["test"]}, "counts": {}, "shards": [], "bad": []}
+    facts |= {"source": {"train": digests["train"], "val": digests["test"]}, "counts": {}, "shards": [], "bad": []}
     try:
         before = pack_facts(opened(str(run.home))[1])
     except Damaged as damaged:
@@ -236,15 +236,15 @@ def _images_per_shard(run: _Run, dataset: Dataset, shard_bytes: int) -> int:
     """How many images make about shard_bytes, by the first few that are packed."""
     train = cast(Encoded, dataset.train)
     rows = order(len(train), 0, 0)[:_ESTIMATED].tolist()
-    made = [data for _, data in run.encoded(train, rows)]
-    bytes_each = [len(member("", data)) + len(member("", b"0")) for data in made if isinstance(data, bytes)]
+    images = [data for _, data in run.encoded(train, rows)]
+    bytes_each = [len(member("", data)) + len(member("", b"0")) for data in images if isinstance(data, bytes)]
     if not bytes_each:
-        raise InputError(f"{dataset.name}: no image can be packed: {_named([str(data) for data in made])}")
+        raise InputError(f"{dataset.name}: no image can be packed: {_named([str(data) for data in images])}")
     return max(1, shard_bytes * len(bytes_each) // sum(bytes_each))
 
 
 def _finished(run: _Run, dataset: Dataset, facts: dict[str, Any]) -> str:
-    """Writes all shards and what pack.json says of them; returns the line that tells of it."""
+    """Writes all shards and pack.json; returns a line for the user."""
     each = facts["images_per_shard"]
     for part, split in (("train", dataset.train), ("val", dataset.test)):
         rows, count = order(len(split), 0, 0).tolist(), 0
@@ -272,7 +272,7 @@ def _write_facts(home: Path, facts: dict[str, Any]) -> None:
 
 @contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """The folder, made if need be; nobody else writes a pack into it meanwhile."""
+    """The folder, created if need be; nobody else writes a pack into it meanwhile."""
     if home.is_dir() and not (home / "pack.json").exists() and any(not p.name.startswith(".") for p in home.iterdir()):
         raise InputError(f"{home}: not empty, and no pack; give another folder")
     home.mkdir(parents=True, exist_ok=True)
@@ -290,7 +290,7 @@ def _bar(quiet: bool) -> Progress:
     return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
 
 
-def _found(source: str) -> Dataset:
+def _dataset(source: str) -> Dataset:
     """The data set at a folder or an address: shards where some are there, else image files."""
     where = os.path.expandvars(source)
     if is_remote(where):

@@ -33,7 +33,7 @@ def cache_folder(cache: str) -> Path:
 
 
 def keep(path: Path, data: bytes) -> None:
-    """Keeps what only saves time, whole or not at all, whoever else writes it: a disk that is full is no error."""
+    """Keeps what only saves time, whole or not at all, by any process: a disk that is full is no error."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:

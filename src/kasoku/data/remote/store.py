@@ -18,8 +18,8 @@ from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import GoneError
 from kasoku.data.remote.cache import Copy, Room, cache_folder
 
-_REQUEST_BYTES = 8 * 2**20  # asked for at once: a large file on a slow line must not look like a stall
-_REQUEST_S = 20.0  # a request that takes longer is given up, and made again
+_REQUEST_BYTES = 8 * 2**20  # of a request: a large file on a slow line must not look like a stall
+_REQUEST_S = 20.0  # a request that takes longer ends, and is sent again
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _OPEN, _COPIES = 128, 4096  # local files that stay open; remote files whose log stays in memory
 _LISTING, _DEPTH = 8, 32  # folders listed at once; folders below each other (some sites answer to any address)
@@ -42,7 +42,7 @@ class Store:
             and more); credentials and endpoints come from fsspec's own settings.
         cache: where remote files are kept; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
         cache_bytes: how much of this root is kept there, by all processes together; what is there already counts.
-        patience_s: how long a source that does not answer is asked again.
+        patience_s: how long a request to a source that does not answer is repeated.
 
     `local`: whether the files are on this machine.
     Errors: InputError for what is missing, a package too; GoneError for a source that refuses, or no longer answers.
@@ -90,17 +90,17 @@ class Store:
         return b"".join(parts)
 
     def version(self, path: str) -> str:
-        """What changes with a file: its time of change, or what a remote source tells; empty where that is nothing."""
+        """What changes with a file: its time of change, or a remote source's version, if any."""
         if isinstance(self._files, _Here):
             return str(os.stat(f"{self._files.shown}/{path}").st_mtime_ns)
         return self._known(self._files, path)[1]
 
     def facts(self, paths: Iterable[str]) -> _Facts:
-        """Size and version of each remote file; None where no list told them yet. The source is not asked."""
+        """Size and version of each remote file; None where no list had them yet. Sends no request."""
         return [self._states.get(path) for path in paths]
 
     def learn(self, paths: Iterable[str], facts: Iterable[Sequence[Any] | None]) -> None:
-        """Takes the `facts` of another process's store of the same root, so that the source is not asked for them."""
+        """Takes the `facts` of another process's store of the same root, so that no request is sent for them."""
         pairs = zip(paths, facts, strict=True)
         self._states.update((path, (int(fact[0]), str(fact[1]))) for path, fact in pairs if fact)
 
@@ -134,11 +134,11 @@ class _Here:
         self.open: dict[str, int] = {}  # closed by close() alone: another thread may be reading
 
     def list(self) -> _Paths:
-        found = []
+        files = []
         for folder, below, names in os.walk(self.shown, onerror=_refuse, followlinks=True):
             below[:] = [name for name in below if not name.startswith(".")]
-            found += [os.path.join(folder, name) for name in names if not name.startswith(".")]
-        return sorted(os.path.relpath(path, self.shown).replace(os.sep, "/") for path in found)
+            files += [os.path.join(folder, name) for name in names if not name.startswith(".")]
+        return sorted(os.path.relpath(path, self.shown).replace(os.sep, "/") for path in files)
 
     def size(self, path: str) -> int:
         try:
@@ -165,7 +165,7 @@ class _Here:
 
 
 class _Far:
-    """A remote root, through fsspec, asked until the patience is over. shown: the root without a password."""
+    """A remote root, through fsspec; requests are repeated for patience_s. shown: the root without a password."""
 
     def __init__(self, root: str, patience_s: float) -> None:
         self.shown = _plain(root.rstrip("/"))
@@ -182,8 +182,8 @@ class _Far:
         self._top = str(top).rstrip("/")
 
     def list(self) -> dict[str, dict[str, Any]]:
-        """What is told of each file, by its path. Not by fsspec's find(): it leaves out a folder it could not list."""
-        found, folders, seen = {}, [self._top], {self._top}
+        """The info of each file by its path. Not by fsspec's find(): it leaves out a folder it could not list."""
+        files, folders, seen = {}, [self._top], {self._top}
         with ThreadPoolExecutor(_LISTING, thread_name_prefix="kasoku-list") as pool:
             while folders:
                 below: dict[str, None] = {}
@@ -192,20 +192,20 @@ class _Far:
                     if path and (info.get("type") == "directory" or str(info["name"]).endswith("/")):
                         below[name] = None
                     elif path:
-                        found[path] = info
+                        files[path] = info
                 folders = [name for name in below if name not in seen]
                 seen.update(folders)
-        return found
+        return files
 
     def info(self, path: str) -> dict[str, Any]:
-        """What is told of a file. Raises InputError where its size is not."""
+        """The info of a file. Raises InputError where it has no size."""
         info: dict[str, Any] = self._ask(path, lambda limit_s: self._request(limit_s, "info", self._address(path)))
         if info.get("size") is None or info.get("type") == "directory":
             raise InputError(f"{self.shown}/{path}: not a file, or the source does not tell its size; leave it out")
         return info
 
     def read(self, path: str, start: int, stop: int, size: int) -> tuple[int, bytes]:
-        """Where the bytes begin, and the bytes: those asked for, or all of the file where a server knows no ranges."""
+        """Where the bytes begin, and the bytes: of the range, or of all the file where a server knows no ranges."""
 
         def attempt(limit_s: float) -> tuple[int, bytes]:
             data = bytes(self._request(limit_s, "cat_file", self._address(path), start=start, end=stop))
@@ -232,7 +232,7 @@ class _Far:
         return f"{self._top}/{quote(path, errors='surrogateescape') if self._web else path}"
 
     def _ask(self, path: str, attempt: Callable[[float], Any]) -> Any:
-        """The answer to a request; `attempt` gets its time limit, and is made again after 0.5, 1, 2, 4, 8, 8 ... s."""
+        """The answer to a request; `attempt` gets its time limit, and is repeated after 0.5, 1, 2, 4, 8, 8 ... s."""
         until, wait_s, where = time.monotonic() + self._patience_s, _FIRST_WAIT_S, f"{self.shown}/{path}"
         while True:
             try:
@@ -254,7 +254,7 @@ class _Far:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _request(self, limit_s: float, name: str, address: str, **options: Any) -> Any:
-        """What a method of fsspec gives. TimeoutError after limit_s: one that hangs holds up nothing, not even exit."""
+        """What a method of fsspec returns. TimeoutError after limit_s: one that hangs delays nothing, not even exit."""
         answer: Future[Any] = Future()
 
         def settle() -> None:
@@ -280,7 +280,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _state(info: dict[str, Any]) -> tuple[int, str]:
-    """Size and version of a remote file: the best that fsspec's info() tells, empty without etag or time."""
+    """Size and version of a remote file: the best in fsspec's info(), empty without etag or time."""
     version = next((info[key] for key in _VERSIONS.split() if info.get(key)), "")
     return int(info["size"]), str(version.timestamp() if hasattr(version, "timestamp") else version)
 
