@@ -178,7 +178,7 @@ def train(
         if (epoch + 1) % EVERY == 0 or epoch + 1 == epochs:
             with job.evaluation() as judged:
                 curve.append((epoch + 1, round(100 * evaluate(judged, test).top1, 2)))
-    with job.evaluation(without="Recalibrate") as judged:
+    with job.evaluation(renew_statistics=False) as judged:
         stale = round(100 * evaluate(judged, test).top1, 2)
     job.close()
     seconds = round(time.perf_counter() - start, 1)

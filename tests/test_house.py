@@ -34,7 +34,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tune": 2700,
     "simulate": 2250,
     "report": 2600,
-    "training": 2500,
+    "training": 2250,
     "commands": 2200,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
@@ -42,7 +42,7 @@ TOO_LARGE = {  # "file" or "file:name": why it stays as it is
 }
 NOT_YET: dict[str, int] = {  # offenders that are still there: these numbers only fall
     "imports go down, without cycles": 8,
-    "small files, functions and classes": 9,
+    "small files, functions and classes": 7,
     "no class name twice, no file names that differ only by an ending": 20,
     "what others must know of a technique is declared on its class": 1,
     "private names of other modules, ours or torch's, are used in core/torch_internals.py only": 30,

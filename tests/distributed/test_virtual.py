@@ -217,7 +217,7 @@ def test_recalibration_does_not_change_training():
 def test_recalibration_left_out_shows_the_stale_averages():
     job = trained(parts=4, more=[Recalibrate()])
     fresh = judged_statistics(job)
-    with job.evaluation(without="Recalibrate") as model:
+    with job.evaluation(renew_statistics=False) as model:
         stale = [x.clone() for name, x in model.named_buffers() if "running" in name]
     assert not any(torch.equal(a, b) for a, b in zip(fresh, stale, strict=True))
     assert all(

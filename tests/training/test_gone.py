@@ -25,7 +25,7 @@ from kasoku.data.loading import file_executor
 from kasoku.data.loading.device_prefetch import DevicePrefetch
 from kasoku.distributed.consensus import SharedInputError
 from kasoku.distributed.counting_comm import BUSY, STALLED, Activity
-from kasoku.training.batches import Gate
+from kasoku.training.batches import BatchBarrier
 from kasoku.training.run_folder import run_folder
 from kasoku.training.trainer import fit, prepare
 from started import RECIPE, started
@@ -37,17 +37,17 @@ def _threads_end_with_their_test() -> Iterator[None]:
     gc.collect()  # an error holds the frames it went through, and those an epoch that was not ended
 
 
-# ---- the gate
+# ---- the batch barrier
 
 
 def passed(comm: Comm, fails_at: int, rank: int, ahead: int) -> int:
     """How many of 20 batches a rank took, where the input of one of them fails; each knows some batches ahead."""
-    gate = Gate(comm)
+    barrier = BatchBarrier(comm)
     for batch in range(20):
         mine = fails_at if comm.rank == rank else 20
         failure = InputError("no batch") if batch == mine else None
         sure = max(0, min(ahead if comm.rank else 3, mine - batch - 1))
-        if not gate.passes(failure, sure):
+        if not barrier.passes(failure, sure):
             return batch
     return 20
 
@@ -80,9 +80,9 @@ class Noted:
 @pytest.mark.parametrize(("sure", "later"), [(0, {0}), (1, {1}), (3, {1, 3})])
 def test_ranks_that_have_batches_in_hand_hear_of_each_other_steps_later(sure: int, later: set[int]) -> None:
     comm = Noted()
-    gate = Gate(comm)  # type: ignore[arg-type]
+    barrier = BatchBarrier(comm)  # type: ignore[arg-type]
     for comm.batch in range(40):
-        assert gate.passes(None, sure)
+        assert barrier.passes(None, sure)
     assert {heard - begun for begun, heard in comm.waits[1:]} == later
 
 

@@ -21,10 +21,11 @@ from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.shuffle import order as order_of_epoch
 from kasoku.device import LossScale
 from kasoku.distributed import Asynchronous
-from kasoku.training.async_source import Meetings
+from kasoku.training.async_source import AsyncSource
+from kasoku.training.control import Request
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import DivergedError, Result
-from kasoku.training.trainer import fit, prepare
+from kasoku.training.trainer import Trainer, fit, prepare
 from started import RECIPE, started
 
 OURS = "kasoku.distributed.Asynchronous"
@@ -204,41 +205,41 @@ def test_what_cannot_be_had_is_refused_in_a_line(settings, technique, words, tmp
 def test_no_rank_waits_for_another_between_meetings(tmp_path, monkeypatch):
     """Between two meetings no collective is called: neither rounds, nor losses, nor statistics."""
     inside, called = [False, False], []
-    whole = Meetings.batches
+    whole = AsyncSource.batches
 
-    def batches(self, caught):
+    def batches(self):
         inside[self.job.comm.rank] = True
-        yield from whole(self, caught)
+        yield from whole(self)
         inside[self.job.comm.rank] = False
 
-    def noted(rank, meet, what, *rest):
+    def noted(rank, join, what, *rest):
         if inside[rank]:
             called.append(what)
-        return meet(what, *rest)
+        return join(what, *rest)
 
     def rank(comm: Comm) -> None:
         training = prepare(recipe("epochs=1"), comm)
         for one in (comm, training.job.kept("asynchronous").comm):
-            meet = one._meet
-            one._meet = partial(noted, comm.rank, meet)
+            join = one._join
+            one._join = partial(noted, comm.rank, join)
         run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
         fit(training, run, started=process_start(), quiet=True)
 
-    monkeypatch.setattr(Meetings, "batches", batches)
+    monkeypatch.setattr(AsyncSource, "batches", batches)
     Threads(2).run(rank)
     assert called == []
     assert inside == [False, False]
 
 
 def test_a_signal_to_one_rank_stops_all_and_resuming_goes_on(tmp_path, monkeypatch):
-    wished, run, asked = Meetings._wished, tmp_path / "run", recipe("epochs=1")
+    own_request, run, asked = Trainer.own_request, tmp_path / "run", recipe("epochs=1")
 
-    def signalled(self: Meetings, caught: list[str]) -> int:
+    def signalled(self: Trainer) -> Request:
         late = self.job.comm.rank == 1 and getattr(self.job.plain_loader.deal, "last", 0) >= 10
-        return wished(self, ["SIGTERM"] if late else caught)
+        return Request(stop="SIGTERM") if late else own_request(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Meetings, "_wished", signalled)
+        patch.setattr(Trainer, "own_request", signalled)
         stopped, first = fitted(asked, run)
     assert [result.stopped for result in stopped] == ["SIGTERM"] * 2
     (run / "recipe.toml").write_text(dumps(asked))

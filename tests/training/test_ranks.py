@@ -20,7 +20,7 @@ from kasoku.data import digits, loader
 from kasoku.distributed import local_launch as spawn
 from kasoku.distributed.consensus import ReportedElsewhereError, run_on_all_ranks
 from kasoku.distributed.environment import Place, place
-from kasoku.training.control import Rounds
+from kasoku.training.control import ControlChannel, Request
 from kasoku.training.evaluation import evaluate
 from started import KASOKU, RECIPE, TORCHRUN, ended, largest_difference, options, started
 
@@ -291,15 +291,15 @@ def test_what_one_rank_says_all_hear_after_the_same_step_and_soon(step_s):
     clock = Ticks()
 
     def rank_main(comm: Comm) -> tuple[int, float, int]:
-        rounds, told = Rounds(comm), 0
+        channel, told = ControlChannel(comm), 0
         said_at = 700 if step_s < 1 else 7
         for step in range(10_000):
             if comm.rank == 0:
                 clock.t += step_s
-            heard = rounds.step(15.0 if comm.rank == 1 and step >= said_at else 0.0)
+            heard = channel.exchange(Request(stop="SIGTERM" if comm.rank == 1 and step >= said_at else ""))
             told += heard is not None
-            if heard and heard[0]:
-                assert heard == [15.0]
+            if heard and heard.stop:
+                assert heard == Request(stop="SIGTERM")
                 return step, step - said_at, told
         raise AssertionError("never heard")
 
@@ -310,11 +310,18 @@ def test_what_one_rank_says_all_hear_after_the_same_step_and_soon(step_s):
     assert told <= 4 + step * step_s / 0.2 or step_s > 1
 
 
-def test_alone_a_round_is_every_step():
+def test_alone_a_request_is_answered_at_every_step():
     from kasoku.core import Solo
 
-    rounds = Rounds(Solo())
-    assert rounds.step(1.0, 0.0) == [1.0, 0.0]
+    channel, request = ControlChannel(Solo()), Request(save=True)
+    assert channel.exchange(request) == request
+
+
+def test_the_requests_of_all_ranks_are_merged_as_their_largest_numbers():
+    requests = [Request(), Request(save=True), Request(stop="SIGINT"), Request(stop="SIGTERM"), Request(failed=True)]
+    assert Request.merge(requests) == Request(save=True, stop="SIGTERM", failed=True)
+    for request in requests:
+        assert Request.merge([Request(), request]) == Request.decode(*request.encode()) == request
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(3, 60), (4, 48), (7, 357)])

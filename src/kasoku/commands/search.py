@@ -23,8 +23,8 @@ from kasoku.config.recipe import dumps
 from kasoku.core import InputError
 from kasoku.core.hardware import cores
 from kasoku.distributed.local_launch import STARTED
+from kasoku.training.control import signals
 from kasoku.training.run_folder import free_folder
-from kasoku.training.trainer import signals
 from kasoku.tune.hyperparameters import STOPPED, SearchSettings, TrialResult, search
 from kasoku.tune.search_space import Space, read_space
 

@@ -222,7 +222,7 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
-        describe(run, training, own_folders(arguments.recipe))
+        describe(run, recipe, training.dataset, training.chosen, own_folders(arguments.recipe))
         if tuned:
             tuned.found.save(run.path / "tuning.json")
         keep_shares(run, training.job)

@@ -30,6 +30,7 @@ from kasoku.core.technique import Technique
 from kasoku.core.trace import Trace
 
 Batch = tuple[Tensor, Tensor]
+Around = Callable[[], AbstractContextManager[object]]
 
 
 class Batches:
@@ -91,7 +92,7 @@ class Job:
         self._on_update: list[Callable[[Sequence[Tensor]], None]] = []
         self._on_stepped: list[Callable[[], None]] = []
         self._on_drain: list[Callable[[], None]] = []
-        self._on_evaluate: list[tuple[str, Callable[[], AbstractContextManager[object]]]] = []
+        self._on_evaluate: list[tuple[bool, Around]] = []
         if hasattr(loader, "trace"):
             self.patch(loader, "trace", self.trace)
 
@@ -170,9 +171,9 @@ class Job:
         """Changes settings of the loader's pipeline, until `close()`."""
         self.undo(self.plain_loader.configure(**settings))
 
-    def around_evaluation(self, f: Callable[[], AbstractContextManager[object]], *, name: str = "") -> None:
+    def around_evaluation(self, f: Around, *, renews_statistics: bool = False) -> None:
         """Evaluates inside f(), which swaps in averaged weights or new statistics and puts the old ones back."""
-        self._on_evaluate.append((name, f))
+        self._on_evaluate.append((renews_statistics, f))
 
     def on_drain(self, f: Callable[[], None]) -> None:
         """Calls f() before parameters are read from outside; f finishes pending updates."""
@@ -238,10 +239,10 @@ class Job:
             f()
 
     @contextmanager
-    def evaluation(self, *, without: str = "") -> Iterator[nn.Module]:
+    def evaluation(self, *, renew_statistics: bool = True) -> Iterator[nn.Module]:
         """The model to evaluate: drained, in eval mode, with averaged weights where a technique has them.
 
-        `without`: the name of an `around_evaluation` to leave out, to measure what it is worth.
+        `renew_statistics`: False leaves out each `around_evaluation` that renews them, to measure what it is worth.
         """
         self.drain()
         modes = [(m, m.training) for m in self.model.modules()]
@@ -252,8 +253,8 @@ class Job:
 
         with ExitStack() as stack, torch.no_grad():
             stack.callback(put_back)
-            for name, f in self._on_evaluate:
-                if not name or name != without:
+            for renews_statistics, f in self._on_evaluate:
+                if renew_statistics or not renews_statistics:
                     stack.enter_context(f())
             self.model.eval()
             yield self.model

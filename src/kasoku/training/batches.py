@@ -1,99 +1,168 @@
-"""How ranks take their batches: none steps together without the others' input, none that waits for input hangs."""
+"""How ranks take their batches: none starts a step that another rank has no input for, and none seems to hang."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
+from typing import ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 from kasoku.core import Batch, Comm, InputError, Job, Work
 from kasoku.distributed.consensus import raise_if, run_on_all_ranks
 from kasoku.distributed.counting_comm import Activity
+from kasoku.training.control import ControlChannel, Request
+from kasoku.training.metrics import Metrics
+from kasoku.training.run_state import RunState
 
-_INPUT_S = 120.0  # that a rank may wait for a batch before it hangs: who reads it asks a source again for a minute
+_INPUT_S = 120.0  # a rank that waits longer for a batch hangs: a reader repeats its requests to a source for a minute
 
 
-class Gate:
-    """Whether every rank has the next batch: one that has none cannot take a step, which the others cannot leave.
+class BatchSource(Protocol):
+    """Where the training loop gets its batches, and what ranks do at a sync point."""
 
-    Note: looking ahead. Each round tells how many batches the rank with the fewest has in hand for sure. So many need
-    no word, and the next round goes by gloo meanwhile: neither the device nor the host waits. Only where a rank is not
-    sure do all wait for each other, and then it is the input that they wait for.
+    syncs_each_step: ClassVar[bool]
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's batches: the rest of the epoch, or those up to the next sync point."""
+        ...
+
+    def images(self, y_N: Tensor) -> int:
+        """The images of a micro-batch on all ranks; 0 if they are counted at the sync points."""
+        ...
+
+    def sync(self) -> Request:
+        """What all ranks request at a sync point; the losses are read. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Ends the training's communication between steps. Collective."""
+        ...
+
+
+class SyncSource:
+    """Batches of which each rank takes its part: every step is a sync point."""
+
+    syncs_each_step: ClassVar[bool] = True
+
+    def __init__(self, state: RunState, metrics: Metrics, own_request: Callable[[], Request]) -> None:
+        self.state, self.job, self.metrics, self.own_request = state, state.job, metrics, own_request
+        self._barrier, self._channel = BatchBarrier(state.job.comm), ControlChannel(state.job.comm)
+        self._answered = False  # a request to save, by the last exchange
+
+    def batches(self) -> Iterator[Batch]:
+        """The rest of the epoch."""
+        return batches(self.job, self.state.activity, self._barrier)
+
+    def images(self, y_N: Tensor) -> int:
+        """The images of a micro-batch on all ranks."""
+        loader = self.job.plain_loader
+        uneven = getattr(loader, "shares", ())
+        return loader.batch // self.job.accumulate if uneven else len(y_N) * self.job.comm.size
+
+    def sync(self) -> Request:
+        """The requests of the last exchange between ranks, which is not after every step. Collective."""
+        self.state.mark_position()
+        alone = self.job.comm.size == 1
+        request = self._channel.exchange(self.own_request())
+        if (self.metrics.is_read_due if alone else request) or self.state.over:
+            self.metrics.read()
+        if request is None:
+            return Request()
+        self._answered = request.save and (alone or not self._answered)  # a rank repeats it until it has saved
+        return request if request.save == self._answered else request._replace(save=self._answered)
+
+    def close(self) -> None:
+        """Ends the exchange of requests under way. Collective."""
+        self._channel.close()
+
+
+def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Batch]:
+    """The rest of an epoch. If the input of one rank fails, all ranks raise before that batch. Collective."""
+    loader = job.plain_loader
+    iterator = iter(job.loader)
+    if job.comm.size == 1 or getattr(loader, "skipped", None) is None:  # memory does not fail
+        yield from iterator
+        return
+    while True:
+        batch: list[Batch] = []
+        failure: InputError | None = None
+        try:
+            batch.extend(_next(iterator, activity))
+        except InputError as error:
+            failure = error
+        if not batch and not failure:
+            return  # all ranks have equally many
+        with job.trace.span("wait", "the other ranks' input"):
+            passes = barrier.passes(failure, loader.safe_batches)
+        if not passes:
+            run_on_all_ranks(job.comm, partial(raise_if, failure))
+        yield batch.pop()
+
+
+def own_batches(loader: Iterable[Batch], activity: Activity) -> Iterator[Batch]:
+    """This rank's batches, whether or not the other ranks have one."""
+    iterator = iter(loader)
+    while batch := _next(iterator, activity):
+        yield batch.pop()
+
+
+def _next(iterator: Iterator[Batch], activity: Activity) -> list[Batch]:
+    """The next batch, or an empty list; nothing else holds it, so its memory is free after its step."""
+    with activity.busy("input", _INPUT_S):
+        return [*islice(iterator, 1)]
+
+
+class BatchBarrier:
+    """Lets a batch pass if every rank has it: a rank without one cannot take a step, which the others cannot leave.
+
+    Note: looking ahead. Each exchange says how many batches the rank with the fewest certainly has. These pass without
+    another exchange, and the next one runs by gloo meanwhile: neither the device nor the host waits. Ranks wait for
+    each other only where one of them is not certain, and then it is the input that they wait for.
     """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._work: Work | None = None
-        self._told = torch.zeros(0)
-        self._batch = self._asked = self._sure = 0  # numbers of batches: this one, the one asked at, the last sure one
+        self._values = torch.zeros(0)
+        self._batch = self._started = self._sure = (
+            0  # numbers of batches: this one, that of the exchange, the last sure
+        )
 
     def passes(self, failure: InputError | None, sure: int) -> bool:
-        """To be called with each batch, or with why there is none; False, on all ranks, where one has none.
+        """Whether all ranks have the next batch. Collective: all ranks call it for each batch.
 
-        Raises that at once, on this rank alone, for a batch that was said to be sure.
+        Raises the failure at once, on this rank alone, for a batch that was declared sure.
 
-        `sure`: of the batches that come next, how many cannot fail any more.
+        Args:
+            failure: why this rank has no batch.
+            sure: how many of the batches after it cannot fail any more.
         """
         self._batch += 1
         if self._batch > self._sure and self._work:
-            self._hear()
+            self._finish()
         if self._batch > self._sure:
-            self._ask(failure is not None, sure)
-            return self._hear()
-        raise_if(failure)  # of what was sure: nobody else knows
+            self._start(failure is not None, sure)
+            return self._finish()
+        raise_if(failure)  # the batch was sure: no other rank hears of it
         if not self._work:
-            self._ask(False, sure)
+            self._start(False, sure)
         return True
 
     def close(self) -> None:
-        """Ends the round under way."""
+        """Ends the exchange under way."""
         if self._work:
-            self._hear()
+            self._finish()
 
-    def _ask(self, failed: bool, sure: int) -> None:
-        self._told = torch.tensor([float(failed), -float(sure)])
-        self._work, self._asked = self._comm.all_reduce(self._told, op="max"), self._batch
+    def _start(self, failed: bool, sure: int) -> None:
+        self._values = torch.tensor([float(failed), -float(sure)])
+        self._work, self._started = self._comm.all_reduce(self._values, op="max"), self._batch
 
-    def _hear(self) -> bool:
+    def _finish(self) -> bool:
         if self._work:
             self._work.wait()
-        failed, least = self._told.tolist()
-        self._work, self._sure = None, self._asked - int(least)
+        failed, fewest = self._values.tolist()
+        self._work, self._sure = None, self._started - int(fewest)
         return not failed
-
-
-def batches(job: Job, activity: Activity, gate: Gate) -> Iterator[Batch]:
-    """What is left of an epoch: each batch on all ranks, or on none of them, where all raise what one of them met."""
-    plain = job.plain_loader
-    left = iter(job.loader)
-    if job.comm.size == 1 or getattr(plain, "skipped", None) is None:  # what is in memory does not fail
-        yield from left
-        return
-    while True:
-        found: list[Batch] = []
-        failure: InputError | None = None
-        try:
-            found.extend(_next(left, activity))
-        except InputError as error:
-            failure = error
-        if not found and not failure:
-            return  # all ranks have as many
-        with job.trace.span("wait", "the other ranks' input"):
-            passes = gate.passes(failure, plain.safe_batches)
-        if not passes:
-            run_on_all_ranks(job.comm, partial(raise_if, failure))
-        yield found.pop()
-
-
-def own_batches(loader: Iterable[Batch], activity: Activity) -> Iterator[Batch]:
-    """This rank's batches, whether or not the others have one."""
-    left = iter(loader)
-    while found := _next(left, activity):
-        yield found.pop()
-
-
-def _next(left: Iterator[Batch], activity: Activity) -> list[Batch]:
-    with activity.busy("input", _INPUT_S):
-        return [*islice(left, 1)]

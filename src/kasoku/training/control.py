@@ -1,52 +1,114 @@
-"""What ranks tell each other between steps."""
+"""Signals, and the requests that ranks make of each other between steps."""
 
 from __future__ import annotations
 
 import math
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NamedTuple
 
 import torch
 
 from kasoku.core import Comm, Work
 
 _EVERY_S = 0.25
+_SAME_S = 0.3  # a parent that is killed signals its children once for each of its threads: that is one signal
 
 
-class Rounds:
-    """What the ranks tell each other between steps: a few numbers, of which all get the largest.
+class Request(NamedTuple):
+    """What a rank, or all ranks together, request between steps.
 
-    Note: never in the way. A round is begun after one step, goes by gloo, and is read when the next is due, long
-    after it ended; neither the device nor the host waits. All ranks know when that is: each round tells how long the
-    slowest rank's steps take, and the next is due after as many of them as fill a quarter of a second. So what one
-    rank says is acted on by all after the same step, half a second later, or two steps where steps take longer.
+    Fields: `save`: a checkpoint is due; `stop`: the name of the signal that was caught, or ""; `failed`: the rank
+    cannot go on, so the ranks must meet.
+    """
+
+    save: bool = False
+    stop: str = ""
+    failed: bool = False
+
+    def encode(self) -> tuple[float, float, float]:
+        """As numbers: their maxima over the ranks are the request of all ranks together."""
+        return float(self.save), float(signal.Signals[self.stop]) if self.stop else 0.0, float(self.failed)
+
+    @classmethod
+    def decode(cls, save: float, stop: float, failed: float) -> Request:
+        """The opposite of `encode`."""
+        return cls(bool(save), signal.Signals(int(stop)).name if stop else "", bool(failed))
+
+    @classmethod
+    def merge(cls, requests: Iterable[Request]) -> Request:
+        """The request of several ranks together."""
+        return cls.decode(*map(max, zip(*(request.encode() for request in requests), strict=True)))
+
+
+class ControlChannel:
+    """Carries the requests of all ranks between steps.
+
+    Note: it delays no step. An exchange starts after one step, runs by gloo, and is read when the next one is due, long
+    after it ended; neither the device nor the host waits. All ranks know when that is: each exchange includes how long
+    the slowest rank's steps take, and the next is due after as many of them as fill a quarter of a second. So all ranks
+    act on a request after the same step, half a second later, or two steps where steps take longer.
     """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._work: Work | None = None
-        self._told = torch.zeros(0)
+        self._values = torch.zeros(0)
         self._gap, self._steps, self._since = 1, 0, comm.clock.now()
 
-    def step(self, *mine: float) -> list[float] | None:
-        """To be called after each step: what was told in the last round, or None while the next is not due."""
+    def exchange(self, request: Request) -> Request | None:
+        """To be called after each step: the result of the last exchange, or None while the next is not due.
+
+        Collective: all ranks call it after the same steps.
+        """
         if self._comm.size == 1:
-            return list(mine)
+            return request
         self._steps += 1
         if self._steps < self._gap:
             return None
         now = self._comm.clock.now()
-        taken_s = (now - self._since) / self._steps
-        told = self.close() or [0.0] * (len(mine) + 1)
-        self._told = torch.tensor([*mine, taken_s], dtype=torch.float64)
-        self._work = self._comm.all_reduce(self._told, op="max")
-        self._gap = max(1, min(1000, math.floor(_EVERY_S / told[-1]))) if told[-1] else 1
+        step_s = (now - self._since) / self._steps
+        *values, slowest_s = self.close() or (*Request().encode(), 0.0)
+        self._values = torch.tensor([*request.encode(), step_s], dtype=torch.float64)
+        self._work = self._comm.all_reduce(self._values, op="max")
+        self._gap = max(1, min(1000, math.floor(_EVERY_S / slowest_s))) if slowest_s else 1
         self._steps, self._since = 0, now
-        return told[:-1]
+        return Request.decode(*values)
 
     def close(self) -> list[float] | None:
-        """Ends the round under way."""
+        """Ends the exchange under way."""
         if self._work is None:
             return None
         self._work.wait()
         self._work = None
-        told: list[float] = self._told.tolist()
-        return told
+        values: list[float] = self._values.tolist()
+        return values
+
+
+@contextmanager
+def signals() -> Iterator[list[str]]:
+    """Collects SIGINT and SIGTERM, so that the step is finished and saved; the second one interrupts at once."""
+    caught: list[str] = []
+    since_s = 0.0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal since_s
+        now_s = time.monotonic()
+        if caught and now_s - since_s > _SAME_S:
+            raise KeyboardInterrupt
+        if not caught:
+            since_s = now_s
+            caught.append(signal.Signals(number).name)
+
+    try:
+        old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread, so signals are the caller's
+        old = {}
+    try:
+        yield caught
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

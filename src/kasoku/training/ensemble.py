@@ -15,10 +15,10 @@ from pathlib import Path
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import InputError, Wall
 from kasoku.data import GoneError, Memory, loader
-from kasoku.training.monitor import Watch
+from kasoku.training.control import signals
 from kasoku.training.run_folder import RunFolder, describe
 from kasoku.training.run_state import DivergedError, Result, Training
-from kasoku.training.trainer import fit, prepare, signals, steps
+from kasoku.training.trainer import Trainer, fit, prepare
 
 _ENDED = object()
 
@@ -74,7 +74,7 @@ def train(
         runs = [stack.enter_context(RunFolder(path, resume=resume)) for path in paths]
         for run, training in zip(runs, trainings, strict=True):
             if own_modules is not None:
-                describe(run, training, own_modules)
+                describe(run, training.recipe, training.dataset, training.chosen, own_modules)
             else:
                 run.write("recipe.toml", dumps(training.recipe))
         if not isinstance(trainings[0].dataset.train, Memory):
@@ -117,47 +117,47 @@ def _decoded(recipe: Recipe) -> tuple[object, ...]:
     return recipe.batch, recipe.parts(1), recipe.last_batch, shown
 
 
-def _turns(watch: Watch, caught: list[str]) -> Generator[bool]:
-    """A member's turns: gives True before each, False when it needs none any more.
+def _turns(trainer: Trainer, caught: list[str]) -> Generator[bool]:
+    """A member's turns: yields True before each one, and False when it needs no more.
 
-    Its ledger tells the time between apart: it is the others'.
+    Its ledger has the time between its turns in a row of its own, since other members train then.
     """
-    turns = steps(watch, caught)
-    wanted = True
-    while wanted:
-        with watch.job.trace.span("other members"):
+    steps = trainer.steps(caught)
+    more = True
+    while more:
+        with trainer.job.trace.span("other members"):
             yield True
-        wanted = next(turns, _ENDED) is not _ENDED
-    with watch.job.trace.span("other members"):
+        more = next(steps, _ENDED) is not _ENDED
+    with trainer.job.trace.span("other members"):
         yield False
 
 
 def _in_turns(
     trainings: Sequence[Training], runs: Sequence[RunFolder], *, started: float, resume: bool, quiet: bool
 ) -> list[Result]:
-    """A batch each, the one furthest behind first, so that batches are decoded once."""
+    """One batch at a time by the member that is furthest behind, so that each batch is decoded once."""
     with ExitStack() as stack:
-        watches = []
+        trainers = []
         for i, (training, run) in enumerate(zip(trainings, runs, strict=True)):
             if i > 0:
                 training.start.note("members before", started, training.start.began)
-            watch = Watch(training, run, started=started, resume=resume, quiet=quiet or i > 0)
-            watches.append(stack.enter_context(watch))
+            trainer = Trainer(training, run, started=started, resume=resume, quiet=quiet or i > 0)
+            trainers.append(stack.enter_context(trainer))
         caught = stack.enter_context(signals())
-        turns = [_turns(watch, caught) for watch in watches]
-        under_way = [i for i, turn in enumerate(turns) if next(turn)]
-        while under_way:
-            behind = min(under_way, key=lambda i: (watches[i].taken, i))
+        turns = [_turns(trainer, caught) for trainer in trainers]
+        training_members = [i for i, turn in enumerate(turns) if next(turn)]
+        while training_members:
+            behind = min(training_members, key=lambda i: (trainers[i].images, i))
             try:
                 if not next(turns[behind]):
-                    under_way.remove(behind)
+                    training_members.remove(behind)
             except (DivergedError, GoneError) as error:
-                for i, watch in enumerate(watches):
-                    if isinstance(error, GoneError) or (watch.between_steps and i != behind):
-                        watch.save()
+                for i, trainer in enumerate(trainers):
+                    if isinstance(error, GoneError) or (trainer.metrics.between_steps and i != behind):
+                        trainer.checkpointing.save()
                 raise
         results = []
-        for watch, turn in zip(watches, turns, strict=True):  # until its turn to end comes, the time is the others'
-            turn.close()
-            results.append(watch.finish())
+        for trainer, turn in zip(trainers, turns, strict=True):
+            turn.close()  # until here its time belonged to other members
+            results.append(trainer.finish())
         return results

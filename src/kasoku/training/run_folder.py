@@ -11,19 +11,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import nn
 
-from kasoku.config.recipe import dumps
+from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import Comm, InputError, Job
 from kasoku.core.files import write_text
+from kasoku.data import Dataset
+from kasoku.device import Chosen
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.report import environment
 from kasoku.training import checkpoint
-
-if TYPE_CHECKING:
-    from kasoku.training.run_state import Training
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 
@@ -128,14 +127,14 @@ def own_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[s
     return path
 
 
-def describe(run: RunFolder, training: Training, import_folders: Sequence[str] = ()) -> None:
-    """Writes what a run is before it starts: its machine, its data, its resolved recipe."""
-    d = training.dataset
+def describe(run: RunFolder, recipe: Recipe, dataset: Dataset, chosen: Chosen, import_folders: Sequence[str]) -> None:
+    """Writes what a run trains before it starts: its data, its machine, its resolved recipe."""
+    d = dataset
     facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
     run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
-    more = {"chosen": str(training.chosen), "import_folders": [entry for entry in import_folders if entry]}
+    more = {"chosen": str(chosen), "import_folders": [entry for entry in import_folders if entry]}
     run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
-    run.write("recipe.toml", dumps(training.recipe))
+    run.write("recipe.toml", dumps(recipe))
 
 
 def allow_own_modules(run: Path) -> None:

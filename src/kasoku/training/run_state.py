@@ -1,14 +1,21 @@
-"""The state of a training: what it trains, how far it is, its result."""
+"""The state of a training: what it trains, how far it is, and its result."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kasoku.config.recipe import Recipe
 from kasoku.core import Job
-from kasoku.data import Dataset
+from kasoku.data import Dataset, Loader
 from kasoku.device import Chosen
+from kasoku.distributed.consensus import run_on_all_ranks
+from kasoku.distributed.counting_comm import Activity, activity_of
 from kasoku.distributed.startup import Start
+from kasoku.training.run_folder import RunFolder
 
 
 class DivergedError(RuntimeError):
@@ -17,32 +24,86 @@ class DivergedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Training:
-    """A recipe made real: the job with its techniques applied, its data, its device."""
+    """A recipe that is ready to train: its job with all techniques applied, its data, its device."""
 
     recipe: Recipe
     job: Job
     dataset: Dataset
-    test: Any  # yields Batch, re-iterable
+    test: Any  # the test loader: yields Batch, re-iterable
     chosen: Chosen
     total_steps: int
-    start: Start  # what was done for it, and when
+    start: Start  # the tasks of the start-up, with their times
 
 
 @dataclass
 class Progress:
-    """What a training knows of itself beside the job; part of every checkpoint."""
+    """How far a training is, beside its job's state; part of every checkpoint."""
 
     images: int = 0
     best: float = 0.0
     reached_s: float | None = None  # seconds from process start to the target
     scores: dict[str, float] = field(default_factory=dict)
-    spent_s: dict[str, float] = field(default_factory=dict)  # by kind, in the earlier parts of a resumed run
-    judged: float | None = None  # epochs when it was last due, and made
+    spent_s: dict[str, float] = field(default_factory=dict)  # by row of the ledger, before it was resumed
+    last_evaluation: float | None = None  # in epochs; when it was due
+
+
+class RunState:
+    """What the parts of a running training share.
+
+    Args:
+        training: what is trained.
+        run: the run folder, locked; None on all ranks but 0.
+
+    Attributes: `position`: the loader's, after the last whole step; `last_checkpoint`: for messages; `target_reached`:
+        so that the training ends.
+    """
+
+    def __init__(self, training: Training, run: RunFolder | None) -> None:
+        self.training, self.run = training, run
+        self.recipe, self.job = training.recipe, training.job
+        self.activity: Activity = activity_of(self.job.comm)
+        self.activity.hang_timeout_s = self.recipe.device.hang_timeout_s
+        self.progress = Progress()
+        self.last_checkpoint = "none yet"
+        self.target_reached = False
+        self.mark_position()
+
+    @property
+    def over(self) -> bool:
+        """Whether the last step or the target is reached."""
+        return self.target_reached or self.job.steps >= self.training.total_steps
+
+    def mark_position(self) -> None:
+        """Notes the loader's position: a step has ended, and no batch of the next one has been taken."""
+        loader = self.job.plain_loader
+        known = isinstance(loader, Loader)
+        self.position = {"epoch": loader.epoch, "position": loader.position} if known else {}
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Times work other than steps, and keeps the failure detector from taking it for a hang."""
+        with self.job.trace.span(what), self.activity.busy(what):
+            yield
+
+    def write(self, f: Callable[[RunFolder], object]) -> None:
+        """Calls f(folder) on rank 0; if it fails, all ranks raise. Collective."""
+        with self.job.trace.span("save"):
+            run_on_all_ranks(self.job.comm, lambda: f(self.run) if self.run else None)
+
+    def diverged(self, what: str, step: int) -> DivergedError:
+        """The error of a training that diverged, with its likely cause."""
+        rates = ", ".join(f"{group['lr']:.3g}" for group in self.job.optimizer.param_groups)
+        cause = f"likely the rate is too high (now {rates}): lower it or lengthen the warm-up"
+        if self.training.chosen.precision == "fp16":
+            cause += "; or fp16 overflowed: try precision = fp32"
+        elif step <= 2:
+            cause += "; this early also the loss function or the initial weights may be wrong"
+        return DivergedError(f"{what} at step {step}; last good checkpoint: {self.last_checkpoint}; {cause}")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came out; also result.json. Fractions from 0 to 1; seconds count from process start."""
+    """The result of a training; also result.json. Fractions from 0 to 1; seconds count from process start."""
 
     top1: float | None  # None: never evaluated
     top5: float | None
@@ -57,11 +118,11 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """All of it, from process start."""
+        """The whole time from process start."""
         return sum(self.seconds_by.values())
 
     def rows(self, folder: Path) -> dict[str, str]:
-        """The table shown at the end."""
+        """The rows of the table that is printed at the end."""
         reached = f"{self.time_to_target_s:.1f} s" if self.time_to_target_s is not None else "not reached"
         where = sorted(self.seconds_by.items(), key=lambda item: -item[1])
         return {

@@ -1,17 +1,14 @@
-"""Fit: the loop of a training, from a recipe to a run folder with its result.
+"""Build a training from a recipe, and fit it: the training loop.
 
 Exit codes of the command follow from what `fit` does: it returns (0), raises InputError (2), raises DivergedError (3),
 or returns with `stopped` set by SIGINT or SIGTERM (75: resume it).
 """
 
-import signal
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from types import FrameType
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -30,13 +27,136 @@ from kasoku.distributed.startup import Start
 from kasoku.models import check_fits
 from kasoku.optim import Rate
 from kasoku.report import Timed
-from kasoku.training import async_source as meetings
-from kasoku.training.batches import Gate, batches
-from kasoku.training.monitor import Watch
+from kasoku.training.async_source import AsyncSource
+from kasoku.training.batches import BatchSource, SyncSource
+from kasoku.training.checkpointing import Checkpointing, resume_from_checkpoint
+from kasoku.training.control import Request, signals
+from kasoku.training.metrics import Metrics, skipped_images
 from kasoku.training.run_folder import RunFolder
-from kasoku.training.run_state import Result, Training
+from kasoku.training.run_state import Result, RunState, Training
+from kasoku.training.validation import Validation
 
-_SAME_S = 0.3  # a parent that is killed tells its children once for each of its threads: that is one signal
+
+class Trainer:
+    """A training from its first batch, or from a checkpoint, to its result; a context manager.
+
+    Note: two kinds of training. Ranks that take each batch together have a sync point after every step, ranks that do
+    not wait for each other (Asynchronous) only now and then. The batch source is all that differs.
+
+    Note: many ranks. All ranks do what communicates after the same steps: they read losses, evaluate, save and stop at
+    a sync point. Rank 0 has the run folder; what fails there, fails on all ranks.
+
+    Args:
+        training: the result of `build`.
+        run: the run folder, locked; None on all ranks but 0.
+        started: when the process started, on the job's clock (`process_start()`).
+        resume: continue from the newest good checkpoint in the folder.
+        quiet: no bar, no lines.
+    """
+
+    def __init__(
+        self, training: Training, run: RunFolder | None, *, started: float, resume: bool = False, quiet: bool = False
+    ) -> None:
+        self.job, self.state = training.job, RunState(training, run)
+        if resume:
+            resume_from_checkpoint(self.state)
+        self.metrics = Metrics(self.state, started=started, resumed=resume, quiet=quiet)
+        self.checkpointing = Checkpointing(self.state, self.metrics)
+        self.validation = Validation(self.state, self.metrics)
+        source = AsyncSource if is_asynchronous(training.recipe, self.job.comm.size) else SyncSource
+        self.source: BatchSource = source(self.state, self.metrics, self.own_request)
+        self.caught: Sequence[str] = ()  # the signals that this rank caught
+        self.stopped: str | None = None  # the signal that ends the training, once all ranks know of it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.metrics.close()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last step or the target is reached, or a signal stops the training."""
+        return self.state.over or self.stopped is not None
+
+    @property
+    def images(self) -> int:
+        """Images taken so far, with those of the step under way."""
+        return self.state.progress.images + self.metrics.images_begun
+
+    def steps(self, caught: Sequence[str]) -> Iterator[None]:
+        """The training loop. It yields after each batch, so that several trainings can take turns. Collective.
+
+        Args:
+            caught: collects the signals of this process; see `signals`.
+        """
+        job, source, metrics, self.caught = self.job, self.source, self.metrics, caught
+        while not self.ended:
+            for x_NCHW, y_N in source.batches():
+                loss = job.loss(job.model(x_NCHW), y_N)
+                job.backward(loss)
+                if metrics.add(loss, source.images(y_N)):
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+                    metrics.end_step()
+                    if source.syncs_each_step:
+                        self._sync()
+                        if self.ended:
+                            break
+                    elif metrics.is_read_due:
+                        metrics.read_own()
+                yield
+            if not source.syncs_each_step:
+                self._sync()
+
+    def _sync(self) -> None:
+        """A sync point: evaluates and saves where that is due. Collective; drains if it does either."""
+        request = self.source.sync()
+        self.validation.run_if_due()
+        self.stopped = request.stop or None
+        if self.checkpointing.crossed() or (request.save and not request.stop):
+            self.checkpointing.save()
+
+    def own_request(self) -> Request:
+        """What this rank requests of all ranks."""
+        return Request(save=self.checkpointing.is_time(), stop=self.caught[0] if self.caught else "")
+
+    def finish(self) -> Result:
+        """Writes the last checkpoint, the weights as evaluated, and the result. Collective; drains."""
+        self.source.close()
+        stopped = None if self.state.over else self.stopped
+        if stopped is None:
+            self.validation.run_unless_done()
+        self.checkpointing.save()
+        for line in skipped_images(self.state):
+            self.metrics.bar.say(line)
+        self.validation.write_predictions()
+        return self.metrics.finish(stopped)
+
+
+def fit(
+    training: Training, run: RunFolder | None, *, started: float, resume: bool = False, quiet: bool = False
+) -> Result:
+    """Trains to the end, the target, or a signal. Collective: all ranks stop after the same step; drains.
+
+    The arguments are those of Trainer; on several ranks the job's comm takes tensors on the CPU too (torch.distributed:
+    with gloo).
+
+    Raises:
+        DivergedError: with the step, the last good checkpoint and the likely cause.
+        InputError: when the folder cannot be written any more; when a source is gone, after a checkpoint (without
+            virtual ranks BatchNorm's running statistics may contain parts of a step that was begun; all else is exact).
+    """
+    with Trainer(training, run, started=started, resume=resume, quiet=quiet) as trainer, signals() as caught:
+        try:
+            for _ in trainer.steps(caught):
+                pass
+        except InputError as error:
+            on_all_ranks = training.job.comm.size == 1 or isinstance(error, SHARED_ERRORS)
+            if error.gone and on_all_ranks:
+                trainer.checkpointing.save()
+            raise
+        return trainer.finish()
 
 
 def prepare(
@@ -169,53 +289,6 @@ def _apply(recipe: Recipe, job: Job, chosen: Chosen, classes: int, *, shares: Se
     _check_loss(job, classes)
 
 
-def fit(
-    training: Training, run: RunFolder | None, *, started: float, resume: bool = False, quiet: bool = False
-) -> Result:
-    """Trains to the end, the target, or a signal; on many ranks all call it, and stop after the same step.
-
-    Args:
-        training: what `prepare` made; its comm takes tensors on the CPU too (torch.distributed: with gloo).
-        run: the run folder, locked; None on all ranks but 0.
-        started: when the process started, on the job's clock (`process_start()`).
-        resume: go on from the newest good checkpoint in the folder.
-        quiet: no bar, no lines.
-
-    Raises:
-        DivergedError: with the step, the last good checkpoint and the likely cause.
-        InputError: when the folder cannot be written any more; when a source is gone, after a checkpoint (without
-            virtual ranks BatchNorm's running statistics may hold parts of a step that was begun; all else is exact).
-    """
-    apart = is_asynchronous(training.recipe, training.job.comm.size)
-    watching = meetings.Meetings if apart else Watch
-    with watching(training, run, started=started, resume=resume, quiet=quiet) as watch, signals() as caught:
-        try:
-            for _ in meetings.steps(watch, caught) if isinstance(watch, meetings.Meetings) else steps(watch, caught):
-                pass
-        except InputError as error:
-            if error.gone and (training.job.comm.size == 1 or isinstance(error, SHARED_ERRORS)):  # all ranks are here
-                watch.save()
-            raise
-        return watch.finish()
-
-
-def steps(watch: Watch, caught: list[str]) -> Iterator[None]:
-    """The loop: gives the turn away after each batch, and ends when the training is over or a signal was caught."""
-    job, gate = watch.job, Gate(watch.job.comm)
-    while not watch.over and not watch.stopped:
-        for x_NCHW, y_N in batches(job, watch.activity, gate):
-            loss = job.loss(job.model(x_NCHW), y_N)
-            job.backward(loss)
-            if not watch.whole(loss, len(y_N)):
-                yield
-                continue
-            job.optimizer.step()
-            job.optimizer.zero_grad()
-            if watch.after_step(caught):
-                break
-            yield
-
-
 def _check_loss(job: Job, classes: int) -> None:
     """One try on made-up outputs, so that a wrong setting is found before anything is written."""
     outputs_NK, labels_N = torch.zeros(2, classes), torch.zeros(2, dtype=torch.long)
@@ -225,29 +298,3 @@ def _check_loss(job: Job, classes: int) -> None:
         raise InputError(f"loss: {error}") from error
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise InputError("loss.use: a function (outputs, labels) -> one number is wanted")
-
-
-@contextmanager
-def signals() -> Iterator[list[str]]:
-    """Collects SIGINT and SIGTERM, so that the step is finished and saved; the second one interrupts at once."""
-    caught: list[str] = []
-    since_s = 0.0
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal since_s
-        now_s = time.monotonic()
-        if caught and now_s - since_s > _SAME_S:
-            raise KeyboardInterrupt
-        if not caught:
-            since_s = now_s
-            caught.append(signal.Signals(number).name)
-
-    try:
-        old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: the caller's business
-        old = {}
-    try:
-        yield caught
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -49,7 +49,7 @@ class Recalibrate(Technique):
     def apply(self, job: Job) -> None:
         """Puts the measuring around evaluation."""
         if norms(job.model):
-            job.around_evaluation(_Measured(job, self.images).stepped_in, name="Recalibrate")
+            job.around_evaluation(_Measured(job, self.images).stepped_in, renews_statistics=True)
 
 
 class _Statistics:

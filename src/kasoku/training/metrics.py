@@ -1,0 +1,232 @@
+"""The losses, the images per second, the ledger, the logs and the progress bar of a training."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import nullcontext
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from kasoku.core.hardware import cores
+from kasoku.distributed.consensus import run_on_all_ranks
+from kasoku.distributed.environment import place
+from kasoku.distributed.startup import itemised
+from kasoku.report import Bar, Ledger, Log, NoLog, StepBottleneck, StepFacts, facts_of
+from kasoku.training.run_folder import RunFolder
+from kasoku.training.run_state import Result, RunState
+
+_READ_S, _SHOWN_S = 0.5, 0.2
+
+
+class Metrics:
+    """The metrics of one training.
+
+    Note: when losses are read. Reading one makes the host wait for the device. On a CPU that costs nothing, so each
+    step is checked; on others they are collected and read twice a second, and always before anything is written.
+
+    Note: many ranks. Rank 0 has the log and the bar; the other ranks write and print nothing.
+
+    Attributes: `loss`: the last one that was read; `images_begun`: images of the step under way.
+    """
+
+    def __init__(self, state: RunState, *, started: float, resumed: bool, quiet: bool) -> None:
+        self.state, self.job, self.started = state, state.job, started
+        training, run, resume_step = state.training, state.run, state.job.steps if resumed else None
+        comm = self.job.comm
+        self.log: Log = run_on_all_ranks(comm, lambda: Log(run.path, resume_step=resume_step) if run else NoLog())
+        self.bar = Bar(training.total_steps, state.recipe.epochs, quiet=quiet or run is None)
+        self._log_start()
+        self.loss, self._shown_s = math.nan, -math.inf
+        self._losses: list[Tensor] = []
+        self._sum, self._parts, self.images_begun = torch.zeros(()), 0, 0  # of the step under way
+        self._own_sum, self._own_count = 0.0, 0  # this rank's losses since the last sync point
+        setup, beside = training.start.shares(started)
+        earlier = state.progress.spent_s
+        self.ledger = Ledger(self.job.trace, started=started, setup=setup, beside=beside, earlier=earlier)
+        self._began_s, self._first_step = self.job.clock.now(), True
+
+    def close(self) -> None:
+        """Closes the bar and the log."""
+        self.bar.close()
+        self.log.close()
+
+    # ---- losses
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether the weights contain every batch that was taken."""
+        return self._parts == 0
+
+    def add(self, loss: Tensor, images: int) -> bool:
+        """Takes the loss of a micro-batch; True if that completes a step."""
+        self.job.trace.phase("other")
+        self._parts += 1
+        self._sum = loss.detach() if self._parts == 1 else self._sum + loss.detach()
+        self.images_begun += images
+        if self._parts < self.job.accumulate:
+            return False
+        self._losses.append(self._sum / self._parts)
+        self.state.progress.images += self.images_begun
+        self._parts = self.images_begun = 0
+        return True
+
+    def end_step(self) -> None:
+        """After `optimizer.step()`: the failure detector hears of it, and the first step ends the start-up."""
+        self.state.activity.step()
+        if self._first_step:
+            self._first_step = False
+            self._report_start()
+
+    @property
+    def is_read_due(self) -> bool:
+        """Whether this rank should read its losses now."""
+        waited_s = self.job.clock.now() - self._shown_s
+        return bool(self._losses) and (self._losses[-1].device.type == "cpu" or waited_s > _READ_S)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last loss that was read is not finite."""
+        return self._shown_s > 0 and not math.isfinite(self.loss)
+
+    def read(self) -> None:
+        """Reads the losses, averaged over the ranks. Collective. Raises DivergedError."""
+        if not self._losses:
+            return
+        losses = torch.stack(self._losses).float()
+        self._losses.clear()
+        with self.job.trace.span("wait", "losses") if self.job.comm.size > 1 else nullcontext():
+            self.job.comm.all_reduce(losses, op="mean").wait()
+            values = losses.tolist()
+        for i, value in enumerate(values):
+            if not math.isfinite(value):
+                raise self.state.diverged(f"the loss is {value}", self.job.steps - len(values) + 1 + i)
+        self.loss = values[-1]
+        if self._is_due():
+            rate = self.images_per_s()
+            lr = float(max(group["lr"] for group in self.job.optimizer.param_groups))
+            self.note({"loss": self.loss, "lr": lr, "images_per_s": round(rate, 1)})
+            self.bar.step(self.job.steps, self.job.progress, loss=self.loss, images_per_s=rate)
+
+    def read_own(self) -> None:
+        """Reads this rank's losses alone, for the bar; all ranks take their mean at the next sync point."""
+        if self._losses:
+            losses = torch.stack(self._losses).float()
+            self._own_sum, self._own_count = self._own_sum + float(losses.sum()), self._own_count + len(losses)
+            self.loss = float(losses.mean())
+            self._losses.clear()
+            if self._is_due():
+                self.bar.step(self.job.steps, self.job.progress, loss=self.loss, images_per_s=self.images_per_s())
+
+    def pop_own(self) -> tuple[float, int]:
+        """Sum and count of this rank's losses since the last sync point."""
+        own, self._own_sum, self._own_count = (self._own_sum, self._own_count), 0.0, 0
+        return own
+
+    def read_mean(self, total: float, count: int) -> None:
+        """Takes the mean of all ranks' losses since the last sync point, and writes it. Collective."""
+        if count:
+            self._losses, self._shown_s = [torch.tensor(total / count)], -math.inf
+        self.read()
+
+    def _is_due(self) -> bool:
+        """Whether to show the loss: not more often than the eye can follow."""
+        now_s = self.job.clock.now()
+        if now_s - self._shown_s <= _SHOWN_S and not self.state.over:
+            return False
+        self._shown_s = now_s
+        return True
+
+    # ---- time
+
+    def images_per_s(self) -> float:
+        """Images trained on per second of training."""
+        return self.state.progress.images / max(1e-9, self.ledger.training_s())
+
+    def seconds(self) -> float:
+        """Seconds since the process started, with the earlier parts of a resumed training."""
+        return round(sum(self.ledger.rows().values()), 3)
+
+    def note(self, values: dict[str, float]) -> None:
+        """Writes values of this step to the log."""
+        self.log.metrics(self.job.steps, self.job.progress, {**values, "seconds": self.seconds()})
+
+    # ---- start and end
+
+    def _log_start(self) -> None:
+        """The first lines of an MLPerf log."""
+        dataset, recipe = self.state.training.dataset, self.state.recipe
+        self.log.mlperf("global_batch_size", recipe.batch)
+        self.log.mlperf("seed", recipe.seed)
+        self.log.mlperf("train_samples", len(dataset.train))
+        self.log.mlperf("eval_samples", len(dataset.test))
+        self.log.mlperf("run_start", event="INTERVAL_START")
+
+    def _report_start(self) -> None:
+        """Prints the seconds from process start to the end of the first step, by task."""
+        start = self.state.training.start
+        if any(task.name == "first step" for task in start.tasks):
+            return  # an earlier training of this job reported it
+        start.note("run folder", start.spans[-1].stop, self._began_s)
+        start.note("first step", self._began_s, self.job.clock.now())
+        self.bar.say(itemised(start.spans, self.started))
+        tasks = {s.name: [round(s.start - self.started, 4), round(s.stop - self.started, 4)] for s in start.spans}
+        self.log.mlperf("start", round(start.spans[-1].stop - self.started, 4), tasks=tasks, after=start.after)
+
+    def finish(self, stopped: str | None) -> Result:
+        """Writes result.json, ledger.json, timeline.json and the techniques' documents. Collective."""
+        job, progress = self.job, self.state.progress
+        with self.state.busy("save"):
+            facts = self._facts()
+        ledger, timeline = self.ledger.document(job.comm, facts)
+        result = Result(
+            top1=progress.scores.get("top1"),
+            top5=progress.scores.get("top5"),
+            loss=progress.scores.get("loss"),
+            best_top1=progress.best,
+            target=self.state.recipe.evaluate.target,
+            time_to_target_s=progress.reached_s,
+            seconds_by={row: round(s, 3) for row, s in ledger["rows"].items()},
+            images_per_s=round(self.images_per_s(), 1),
+            epochs=round(job.progress, 4),
+            stopped=stopped,
+        )
+        whole = {**asdict(result), "seconds": round(result.seconds, 3), "steps": job.steps}
+        documents: dict[str, object] = {"result.json": whole, "ledger.json": ledger, "timeline.json": timeline}
+        documents |= {name: build() for name, build in job.documents.items()}
+
+        def write(run: RunFolder) -> None:
+            for name, document in documents.items():
+                run.write(name, json.dumps(document, indent=1) + "\n")
+
+        self.state.write(write)
+        for bottleneck in ledger["verdict"][:1]:
+            self.bar.say(str(StepBottleneck(**bottleneck)))
+        self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
+        return result
+
+    def _facts(self) -> StepFacts:
+        """What the search for bottlenecks needs beside the ledger's rows."""
+        size, recipe = self.job.comm.size, self.state.recipe
+        images = recipe.batch // (recipe.parts(size) * size)
+        processes = place().sharing if size > 1 else 1
+        threads, starved = self.state.training.chosen.threads, self.ledger.starved()
+        return facts_of(self.job, images, threads=threads, cores=cores(), processes=processes, starved=starved)
+
+
+def skipped_images(state: RunState) -> list[str]:
+    """A line for each split with images that could not be decoded on some rank. Collective."""
+    loaders = {"training": state.job.plain_loader, "test": state.training.test}
+    skipped = {split: loader.skipped for split, loader in loaders.items() if getattr(loader, "skipped", None)}
+    if not skipped:
+        return []
+    for rank in state.job.comm.gather_objects({split: images.reasons for split, images in skipped.items()}):
+        for split, reasons in rank.items():
+            skipped[split].reasons.update(reasons)
+    return [
+        f"skipped {len(images.reasons)} of the {split} images: {images.summary()}"
+        for split, images in skipped.items()
+        if images.reasons
+    ]
