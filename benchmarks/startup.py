@@ -29,6 +29,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -141,11 +143,11 @@ def two_epochs(recipe: Path) -> None:
     start_s = time.perf_counter()
     sys.path.append(str(recipe.parent))
     from kasoku.distributed.environment import place
-    from kasoku.distributed.rendezvous import joined
+    from kasoku.distributed.rendezvous import process_group
     from kasoku.distributed.startup import Start
 
     start = Start(began=start_s)
-    with joined(place(), start) as comm:
+    with process_group(place(), start, partial(import_module, "kasoku.training.trainer")) as comm:
         from kasoku.config import recipe as recipes
         from kasoku.training.trainer import prepare
 

@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
     import torch  # not above: `kasoku --help` takes 0.1 s without torch and 1.2 s with it
 
     from kasoku.core import InputError, process_start
-    from kasoku.distributed.local_launch import typed_at
+    from kasoku.distributed.local_launch import attach_to_launcher
 
-    arguments = arguments_of(parsed, words, typed_at() or process_start())
+    arguments = arguments_of(parsed, words, attach_to_launcher() or process_start())
     run: Callable[[CommandArguments], int] = parsed.run
     try:
         imported()

@@ -17,7 +17,7 @@ from kasoku.core import InputError, Threads
 from kasoku.core.comm import Comm
 from kasoku.core.trace import Span
 from kasoku.distributed import TorchComm
-from kasoku.distributed.startup import SEQUENTIAL, Start, critical_path, itemised, waited_for
+from kasoku.distributed.startup import SEQUENTIAL, Start, attribute_seconds, critical_path, startup_line
 from kasoku.training.trainer import prepare
 from started import KASOKU, RECIPE, ended, largest_difference, options, started
 
@@ -103,9 +103,9 @@ def test_of_two_errors_the_first_task_s_is_told_whatever_failed_first(overlap):
 def test_a_task_is_known_once_and_after_known_ones(overlap):
     start = Start(overlap=overlap)
     start.add("a", lambda: None)
-    with pytest.raises(ValueError, match="task a: there already"):
+    with pytest.raises(ValueError, match="task a: was added before"):
         start.add("a", lambda: None)
-    with pytest.raises(ValueError, match="after c, which is not there yet"):
+    with pytest.raises(ValueError, match="after c, which is unknown"):
         start.add("b", lambda c: c, after=("c",))
     assert list(start.finish()) == ["a"]
 
@@ -121,13 +121,13 @@ def test_the_critical_path_is_the_longest_chain():
     assert critical_path([], {}) == []
 
 
-def test_each_second_is_given_to_the_task_that_was_waited_for():
+def test_each_second_is_given_to_the_task_that_was_attribute_seconds():
     found = spans(**{"import": (0, 2), "meet": (2, 5), "data": (2, 3), "net": (3, 4.5), "step": (5.25, 6)})
-    assert waited_for(found, 0) == {"import": 2, "meet": 3, "data": 0, "net": 0, "step": 1}
-    assert waited_for([], 0) == {}
-    assert waited_for(spans(nothing=(1, 1)), 0) == {"nothing": 1}
-    line = itemised(found, 0)
-    assert line.startswith("first step after 6.00 s: import 2.00, meet 3.00, data +1.00, net +1.50, step 0.75")
+    assert attribute_seconds(found, 0) == {"import": 2, "meet": 3, "data": 0, "net": 0, "step": 1}
+    assert attribute_seconds([], 0) == {}
+    assert attribute_seconds(spans(nothing=(1, 1)), 0) == {"nothing": 1}
+    line = startup_line(found, 0)
+    assert line.startswith("start-up 6.00 s: import 2.00, meet 3.00, data +1.00, net +1.50, step 0.75")
 
 
 @both
@@ -138,7 +138,7 @@ def test_spans_are_of_the_tasks_and_shares_add_up_to_the_time_that_passed(overla
         start.add(name, lambda: time.sleep(0.02))
     start.do("d", lambda *_: None, after=("a", "b", "c"))
     assert [(s.kind, s.name) for s in start.spans] == [("start", name) for name in ("import", *"abcd")]
-    assert sum(waited_for(start.spans, began).values()) == pytest.approx(start.spans[-1].stop - began, abs=1e-9)
+    assert sum(attribute_seconds(start.spans, began).values()) == pytest.approx(start.spans[-1].stop - began, abs=1e-9)
     assert start.after == {"import": (), **dict.fromkeys("abc", ("import",)), "d": ("a", "b", "c", "import")}
 
 

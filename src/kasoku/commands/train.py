@@ -1,7 +1,7 @@
 """`kasoku train`: trains from a recipe or on a folder of photos, alone or on many ranks, one network or an ensemble.
 
-Note: imports inside functions. The trainer takes 0.5 s to import, and ranks meet meanwhile; so `on_ranks` imports it,
-and nothing here does before.
+Note: imports inside functions. The trainer takes 0.5 s to import, which overlaps with the rendezvous: `on_ranks`
+imports it, and nothing here does before.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -73,6 +74,7 @@ def run(arguments: TrainArguments) -> int:
         arguments.words,
         started=arguments.started,
         count=partial(_gpus, arguments),
+        packages=partial(import_module, "kasoku.training.trainer"),
     )
 
 

@@ -1,4 +1,4 @@
-"""What `kasoku launch` writes for a cluster: an sbatch script, a Kubernetes manifest."""
+"""The files that `kasoku launch` writes for a cluster: an sbatch script or a Kubernetes manifest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from kasoku.distributed.local_launch import train_arguments
 
 _RECIPE = Path("/run/kasoku/recipe.toml")  # in a pod
-_GRACE_S = 180  # from the signal to the end: enough for a step and a checkpoint
+_GRACE_S = 180  # between SIGTERM and the end: enough for a step and a checkpoint
 
 _SBATCH = """\
 #!/bin/bash
@@ -48,12 +48,12 @@ class LaunchSpec:
     Args:
         name: of the job.
         recipe: its file.
-        nodes: machines.
+        nodes: the number of machines.
         each: ranks a node, one a GPU.
         on_gpus: whether the ranks train on GPUs.
         set: changed settings of the recipe, PATH=VALUE.
-        out: the run folder, which all nodes see; None: under runs/, named after the job (Slurm only).
-        port: of rank 0; None: from the job's number (Slurm only).
+        out: the run folder, on a file system that all nodes share; None: under runs/, named after the job (Slurm only).
+        port: of rank 0; None: derived from the job's number (Slurm only).
     """
 
     name: str
@@ -78,7 +78,7 @@ class SlurmSpec(LaunchSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesSpec(LaunchSpec):
-    """A LaunchSpec as a Kubernetes Job; `mount` holds CLAIM:DIR, `image` has kasoku in it."""
+    """A LaunchSpec as a Kubernetes Job; `mount` holds CLAIM:DIR, and kasoku is installed in `image`."""
 
     out: Path
     port: int
@@ -89,7 +89,7 @@ class KubernetesSpec(LaunchSpec):
 def sbatch(spec: SlurmSpec) -> str:
     """A Slurm script: srun starts the ranks of each node."""
     quoted = shlex.join(train_arguments(spec.recipe, spec.set, spec.out, go_on=True))
-    if spec.out is None:  # one folder a job, the same when it is requeued
+    if spec.out is None:  # one folder a job, also after a requeue
         quoted += f' --out "runs/{spec.name}-$SLURM_JOB_ID"'
     settings = {
         "cpus-per-task": spec.cpus_per_gpu,
@@ -126,7 +126,7 @@ def manifest(spec: KubernetesSpec) -> str:
 
 
 def _container(spec: KubernetesSpec) -> dict[str, Any]:
-    """Runs this node's ranks; Kubernetes says which node it is by JOB_COMPLETION_INDEX."""
+    """Runs this node's ranks; Kubernetes sets the node's number as JOB_COMPLETION_INDEX."""
     _, recipe, *more = train_arguments(_RECIPE, spec.set, spec.out, go_on=True)
     shape = ["--nodes", str(spec.nodes), "--gpus-per-node", str(spec.each)]
     mounts = [{"name": "recipe", "mountPath": str(_RECIPE.parent)}, {"name": "shm", "mountPath": "/dev/shm"}]

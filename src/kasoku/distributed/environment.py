@@ -1,8 +1,8 @@
-"""Which of the ranks this process is, and how many share its host: what the launcher's variables say.
+"""The rank of this process and the number of ranks on its host, from the variables of the launcher.
 
-Note: what a launcher says. torchrun (and what does as it does) sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE;
-srun sets SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID and SLURM_NTASKS_PER_NODE. MASTER_ADDR and MASTER_PORT say where
-rank 0 is. A batch script has Slurm's variables too; what it runs without srun and without MASTER_ADDR is alone.
+Note: variables. torchrun and its like set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. srun sets SLURM_PROCID,
+SLURM_NTASKS, SLURM_LOCALID and SLURM_NTASKS_PER_NODE. MASTER_ADDR and MASTER_PORT give the address of rank 0. A batch
+script has Slurm's variables too; a process that it starts without srun and without MASTER_ADDR runs alone.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kasoku.core.hardware import cores
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among the ranks: in all, and on its host."""
+    """The position of a process among all ranks, and among those of its host."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    bound: bool = False  # to cores of its own: those it may use are not shared with the others on its host
-    launched: bool = False  # by something that said so; else alone by default
+    bound: bool = False  # to cores that the other ranks of its host do not use
+    launched: bool = False  # by a launcher
 
     @property
     def sharing(self) -> int:
-        """How many processes share the cores that this one may use."""
+        """The number of processes that share the cores of this one."""
         return 1 if self.bound else self.local_size
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Place:
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """This process's place, from what its launcher set; alone without one. Raises InputError for half of it."""
+    """The place of this process; alone without a launcher. Raises InputError if variables are missing."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         local_rank = _number(environment, "LOCAL_RANK", 0)
@@ -67,7 +67,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
 
 
 def ranks_on_host(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Ranks of a node: $LOCAL_WORLD_SIZE, or else Slurm's tasks a node or equal share; None where nothing says it."""
+    """Ranks of a node: $LOCAL_WORLD_SIZE, or Slurm's tasks a node or equal share; None if unknown."""
     if environment.get("LOCAL_WORLD_SIZE"):
         return _number(environment, "LOCAL_WORLD_SIZE")
     if "SLURM_PROCID" not in environment:
@@ -80,9 +80,9 @@ def ranks_on_host(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    given = environment.get(name, default)
+    value = environment.get(name, default)
     try:
-        return int(given)  # type: ignore[arg-type]
+        return int(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        said = f'{name}="{given}"' if given is not None else f"no {name}"
-        raise InputError(f"{said} beside other variables of a launcher: a number is wanted; launch anew") from None
+        what = f'{name}="{value}"' if value is not None else f"no {name}"
+        raise InputError(f"{what} beside other variables of a launcher: a number is wanted; launch anew") from None

@@ -1,8 +1,8 @@
-"""Several ranks on this machine: a process each; signals go to all of them, and one exit code comes back.
+"""Several ranks on this machine, one process each: they share signals, and one exit code is returned.
 
-Note: what an exit code means here. The ranks end alike, having agreed before; so the first one to fail says it for all.
-Where one dies without agreeing (a crash), the others lose it (1) or wait for it in vain: they get a while, then a
-SIGTERM, then a SIGKILL; the code is that of the one that died.
+Note: the exit code. Ranks that end regularly end alike, so the first exit code stands for all. If one crashes, the
+others end because they lost it, or would wait for it for ever: after a grace period they get a SIGTERM, then a SIGKILL.
+The code is that of the rank that crashed.
 """
 
 from __future__ import annotations
@@ -22,25 +22,31 @@ from kasoku.core import Comm
 from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.distributed.environment import Place, place
 from kasoku.distributed.liveness import LOST_RANK_EXIT_CODE, LostRankError
-from kasoku.distributed.rendezvous import joined
+from kasoku.distributed.rendezvous import process_group
 from kasoku.distributed.startup import Start
 
-STARTED = "KASOKU_STARTED"  # when the command was typed, on the clock of time.perf_counter, which processes share
-_GRACE_S = {75: 60.0}  # by exit code: how long the others may take to end by themselves; they name who died in 12 s
+STARTED = "KASOKU_STARTED"  # when the command was started, on time.perf_counter, which processes share
+_GRACE_S = {75: 60.0}  # by exit code, else 20 s: the other ranks name the dead one in 12 s, and end
 _POLL_S = 0.02
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def on_ranks(
-    run: Callable[[Comm, Start], int], words: Sequence[str], *, started: float, count: Callable[[], int]
+    run: Callable[[Comm, Start], int],
+    words: Sequence[str],
+    *,
+    started: float,
+    count: Callable[[], int],
+    packages: Callable[[], object] = lambda: None,
 ) -> int:
-    """Runs a command on the ranks that a launcher started; without one, on `count()` processes of this machine.
+    """Runs a command on the ranks that a launcher started, or else on new processes; returns the exit code.
 
     Args:
         run: the part of the command that each rank executes; returns its exit code.
-        words: of the command line, for the processes that this one starts.
-        started: when the command was typed.
-        count: the number of processes where no launcher has started them.
+        words: of the command line, for new processes.
+        started: when the command was started (time.perf_counter).
+        count: the number of ranks, if no launcher sets it.
+        packages: imports that are done during the rendezvous.
     """
     here = place()
     processes = 1 if here.launched else count()
@@ -49,7 +55,7 @@ def on_ranks(
         return spawn(words, places, address="127.0.0.1", port=0, started=started)
     try:
         start = Start(began=started)
-        with joined(here, start) as comm:
+        with process_group(here, start, packages) as comm:
             return run(comm, start)
     except ReportedElsewhereError:
         return 2
@@ -63,33 +69,33 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
 
     Args:
         arguments: of the command.
-        places: of the ranks that this machine runs.
+        places: of the ranks on this machine.
         address: of rank 0's host.
-        port: free there; 0: any, where all ranks are on this machine.
-        started: when the command was typed.
+        port: free on that host; 0: any, if all ranks are on this machine.
+        started: when the command was started (time.perf_counter).
     """
     where = {"MASTER_ADDR": address, "MASTER_PORT": str(port or free_port()), STARTED: repr(started)}
     command = [sys.executable, "-m", "kasoku", *arguments]
     processes: list[subprocess.Popen[bytes]] = []
-    with _passing_on(processes) as early:
+    with _forward_signals(processes) as signals:
         for here in places:
-            if not early:  # its own group: a terminal's Ctrl-C comes once, through us
+            if not signals:  # in a group of its own, so that a terminal's Ctrl-C arrives once, through us
                 environment = {**os.environ, **where, **here.environment}
                 processes.append(subprocess.Popen(command, env=environment, process_group=0))
-        return _waited(processes)
+        return _wait(processes)
 
 
 def train_arguments(recipe: Path, settings: Sequence[str], out: Path | None, *, go_on: bool) -> list[str]:
     """The arguments of each rank's command."""
-    given = [part for setting in settings for part in ("--set", setting)]
+    changes = [part for setting in settings for part in ("--set", setting)]
     folder = ["--out", str(out)] if out else []
-    return ["train", str(recipe), *given, *folder, *(["--continue"] if go_on else [])]
+    return ["train", str(recipe), *changes, *folder, *(["--continue"] if go_on else [])]
 
 
-def typed_at() -> float | None:
-    """When the command was typed that started this rank by `spawn`; None where nothing did. Asked for once.
+def attach_to_launcher() -> float | None:
+    """When the command that spawned this rank was started; None without one, or in a second call.
 
-    Also ties this process to that one: where it is killed, this one gets a SIGTERM (on Linux).
+    If that process is killed, this one gets a SIGTERM from now on (on Linux).
     """
     started = os.environ.pop(STARTED, None)
     if started is None:
@@ -108,18 +114,18 @@ def free_port() -> int:
 
 
 @contextmanager
-def _passing_on(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Passes SIGINT and SIGTERM on to the processes; gives the numbers that came."""
-    came: list[int] = []
+def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Forwards SIGINT and SIGTERM to the processes; yields the list of those that arrived."""
+    arrived: list[int] = []
 
     def handle(number: int, frame: object) -> None:
-        came.append(number)
+        arrived.append(number)
         for process in processes:
             process.send_signal(number)
 
     old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield came
+        yield arrived
     finally:
         for process in processes:
             if process.poll() is None:
@@ -128,20 +134,20 @@ def _passing_on(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[i
             signal.signal(number, handler)
 
 
-def _waited(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Waits for all; the exit code of the first to fail by itself, 128 + n where signal n ended it."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Waits for all; the exit code of the first that failed by itself, or 128 + n if signal n ended it."""
     failed: dict[int, int] = {}  # by process, in the order they failed
-    since, told = 0.0, 0
+    since, signals = 0.0, 0
     while any(process.poll() is None for process in processes):
         time.sleep(_POLL_S)
         since = since if failed else time.monotonic()
-        if not told:
+        if not signals:
             _note(processes, failed)
-        if failed and told < 2 and time.monotonic() - since > _GRACE_S.get(_code(failed), 20.0) * (1 + told):
+        if failed and signals < 2 and time.monotonic() - since > _GRACE_S.get(_code(failed), 20.0) * (1 + signals):
             for process in processes:
-                process.send_signal((signal.SIGTERM, signal.SIGKILL)[told])
-            told += 1
-    if not told:
+                process.send_signal((signal.SIGTERM, signal.SIGKILL)[signals])
+            signals += 1
+    if not signals:
         _note(processes, failed)
     code = _code(failed)
     return code if code >= 0 else 128 - code
@@ -154,5 +160,5 @@ def _note(processes: Sequence[subprocess.Popen[bytes]], failed: dict[int, int]) 
 
 
 def _code(failed: dict[int, int]) -> int:
-    """The first that is more than the loss of another rank."""
+    """The first code that is not the loss of another rank."""
     return next((code for code in failed.values() if code != LOST_RANK_EXIT_CODE), LOST_RANK_EXIT_CODE if failed else 0)

@@ -1,18 +1,16 @@
-"""The ranks of one training: how they meet, and what they agree on.
+"""The process group of a training: how the ranks find each other, and how they end.
 
-Note: a group of two engines. Tensors on a CPU travel by gloo, tensors on a GPU by NCCL. So what ranks agree on (a
-signal, an error, a file's name) goes past the GPU, and nobody waits for it.
+Note: two backends. Tensors on a CPU travel by gloo, tensors on a GPU by NCCL. So control messages (a signal, an error,
+a file's name) do not wait for the GPU.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,45 +25,45 @@ from kasoku.distributed.environment import Place
 from kasoku.distributed.liveness import LostRankError, Watchdog
 from kasoku.distributed.startup import Start
 
-TIMEOUT = timedelta(minutes=30)  # that a rank waits for the others: longer than any evaluation or checkpoint
-_SCHEME = "kasoku"  # of the address at which ranks meet
+TIMEOUT = timedelta(minutes=30)  # of a collective: longer than any evaluation or checkpoint
+_SCHEME = "kasoku"  # of the rendezvous URL
 _was_rank: list[object] = []
 
 
 @contextmanager
-def joined(here: Place, start: Start) -> Iterator[Comm]:
-    """The collectives of the ranks this process is one of; the process group is destroyed at the end.
+def process_group(here: Place, start: Start, packages: Callable[[], object]) -> Iterator[Comm]:
+    """The comm of all ranks, watched over by a Watchdog; collective. The process group is destroyed at the end.
 
     Args:
-        here: which of the ranks it is.
-        start: takes the meeting of the ranks as a task; while they do, the trainer is imported.
+        here: the place of this process.
+        start: takes the rendezvous as a task.
+        packages: imports that are done during the rendezvous.
 
     Raises:
-        InputError: where the launcher did not say where rank 0 is, or the ranks do not find each other.
-        LostRankError: where another rank ended in the midst of what they do together.
+        InputError: if the launcher did not set rank 0's address, or the ranks do not find each other.
+        LostRankError: if a collective failed because another rank is gone.
     """
-    trainer = partial(import_module, "kasoku.training.trainer")
     if here.size == 1:
-        start.do("packages", trainer)
+        start.do("packages", packages)
         yield Solo()
         return
-    where = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
-    if None in where:
+    address = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
+    if None in address:
         raise InputError(
             f"{here.size} ranks without MASTER_ADDR and MASTER_PORT: set them to rank 0's host and a free port there, "
             "or start with kasoku launch, which does"
         )
     _was_rank.append(here)
     cuda = torch.cuda.is_available()
-    if cuda:  # before NCCL is there, which takes the device that is set
+    if cuda:  # NCCL takes the current device
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
-        # NCCL would end this process before the Watchdog says which rank was lost (torch's own default is 3: tear down)
+        # otherwise (torch's default is 3) NCCL ends this process before the Watchdog names the lost rank
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    start.add("rendezvous", lambda: _meet(here, "cpu:gloo,cuda:nccl" if cuda else "gloo", where))
-    start.do("packages", trainer)
-    start.import_compiler()  # not before: what meets would wait for it (see _meet)
+    start.add("rendezvous", lambda: _connect(here, "cpu:gloo,cuda:nccl" if cuda else "gloo", address))
+    start.do("packages", packages)
+    start.import_compiler()  # not earlier: the rendezvous would wait for it (see _connect)
     _ = start["rendezvous"]
-    comm = Watchdog().start(TorchComm(), (str(where[0]), int(str(where[1]))))
+    comm = Watchdog().start(TorchComm(), (str(address[0]), int(str(address[1]))))
     try:
         yield comm
         comm.activity.close()
@@ -85,17 +83,17 @@ def joined(here: Place, start: Start) -> Iterator[Comm]:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether a collective failed, as when another rank is gone."""
+    """Whether the error is that of a collective that failed, as when another rank is gone."""
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
-def _meet(here: Place, backend: str, where: Sequence[str | None]) -> None:
-    """Meets the other ranks.
+def _connect(here: Place, backend: str, address: Sequence[str | None]) -> None:
+    """Initializes the process group.
 
-    Torch first looks whether the compiler is imported, and waits where that is under way; then it looks for the others.
-    So it is called at once and finds them itself, in a way of ours.
+    torch first checks whether the compiler is imported, which waits for an import under way, and then looks for the
+    other ranks. So this is called before that import starts.
     """
-    with suppress(RuntimeError):  # registered before
+    with suppress(RuntimeError):  # already registered
         register_rendezvous_handler(_SCHEME, _attempt)  # type: ignore[no-untyped-call]
     try:
         url = f"{_SCHEME}://"
@@ -103,23 +101,23 @@ def _meet(here: Place, backend: str, where: Sequence[str | None]) -> None:
     except (RuntimeError, ValueError) as error:
         line = " ".join(str(error).split())[:200]
         raise InputError(
-            f"rank {here.rank} of {here.size} does not find the others at {':'.join(map(str, where))} ({line}): check "
-            "MASTER_ADDR and MASTER_PORT, and that all ranks were started"
+            f"rank {here.rank} of {here.size} does not find the others at {':'.join(map(str, address))} ({line}): "
+            "check MASTER_ADDR and MASTER_PORT, and that all ranks were started"
         ) from error
 
 
 def _attempt(url: str, **more: Any) -> Iterator[tuple[Store, int, int]]:
-    """The store of this attempt: torchrun may keep one for all of them."""
+    """A store for this attempt alone: torchrun may keep one for all of them."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     for store, rank, size in rendezvous(url.replace(_SCHEME, "env", 1), **more):
         yield PrefixStore(f"attempt {attempt}", store), rank, size
 
 
 def leave(code: int) -> int:
-    """Ends a process that was one of several ranks with this exit code; returns it in any other.
+    """Ends a process that was one of several ranks; returns the exit code in any other.
 
-    At once, without Python's own end: threads of gloo may still be giving up tensors, for which they ask Python, and
-    being refused at its end abort the process (torch 2.13).
+    It skips Python's own shutdown: gloo's threads may still release tensors, for which they need the interpreter, and
+    abort the process if it is shutting down (torch 2.13).
     """
     if _was_rank:
         for stream in (sys.stdout, sys.stderr):

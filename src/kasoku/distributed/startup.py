@@ -1,11 +1,11 @@
-"""Early start: what a training needs before its first step, as tasks that run while others wait.
+"""Overlapped start-up: the work before the first step as tasks, so that one task computes while another waits.
 
-Note: what overlaps. Importing, indexing and building compute; meeting the other ranks, the connections between them
-and reading from a far disk wait. Each task has a thread, begins when the tasks it is after have ended, and whoever
-needs its result waits for that one only. Threads share the interpreter, so computing is not shortened, waiting is.
+Note: overlap. Importing, indexing and building compute; the rendezvous, connecting the ranks and reading from a remote
+disk wait. Each task has a thread and starts when its predecessors have ended. Callers wait only for the tasks whose
+results they need. Threads share the interpreter, so overlap saves waiting time, not computing time.
 
-Note: errors. A task whose predecessors succeeded is always run, whatever else failed, so that collectives in tasks
-meet their partners; at `finish` the first error counts, in the order in which the tasks were added, not of the clock.
+Note: errors. A task whose predecessors succeeded always runs, even if another task failed, so that its collectives
+meet those of the other ranks. `finish` raises the first error in the order in which the tasks were added, not by time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kasoku.core.clock import Clock, Wall
 from kasoku.core.trace import Span
 
 T = TypeVar("T")
-SEQUENTIAL = "KASOKU_SEQUENTIAL"  # set to 1: one task after the other, to compare with
-COMPILER = "torch._dynamo"  # imported by torch itself: by every optimizer and functional_call at first use
+SEQUENTIAL = "KASOKU_SEQUENTIAL"  # 1: one task after the other, for comparison
+COMPILER = "torch._dynamo"  # torch imports it at the first use of an optimizer or functional_call
 
 
 @dataclass(frozen=True)
 class Task:
-    """A part of a start: `f` gets the results of the tasks it is after, in that order."""
+    """A part of the start-up; `f` takes the results of the tasks in `after`, in that order."""
 
     name: str
     f: Callable[..., Any]
@@ -36,13 +36,13 @@ class Task:
 
 
 class Start:
-    """The tasks of one start on one rank.
+    """The tasks of one start-up on one rank.
 
     Args:
-        clock: what tells the time; the real one by default.
-        overlap: False: one task after the other, in the order they are added, on the caller's thread. By default they
-            overlap, unless $KASOKU_SEQUENTIAL is 1.
-        began: when the process started, on that clock: what came before is the task "import".
+        clock: the real one by default.
+        overlap: False runs one task after the other, in the order they are added, on the caller's thread. By default
+            they overlap, unless $KASOKU_SEQUENTIAL is 1.
+        began: when the process started, on that clock; the time until now is the task "import".
     """
 
     def __init__(self, clock: Clock | None = None, *, overlap: bool | None = None, began: float | None = None) -> None:
@@ -51,30 +51,30 @@ class Start:
         self.tasks: list[Task] = []
         self._futures: dict[str, Future[Any]] = {}
         self._spans: dict[str, Span] = {}
-        self._here: list[str] = []  # what the caller has done or waited for last
+        self._here: list[str] = []  # tasks that the caller has run or waited for last
         self.began = self.clock.now() if began is None else began
         if began is not None:
             self.note("import", began)
 
     def add(self, name: str, f: Callable[..., T], after: Sequence[str] = ()) -> None:
-        """Has f called with the results of the tasks `after` as soon as they have ended; returns at once.
+        """Calls f in a thread with the results of the tasks `after`, as soon as they have ended.
 
         Raises:
-            ValueError: for a name that is taken, and for one in `after` that is not there yet.
+            ValueError: if the name is taken, or one in `after` is unknown.
         """
         task = self._known(Task(name, f, tuple(after)))
-        if self.overlap:  # a daemon: an interruption does not wait for a rank that never comes
+        if self.overlap:  # a daemon, so that an interruption does not wait for a missing rank
             threading.Thread(target=self._run, args=(task,), name=f"kasoku-start-{name}", daemon=True).start()
         else:
             self._run(task)
 
     def import_compiler(self) -> None:
-        """Has what torch imports at the first use of an optimizer imported as the task "compiler", once."""
+        """Adds the task "compiler", once: the import that torch would do at the first use of an optimizer."""
         if "compiler" not in self._futures:
             self.add("compiler", lambda: import_module(COMPILER))
 
     def do(self, name: str, f: Callable[..., T], after: Sequence[str] = ()) -> T:
-        """The same on the caller's thread, which waits; returns what f returns. Raises what failed."""
+        """Runs a task on the caller's thread and returns its result. Raises its error, or that of a predecessor."""
         task = self._known(Task(name, f, tuple(after)))
         self._here = [name]
         self._run(task)
@@ -82,19 +82,19 @@ class Start:
         return result
 
     def note(self, name: str, start: float, stop: float | None = None) -> None:
-        """Takes a task of the caller's thread that was timed elsewhere; until now by default."""
+        """Records a task of the caller's thread that was timed elsewhere; it stops now by default."""
         self._known(Task(name, _nothing))
         self._here = [name]
         self._spans[name] = Span("start", name, start, self.clock.now() if stop is None else stop)
         self._futures[name].set_result(None)
 
     def __getitem__(self, name: str) -> Any:
-        """A task's result: waits for that task only. Raises its error."""
+        """Waits for one task and returns its result, or raises its error."""
         self._here.append(name)
         return self._futures[name].result()
 
     def wait(self) -> Callable[[], dict[str, Any]]:
-        """Waits until all tasks so far have ended; gives what returns their results, or raises as `finish` does."""
+        """Waits for all tasks; returns a function that returns their results, or raises as `finish` does."""
         futures = dict(self._futures)
         self._here += futures
         for future in futures.values():
@@ -105,51 +105,51 @@ class Start:
         """Waits for all tasks and returns their results.
 
         Raises:
-            Exception: the error of the first that failed, in the order they were added.
+            Exception: the first error, in the order in which the tasks were added.
         """
         return self.wait()()
 
     @property
     def spans(self) -> list[Span]:
-        """When each task that has ended ran, in the order they were added."""
+        """The times of all tasks that have ended, in the order in which they were added."""
         return [self._spans[task.name] for task in self.tasks if task.name in self._spans]
 
     @property
     def after(self) -> dict[str, tuple[str, ...]]:
-        """What each task began after; also what the caller had done or waited for before it was added."""
+        """The predecessors of each task, and the tasks that the caller had run or waited for before adding it."""
         return {task.name: task.after for task in self.tasks}
 
     def shares(self, started: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds by task: of the time since the process `started`, what was waited for; and what ran beside others.
+        """Seconds by task since the process `started`: those on the critical path, and those that overlapped others.
 
-        Both are empty where the tasks had ended before: they belong to an earlier training of this process.
+        Both are empty if all tasks had ended by then: they belong to an earlier training of this process.
         """
         spans = self.spans
         if max((s.stop for s in spans), default=started) <= started:
             return {}, {}
-        shares = waited_for(spans, self.began)
-        beside = {s.name: _seconds([s]) - shares[s.name] for s in spans if shares[s.name] < 0.5 * _seconds([s])}
+        shares = attribute_seconds(spans, self.began)
+        overlapped = {s.name: _seconds([s]) - shares[s.name] for s in spans if shares[s.name] < 0.5 * _seconds([s])}
         if "import" not in shares:
             shares = {"import": min(self.began, *(s.start for s in spans)) - started, **shares}
-        return shares, beside
+        return shares, overlapped
 
     def _known(self, task: Task) -> Task:
         missing = [name for name in task.after if name not in self._futures]
         if task.name in self._futures or missing:
-            what = f"after {missing[0]}, which is not there yet" if missing else "there already"
+            what = f"after {missing[0]}, which is unknown" if missing else "was added before"
             raise ValueError(f"task {task.name}: {what}")
         self._futures[task.name] = Future()
-        before = dict.fromkeys((*task.after, *self._here))  # whoever adds it has done these before
+        before = dict.fromkeys((*task.after, *self._here))  # the caller has finished these
         self.tasks.append(Task(task.name, task.f, tuple(before)))
         return task
 
     def _run(self, task: Task) -> None:
         future = self._futures[task.name]
         try:
-            given = [self._futures[name].result() for name in task.after]
+            arguments = [self._futures[name].result() for name in task.after]
             start = self.clock.now()
             try:
-                result = task.f(*given)
+                result = task.f(*arguments)
             finally:
                 self._spans[task.name] = Span("start", task.name, start, self.clock.now())
         except BaseException as error:
@@ -161,20 +161,20 @@ class Start:
 
 
 def critical_path(spans: Iterable[Span], after: Mapping[str, Sequence[str]]) -> list[Span]:
-    """The chain of tasks, each after the one before it, that takes longest: no start can be faster than its sum."""
+    """The longest chain of tasks that depend on each other; no start-up can be faster than its sum."""
     by_name = {s.name: s for s in spans}
     longest: dict[str, list[Span]] = {}
-    for name in after:  # a task is listed behind those it is after
+    for name in after:  # predecessors come first
         if name in by_name:
             chains = [longest[other] for other in after[name] if other in longest]
             longest[name] = [*max(chains, key=_seconds, default=[]), by_name[name]]
     return max(longest.values(), key=_seconds, default=[])
 
 
-def waited_for(spans: Iterable[Span], began: float) -> dict[str, float]:
-    """The seconds from `began` to the end of the last task, each given to the task that was waited for then.
+def attribute_seconds(spans: Iterable[Span], began: float) -> dict[str, float]:
+    """Splits the time from `began` to the end of the last task among the tasks that it was waited for.
 
-    Back from the task that ended last to the one that had ended last when it began, and so on.
+    Goes back from the task that ended last to the one that had ended last when it started, and so on.
     """
     left = sorted(spans, key=lambda s: s.stop)
     shares = dict.fromkeys((s.name for s in left), 0.0)
@@ -185,12 +185,12 @@ def waited_for(spans: Iterable[Span], began: float) -> dict[str, float]:
     return shares
 
 
-def itemised(spans: Sequence[Span], began: float) -> str:
-    """One line: the seconds to the first step, and of each task; those that ran beside others have a +."""
-    shares = waited_for(spans, began)
+def startup_line(spans: Sequence[Span], began: float) -> str:
+    """One line with the seconds to the first step and of each task; overlapped ones have a +."""
+    shares = attribute_seconds(spans, began)
     total_s = max((s.stop for s in spans), default=began) - began
     items = [f"{s.name} {'+' * (shares[s.name] < 0.5 * _seconds([s]))}{_seconds([s]):.2f}" for s in spans]
-    return f"first step after {total_s:.2f} s: {', '.join(items)} (+: beside others)"
+    return f"start-up {total_s:.2f} s: {', '.join(items)} (+: overlapped)"
 
 
 def _seconds(chain: Iterable[Span]) -> float:

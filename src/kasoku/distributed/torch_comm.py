@@ -19,7 +19,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceO
 
 
 class _Handle:
-    """A torch Work, and what is left to do once it has ended."""
+    """A torch Work, and a function to call once it has ended."""
 
     def __init__(self, work: Any, finish: Callable[[], object] | None = None) -> None:
         self._work, self._finish = work, finish
@@ -42,8 +42,10 @@ class TorchComm(Comm):
         group: the process group; the default one by default.
         clock: the real one by default.
 
+    Constructing it is local; all methods but send and receive are collective. None of them drains.
+
     Raises:
-        InputError: where torch.distributed is not initialised.
+        InputError: if torch.distributed is not initialised.
     """
 
     thread_safe = True

@@ -13,7 +13,7 @@ from torch import Tensor
 from kasoku.core.hardware import cores
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.environment import place
-from kasoku.distributed.startup import itemised
+from kasoku.distributed.startup import startup_line
 from kasoku.report import Bar, Ledger, Log, NoLog, StepBottleneck, StepFacts, facts_of
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import Result, RunState
@@ -171,7 +171,7 @@ class Metrics:
             return  # an earlier training of this job reported it
         start.note("run folder", start.spans[-1].stop, self._began_s)
         start.note("first step", self._began_s, self.job.clock.now())
-        self.bar.say(itemised(start.spans, self.started))
+        self.bar.say(startup_line(start.spans, self.started))
         tasks = {s.name: [round(s.start - self.started, 4), round(s.stop - self.started, 4)] for s in start.spans}
         self.log.mlperf("start", round(start.spans[-1].stop - self.started, 4), tasks=tasks, after=start.after)
 
