@@ -370,7 +370,7 @@ def test_how_many_ranks_can_share_a_batch():
 def test_without_a_launcher_all_gpus_are_used(monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    monkeypatch.setattr(spawn, "spawn", lambda given, places, **more: calls.append((given, places)) or 75)
+    monkeypatch.setattr(spawn, "spawn", lambda given, places, **more: calls.append(([*given], places)) or 75)
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     given = ["train", str(RECIPE), "--set", "epochs=1"]
