@@ -60,7 +60,7 @@ def small(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def _no_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "searched" not in request.node.name:  # it takes seconds
-        monkeypatch.setattr("kasoku.simulate.planner.with_searched_groups", lambda chosen: chosen)
+        monkeypatch.setattr("kasoku.simulate.plan_search.with_searched_groups", lambda chosen: chosen)
     remember_networks(monkeypatch)
 
 
@@ -210,7 +210,7 @@ def test_the_recipe_has_the_groups_that_were_searched_or_not(
     techniques: str, late: bool, searched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "desk.toml").write_text(DESK.replace("beta_ms = 0.2", "beta_ms = 40.0"))
-    monkeypatch.setattr("kasoku.simulate.planner._WORTH", 2.0 if searched else 0.0)
+    monkeypatch.setattr("kasoku.simulate.plan_search._WORTH", 2.0 if searched else 0.0)
     techniques = techniques.replace("CLIP", "'kasoku.optim.Clip', norm=1.0")
     found = planned(
         tmp_path / "p",

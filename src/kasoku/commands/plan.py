@@ -24,10 +24,10 @@ from kasoku.distributed import Hierarchical, Mean
 from kasoku.distributed.cluster_jobs import SlurmSpec, sbatch
 from kasoku.report import print_table
 from kasoku.simulate import load as load_cluster
-from kasoku.simulate import planner, profile_of
+from kasoku.simulate import plan_search, profile_of
 from kasoku.simulate.cluster import Costs
 from kasoku.simulate.compressed import flat
-from kasoku.simulate.planner import LEAST, MOST, Choice, planned_recipe
+from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
 from kasoku.training.run_folder import allow_own_modules, own_folder
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -78,12 +78,12 @@ def run(arguments: PlanArguments) -> int:
     _check(arguments)
     sys.path.extend(own_folders(recipe))
     deadline_s, budget_usd = _seconds(arguments.deadline), _usd(arguments.budget)
-    recipes, remark = planner.candidates(recipe, arguments.set, arguments.noise_scale)
+    recipes, remark = plan_search.candidates(recipe, arguments.set, arguments.noise_scale)
     if remark:
         print(f"kasoku: {remark}", file=sys.stderr)
     cluster = load_cluster(cluster_name)
-    tried = planner.choices(recipes, cluster, [profile_of(profile) for profile in arguments.profile])
-    chosen = planner.with_searched_groups(planner.best(tried, deadline_s, budget_usd))
+    tried = plan_search.choices(recipes, cluster, [profile_of(profile) for profile in arguments.profile])
+    chosen = plan_search.with_searched_groups(plan_search.best(tried, deadline_s, budget_usd))
     folder = own_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
     for line in chosen.scenario.remarks(chosen.step):
         print(f"kasoku: {line}", file=sys.stderr)
@@ -137,7 +137,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "batch": f"{recipe.batch:,}, {step.images / step.gpus:g} a GPU"
         + (f" ({recipe.origin})" if recipe.origin else ""),
         "epochs": f"{recipe.epochs:g}, {updates(recipe, case.facts.images):,} updates",
-        "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.course.warmup:g} epochs",
+        "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup:g} epochs",
         "groups": f"{len(step.inputs.plan.groups)} ({step.inputs.plan.policy})",
         sent: str(getattr(step.inputs.link, "choice", lambda _: "")(largest)) + _reducer(chosen),
         "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.commands import RecipeArguments, declare, option
-from kasoku.config.techniques import techniques_for
+from kasoku.config.technique_choice import techniques_for
 from kasoku.config.toml import tables
 from kasoku.core import InputError
 from kasoku.core.files import write_text

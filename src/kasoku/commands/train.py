@@ -205,7 +205,7 @@ def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
 
     def at(batch: int) -> Recipe:
         if arguments.data:  # nothing else follows from the batch, so the folder is not listed again
-            return replace(recipe, batch=batch, origin="")
+            return replace(recipe, batch=batch, origin="", auto_batch=False)
         return _load(arguments, f"batch={batch}")
 
     run_on_all_ranks(comm, check)

@@ -6,7 +6,6 @@ import argparse
 import difflib
 import json
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 from kasoku.commands import RecipeArguments, declare, option
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.config.sharing import gpus_for
-from kasoku.config.toml import override
+from kasoku.config.toml import read
 from kasoku.core import Comm, InputError
 from kasoku.core.files import write_text
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks, version_facts
@@ -121,10 +120,7 @@ def _settings(arguments: TuneArguments) -> TuneSettings:
 
 def _fixed(arguments: TuneArguments, recipe: Recipe) -> list[str]:
     """The setting that ties the rates to the recipe's own batch, where the recipe does not say how they follow it."""
-    document = tomllib.loads(arguments.recipe.read_text())
-    for setting in arguments.set:
-        override(document, setting)
-    known = recipe.reference_batch or document.get("points")
+    known = recipe.reference_batch or read(arguments.recipe, arguments.set).get("points")
     return [] if known else [f"reference_batch={recipe.batch}"]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,9 @@ import tomli_w
 from torch import nn
 from torch.optim import Optimizer
 
-from kasoku.config.toml import Factory, override, parse, tables
+from kasoku.config.batch_points import at_batch
+from kasoku.config.batch_split import BatchSplit
+from kasoku.config.toml import Factory, override, parse, read, tables
 from kasoku.core import Constant, InputError, Schedule, Technique
 from kasoku.device import Device
 
@@ -79,7 +80,7 @@ class Recipe:
     evaluate: Evaluate = Evaluate()
     device: Device = field(default_factory=Device)
     save: Save = Save()
-    auto_batch: bool = field(default=False, init=False)
+    auto_batch: bool = field(default=False, metadata={"in_document": False})  # the document says batch = "auto"
 
     def __post_init__(self) -> None:
         if not 0 < self.epochs < math.inf:
@@ -102,7 +103,7 @@ class Recipe:
             )
         if not 0 <= self.norm_average < math.inf:
             raise InputError(f"norm_average={self.norm_average}: epochs above 0, or 0 for each module's own momentum")
-        warmup = self.course.warmup
+        warmup = self.scaled_schedule.warmup
         if warmup > self.epochs:
             raise InputError(
                 f"schedule.warmup: {warmup:g} epochs, longer than the training (epochs={self.epochs:g}): shorten it or "
@@ -124,16 +125,20 @@ class Recipe:
         return self.batch_scale if self.scaling == "linear" else math.sqrt(self.batch_scale)
 
     @property
-    def course(self) -> Schedule:
-        """The schedule at this batch."""
+    def scaled_schedule(self) -> Schedule:
+        """The schedule at this batch: with `scaling = "legw"` the warm-up grows with it."""
         if self.scaling != "legw" or self.batch_scale == 1:
             return self.schedule
         return replace(self.schedule, warmup=self.schedule.warmup * self.batch_scale)
 
     def parts(self, ranks: int) -> int:
-        """In how many parts each of so many ranks takes its share of a batch."""
+        """The number of parts in which each rank takes its share of a batch."""
         virtual = self.batch // (self.norm_batch * ranks) if self.norm_batch else 1
         return self.accumulate or max(1, virtual)
+
+    def split(self, ranks: int) -> BatchSplit:
+        """How a batch is split over ranks, parts and BatchNorm groups."""
+        return BatchSplit(self.batch, ranks, self.parts(ranks), self.norm_batch)
 
 
 def made(thing: Any, kind: type[T], path: str) -> T:
@@ -155,7 +160,7 @@ def optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 def load(path: Path, settings: Sequence[str] = ()) -> Recipe:
     """Reads a recipe file, with `path=value` settings over it. Raises InputError with the path of what is wrong."""
-    return from_document(_read(path), settings)
+    return from_document(read(path), settings)
 
 
 def own_folders(path: Path | None) -> list[str]:
@@ -171,45 +176,26 @@ def own_folders(path: Path | None) -> list[str]:
         return folders
 
 
-def points(path: Path, settings: Sequence[str] = ()) -> list[int]:
-    """The batches that a recipe file, with settings over it, has points for; none where it has no points."""
-    document = _read(path)
-    for setting in settings:
-        override(document, setting)
-    given = document.get("points")
-    return [p["batch"] for p in given if isinstance(p, dict) and "batch" in p] if isinstance(given, list) else []
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}): a recipe file is wanted") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not TOML ({error})") from error
-
-
 def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Recipe:
     """The same from a parsed document."""
     for setting in settings:
         override(document, setting)
-    begin = _where_tuning_begins(document) if document.get("batch") == AUTO else None
-    if begin:
-        document["batch"] = begin
+    first = _first_batch(document) if document.get("batch") == AUTO else None
+    if first:
+        document["batch"] = first
     if "points" in document:
         document = at_batch(document, document.pop("points"))
-        for setting in settings:  # what was asked for by name stands above the points
+        for setting in settings:  # they override the points too
             override(document, setting)
         document.pop("points", None)
-    if not begin:
+    if not first:
         return parse(Recipe, document)
-    recipe = parse(Recipe, {**document, "batch": begin, "origin": "auto: tuning begins here"})
-    object.__setattr__(recipe, "auto_batch", True)
-    return recipe
+    recipe = parse(Recipe, {**document, "batch": first, "origin": "auto: tuning begins here"})
+    return replace(recipe, auto_batch=True)
 
 
-def _where_tuning_begins(document: dict[str, Any]) -> int:
-    """A batch whose settings are known: the one the rates are for, or the smallest of the points."""
+def _first_batch(document: dict[str, Any]) -> int:
+    """The batch at which tuning begins, whose settings are known: the reference batch, or the smallest point."""
     reference, points = document.get("reference_batch"), document.get("points")
     of_points = [p.get("batch") for p in points if isinstance(p, dict)] if isinstance(points, list) else []
     for known in ([reference], of_points):
@@ -219,59 +205,6 @@ def _where_tuning_begins(document: dict[str, Any]) -> int:
     raise InputError(
         'batch = "auto": the rates follow the batch that is found: give reference_batch, the batch that they are for'
     )
-
-
-def at_batch(document: dict[str, Any], points: Any) -> dict[str, Any]:
-    """The document with the settings its `points` give for its batch.
-
-    A point is a part of a document that holds at its `batch`. Between two of them numbers are interpolated, linearly
-    in the logarithm of the batch.
-
-    Raises:
-        InputError: for points that are no such tables, and for a batch outside them.
-    """
-    batch = document.get("batch")
-    fine = isinstance(points, list) and all(isinstance(p, dict) and type(p.get("batch")) is int for p in points)
-    if not fine or any(p["batch"] < 1 for p in points) or len({p["batch"] for p in points}) < len(points):
-        raise InputError(
-            "points: [[points]] tables are wanted, each of another batch (at least 1) and what holds there"
-        )
-    ordered = sorted(points, key=lambda point: int(point["batch"]))
-    if not ordered or type(batch) is not int:
-        return document
-    below = [p for p in ordered if p["batch"] <= batch]
-    above = [p for p in ordered if p["batch"] >= batch]
-    if not below or not above:
-        raise InputError(
-            f"batch={batch}: this recipe has settings for {ordered[0]['batch']} to {ordered[-1]['batch']}; choose one "
-            "of these, or --set points=[] and give the settings yourself"
-        )
-    low, high = below[-1], above[0]
-    if low is high:
-        return _merged(document, {**low, "origin": f"the point {batch:,}"})
-    way = math.log(batch / low["batch"]) / math.log(high["batch"] / low["batch"])
-    origin = f"between the points {low['batch']:,} and {high['batch']:,}, interpolated: ours"
-    return _merged(document, {**_between(low, high, way), "batch": batch, "origin": origin})
-
-
-def _between(low: Any, high: Any, way: float) -> Any:
-    if isinstance(low, dict):
-        if not isinstance(high, dict) or low.keys() != high.keys():
-            raise InputError(f"points: {sorted(low)} beside {high}: all of them must give the same settings")
-        return {key: _between(low[key], high[key], way) for key in low}
-    if low == high:
-        return low
-    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in (low, high)):
-        raise InputError(f"points: between {low} and {high} there is nothing; choose the batch of a point")
-    return low + (high - low) * way
-
-
-def _merged(document: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    out = dict(document)
-    for key, value in part.items():
-        deeper = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = _merged(out[key], value) if deeper else value
-    return out
 
 
 def dumps(recipe: Recipe) -> str:

@@ -13,7 +13,7 @@ from kasoku.data import by_speed
 
 
 def check_share(recipe: Recipe, ranks: int) -> None:
-    """Raises InputError where so many ranks cannot share the recipe's batch."""
+    """Raises InputError where the ranks cannot share the recipe's batch."""
     if not can_share(recipe, ranks):
         parts = f" x {recipe.parts(ranks)} parts" if recipe.parts(ranks) > 1 else ""
         groups = f", in groups of norm_batch={recipe.norm_batch}" if recipe.norm_batch else ""
@@ -42,32 +42,26 @@ def gpus_for(recipe: Recipe) -> int:
 
 
 def can_share(recipe: Recipe, ranks: int) -> bool:
-    """Whether so many ranks get equal shares of the recipe's batch, in its parts and groups."""
-    if ranks == 1 or recipe.auto_batch:
-        return True
-    once, left = divmod(recipe.batch, ranks * recipe.parts(ranks))
-    group = recipe.norm_batch
-    if left or not group or once % group == 0:
-        return left == 0
-    return group % once == 0 and ranks % (group // once) == 0  # a group spans equally many ranks
+    """Whether the ranks get equal shares of the recipe's batch, in its parts and BatchNorm groups."""
+    return ranks == 1 or recipe.auto_batch or recipe.split(ranks).is_even
 
 
 def shares_of(recipe: Recipe, speeds: Sequence[float]) -> tuple[int, ...]:
-    """The images of a batch that each rank takes; empty: as many each.
+    """The images of a batch that each rank takes; empty for equal shares.
 
-    By speed where the slowest rank is more than a tenth slower than the fastest. Equal where a rank takes virtual ranks
-    one after the other (each would make another number of passes), and with CUDA graphs (whose BatchNorm is not
-    steered).
+    They follow the speeds if the slowest rank is more than a tenth slower than the fastest. They are equal if a rank
+    takes virtual ranks one after the other (ranks would make different numbers of passes), and with CUDA graphs (in
+    which BatchNorm's statistics are not grouped).
 
     Args:
         recipe: what is trained.
-        speeds: images a second of each rank in rank order; empty: not known.
+        speeds: images a second of each rank, in rank order; empty: not known.
     """
     ranks = len(speeds)
     if ranks < 2 or recipe.device.graphs:
         return ()
     parts = recipe.parts(ranks)
-    unit = recipe.norm_batch or parts
+    unit = recipe.norm_batch or parts  # shares are multiples of it
     if (recipe.norm_batch and parts > 1) or recipe.batch % unit or recipe.batch // unit < ranks:
         return ()
     shares = by_speed(recipe.batch, speeds, unit=unit)

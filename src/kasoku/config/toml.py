@@ -10,11 +10,13 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kasoku.core.errors import InputError
@@ -97,9 +99,22 @@ def _new_name(dotted: str) -> str:
     return ""
 
 
+def read(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """A TOML document, with `path=value` settings over it. Raises InputError for a file that cannot be read."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}): a recipe file is wanted") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not TOML ({error})") from error
+    for setting in settings:
+        override(document, setting)
+    return document
+
+
 def parse(cls: type[T], table: Mapping[str, Any], path: str = "") -> T:
     """Builds a dataclass from a table. Raises InputError on the first unknown, missing or mistyped key, by its path."""
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(cls) if _in_document(f)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
     _refuse_unknown(table, fields, path)
     for name, f in fields.items():
@@ -127,7 +142,7 @@ def tables(thing: Any) -> dict[str, Any]:
     out = {}
     for f in dataclasses.fields(thing):
         value = getattr(thing, f.name)
-        if value is not None and f.init:
+        if value is not None and _in_document(f):
             polymorph = dataclasses.is_dataclass(value) and type(value) is not hints[f.name]
             out[f.name] = _used(value) if polymorph else table(value)
     return out
@@ -135,8 +150,6 @@ def tables(thing: Any) -> dict[str, Any]:
 
 def override(document: dict[str, Any], setting: str) -> None:
     """Sets one `path=value` in a TOML document (TOML; a bare word is a string). Lists take an index; the next adds."""
-    import tomllib
-
     path, equals, text = setting.partition("=")
     if not equals or not path.strip():
         raise InputError(f"--set {setting}: path=value is wanted, such as --set batch=256")
@@ -159,6 +172,10 @@ def override(document: dict[str, Any], setting: str) -> None:
         at[_index(at, keys[-1], path)] = value
     else:
         at[keys[-1]] = value
+
+
+def _in_document(field: dataclasses.Field[Any]) -> bool:
+    return field.init and bool(field.metadata.get("in_document", True))
 
 
 def _index(items: list[Any], key: str, path: str) -> int:

@@ -42,7 +42,7 @@ def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
         images: the number of training images.
         group: the settings that the optimizer was built with.
     """
-    rate, total = Rate(recipe.course, recipe.rate_scale), updates(recipe, images)
+    rate, total = Rate(recipe.scaled_schedule, recipe.rate_scale), updates(recipe, images)
     if total < 1:
         raise InputError(f"batch={recipe.batch}, epochs={recipe.epochs:g}: not one update of {images:,} images")
     every, done, last, out = max(1, total // _POINTS), 0, 0.0, []

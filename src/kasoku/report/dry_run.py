@@ -50,9 +50,9 @@ def _table(recipe: Recipe, data: Facts, curve: list[Moment]) -> dict[str, str]:
     if len(batches) > 1:
         rows["batch grows to"] = ", ".join(f"{b:,}" for b in batches[1:])
     rows["updates"] = f"{total:,} in {recipe.epochs:g} epochs, {per_epoch:,} in the first, of {data.images:,} images"
-    schedule = type(recipe.course).__name__
-    warmup = f", after a warm-up of {recipe.course.warmup:g} epochs" if recipe.course.warmup else ""
-    until = getattr(recipe.course, "epochs", recipe.epochs)
+    schedule = type(recipe.scaled_schedule).__name__
+    warmup = f", after a warm-up of {recipe.scaled_schedule.warmup:g} epochs" if recipe.scaled_schedule.warmup else ""
+    until = getattr(recipe.scaled_schedule, "epochs", recipe.epochs)
     ends = f", made for {until:g} epochs" if until != recipe.epochs else ""
     rows["rate"] = f"{top.lr:.5g} at epoch {top.epoch:.1f} ({schedule}{warmup}{ends}), {curve[-1].lr:.3g} at the end"
     decays = max(m.weight_decay for m in curve), curve[-1].weight_decay
@@ -60,7 +60,7 @@ def _table(recipe: Recipe, data: Facts, curve: list[Moment]) -> dict[str, str]:
     if top.momentum is not None:
         rows["momentum"] = f"{top.momentum:.4g}"
     if recipe.norm_batch:
-        rows["virtual ranks"] = f"{recipe.batch // recipe.norm_batch:,} of {recipe.norm_batch} images"
+        rows["virtual ranks"] = f"{recipe.split(1).groups:,} of {recipe.norm_batch} images"
     if recipe.norm_average:
         rows["BatchNorm momentum"] = f"{momentum(recipe.norm_average, per_epoch):.3g}"
     return rows

@@ -12,7 +12,7 @@ import torch
 from kasoku import simulate
 from kasoku.config.recipe import Recipe
 from kasoku.config.sharing import can_share, check_share
-from kasoku.config.techniques import TEST_PASSES, is_asynchronous, techniques_for
+from kasoku.config.technique_choice import TEST_PASSES, is_asynchronous, techniques_for
 from kasoku.config.toml import Factory
 from kasoku.config.updates import data_info, updates
 from kasoku.core import InputError
@@ -151,7 +151,7 @@ class Scenario:
 
     def _few_images(self, gpus: int) -> list[str]:
         """A remark where BatchNorm statistics of so few images may cost accuracy."""
-        shared = self.recipe.norm_batch or self.recipe.batch // (gpus * self.recipe.parts(gpus))
+        shared = self.recipe.split(gpus).images_per_norm
         if not self.norms or shared >= _FEW:
             return []
         return [

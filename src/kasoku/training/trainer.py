@@ -15,7 +15,7 @@ from torch import nn
 
 from kasoku.config.recipe import Recipe, made, optimizer
 from kasoku.config.sharing import check_share
-from kasoku.config.techniques import derived_techniques, is_asynchronous, techniques_for
+from kasoku.config.technique_choice import derived_techniques, is_asynchronous, techniques_for
 from kasoku.config.updates import updates
 from kasoku.core import Comm, InputError, Job, Solo
 from kasoku.data import Dataset, Loader, Shares, loader, sample
@@ -280,7 +280,7 @@ def _apply(recipe: Recipe, job: Job, chosen: Chosen, classes: int, *, shares: Se
     if is_asynchronous(recipe, job.comm.size):
         shares = ()  # each rank takes the next one when it comes to it
     ranks_own = derived_techniques(recipe, job.comm.size, uneven=bool(shares))
-    own = [Seeded(recipe.seed), Rate(recipe.course, recipe.rate_scale), *ranks_own]
+    own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *ranks_own]
     if shares:
         own.append(Shares(tuple(shares)))
     job.apply(*chosen.techniques, *own, *asked, Timed())

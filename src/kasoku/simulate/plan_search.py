@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kasoku.config.recipe import Recipe, load, points
+from kasoku.config import batch_points
+from kasoku.config.recipe import Recipe, load
 from kasoku.config.sharing import can_share
-from kasoku.config.techniques import techniques_for
+from kasoku.config.technique_choice import techniques_for
 from kasoku.config.updates import updates
 from kasoku.core import InputError, Schedule
 from kasoku.core import schedule as schedules
@@ -60,7 +61,7 @@ def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -
         noise_scale: of the gradients, in images: batches around the recipe's own, with the epochs that each needs.
             None: the recipe's points, or its own batch where it has none.
     """
-    batches = points(file, settings)
+    batches = batch_points.batches(file, settings)
     if noise_scale is not None:
         if batches:
             raise InputError(

@@ -43,7 +43,7 @@ def test_an_mlperf_point_is_taken_as_published(batch, lr, warmup, momentum, deca
     recipe = recipes.load(MLPERF, [f"batch={batch}"])
     keys = recipe.optimizer.keys
     assert (keys["lr"], keys["momentum"], keys["weight_decay"]) == (lr, momentum, decay)
-    assert (recipe.course.warmup, recipe.epochs, recipe.course.epochs) == (warmup, epochs, epochs)
+    assert (recipe.scaled_schedule.warmup, recipe.epochs, recipe.scaled_schedule.epochs) == (warmup, epochs, epochs)
     assert recipe.origin == f"the point {batch:,}"
     assert recipes.dumps(recipes.load(MLPERF, [f"batch={batch}"])).count("points") == 0
 
@@ -77,8 +77,8 @@ def test_a_reference_recipe_scales_to_any_batch(scaling, scale, warmup):
     settings = [f"scaling={scaling}", "reference_batch=64", "batch=256", "schedule.warmup=1"]
     recipe = recipes.load(DIGITS, settings)
     assert recipe.rate_scale == scale
-    assert recipe.course.warmup == warmup
-    assert recipe.course.epochs == recipe.schedule.epochs
+    assert recipe.scaled_schedule.warmup == warmup
+    assert recipe.scaled_schedule.epochs == recipe.schedule.epochs
 
 
 def test_legw_may_stretch_a_warm_up_too_far():
@@ -143,7 +143,7 @@ def small(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
 @pytest.mark.exhaustive
 def test_the_whole_81920_schedule_runs_on_a_small_network(tmp_path, capsys):
     """All 1,440 updates: its schedule, its LARS, 16 an epoch, virtual ranks; on the digits, 10 images a rank."""
-    settings = ["batch=90", "norm_batch=10", "model={use='test_course.small'}"]
+    settings = ["batch=90", "norm_batch=10", "model={use='test_updates.small'}"]
     settings += ["data={use='kasoku.data.digits'}", "techniques=[{use='kasoku.distributed.Recalibrate', images=0}]"]
     settings += ["reference_batch=81920", "scaling=sqrt"]  # the rate of 96 images is not that of 81,920
     settings += ["evaluate.every=45", "evaluate.target=0", "device.threads=1", "save.every_s=0"]

@@ -11,7 +11,7 @@ TEST_PASSES = {"plain": 1.0, "mirror": 2.0, "crops": 2 + 4 * UNSURE}  # forwards
 
 
 def techniques_for(recipe: Recipe, ranks: int) -> list[Technique]:
-    """The recipe's techniques in the form that so many ranks train with.
+    """The recipe's techniques in the form that this number of ranks trains with.
 
     Raises:
         InputError: for settings that asynchronous ranks cannot have.
@@ -23,20 +23,19 @@ def techniques_for(recipe: Recipe, ranks: int) -> list[Technique]:
 
 
 def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Technique]:
-    """What a batch needs that real or virtual ranks share: BatchNorm over its groups, and an exchange of gradients.
+    """The techniques that real or virtual ranks need: BatchNorm over groups of images, and an exchange of gradients.
 
     Args:
         recipe: what is trained.
-        ranks: how many train it.
+        ranks: their number.
         uneven: whether they take unequal shares of a batch.
     """
     if is_asynchronous(recipe, ranks):
         return []
-    norm_batch = recipe.norm_batch
     # Without groups the running statistics are each rank's own, as where another technique runs BatchNorm itself.
     replaced = any("replaces_batchnorm" in t.refuses for t in techniques_for(recipe, ranks))
-    if ranks > 1 and not (norm_batch or recipe.device.graphs or replaced or uneven):
-        norm_batch = recipe.batch // (ranks * recipe.parts(ranks))
+    own = ranks == 1 or recipe.device.graphs or replaced or uneven
+    norm_batch = recipe.norm_batch if own else recipe.split(ranks).images_per_norm
     derived: list[Technique] = []
     if norm_batch or recipe.norm_average or uneven:
         derived.append(VirtualRanks(norm_batch, recipe.norm_average))
@@ -52,12 +51,12 @@ def is_asynchronous(recipe: Recipe, ranks: int) -> bool:
 
 
 def _check_asynchronous(recipe: Recipe, ranks: int) -> None:
-    refused = {
+    refusals = {
         f"norm_batch={recipe.norm_batch}: ranks that do not wait share no statistics": recipe.norm_batch,
         f"norm_average={recipe.norm_average:g}: needs the statistics of all ranks": recipe.norm_average,
         f"accumulate={recipe.accumulate}: each rank takes its share at once": recipe.parts(ranks) > 1,
         "GrowBatch: all ranks change the batch after the same step": any(t.changes_batch for t in recipe.techniques),
     }
-    for line, present in refused.items():
+    for line, present in refusals.items():
         if present:
             raise InputError(f"kasoku.distributed.Asynchronous beside {line}; leave it out")
