@@ -136,13 +136,13 @@ def asynchronous() -> str:
     """Two ranks that do not wait for each other, by turns on one GPU: they learn, with any bits on the wire."""
     from kasoku.config.recipe import load
     from kasoku.core import Threads, process_start
-    from kasoku.training.trainer import fit, prepare
+    from kasoku.training.trainer import build, fit
 
     shown = []
     for wire in ("fp32", "bf16", "int8"):
         technique = f"techniques=[{{use='kasoku.distributed.Asynchronous', wire='{wire}'}}]"
         recipe = load(ROOT / "recipes" / "digits_cnn_98.toml", [technique])
-        ranks = Threads(2).run(lambda comm, r=recipe: fit(prepare(r, comm), None, started=process_start(), quiet=True))
+        ranks = Threads(2).run(lambda comm, r=recipe: fit(build(r, comm), None, started=process_start(), quiet=True))
         shown.append(f"{wire} {ranks[0].top1:.2%}")
         if ranks[0].top1 < 0.95:
             return f"FAILED: {shown[-1]}"

@@ -149,9 +149,9 @@ def two_epochs(recipe: Path) -> None:
     start = Start(began=start_s)
     with process_group(place(), start, partial(import_module, "kasoku.training.trainer")) as comm:
         from kasoku.config import recipe as recipes
-        from kasoku.training.trainer import prepare
+        from kasoku.training.trainer import build
 
-        job = prepare(recipes.load(recipe), comm, start=start).job
+        job = build(recipes.load(recipe), comm, start=start).job
         seconds = []
         for _ in range(2):
             begin = time.perf_counter()

@@ -32,7 +32,7 @@ def trainer_over_bare() -> dict[str, object]:
     from kasoku.config.recipe import from_document
     from kasoku.device import tune_malloc
     from kasoku.training.run_folder import RunFolder
-    from kasoku.training.trainer import fit, prepare
+    from kasoku.training.trainer import build, fit
 
     tune_malloc()
     document = {
@@ -44,7 +44,7 @@ def trainer_over_bare() -> dict[str, object]:
         "techniques": [{"use": "kasoku.data.Augment", "flip": "random", "translate": 2}],
         "evaluate": {"every": 1e6},
     }
-    training = prepare(from_document(document))
+    training = build(from_document(document))
     ours: list[float] = []
     last = [0.0]
 

@@ -14,7 +14,7 @@ from kasoku.cli import main
 from kasoku.config import recipe as recipes
 from kasoku.config.toml import Factory
 from kasoku.data import Dataset, Memory
-from kasoku.training.trainer import prepare
+from kasoku.training.trainer import build
 
 FOLDER = Path(__file__).parent.parent.parent / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
@@ -66,7 +66,7 @@ def test_a_recipe_trains_two_steps_on_stand_in_data(path, tmp_path, monkeypatch)
         made = stand_in(*SHAPES[source], images=60)
         monkeypatch.setattr(f"kasoku.data.{source}", lambda root="", seed=0, size=0: made)
         data = Factory(recipe.data.use)
-    training = prepare(dataclasses.replace(recipe, data=data))
+    training = build(dataclasses.replace(recipe, data=data))
     job, before = training.job, None
     batches = (batch for _ in range(2) for batch in job.loader)
     for _ in range(2):

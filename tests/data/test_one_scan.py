@@ -22,7 +22,7 @@ from kasoku.data import folder
 from kasoku.data.datasets.folder_index import OneScan, once
 from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.distributed.startup import Start
-from kasoku.training.trainer import prepare
+from kasoku.training.trainer import build
 
 LIMIT_S = 60
 
@@ -253,7 +253,7 @@ def started(comm, recipe, overlap):
     found, real = Counter(), os.scandir
     os.scandir = lambda path: found.update([str(path).startswith(str(home))]) or real(path)
     try:
-        training = prepare(load(recipe), comm, start=Start(overlap=overlap))
+        training = build(load(recipe), comm, start=Start(overlap=overlap))
     except InputError as error:
         return isinstance(error, ReportedElsewhereError), str(error)
     training.job.close()
@@ -280,7 +280,7 @@ def test_ranks_that_take_turns_list_once(recipe, monkeypatch, listings):
     monkeypatch.setenv("PHOTOS", str(recipe.parent / "0"))
 
     def rank_main(comm):
-        training = prepare(load(recipe), comm)
+        training = build(load(recipe), comm)
         training.job.close()
         return training.dataset.index()
 

@@ -17,7 +17,7 @@ from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, sgd
 from kasoku.report.block_timer import follow_blocks
 from kasoku.training.evaluation import evaluate
-from kasoku.training.trainer import fit, prepare
+from kasoku.training.trainer import build, fit
 from memory.nets import assert_equal, images, one_step, plain_chain, planner_of, trained
 from started import RECIPE
 
@@ -215,7 +215,7 @@ def test_kasoku_train_takes_it_on_several_ranks():
     )
 
     def rank(comm: Comm) -> float:
-        return fit(prepare(recipe, comm), None, started=process_start(), quiet=True).top1 or 0.0
+        return fit(build(recipe, comm), None, started=process_start(), quiet=True).top1 or 0.0
 
     found = Threads(2).run(rank)
     assert found[0] == found[1] > 0.3

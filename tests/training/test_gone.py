@@ -27,7 +27,7 @@ from kasoku.distributed.consensus import SharedInputError
 from kasoku.distributed.counting_comm import BUSY, STALLED, Activity
 from kasoku.training.batches import BatchBarrier
 from kasoku.training.run_folder import run_folder
-from kasoku.training.trainer import fit, prepare
+from kasoku.training.trainer import build, fit
 from started import RECIPE, started
 
 
@@ -136,7 +136,7 @@ Lost = dict[str, dict[int, InputError]]  # split -> index -> what reading it rai
 def trained(comm: Comm, run: Path, *more: str, lost: Lost | None = None, resume: bool = False) -> InputError | None:
     """A training on made photos, of which those in `lost` are so from the first step on; what ended it early."""
     data = made(max_bad_fraction=0.1)
-    training = prepare(load(RECIPE, [*SETTINGS, *more]), comm, dataset=data)
+    training = build(load(RECIPE, [*SETTINGS, *more]), comm, dataset=data)
     for split, images in (lost or {}).items():
         getattr(data, split).lost = images
     with run_folder(comm, run, resume=resume) as held:

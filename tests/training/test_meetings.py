@@ -25,7 +25,7 @@ from kasoku.training.async_source import AsyncSource
 from kasoku.training.control import Request
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import DivergedError, Result
-from kasoku.training.trainer import Trainer, fit, prepare
+from kasoku.training.trainer import Trainer, build, fit
 from started import RECIPE, started
 
 OURS = "kasoku.distributed.Asynchronous"
@@ -51,7 +51,7 @@ def fitted(asked: Recipe, path: Path, *, size: int = 2, resume: bool = False) ->
     seen: list[list[int]] = [[] for _ in range(size)]
 
     def rank(comm: Comm) -> Result:
-        training = prepare(asked, comm)
+        training = build(asked, comm)
         plain = training.job.plain_loader
         training.job.before_step(lambda: seen[comm.rank].extend(plain.index_N.tolist()))
         run = RunFolder(path, resume=resume) if comm.rank == 0 else None
@@ -113,7 +113,7 @@ def test_a_fast_rank_takes_more_of_the_data(tmp_path):
     counts = [0, 0, 0]
 
     def rank(comm: Comm) -> None:
-        training = prepare(recipe("epochs=1", "batch=48"), comm)
+        training = build(recipe("epochs=1", "batch=48"), comm)
         job = training.job
 
         def counted() -> None:
@@ -218,7 +218,7 @@ def test_no_rank_waits_for_another_between_meetings(tmp_path, monkeypatch):
         return join(what, *rest)
 
     def rank(comm: Comm) -> None:
-        training = prepare(recipe("epochs=1"), comm)
+        training = build(recipe("epochs=1"), comm)
         for one in (comm, training.job.kept("asynchronous").comm):
             join = one._join
             one._join = partial(noted, comm.rank, join)
@@ -292,7 +292,7 @@ def test_a_rank_that_gets_no_share_ends_nothing(tmp_path):
     """Rank 1 asks only when a round of two shares is given away."""
 
     def rank(comm: Comm) -> tuple[Result, int]:
-        training = prepare(recipe("epochs=0.1363636", "evaluate.every=1", "save.every_steps=1"), comm)
+        training = build(recipe("epochs=0.1363636", "evaluate.every=1", "save.every_steps=1"), comm)
         exchange, plain, steps = training.job.kept("asynchronous"), training.job.plain_loader, []
         ask = exchange.share_of_data
 
@@ -329,7 +329,7 @@ def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup
         raise InputError("the source is gone")
 
     def rank(comm: Comm) -> None:
-        training = prepare(recipe(data, "batch=12", warmup=warmup), comm)
+        training = build(recipe(data, "batch=12", warmup=warmup), comm)
         if comm.rank == 1:
             training.job.around_loader(failing)
         run = RunFolder(tmp_path / "run") if comm.rank == 0 else None

@@ -16,7 +16,7 @@ from kasoku.config.recipe import Recipe, from_document
 from kasoku.config.sharing import shares_of
 from kasoku.core import Comm, Job, Solo, Threads
 from kasoku.training.run_folder import shares_in
-from kasoku.training.trainer import prepare
+from kasoku.training.trainer import build
 from kasoku.tune import Throughput, tune_batch_size
 
 
@@ -102,7 +102,7 @@ def test_shares_follow_speeds_as_far_as_the_recipe_permits(more: dict, speeds: t
 def test_a_training_of_unequal_shares_is_that_of_one_rank():
     def trained(comm: Comm, shares: tuple[int, ...]) -> dict[str, Tensor]:
         slow = {"use": "kasoku.optim.sgd", "lr": 0.001}  # else what rounding differs by grows with the weights
-        job = prepare(recipe(norm_batch=8, accumulate=1, optimizer=slow), comm, shares=shares).job
+        job = build(recipe(norm_batch=8, accumulate=1, optimizer=slow), comm, shares=shares).job
         for _, (x_NCHW, y_N) in zip(range(5), job.loader, strict=False):
             job.loss(job.model(x_NCHW), y_N).backward()
             job.optimizer.step()
@@ -118,7 +118,7 @@ def test_a_training_of_unequal_shares_is_that_of_one_rank():
 
 def test_ranks_of_unequal_shares_end_with_the_same_statistics():
     def statistics(comm: Comm) -> Tensor:
-        job = prepare(recipe(), comm, shares=(40, 24)).job
+        job = build(recipe(), comm, shares=(40, 24)).job
         for _, (x_NCHW, y_N) in zip(range(3), job.loader, strict=False):
             job.loss(job.model(x_NCHW), y_N).backward()
             job.optimizer.step()

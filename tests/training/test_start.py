@@ -18,7 +18,7 @@ from kasoku.core.comm import Comm
 from kasoku.core.trace import Span
 from kasoku.distributed import TorchComm
 from kasoku.distributed.startup import SEQUENTIAL, Start, attribute_seconds, critical_path, startup_line
-from kasoku.training.trainer import prepare
+from kasoku.training.trainer import build
 from started import KASOKU, RECIPE, ended, largest_difference, options, started
 
 both = pytest.mark.parametrize("overlap", [True, False])
@@ -29,12 +29,12 @@ def spans(**times: tuple[float, float]) -> list[Span]:
 
 
 @both
-def test_a_task_gets_the_results_of_those_it_is_after_in_that_order(overlap):
+def test_a_task_gets_the_results_that_its_parameters_name(overlap):
     start = Start(overlap=overlap)
     start.add("a", lambda: "a")
     start.add("b", lambda: "b")
-    start.add("ba", lambda b, a: b + a, after=("b", "a"))
-    assert start.do("bab", lambda ba, b: ba + b, after=("ba", "b")) == "bab"
+    start.add("ba", lambda b, a: b + a)
+    assert start.do("bab", lambda ba, b: ba + b) == "bab"
     assert start["ba"] == "ba"
     assert start.finish() == {"a": "a", "b": "b", "ba": "ba", "bab": "bab"}
 
@@ -58,7 +58,7 @@ def test_a_result_is_there_before_the_others_have_ended():
     start.add("long", lambda: end.wait(60))
     start.add("short", lambda: 1)
     assert start["short"] == 1
-    assert start.do("here", lambda short: short + 1, after=("short",)) == 2
+    assert start.do("here", lambda short: short + 1) == 2
     end.set()
     assert start.finish()["long"] is True
 
@@ -90,13 +90,13 @@ def test_of_two_errors_the_first_task_s_is_told_whatever_failed_first(overlap):
     start = Start(overlap=overlap)
     start.add("first", first)
     start.add("second", second)
-    start.add("behind", ran.append, after=("second",))
+    start.add("behind", lambda second: ran.append(second))
     start.add("apart", lambda: ran.append("apart"))
     with pytest.raises(InputError, match="first"):
         start.finish()
     assert ran == ["apart"]  # a task with no failed predecessor runs: another rank may wait for it
     with pytest.raises(OSError, match="second"):
-        start.do("too", ran.append, after=("behind",))
+        start.do("too", lambda behind: ran.append(behind))
 
 
 @both
@@ -106,7 +106,7 @@ def test_a_task_is_known_once_and_after_known_ones(overlap):
     with pytest.raises(ValueError, match="task a: was added before"):
         start.add("a", lambda: None)
     with pytest.raises(ValueError, match="after c, which is unknown"):
-        start.add("b", lambda c: c, after=("c",))
+        start.add("b", lambda c: c)
     assert list(start.finish()) == ["a"]
 
 
@@ -121,7 +121,7 @@ def test_the_critical_path_is_the_longest_chain():
     assert critical_path([], {}) == []
 
 
-def test_each_second_is_given_to_the_task_that_was_attribute_seconds():
+def test_each_second_belongs_to_the_task_that_was_waited_for():
     found = spans(**{"import": (0, 2), "meet": (2, 5), "data": (2, 3), "net": (3, 4.5), "step": (5.25, 6)})
     assert attribute_seconds(found, 0) == {"import": 2, "meet": 3, "data": 0, "net": 0, "step": 1}
     assert attribute_seconds([], 0) == {}
@@ -136,7 +136,7 @@ def test_spans_are_of_the_tasks_and_shares_add_up_to_the_time_that_passed(overla
     start = Start(overlap=overlap, began=began)
     for name in "abc":
         start.add(name, lambda: time.sleep(0.02))
-    start.do("d", lambda *_: None, after=("a", "b", "c"))
+    start.do("d", lambda: None, after=("a", "b", "c"))
     assert [(s.kind, s.name) for s in start.spans] == [("start", name) for name in ("import", *"abcd")]
     assert sum(attribute_seconds(start.spans, began).values()) == pytest.approx(start.spans[-1].stop - began, abs=1e-9)
     assert start.after == {"import": (), **dict.fromkeys("abc", ("import",)), "d": ("a", "b", "c", "import")}
@@ -174,7 +174,7 @@ def recipe(request, tmp_path) -> Recipe:
 
 def trained(recipe: Recipe, overlap: bool) -> list[torch.Tensor]:
     """Weights after an epoch, and what torch's generator would draw next."""
-    job = prepare(recipe, start=Start(overlap=overlap)).job
+    job = build(recipe, start=Start(overlap=overlap)).job
     for x_NCHW, y_N in job.loader:
         job.loss(job.model(x_NCHW), y_N).backward()
         job.optimizer.step()
@@ -192,7 +192,7 @@ def test_a_training_started_early_is_the_same_bit_for_bit(recipe):
 
 def test_ranks_that_take_turns_start_in_sequence():
     def rank_main(comm: Comm) -> tuple[bool, list[float]]:
-        training = prepare(load(RECIPE), comm)
+        training = build(load(RECIPE), comm)
         return training.start.overlap, [float(p.detach().sum()) for p in training.job.model.parameters()]
 
     (overlap, one), (_, other) = Threads(2).run(rank_main)

@@ -20,7 +20,7 @@ from kasoku.config import recipe as recipes
 from kasoku.core import InputError
 from kasoku.training import auto_batch as sizing
 from kasoku.training.run_folder import RunFolder
-from kasoku.training.trainer import prepare
+from kasoku.training.trainer import build
 from kasoku.tune.lr_range_test import rates_of
 from started import KASOKU, clean
 
@@ -198,7 +198,7 @@ def test_an_auto_recipe_goes_to_toml_and_back(auto, tmp_path):
 def test_where_nothing_tunes_auto_is_refused_in_one_line(auto, refused):
     refused("tuned for a single training only", "train", auto, "--members", "2")
     with pytest.raises(InputError, match="tuned for a single training only"):
-        prepare(recipes.load(auto))
+        build(recipes.load(auto))
 
 
 def test_a_dry_run_tells_where_tuning_begins_and_launch_takes_any_ranks(auto, capsys):

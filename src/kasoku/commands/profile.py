@@ -22,7 +22,7 @@ from kasoku.report.bottleneck import find_bottlenecks
 from kasoku.report.profiler import Profiler, StepProfile
 from kasoku.training.run_folder import free_folder
 from kasoku.training.run_state import Training
-from kasoku.training.trainer import prepare
+from kasoku.training.trainer import build
 
 _SHOWN = 12  # rows of a table
 
@@ -51,7 +51,7 @@ def run(arguments: ProfileArguments) -> int:
     folder = arguments.out or free_folder(f"{arguments.recipe.stem}-profile")
     if (folder / "recipe.toml").exists():
         raise InputError(f"{folder}: holds a run, whose ledger would be lost: give another --out")
-    training = prepare(recipe)
+    training = build(recipe)
     print(training.chosen, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     profile, ledger, timeline = measure(training, arguments.steps, folder / "trace.json")
@@ -67,7 +67,7 @@ def measure(training: Training, steps: int, trace: Path) -> tuple[StepProfile, d
     """Trains some steps; returns the profile, and the documents of the ledger and the timeline.
 
     Args:
-        training: a training that `prepare` has built; its model changes.
+        training: a training that `build` has built; its model changes.
         steps: the number of steps of each measurement.
         trace: the file for the Chrome trace.
     """

@@ -180,9 +180,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     # before the folder is written: a start that fails leaves nothing behind
     kept = run_folder.shares_in(folder, comm, recipe.batch) if resume and not recipe.device.graphs else ()
     shares = shares_of(recipe, tuned.found.speeds) if tuned else kept
-    training = run_on_all_ranks(
-        comm, lambda: trainer.prepare(recipe, comm, dataset=dataset, start=start, shares=shares)
-    )
+    training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
     with run_folder.run_folder(comm, folder, resume=resume) as run:
         run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned) if run else None)
         result = trainer.fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)

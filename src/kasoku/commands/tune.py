@@ -26,7 +26,7 @@ from kasoku.distributed.startup import Start
 from kasoku.memory import SavedMemory, larger
 from kasoku.report import print_table
 from kasoku.training.auto_batch import BUDGET_S, TunedRecipe, TuneSettings, plainly, show, tune
-from kasoku.training.trainer import prepare
+from kasoku.training.trainer import build
 from kasoku.tune import Strategy, strategies
 from kasoku.tune.lr_range_test import RangeTest, range_test, rates_of, reference_rate, try_alone
 
@@ -128,7 +128,7 @@ def _twice(tuned: TunedRecipe, comm: Comm) -> str:
     """The cost of twice the batch in the same memory, by SavedMemory; empty where that cannot be used."""
     if comm.size > 1:  # ranks share statistics
         return ""
-    job = prepare(tuned.recipe, comm, dataset=tuned.dataset).job
+    job = build(tuned.recipe, comm, dataset=tuned.dataset).job
     try:
         if any(SavedMemory.conflict(technique) for technique in job.applied):
             return ""
@@ -171,7 +171,7 @@ def _tune_rate(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     recipe = run_on_all_ranks(comm, lambda: _with_batch(arguments))
     _check_same(recipe, comm)
     bounds = run_on_all_ranks(comm, lambda: _range(arguments.range, float) if arguments.range else None)
-    job = run_on_all_ranks(comm, lambda: prepare(recipe, comm, start=start)).job
+    job = run_on_all_ranks(comm, lambda: build(recipe, comm, start=start)).job
     own = [float(group["lr"]) for group in job.kept("rate").own]
     rates = rates_of(recipe)
     lr = run_on_all_ranks(comm, lambda: reference_rate(rates, own))

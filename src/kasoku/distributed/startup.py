@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from kasoku.core.clock import Clock, Wall
@@ -28,10 +29,11 @@ COMPILER = "torch._dynamo"  # torch imports it at the first use of an optimizer 
 
 @dataclass(frozen=True)
 class Task:
-    """A part of the start-up; `f` takes the results of the tasks in `after`, in that order."""
+    """A part of the start-up; `f` takes the results of the tasks in `needs` by name, after those in `after` too."""
 
     name: str
     f: Callable[..., Any]
+    needs: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
 
 
@@ -51,18 +53,24 @@ class Start:
         self.tasks: list[Task] = []
         self._futures: dict[str, Future[Any]] = {}
         self._spans: dict[str, Span] = {}
+        self._follows: dict[str, tuple[str, ...]] = {}
         self._here: list[str] = []  # tasks that the caller has run or waited for last
         self.began = self.clock.now() if began is None else began
         if began is not None:
             self.note("import", began)
 
     def add(self, name: str, f: Callable[..., T], after: Sequence[str] = ()) -> None:
-        """Calls f in a thread with the results of the tasks `after`, as soon as they have ended.
+        """Calls f in a thread as soon as the tasks that it needs have ended.
+
+        Args:
+            name: by which other tasks refer to this one.
+            f: its parameters without a default are the names of the tasks whose results it takes.
+            after: tasks that must have ended as well.
 
         Raises:
-            ValueError: if the name is taken, or one in `after` is unknown.
+            ValueError: if the name is taken, or a task that it needs is unknown.
         """
-        task = self._known(Task(name, f, tuple(after)))
+        task = self._register(name, f, after)
         if self.overlap:  # a daemon, so that an interruption does not wait for a missing rank
             threading.Thread(target=self._run, args=(task,), name=f"kasoku-start-{name}", daemon=True).start()
         else:
@@ -75,7 +83,7 @@ class Start:
 
     def do(self, name: str, f: Callable[..., T], after: Sequence[str] = ()) -> T:
         """Runs a task on the caller's thread and returns its result. Raises its error, or that of a predecessor."""
-        task = self._known(Task(name, f, tuple(after)))
+        task = self._register(name, f, after)
         self._here = [name]
         self._run(task)
         result: T = self._futures[name].result()
@@ -83,7 +91,7 @@ class Start:
 
     def note(self, name: str, start: float, stop: float | None = None) -> None:
         """Records a task of the caller's thread that was timed elsewhere; it stops now by default."""
-        self._known(Task(name, _nothing))
+        self._register(name, _nothing)
         self._here = [name]
         self._spans[name] = Span("start", name, start, self.clock.now() if stop is None else stop)
         self._futures[name].set_result(None)
@@ -117,7 +125,7 @@ class Start:
     @property
     def after(self) -> dict[str, tuple[str, ...]]:
         """The predecessors of each task, and the tasks that the caller had run or waited for before adding it."""
-        return {task.name: task.after for task in self.tasks}
+        return dict(self._follows)
 
     def shares(self, started: float) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds by task since the process `started`: those on the critical path, and those that overlapped others.
@@ -133,23 +141,26 @@ class Start:
             shares = {"import": min(self.began, *(s.start for s in spans)) - started, **shares}
         return shares, overlapped
 
-    def _known(self, task: Task) -> Task:
-        missing = [name for name in task.after if name not in self._futures]
-        if task.name in self._futures or missing:
+    def _register(self, name: str, f: Callable[..., Any], after: Sequence[str] = ()) -> Task:
+        needs = _required_parameters(f)
+        missing = [other for other in (*needs, *after) if other not in self._futures]
+        if name in self._futures or missing:
             what = f"after {missing[0]}, which is unknown" if missing else "was added before"
-            raise ValueError(f"task {task.name}: {what}")
-        self._futures[task.name] = Future()
-        before = dict.fromkeys((*task.after, *self._here))  # the caller has finished these
-        self.tasks.append(Task(task.name, task.f, tuple(before)))
-        return task
+            raise ValueError(f"task {name}: {what}")
+        self._futures[name] = Future()
+        self._follows[name] = tuple(dict.fromkeys((*needs, *after, *self._here)))
+        self.tasks.append(Task(name, f, needs, tuple(after)))
+        return self.tasks[-1]
 
     def _run(self, task: Task) -> None:
         future = self._futures[task.name]
         try:
-            arguments = [self._futures[name].result() for name in task.after]
+            for name in task.after:
+                self._futures[name].result()
+            arguments = {name: self._futures[name].result() for name in task.needs}
             start = self.clock.now()
             try:
-                result = task.f(*arguments)
+                result = task.f(**arguments)
             finally:
                 self._spans[task.name] = Span("start", task.name, start, self.clock.now())
         except BaseException as error:
@@ -199,3 +210,8 @@ def _seconds(chain: Iterable[Span]) -> float:
 
 def _nothing() -> None:
     return
+
+
+def _required_parameters(f: Callable[..., Any]) -> tuple[str, ...]:
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return tuple(p.name for p in signature(f).parameters.values() if p.kind in named and p.default is Parameter.empty)

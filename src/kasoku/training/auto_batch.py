@@ -22,7 +22,7 @@ from kasoku.data import Dataset
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.rendezvous import is_lost_rank
 from kasoku.report import print_table
-from kasoku.training.trainer import prepare
+from kasoku.training.trainer import build
 from kasoku.tune import BatchSizeResult, Measurement, Strategy, TimeToTarget, tune_batch_size
 from kasoku.tune.lr_range_test import rates_of
 from kasoku.tune.memory_forecast import out_of_memory
@@ -82,7 +82,7 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSe
     at_once = partial(_at_once, at)
     multiple = comm.size * max(1, recipe.accumulate) * max(1, recipe.norm_batch)
     begin = _begin(at, recipe.batch, multiple)
-    training = run_on_all_ranks(comm, lambda: prepare(at_once(begin), comm))
+    training = run_on_all_ranks(comm, lambda: build(at_once(begin), comm))
     job, dataset = training.job, training.dataset
     sizes = {"multiple": multiple, "begin": begin, "few": 8 * comm.size}
     least, most = limits(at_once, how, images=len(dataset.train), **sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,28 +18,6 @@ from kasoku.training.metrics import Metrics
 from kasoku.training.run_state import RunState
 
 _INPUT_S = 120.0  # a rank that waits longer for a batch hangs: a reader repeats its requests to a source for a minute
-
-
-class BatchSource(Protocol):
-    """Where the training loop gets its batches, and what ranks do at a sync point."""
-
-    syncs_each_step: ClassVar[bool]
-
-    def batches(self) -> Iterator[Batch]:
-        """This rank's batches: the rest of the epoch, or those up to the next sync point."""
-        ...
-
-    def images(self, y_N: Tensor) -> int:
-        """The images of a micro-batch on all ranks; 0 if they are counted at the sync points."""
-        ...
-
-    def sync(self) -> Request:
-        """What all ranks request at a sync point; the losses are read. Collective."""
-        ...
-
-    def close(self) -> None:
-        """Ends the training's communication between steps. Collective."""
-        ...
 
 
 class SyncSource:

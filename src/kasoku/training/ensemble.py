@@ -18,7 +18,7 @@ from kasoku.data import GoneError, Memory, loader
 from kasoku.training.control import signals
 from kasoku.training.run_folder import RunFolder, describe
 from kasoku.training.run_state import DivergedError, Result, Training
-from kasoku.training.trainer import Trainer, fit, prepare
+from kasoku.training.trainer import Trainer, build, fit
 
 _ENDED = object()
 
@@ -89,10 +89,10 @@ def train(
 
 
 def _prepared(recipes: Sequence[Recipe]) -> list[Training]:
-    first = prepare(recipes[0])
+    first = build(recipes[0])
     dataset = first.dataset
     if isinstance(dataset.train, Memory):
-        return [first, *(prepare(recipe, dataset=dataset) for recipe in recipes[1:])]
+        return [first, *(build(recipe, dataset=dataset) for recipe in recipes[1:])]
     if any(_decoded(recipe) != _decoded(recipes[0]) for recipe in recipes):
         raise InputError(
             "--vary: members share decoded batches, so batch, accumulate, norm_batch, last_batch and the techniques of "
@@ -108,7 +108,7 @@ def _prepared(recipes: Sequence[Recipe]) -> list[Training]:
         fill=recipes[0].last_batch == "fill",
     )
     batches = train.members(len(recipes))
-    return [prepare(recipe, dataset=dataset, batches=b) for recipe, b in zip(recipes, batches, strict=True)]
+    return [build(recipe, dataset=dataset, train_loader=b) for recipe, b in zip(recipes, batches, strict=True)]
 
 
 def _decoded(recipe: Recipe) -> tuple[object, ...]:

@@ -28,7 +28,7 @@ from kasoku.models import check_fits
 from kasoku.optim import Rate
 from kasoku.report import Timed
 from kasoku.training.async_source import AsyncSource
-from kasoku.training.batches import BatchSource, SyncSource
+from kasoku.training.batches import SyncSource
 from kasoku.training.checkpointing import Checkpointing, resume_from_checkpoint
 from kasoku.training.control import Request, signals
 from kasoku.training.metrics import Metrics, skipped_images
@@ -64,7 +64,7 @@ class Trainer:
         self.checkpointing = Checkpointing(self.state, self.metrics)
         self.validation = Validation(self.state, self.metrics)
         source = AsyncSource if is_asynchronous(training.recipe, self.job.comm.size) else SyncSource
-        self.source: BatchSource = source(self.state, self.metrics, self.own_request)
+        self.source: AsyncSource | SyncSource = source(self.state, self.metrics, self.own_request)
         self.caught: Sequence[str] = ()  # the signals that this rank caught
         self.stopped: str | None = None  # the signal that ends the training, once all ranks know of it
 
@@ -159,138 +159,135 @@ def fit(
         return trainer.finish()
 
 
-def prepare(
+def build(
     recipe: Recipe,
     comm: Comm | None = None,
     *,
     dataset: Dataset | None = None,
-    batches: Loader | None = None,
+    train_loader: Loader | None = None,
     start: Start | None = None,
     shares: Sequence[int] = (),
 ) -> Training:
-    """Builds everything a training needs, what can be at the same time.
+    """Builds all that a training needs; tasks of the start-up overlap. Collective; does not drain.
 
     Args:
         recipe: what to train.
-        comm: the ranks; alone by default.
-        dataset: the recipe's data, where it was read before.
-        batches: the training loader, where several trainings share one.
-        start: what was begun before, as meeting the other ranks.
-        shares: images of a batch that each rank takes, where they are not as many each.
+        comm: the ranks; one by default.
+        dataset: the recipe's data, if it was read before.
+        train_loader: the training loader, if several trainings share one.
+        start: the tasks that were started before, e.g. to find the other ranks.
+        shares: images of a batch that each rank takes; empty: equally many.
 
     Raises:
-        InputError: where the parts do not fit each other.
+        InputError: if the parts do not fit each other.
     """
     comm = comm or Solo()
     start = start or Start(comm.clock, overlap=None if comm.thread_safe or comm.size == 1 else False)
     if recipe.auto_batch:
         raise InputError('batch = "auto": tuned for a single training only; give the number that kasoku tune finds')
     check_share(recipe, comm.size)
-    chosen = _begun(recipe, comm, start, dataset)
-    start.add("digest", lambda data: data.index() if comm.size > 1 else {}, after=("data",))
-    start.add("network", lambda data: _network(recipe, data), after=("data",))
-    start.add("model", lambda data, net, _: _ready(recipe, data, net, chosen), after=("data", "network", "compiler"))
-    start.add("loaders", lambda data: _loaders(recipe, data, chosen, comm, batches), after=("data",))
-    start.add("first batch", lambda loaders: None if batches else loaders[0].warm(), after=("loaders",))
-    ended = start.wait()
-    found = start.do("agreement", lambda: run_on_all_ranks(comm, ended))
-    dataset, model, (train, test) = (found[name] for name in ("data", "model", "loaders"))
-    facts = {"data": found["digest"], "model": model_facts(model)}
+    chosen = _start_device_and_data(recipe, comm, start, dataset)
+    settings: dict[str, Any] = {"recipe": recipe, "chosen": chosen}
+    start.add("digest", lambda data: data.index() if comm.size > 1 else {})
+    start.add("network", partial(_network, recipe=recipe))
+    start.add("model", partial(_model, **settings), after=("compiler",))
+    start.add("loaders", partial(_loaders, comm=comm, train_loader=train_loader, **settings))
+    start.add("first batch", lambda loaders: None if train_loader else loaders[0].warm())
+    results = start.wait()
+    tasks = start.do("agreement", lambda: run_on_all_ranks(comm, results))
+    dataset, model, (train, test) = (tasks[name] for name in ("data", "model", "loaders"))
+    facts = {"data": tasks["digest"], "model": model_facts(model)}
     start.do("comparison", lambda: run_on_all_ranks(comm, lambda: assert_same_on_all_ranks(comm, facts)))
-    job = Job(
-        model,
-        lambda m: optimizer(recipe, m),
-        loader=train,
-        loss=recipe.loss,
-        comm=comm,
-        accumulate=recipe.parts(comm.size),
-    )
-    start.do("techniques", lambda: _apply(recipe, job, chosen, len(dataset.classes), shares=shares))
+    parts = recipe.parts(comm.size)
+    job = Job(model, lambda m: optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
+    start.do("techniques", lambda: _apply_techniques(job, len(dataset.classes), shares=shares, **settings))
     total = updates(recipe, train.images)
     if total < 1:
         raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
     return Training(recipe, job, dataset, test, chosen, total, start)
 
 
-def _begun(recipe: Recipe, comm: Comm, start: Start, dataset: Dataset | None) -> Chosen:
-    """Begins to make the data and to connect the ranks; returns the device, which all have chosen.
+def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Dataset | None) -> Chosen:
+    """Starts to read the data and to connect the ranks; returns the device, which all ranks have chosen.
 
-    The connections are made while rank 0 looks into image folders; then it tells the others what it found.
+    The ranks connect while rank 0 lists image folders; then it broadcasts its lists.
     """
     here = place() if comm.size > 1 else Place()
     scan = OneScan(comm)
-    data = partial(start.add, "data", lambda: scan.during(lambda: dataset or made(recipe.data(), Dataset, "data")))
+
+    def data() -> Dataset:
+        return scan.during(lambda: dataset or made(recipe.data(), Dataset, "data"))
+
+    def device() -> Chosen:
+        choice = partial(choose, recipe.device, local_rank=here.local_rank, local_size=here.sharing)
+        return scan.needed(lambda: run_on_all_ranks(comm, choice))
+
+    def communicator() -> None:
+        """Opens the connections that the training's collectives will take."""
+        techniques = (*derived_techniques(recipe, comm.size), *recipe.techniques)
+        channels = sum(technique.channels for technique in techniques)
+        scan.needed(lambda: comm.warm(chosen.device, channels=channels))
+
     start.import_compiler()
-    early = start.overlap or comm.rank == 0
-    if early:
-        data()
-    more = recipe.device.deterministic or recipe.device.compile  # these import more of torch: one after the other
-    alone = ("compiler",) if more else ()
-    choice = partial(choose, recipe.device, local_rank=here.local_rank, local_size=here.sharing)
-    chosen = start.do("device", lambda *_: scan.needed(lambda: run_on_all_ranks(comm, choice)), alone)
+    data_first = start.overlap or comm.rank == 0
+    if data_first:
+        start.add("data", data)
+    imports = recipe.device.deterministic or recipe.device.compile  # more of torch: one import after the other
+    chosen = start.do("device", device, after=("compiler",) if imports else ())
     if recipe.device.compile:
-        start.add("inductor", lambda _: import_module("torch._inductor.compile_fx"), after=("compiler",))
+        start.add("inductor", lambda: import_module("torch._inductor.compile_fx"), after=("compiler",))
     if comm.size > 1:
-        start.add("communicator", lambda: scan.needed(lambda: _connected(recipe, comm, chosen)))
-        start.add("index", lambda _: scan.broadcast(), after=("communicator",))
-    if not early:  # one task after the other: by now rank 0 has told what is waited for
-        data()
+        start.add("communicator", communicator)
+        start.add("index", scan.broadcast, after=("communicator",))
+    if not data_first:  # tasks run one after the other: by now rank 0 has broadcast its lists
+        start.add("data", data)
     return chosen
 
 
-def _connected(recipe: Recipe, comm: Comm, chosen: Chosen) -> None:
-    """Opens the connections that the training's collectives will take."""
-    techniques = (*derived_techniques(recipe, comm.size), *recipe.techniques)
-    comm.warm(chosen.device, channels=sum(technique.channels for technique in techniques))
-
-
-def _network(recipe: Recipe, dataset: Dataset) -> nn.Module:
-    """The network with its first weights. Nothing else may draw from torch's own generator meanwhile."""
+def _network(data: Dataset, *, recipe: Recipe) -> nn.Module:
+    """The network with its first weights. No other task may draw from torch's own generator meanwhile."""
     torch.manual_seed(recipe.seed)
-    facts = {"in_channels": dataset.channels, "image_size": dataset.image_size[0]}
-    return made(recipe.model(num_classes=len(dataset.classes), **facts), nn.Module, "model")
+    shape = {"in_channels": data.channels, "image_size": data.image_size[0]}
+    return made(recipe.model(num_classes=len(data.classes), **shape), nn.Module, "model")
 
 
-def _ready(recipe: Recipe, dataset: Dataset, model: nn.Module, chosen: Chosen) -> nn.Module:
-    """The network as it trains: fit for the images, prepared with them, on the device."""
-    check_fits(model, (dataset.channels, *dataset.image_size), recipe.model.use)
-    look_at_data: Any = getattr(model, "prepare", None)
-    if look_at_data is not None:
-        look_at_data(sample(dataset, 5000))
-    return model.to(chosen.device)
+def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, chosen: Chosen) -> nn.Module:
+    """The network as it trains: checked against the images, prepared with some of them, on the device."""
+    check_fits(network, (data.channels, *data.image_size), recipe.model.use)
+    prepare: Any = getattr(network, "prepare", None)
+    if prepare is not None:
+        prepare(sample(data, 5000))
+    return network.to(chosen.device)
 
 
 def _loaders(
-    recipe: Recipe, dataset: Dataset, chosen: Chosen, comm: Comm, batches: Loader | None
+    data: Dataset, *, recipe: Recipe, chosen: Chosen, comm: Comm, train_loader: Loader | None
 ) -> tuple[Loader, Loader]:
-    """The loaders of the training and of the test images."""
-    sharing = place().sharing if comm.size > 1 else 1
-    parts = recipe.parts(comm.size)
-    common: dict[str, Any] = {"device": chosen.device, "comm": comm, "cores_shared_by": sharing}
+    """The loaders of the training images and of the test images."""
+    parts, processes = recipe.parts(comm.size), place().sharing if comm.size > 1 else 1
+    common: dict[str, Any] = {"device": chosen.device, "comm": comm, "cores_shared_by": processes}
     fill = recipe.last_batch == "fill"
-    train = batches or loader(dataset, "train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill, **common)
+    train = train_loader or loader(data, "train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill, **common)
     test_batch = recipe.evaluate.batch or recipe.batch // parts
     test_batch += -test_batch % comm.size
-    return train, loader(dataset, "test", test_batch, **common)
+    return train, loader(data, "test", test_batch, **common)
 
 
-def _apply(recipe: Recipe, job: Job, chosen: Chosen, classes: int, *, shares: Sequence[int]) -> None:
-    """Applies the techniques that were chosen and those asked for; all ranks together."""
-    asked = techniques_for(recipe, job.comm.size)
+def _apply_techniques(job: Job, classes: int, *, recipe: Recipe, chosen: Chosen, shares: Sequence[int]) -> None:
+    """Applies the techniques that follow from the device and the ranks, and those of the recipe. Collective."""
     if is_asynchronous(recipe, job.comm.size):
-        shares = ()  # each rank takes the next one when it comes to it
-    ranks_own = derived_techniques(recipe, job.comm.size, uneven=bool(shares))
-    own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *ranks_own]
-    if shares:
-        own.append(Shares(tuple(shares)))
-    job.apply(*chosen.techniques, *own, *asked, Timed())
+        shares = ()  # a rank takes the next share when it is ready
+    derived = derived_techniques(recipe, job.comm.size, uneven=bool(shares))
+    uneven = [Shares(tuple(shares))] if shares else []
+    own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *derived, *uneven]
+    job.apply(*chosen.techniques, *own, *techniques_for(recipe, job.comm.size), Timed())
     if recipe.evaluate.stale and not any(t.renews_statistics for t in recipe.techniques):
         raise InputError("evaluate.stale = true: compares with the technique kasoku.distributed.Recalibrate; add it")
     _check_loss(job, classes)
 
 
 def _check_loss(job: Job, classes: int) -> None:
-    """One try on made-up outputs, so that a wrong setting is found before anything is written."""
+    """Tries the loss on zeros, so that a wrong setting is reported before anything is written."""
     outputs_NK, labels_N = torch.zeros(2, classes), torch.zeros(2, dtype=torch.long)
     try:
         loss = job.loss(outputs_NK, labels_N)
