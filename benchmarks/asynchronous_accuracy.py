@@ -80,7 +80,7 @@ def train(comm: Comm, dataset: Any, asked: argparse.Namespace, side: str, seed: 
             job.optimizer.step()
             job.optimizer.zero_grad()
             steps += 1
-            alone += side != "sync" and not job.kept("asynchronous").together.active
+            alone += side != "sync" and not job.kept("asynchronous").sync_phases.active
             if asked.steps and steps >= asked.steps:
                 break
     found: dict[str, Any] = {"fraction": alone / steps, "samples": steps * asked.batch}

@@ -22,7 +22,7 @@ from kasoku.distributed import Asynchronous, Graded, Layer, OneGroup, Overlap, R
 from kasoku.distributed.async_sgd import shared_memory as segments
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.transport import PendingReply
-from kasoku.distributed.async_sgd.worker import WorkerGroup, predict
+from kasoku.distributed.async_sgd.worker import WorkerGroup
 
 SIZE = 3
 GROUPS = Layer(least_bytes=0)
@@ -245,8 +245,8 @@ def test_what_fewer_bits_take_away_is_sent_later(wire: Any, x: list[float], apar
         if not job.kept("asynchronous").trains:
             found = []
         else:
-            group = job.kept("asynchronous").groups[0]
-            found = (group.base.flat / -300).tolist()  # what the server has been told, before anything is settled
+            group = job.kept("asynchronous").weights.groups[0]
+            found = (group.base.flat / -300).tolist()  # what the server knows before the sync point
         job.drain()
         assert (model.w / -300).tolist() == pytest.approx(x, rel=1e-6)
         return found
@@ -444,15 +444,15 @@ def test_an_optimizer_steps_from_the_weights_not_from_the_prediction(technique: 
 
 def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
     p = nn.Parameter(torch.zeros(1))
-    group, found = WorkerGroup([p.data], [0], CODECS["fp32"], still=False, predicts=True), []
+    group, found = WorkerGroup([p.data], [0], CODECS["fp32"], blocking=False, predicts=True), []
     group.begin()
     for others in (2, 4, 6, 46, 48):  # updates by others so far, of -1 each
-        group.take_update(1.0, None)
-        group.come.fill_(-others)
-        group.read[0] = others
-        group.take_answer(2.0)
+        group.write_request(1.0, None)
+        group.reply.fill_(-others)
+        group.version_read[0] = others
+        group.read_reply(2.0)
         for ahead in (True, True, False, False):  # where it is, it stays
-            predict([group], ahead=ahead)
+            group.prediction.add() if ahead else group.prediction.remove()
             found.append(p.item() + others)
     places = [-4.0, -4.0, -4.0, -5.0, -4.0]  # 40 of a movement that is 2 as a rule: an eighth of 2
     assert found == [x for place in places for x in (place, place, 0.0, 0.0)]
@@ -507,7 +507,7 @@ def test_ranks_that_have_not_met_load_nothing():
         x_NCHW, y_N = next(iter(job.loader))
         job.loss(job.model(x_NCHW), y_N).backward()
         job.optimizer.step()
-        with pytest.raises(InputError, match=r"1 steps since the ranks met: call job\.drain"):
+        with pytest.raises(InputError, match=r"1 steps since the last sync point: call job\.drain"):
             job.load_state_dict(state)
         job.drain()
         job.load_state_dict(state)
@@ -574,7 +574,7 @@ def test_weights_loaded_behind_its_back_are_refused():
         job.model.load_state_dict(Net(seed=5).state_dict())
         train(job, 1)
 
-    with pytest.raises(InputError, match="the weights were changed since the ranks met last"):
+    with pytest.raises(InputError, match="the weights were changed since the last sync point"):
         Threads(2).run(rank)
 
 
@@ -584,5 +584,5 @@ def test_weights_loaded_behind_its_back_are_not_dropped_in_a_meeting():
         job.model.load_state_dict(Net(seed=5).state_dict())
         job.drain()
 
-    with pytest.raises(InputError, match="the weights were changed since the ranks met last"):
+    with pytest.raises(InputError, match="the weights were changed since the last sync point"):
         Threads(2).run(rank)

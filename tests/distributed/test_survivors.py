@@ -76,7 +76,7 @@ def _trained(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]
         moved, dead, stale = model.w.detach() - first, dict(exchange.dead), sum(exchange.staleness.values())
         weights = {"w": model.w.detach().clone(), "v": model.v.detach().clone(), "mean": model.mean.clone()}
         shared = bool(exchange.segments.near) and exchange.trains
-        assert len(exchange.segments._made) == shared  # what was shared out before is gone
+        assert len(exchange.segments._allocated) == shared  # what was shared out before is gone
         job.close()
         return {"weights": weights, "moved": moved, "dead": dead, "updates": stale}
     except InputError as error:
@@ -153,18 +153,18 @@ def _while_one_sleeps(rank: int, folder: Path, technique: Asynchronous) -> dict[
     """Rank 1 is stopped in an answer that it has begun to write, and goes on writing when the others know it dead."""
     real, first = shards.ParameterShard.take, True
 
-    def take(self: shards.ParameterShard, asks: int, update: Tensor, basis: int, out: Tensor) -> int:
+    def take(self: shards.ParameterShard, asks: int, update: Tensor, version: int, out: Tensor) -> int:
         nonlocal first
         if first and asks != rank and (folder / "go").exists():
             first = False
-            found = real(self, asks, update, basis, out)
+            found = real(self, asks, update, version, out)
             out.view(torch.uint8)[: len(out) // 2].fill_(0xF8)  # -4e34 in fp32, -2e37 in 8 bits
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread stops first
             for x in (update, out):
                 x.view(torch.uint8).fill_(0xF8)
             (folder / "wrote").touch()
             return found
-        return real(self, asks, update, basis, out)
+        return real(self, asks, update, version, out)
 
     if rank == 1:
         shards.ParameterShard.take = take  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from kasoku.core import InputError, Span
 from kasoku.distributed import Asynchronous
-from kasoku.distributed.async_sgd.worker import most_alone
+from kasoku.distributed.async_sgd.worker import most_local_steps
 from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, Piece, Sized, UnitTimes
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.collectives import ALONE, Fastest, exchange, fastest
@@ -53,7 +53,7 @@ def settled(pace: Asynchronous, units: Sequence[UnitTimes], groups: Sequence[tup
         return pace
     between_s = sum(_phases(units).values()) * (len(groups) if pace.stream else 1)
     steps = math.ceil(sum(s for s, _ in groups) / between_s - 1e-9) if pace.hidden and between_s else 1
-    return replace(pace, every=min(most_alone(pace.max_staleness), max(1, steps)))
+    return replace(pace, every=min(most_local_steps(pace.max_staleness), max(1, steps)))
 
 
 def forecast(

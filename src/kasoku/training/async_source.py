@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kasoku.core import Batch, InputError
-from kasoku.distributed.async_sgd.asynchronous import Exchange
+from kasoku.distributed.async_sgd.exchange import Exchange
 from kasoku.distributed.consensus import raise_if, run_on_all_ranks
 from kasoku.training.batches import BatchBarrier, batches, own_batches
 from kasoku.training.control import ControlChannel, Request
@@ -45,9 +45,9 @@ class AsyncSource:
         """This rank's batches up to the next sync point."""
         job, loader, size, exchange = self.job, self.job.plain_loader, self.job.comm.size, self._exchange
         epoch, first, end = loader.epoch, loader.position, self._end()
-        self._request, self._synchronous = Request(), exchange.together.due
-        if self._synchronous != exchange.together.active:  # on all ranks, also on those that get no share
-            exchange.change()
+        self._request, self._synchronous = Request(), exchange.sync_phases.due
+        if self._synchronous != exchange.sync_phases.active:  # on all ranks, also on those that get no share
+            exchange.change_phase()
         barrier = BatchBarrier(job.comm)
         try:
             if self._synchronous:
@@ -83,7 +83,7 @@ class AsyncSource:
         self.metrics.read_own()
         requests, sums, counts = zip(*job.comm.gather_objects((self._request, *self.metrics.pop_own())), strict=True)
         if not self._synchronous:
-            reached = job.comm.broadcast_object(self._exchange.reached) // job.comm.size
+            reached = job.comm.broadcast_object(self._exchange.shares_dealt) // job.comm.size
             loader.seek(loader.epoch + reached // len(loader), reached % len(loader))
         state.mark_position()
         before, self._steps = self._steps, loader.epoch * len(loader) + loader.position
@@ -115,7 +115,7 @@ class AsyncSource:
         every, every_steps = recipe.evaluate.every, recipe.save.every_steps
         epoch = loader.epoch + position / length
         evaluation = (math.floor(epoch / every + 1e-9) + 1) * every
-        change = min((bound for bound in self._exchange.together.bounds if bound > epoch + 1e-9), default=math.inf)
+        change = min((bound for bound in self._exchange.sync_phases.bounds if bound > epoch + 1e-9), default=math.inf)
         left: int = self.state.training.total_steps - job.steps
         until_save = every_steps - job.steps % every_steps if every_steps else left
         in_epoch = min(evaluation, change, loader.epoch + 1.0) - loader.epoch

@@ -1,12 +1,5 @@
 """Ranks that train one set of weights without waiting for each other.
 
-Note: an exchange. Each rank steps its own copy with its own optimizer. It sends its updates to the owners of the
-shards, which add them to the shared weights and reply with these. With `hidden`, transfer, addition and reply overlap
-the next step (see post.py, Note: progress), and the reply is read at its end; otherwise the rank waits for it.
-
-Note: sync points. `drain()` is collective: it finishes all exchanges, gives all ranks equal weights and ends all
-threads. The next forward in training starts them again.
-
 Note: dead ranks. In a training loop of the user's own, the other ranks name a dead rank in a warning and go on. Each
 updates its own copy of the dead rank's pieces; at the next sync point these copies are averaged and all weights are
 divided among the survivors. `job.comm` still contains the dead rank, so its collectives (an evaluation's sums,
@@ -14,44 +7,44 @@ synchronous steps) would wait for it. So under `kasoku train` all ranks end inst
 (distributed/liveness.py, Note: two policies).
 
 Note: joining ranks. The other ranks call `close()`, which leaves equal weights, and form a new group and new jobs with
-the joining rank. It gets rank 0's weights from `apply`, and may be given rank 0's `state_dict`
-(tests/parallel/test_joining.py).
+the joining rank. It gets rank 0's weights from `apply`, and may load rank 0's `state_dict`
+(tests/distributed/test_joining.py).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
 from kasoku.core import InputError, Job, Stage, Technique
-from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.parameter_server import (
-    CLOCK,
-    RESTS,
-    SHARE,
-    UPDATE,
-    Alone,
-    ParameterServer,
-    ParameterShard,
-    Remedies,
-)
-from kasoku.distributed.async_sgd.peers import LostError
+from kasoku.distributed.async_sgd.exchange import Exchange
+from kasoku.distributed.async_sgd.exchange_settings import ExchangeSettings
 from kasoku.distributed.async_sgd.quantization import CODECS
-from kasoku.distributed.async_sgd.shared_memory import Segments
-from kasoku.distributed.async_sgd.survivors import Everybody, Table, mean_buffers
-from kasoku.distributed.async_sgd.sync_phases import Momentum, Together
-from kasoku.distributed.async_sgd.transport import transport
-from kasoku.distributed.async_sgd.worker import WorkerGroup, most_alone, predict
 from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.distributed.ddp.bucketing import Graded, Policy
-from kasoku.distributed.ddp.layer_index import Units
 from kasoku.distributed.ddp.overlap import Overlap
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """Corrections for stale updates.
+
+    Args:
+        predict: computes gradients at the weights' predicted position: this multiple of the other ranks' last movement
+            ahead; 0: no prediction. Below 0: 2 with hidden=True, where the weights read are that many exchanges old,
+            else 0 (chosen by measurement: RECORDS.md).
+        momentum: the optimizers' momentum between sync points, as several workers act like momentum themselves; rates
+            are scaled so that a gradient moves the weights as far as before. Below 0: unchanged.
+
+    Ref: predict: Sato 2017 (the [001] team). momentum: Mitliagkas et al. 2016 (arXiv 1605.09774).
+    """
+
+    predict: float = -1.0
+    momentum: float = -1.0
+
+    def __post_init__(self) -> None:
+        if self.momentum >= 1:
+            raise InputError(f"momentum={self.momentum}: from 0 to below 1, or below 0 to leave it as it is")
 
 
 @dataclass(frozen=True)
@@ -128,8 +121,8 @@ class Asynchronous(Technique):
     @property
     def ahead(self) -> float:
         """The prediction, in multiples of the other ranks' last movement."""
-        wish = self.remedies.predict
-        return wish if wish >= 0 else 2.0 * self.hidden
+        predict = self.remedies.predict
+        return predict if predict >= 0 else 2.0 * self.hidden
 
     @property
     def is_asynchronous(self) -> bool:
@@ -152,279 +145,34 @@ class Asynchronous(Technique):
         if self.max_staleness == 0:
             Overlap(self.buckets).apply(job)
         elif job.comm.size == 1:
-            job.keep("asynchronous", Alone())
+            job.keep("asynchronous", SingleRank())
         elif self.servers >= job.comm.size:
             raise InputError(f"servers={self.servers} of {job.comm.size} ranks: at least one rank must train")
         else:
             start_equal(job)
-            Exchange(job, self).install()
+            Exchange(job, self._resolved()).install()
+
+    def _resolved(self) -> ExchangeSettings:
+        return ExchangeSettings(
+            code=CODECS[self.wire],
+            ahead=self.ahead,
+            momentum=self.remedies.momentum if self.remedies.momentum >= 0 else None,
+            max_staleness=self.max_staleness,
+            buckets=self.buckets,
+            servers=self.servers,
+            every=self.every,
+            hidden=self.hidden,
+            stream=self.stream,
+            warmup=self.warmup,
+            finish=self.finish,
+        )
 
 
-class Exchange:
-    """The exchanges of one job.
-
-    Attributes: `staleness`: the number of all ranks' updates by staleness, up to the last sync point; `clock`: steps
-        since then; `dead`: the reason of each rank's death.
-    """
-
-    def __init__(self, job: Job, settings: Asynchronous) -> None:
-        self.job, self.settings, self.remedies = job, settings, settings.remedies
-        self.comm = job.comm.channel(patient=True)
-        size, servers = job.comm.size, settings.servers
-        self.trains = job.comm.rank >= servers
-        self.units = Units(job.model)
-        if not self.units.named:
-            raise InputError(f"Asynchronous: {type(job.model).__name__} has no parameter that requires a gradient")
-        for name, p in self.units.named:
-            if p.dtype != torch.float32 or not is_dense(p):
-                raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
-        self.staleness: Counter[int] = Counter()
-        self.before: Counter[int] = Counter()  # the staleness when the weights were last divided anew
-        self.segments = Segments(self.comm)
-        self.share_out(range(servers or size), range(servers, size))
-        self.transport = transport(self.comm, self.owned, (self.workers, self.owners), self.segments)
-        self.dead: dict[int, str] = self.transport.dead
-        self.together = Together(job, settings.buckets, warmup=settings.warmup, finish=settings.finish)
-        self.momentum = Momentum(job, self.remedies.momentum) if self.remedies.momentum >= 0 else None
-        self.reached = 0  # shares of the data dealt at the last sync point
-        self.alone = most_alone(settings.max_staleness) * (
-            len(self.groups) if settings.stream else 1
-        )  # the most steps between exchanges
-        self.clock, self.turn, self.answers, self.entered = 0, 0, False, False
-
-    def install(self) -> None:
-        job = self.job
-        self.together.install()
-        job.before_step(self.to_weights)
-        job.after_step(self.stepped)
-        job.on_drain(self.drain)
-        job.keep("asynchronous", self)
-        model = job.model  # deep copies keep the hook, which must act on the original alone
-        job.undo(model.register_forward_pre_hook(lambda m, _: self.enter() if m is model else None).remove)
-        if self.settings.servers and hasattr(job.plain_loader, "configure"):
-            rank = max(0, self.comm.rank - self.settings.servers)
-            job.configure_loader(rank=rank, size=len(self.workers))
-        if not self.trains:
-            job.around_loader(lambda _: ())
-
-    def share_out(self, owners: Sequence[int], workers: Sequence[int]) -> None:
-        """Divides the weights, equal on all ranks, among the owners."""
-        self.owners, self.workers, self.share = owners, workers, 1 / max(1, len(workers))
-        settings, code = self.settings, CODECS[self.settings.wire]
-        predicts = settings.ahead > 0
-        still = not settings.hidden and not predicts
-        plan = settings.buckets.plan(self.units.tensors)
-        named = self.units.named
-        some = [[named[i][1] for i in group] for group in plan.groups]
-        self.segments.open(2 * len(some), 8 * self.trains * sum(t.elements for t in self.units.tensors))
-        zeros = self.segments.zeros
-        self.groups = [WorkerGroup(x, owners, code, still=still, predicts=predicts, zeros=zeros) for x in some]
-        mine = [group.pieces.get(self.comm.rank) for group in self.groups]
-        share = self.share if code.exact else 1.0  # other codecs scale before they round
-        shards = [ParameterShard(x.stop - x.start, workers, code, share=share) if x else None for x in mine]
-        self.owned = ParameterServer(shards, workers, settings.max_staleness)
-        self.begin()
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Takes the parameters, equal on all ranks, as the weights."""
-        for group, shard in zip(self.groups, self.owned.shards, strict=True):
-            group.begin()
-            if shard:
-                shard.begin(group.base.flat[group.pieces[self.comm.rank]])
-        self.owned.reset()
-        self.clock = 0
-
-    # ---- a step
-
-    def enter(self) -> None:
-        """Before the first forward of a step."""
-        if self.entered or not self.job.model.training:
-            return
-        if not self.trains:
-            raise InputError(f"rank {self.comm.rank} is a server (servers={self.settings.servers}): it makes no step")
-        self.entered = True
-        if self.together.due != self.together.active:
-            self.change()
-        if not self.together.active:
-            self.start()
-            self.say(self.clock)
-
-    def change(self) -> None:
-        """Switches between asynchronous and synchronous steps; all ranks do so at the same epoch."""
-        if self.transport.dead:
-            raise InputError(
-                f"ranks {sorted(self.transport.dead)} are dead: the others cannot step together (finish=0)"
-            )
-        self.drain()
-        if self.together.active:
-            self.together.end()
-        else:
-            self.together.begin()
-
-    def to_weights(self) -> None:
-        """Before the optimizer's step: removes the prediction, as weight decay must act on the weights alone."""
-        if not self.together.active:
-            predict(self.groups, ahead=False)
-            if self.momentum is not None:
-                self.momentum.lower()
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Starts the transport after a sync point."""
-        if self.answers:
-            return
-        bits = torch.int32  # NaN is not equal to itself
-        same = (torch.equal(group.gather().view(bits), group.base.flat.view(bits)) for group in self.groups)
-        if not self.clock and not all(same):
-            raise InputError(
-                "Asynchronous: the weights were changed since the ranks met last: load them before apply, or by "
-                "job.load_state_dict"
-            )
-        self.transport.start()
-        self.answers = True
-
-    def deal(self, first: int, end: int) -> None:
-        """Starts to deal these shares of the data until the next sync point; all ranks call it after the last one."""
-        self.owned.deal(first, end)
-
-    def share_of_data(self, wish: int = 0) -> int | None:
-        """The number of this rank's next share; None: the sync point is reached.
-
-        `wish`: above 0 asks for a sync point as soon as a whole batch is dealt.
-        """
-        self.start()
-        none, share = torch.zeros(0), -1
-        with suppress(LostError):
-            share = self.transport.ask(self.owners[0], (SHARE, wish), none, none).wait()[0]
-        return share if share >= 0 else None
-
-    def say(self, clock: int) -> None:
-        """Sends this worker's clock, and waits while it is too far ahead of the slowest worker."""
-        if self.settings.max_staleness is not None and self.trains:
-            none = torch.zeros(0)
-            with self.job.trace.span("wait", "the slowest rank"), suppress(LostError):
-                self.transport.ask(self.owners[0], (CLOCK, clock), none, none).wait()
-
-    @torch.no_grad()
-    def stepped(self) -> None:
-        """After the optimizer's step: exchanges the groups that are due, and adds the prediction."""
-        self.clock += 1
-        self.entered = False
-        if self.together.active:
-            return
-        if self.momentum is not None:
-            self.momentum.restore()
-        if not self.settings.every or self.clock % self.settings.every == 0:
-            self.trade()
-        predict(self.groups, ahead=True)
-
-    def trade(self) -> None:
-        """Reads the last reply and sends the next update of each group that is due."""
-        self.start()
-        among = [self.turn] if self.settings.stream else list(range(len(self.groups)))
-        some = [g for g in among if self.settings.every or self.groups[g].due(self.clock, self.alone)]
-        for g in some:
-            self.turn = (g + 1) % len(self.groups)
-            self.collect(self.groups[g])
-            self.send(g)
-        for g in some if not self.settings.hidden else ():
-            self.collect(self.groups[g])
-            self.groups[g].basis.update(self.groups[g].read)
-
-    def send(self, g: int) -> None:
-        self.transport.check()
-        group = self.groups[g]
-        group.clock = self.clock
-        group.take_update(self.share, self.momentum.factors(group.params) if self.momentum else None)
-        for owner, where in group.written.items():
-            head = (UPDATE, g, group.basis[owner])
-            group.under_way[owner] = self.transport.ask(owner, head, group.sent[where], group.come[where])
-        group.basis.update(group.read)
-
-    def collect(self, group: WorkerGroup) -> None:
-        """Reads the replies of a group into the parameters."""
-        if group.under_way:
-            lost = []
-            with self.job.trace.span("wait", "fresh weights", bytes=group.come.nbytes):
-                for owner, reply in group.under_way.items():
-                    try:
-                        group.read[owner] = reply.wait()[0]
-                    except LostError:
-                        lost.append(owner)
-            for owner in lost:  # after all other owners have replied
-                group.lose(owner)
-            group.under_way.clear()
-            group.take_answer(self.settings.ahead)
-
-    # ---- sync points
-
-    @torch.no_grad()
-    def drain(self) -> None:
-        """A sync point: finishes all exchanges; all ranks have equal weights then."""
-        if self.together.active:
-            for x, value in zip(self.job.model.buffers(), self.buffers(Everybody(self.comm)), strict=True):
-                x.copy_(value)
-            return self.begin()
-        self.start()
-        predict(self.groups, ahead=False)
-        for g, group in enumerate(self.groups if self.trains else ()):
-            self.collect(group)
-            if self.clock > group.clock:
-                self.send(g)
-                self.collect(group)
-        self.say(RESTS)
-        self.transport.quiet()
-        (told, reached, buffers), living = self.transport.meet(self.sums)
-        self.staleness = sum((Counter({int(s): n for s, n in one.items()}) for one in told), self.before)
-        self.reached = reached
-        for group in self.groups:
-            group.scatter(group.now)
-        for x, value in zip(self.job.model.buffers(), buffers, strict=True):
-            x.copy_(value)
-        self.transport.stop()
-        if len(living) < len({*self.owners, *self.workers}):
-            self.go_on_with(living)
-        self.begin()
-        self.answers, self.entered, self.owned.dealt = False, False, None
-        return None
-
-    def go_on_with(self, living: Sequence[int]) -> None:
-        self.before = self.staleness
-        workers = [rank for rank in self.workers if rank in living]
-        owners = [rank for rank in self.owners if rank in living] or workers
-        self.share_out(owners, workers)
-        self.transport.hand_over(self.owned, (workers, owners))
-
-    def sums(self, table: Table) -> tuple[list[dict[str, int]], int, list[Tensor]]:
-        """Sums over the living ranks: the weights into `now` of each group; staleness; shares dealt; buffers."""
-        workers = sum(rank in table.ranks for rank in self.workers) if self.trains else 0
-        for group, shard in zip(self.groups, self.owned.shards, strict=True):
-            owned = {self.comm.rank: shard.weights} if shard else {}
-            table.all_reduce(group.part(owned, table.ranks, workers))
-        told = {str(steps): n for steps, n in self.owned.staleness().items()}
-        reached = self.owned.dealt[0] if self.owned.dealt and self.comm.rank == self.owners[0] else 0
-        both = table.gather((told, reached))
-        return [found for found, _ in both], max(reached for _, reached in both), self.buffers(table)
-
-    def buffers(self, table: Table) -> list[Tensor]:
-        workers = sum(rank in table.ranks for rank in self.workers)
-        return mean_buffers(self.job.model, table, trains=self.trains, workers=workers)
-
-    # ---- checkpoints
+class SingleRank:
+    """The state of a single rank, which exchanges nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"staleness": {str(steps): n for steps, n in sorted(self.staleness.items())}}
+        return {"staleness": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Starts from the model's present weights; all ranks call it after a sync point."""
-        if self.clock:
-            raise InputError(f"Asynchronous: {self.clock} steps since the ranks met: call job.drain(), then load")
-        if not self.comm.thread_safe:  # processes answer requests only after `start`
-            self.comm.gather_objects(None)
-        for shard in self.owned.shards:
-            if shard:
-                shard.staleness.clear()
-        self.before = Counter({int(steps): n for steps, n in state["staleness"].items()})
-        self.staleness = Counter(self.before)
-        self.begin()
+        """Does nothing."""

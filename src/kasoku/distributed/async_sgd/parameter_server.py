@@ -9,41 +9,16 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kasoku.core import InputError
 from kasoku.distributed.async_sgd.quantization import Codec
 from kasoku.distributed.async_sgd.transport import Head
 
 UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of requests
 RESTS = 2**62  # the clock of a worker that has ended or died: no bound waits for it
 _STRETCH = 1 << 16  # elements: 256 KiB
-
-
-@dataclass(frozen=True)
-class Remedies:
-    """Corrections for stale updates.
-
-    Args:
-        predict: computes gradients at the weights' predicted position: ahead by so many times the other ranks' last
-            movement; 0: no prediction. Below 0: 2 with hidden=True, where the weights read are that many exchanges
-            old, else 0 (chosen by measurement: RECORDS.md).
-        momentum: the optimizers' momentum between sync points, as several workers act like momentum themselves; rates
-            are scaled so that a gradient moves the weights as far as before. Below 0: unchanged.
-
-    Ref: predict: Sato 2017 (the [001] team). momentum: Mitliagkas et al. 2016 (arXiv 1605.09774).
-    """
-
-    predict: float = -1.0
-    momentum: float = -1.0
-
-    def __post_init__(self) -> None:
-        if self.momentum >= 1:
-            raise InputError(f"momentum={self.momentum}: from 0 to below 1, or below 0 to leave it as it is")
 
 
 class ParameterShard:
@@ -64,43 +39,44 @@ class ParameterShard:
         self.code = code
         self._workers, self._share = workers, share
         self._lock = threading.Lock()
-        self._exact = torch.zeros(0 if code.exact else n)  # a decoded update, then the decoded reply
+        self._decoded = torch.zeros(0 if code.exact else n)  # an update, then the reply
 
     def begin(self, weights: Tensor) -> None:
         """Starts from weights that all workers have."""
         with self._lock:
             self.weights.copy_(weights)
-            self._version, self._own = 0, Counter[int]()
-            self._told = {rank: weights.clone() for rank in self._workers} if not self.code.exact else {}
+            self._updates, self._own = 0, Counter[int]()
+            self._copies = {rank: weights.clone() for rank in self._workers} if not self.code.exact else {}
 
-    def take(self, rank: int, update: Tensor, basis: int, out: Tensor) -> int:
-        """Adds a worker's update, writes the reply into `out` and returns the worker's new basis.
+    def take(self, rank: int, update: Tensor, version: int, out: Tensor) -> int:
+        """Adds a worker's update, writes the reply into `out` and returns the version of the weights in it.
 
-        The reply is the weights in fp32; with other codecs it is their difference from the worker's copy.
+        The reply is the weights in fp32; with other codecs it is their difference from the worker's copy. A version is
+        the number of updates by other workers in the weights.
 
         Args:
             rank: the worker.
             update: `share` of it is added, as the worker has done in its copy; its memory is overwritten.
-            basis: the value returned when the worker read the weights that the update was computed on.
+            version: of the weights that the update was computed on.
             out: it may share memory with `update`.
         """
         with self._lock:
-            others = self._version - self._own[rank]
-            self.staleness[others - basis] += 1
-            told = self._told.get(rank)
-            self._version += 1
+            new_version = self._updates - self._own[rank]
+            self.staleness[new_version - version] += 1
+            worker_copy = self._copies.get(rank)
+            self._updates += 1
             self._own[rank] += 1
-            if told is None:  # each stretch is read again while it is in the cache
+            if worker_copy is None:  # each stretch is read again while it is in the cache
                 parts = (torch.split(x, _STRETCH) for x in (self.weights, update, out))
-                for weights, moved, copy in zip(*parts, strict=True):
-                    copy.copy_(weights.add_(moved.mul_(self._share)))
-                return others
-            self.code.unpack(update, self._exact)
-            self.weights.add_(self._exact)
-            self.code.pack(torch.sub(self.weights, told.add_(self._exact), out=self._exact), out)
-            self.code.unpack(out, self._exact)
-            told.add_(self._exact)  # the rounding error goes out with the next reply
-            return others
+                for weights, part, reply in zip(*parts, strict=True):
+                    reply.copy_(weights.add_(part.mul_(self._share)))
+                return new_version
+            self.code.unpack(update, self._decoded)
+            self.weights.add_(self._decoded)
+            self.code.pack(torch.sub(self.weights, worker_copy.add_(self._decoded), out=self._decoded), out)
+            self.code.unpack(out, self._decoded)
+            worker_copy.add_(self._decoded)  # the rounding error goes out with the next reply
+            return new_version
 
 
 class ParameterServer:
@@ -116,14 +92,14 @@ class ParameterServer:
         self.shards, self._ahead = shards, ahead
         self._lock = threading.Lock()
         self._workers = workers
-        self.dealt: tuple[int, int] | None = None  # the next share of the data, and the end; None: unknown
+        self.dealt: tuple[int, int] | None = None  # the next share of the data, and the end; None: not set yet
         self.reset()
 
     def reset(self) -> None:
         """Sets all workers' clocks to 0."""
         self.clocks = dict.fromkeys(self._workers, 0)
 
-    def gone(self, rank: int) -> None:
+    def rank_died(self, rank: int) -> None:
         """Takes a dead worker out of the bound on clocks."""
         if rank in self.clocks:
             self.clocks[rank] = RESTS
@@ -135,6 +111,11 @@ class ParameterServer:
     def staleness(self) -> Counter[int]:
         """The number of updates by staleness, of all shards."""
         return sum((shard.staleness for shard in self.shards if shard), Counter[int]())
+
+    def forget_staleness(self) -> None:
+        for shard in self.shards:
+            if shard:
+                shard.staleness.clear()
 
     def size(self, head: Head) -> tuple[int, torch.dtype]:
         """The update's size, which is the reply's too; requests of other kinds have no body."""
@@ -157,21 +138,11 @@ class ParameterServer:
         shard = self.shards[head[1]] if head[0] == UPDATE else None
         return (shard.take(rank, body, head[2], out),) if shard else (0,)
 
-    def _next(self, wish: int) -> int:
-        """The next share, or -1; after a wish the current batch is completed and then all ranks meet."""
+    def _next(self, stop: int) -> int:
+        """The next share, or -1 at the sync point; `stop` ends the shares with the current batch."""
         with self._lock:
             share, end = self.dealt or (0, 0)
-            if wish:
+            if stop:
                 end = min(end, -(-share // len(self._workers)) * len(self._workers))
             self.dealt = (min(end, share + 1), end)
             return share if share < end else -1
-
-
-class Alone:
-    """The state of a single rank, which exchanges nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"staleness": {}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Does nothing."""

@@ -1,10 +1,14 @@
-"""Codecs of asynchronous updates and replies: how many bits they take."""
+"""Codecs of asynchronous updates and replies.
+
+A codec is `exact` if it is fp32 itself, so that no copy is needed. n fp32 elements become `elements(n)` of its `dtype`:
+`pack(x, out)` encodes x, and `unpack(packed, out)` decodes it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,32 +16,6 @@ from torch import Tensor
 _BLOCK = 256  # elements that share a scale, a power of two
 _STRETCH = 256  # blocks: 256 KiB of fp32
 _DIGITS = 6  # the largest element of a block becomes a level of 64 to 127
-
-
-class Codec(Protocol):
-    """Encodes fp32 elements."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The element type of the encoded tensor."""
-        ...
-
-    @property
-    def exact(self) -> bool:
-        """Whether the encoding is fp32 itself, so that no copy is needed."""
-        ...
-
-    def elements(self, n: int) -> int:
-        """The encoded length of n elements."""
-        ...
-
-    def pack(self, x: Tensor, out: Tensor) -> None:
-        """Encodes x (fp32) into out."""
-        ...
-
-    def unpack(self, written: Tensor, out: Tensor) -> None:
-        """Decodes into out (fp32)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -56,8 +34,8 @@ class FloatCodec:
     def pack(self, x: Tensor, out: Tensor) -> None:
         out.copy_(x)
 
-    def unpack(self, written: Tensor, out: Tensor) -> None:
-        out.copy_(written)  # arithmetic on mixed types would be slower
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        out.copy_(packed)  # arithmetic on mixed types would be slower
 
 
 @dataclass(frozen=True)
@@ -68,13 +46,8 @@ class Int8Codec:
     feedback loses nothing. A scale is a byte with the exponent bits of fp32; all ones mark a block with inf or NaN.
     """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8
-
-    @property
-    def exact(self) -> bool:
-        return False
+    dtype: ClassVar[torch.dtype] = torch.uint8
+    exact: ClassVar[bool] = False
 
     def elements(self, n: int) -> int:
         return n + -(-n // _BLOCK)  # the levels, then the scales
@@ -89,17 +62,17 @@ class Int8Codec:
             power.copy_(exponent.masked_fill_(~finite, 255))
             levels.copy_((part * inverse[:, None]).round_().clamp_(-127, 127).nan_to_num_(0.0))
 
-    def unpack(self, written: Tensor, out: Tensor) -> None:
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
         """Exact; a block that had inf or NaN is all inf or NaN."""
-        for part, levels, power in _blocks(out, written):
+        for part, levels, power in _blocks(out, packed):
             scale = power.to(torch.int32).bitwise_left_shift_(23).view(torch.float32)
             part.copy_(levels).mul_(scale[:, None])
 
 
-def _blocks(x: Tensor, written: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _blocks(x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Elements, levels and scales: many blocks at a time that fit in the cache, then the remainder as one block."""
     n = len(x)
-    levels, powers = written[:n].view(torch.int8), written[n:]
+    levels, powers = packed[:n].view(torch.int8), packed[n:]
     cut = n // _BLOCK * _BLOCK
     if cut:
         yield from zip(
@@ -112,4 +85,5 @@ def _blocks(x: Tensor, written: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor
         yield x[cut:][None], levels[cut:][None], powers[n // _BLOCK :]
 
 
+Codec = FloatCodec | Int8Codec
 CODECS: dict[str, Codec] = {"fp32": FloatCodec(torch.float32), "bf16": FloatCodec(torch.bfloat16), "int8": Int8Codec()}

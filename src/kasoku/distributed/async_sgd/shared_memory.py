@@ -25,7 +25,7 @@ from kasoku.core import Comm
 
 PLACE = 4  # numbers of an address: process, descriptor, inode, bytes from the start
 _ALIGNED = 64  # bytes: a line of the cache
-_Made = dict[int, tuple[int, int]]  # descriptor and inode, by address
+_Allocated = dict[int, tuple[int, int]]  # descriptor and inode, by address
 
 
 class Segments:
@@ -39,10 +39,10 @@ class Segments:
 
     def __init__(self, comm: Comm) -> None:
         self.near: frozenset[int] = frozenset()
-        self._made: _Made = {}
+        self._allocated: _Allocated = {}
         self._mapped: dict[tuple[int, ...], Tensor] = {}
         self._device = 0  # of the file system that has such memory
-        self._left = torch.zeros(0, dtype=torch.uint8)
+        self._free = torch.zeros(0, dtype=torch.uint8)
         if comm.thread_safe:
             self.near = self._neighbours(comm)
 
@@ -51,29 +51,29 @@ class Segments:
         probe = self._new(8)
         if probe is not None:
             probe.fill_(comm.rank % 251)
-        told = comm.gather_objects((_system(), () if probe is None else self.place(probe)))
-        mine, read = told[comm.rank][0], set()
-        for rank, (system, place) in enumerate(told):
+        probes = comm.gather_objects((_system(), () if probe is None else self.place(probe)))
+        mine, read = probes[comm.rank][0], set()
+        for rank, (system, place) in enumerate(probes):
             if rank != comm.rank and mine and system == mine and place:
                 with suppress(OSError, ValueError):
                     if self.at(place, 8, torch.uint8).eq(rank % 251).all():
                         read.add(rank)
         self.forget()
-        theirs = comm.gather_objects(read)
-        return frozenset(rank for rank in read if comm.rank in theirs[rank])
+        read_by = comm.gather_objects(read)
+        return frozenset(rank for rank in read if comm.rank in read_by[rank])
 
     def open(self, pieces: int, size: int) -> None:
         """Reserves memory for `pieces` calls of `zeros` of `size` bytes in all; unused pages take no memory."""
-        found = self._new(size + pieces * _ALIGNED) if self.near and size else None
-        self._left = torch.zeros(0, dtype=torch.uint8) if found is None else found
+        memory = self._new(size + pieces * _ALIGNED) if self.near and size else None
+        self._free = torch.zeros(0, dtype=torch.uint8) if memory is None else memory
 
     def zeros(self, n: int, dtype: torch.dtype) -> Tensor:
         """N zeros, in shared memory if there is any left and a rank is near."""
         size = n * dtype.itemsize
-        if not 0 < size <= len(self._left):
+        if not 0 < size <= len(self._free):
             return torch.zeros(n, dtype=dtype)
-        found, self._left = self._left[:size], self._left[-(-size // _ALIGNED) * _ALIGNED :]
-        return found.view(dtype)
+        block, self._free = self._free[:size], self._free[-(-size // _ALIGNED) * _ALIGNED :]
+        return block.view(dtype)
 
     def _new(self, size: int) -> Tensor | None:
         """Newly allocated shared memory, or None if the system has none."""
@@ -89,36 +89,36 @@ class Segments:
         except (OSError, ValueError, OverflowError):
             os.close(descriptor)
             return None
-        found, told = torch.frombuffer(memory, dtype=torch.uint8), os.fstat(descriptor)
-        self._device = told.st_dev
-        self._made[found.data_ptr()] = made = (descriptor, told.st_ino)
-        weakref.finalize(memory, _let_go, self._made, found.data_ptr(), made).atexit = False
-        return found
+        x, status = torch.frombuffer(memory, dtype=torch.uint8), os.fstat(descriptor)
+        self._device = status.st_dev
+        self._allocated[x.data_ptr()] = file = (descriptor, status.st_ino)
+        weakref.finalize(memory, _close, self._allocated, x.data_ptr(), file).atexit = False
+        return x
 
     def place(self, x: Tensor) -> Sequence[int]:
         """The address of x for near ranks; empty if x is not in shared memory of this rank."""
         start = x.untyped_storage().data_ptr()
-        made = self._made.get(start)
-        return (os.getpid(), *made, x.data_ptr() - start) if made else ()
+        file = self._allocated.get(start)
+        return (os.getpid(), *file, x.data_ptr() - start) if file else ()
 
     def at(self, place: Sequence[int], n: int, dtype: torch.dtype) -> Tensor:
         """N elements at another rank's address.
 
         Raises OSError if that rank has ended or has freed the memory, or if this process can open or map no more files.
         """
-        *whose, start = place
-        whole = self._mapped.get(tuple(whose))
+        *file, start = place
+        whole = self._mapped.get(tuple(file))
         if whole is None:
-            process, descriptor, inode = whose
+            process, descriptor, inode = file
             opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
             try:
-                found = os.fstat(opened)
-                if (found.st_dev, found.st_ino) != (self._device, inode):
+                status = os.fstat(opened)
+                if (status.st_dev, status.st_ino) != (self._device, inode):
                     raise ProcessLookupError(f"process {process} has another file by now")
-                whole = torch.frombuffer(mmap.mmap(opened, found.st_size), dtype=torch.uint8)
+                whole = torch.frombuffer(mmap.mmap(opened, status.st_size), dtype=torch.uint8)
             finally:
                 os.close(opened)
-            self._mapped[tuple(whose)] = whole
+            self._mapped[tuple(file)] = whole
         return whole[start : start + n * dtype.itemsize].view(dtype)
 
     def forget(self) -> None:
@@ -136,8 +136,8 @@ def _system() -> tuple[object, ...]:
         return ()
 
 
-def _let_go(made: _Made, start: int, mine: tuple[int, int]) -> None:
+def _close(allocated: _Allocated, start: int, file: tuple[int, int]) -> None:
     """Closes the descriptor of unmapped memory, whose address may be in use again."""
-    if made.get(start) == mine:
-        made.pop(start, None)
-    os.close(mine[0])
+    if allocated.get(start) == file:
+        allocated.pop(start, None)
+    os.close(file[0])

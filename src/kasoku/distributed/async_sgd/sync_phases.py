@@ -17,8 +17,10 @@ from kasoku.distributed.ddp.bucketing import Policy
 from kasoku.distributed.ddp.overlap import Engine, Overlap
 
 
-class Together:
-    """Synchronous steps by an Overlap without next-forward overlap; inactive until `begin()`.
+class SyncPhases:
+    """The synchronous steps at the start and the end, by an Overlap without next-forward overlap.
+
+    No phase is active until `begin()`.
 
     Args:
         warmup: epochs of the first synchronous phase.
@@ -56,16 +58,16 @@ class Together:
 def _average(job: Job) -> None:
     """Averages the optimizers' states over all ranks, or clears them if ranks have different ones."""
     states = [(i, job.state_of(p)) for i, p in enumerate(p for g in job.optimizer.param_groups for p in g["params"])]
-    found = [(i, k, x) for i, state in states for k, x in sorted(state.items()) if _real(x)]
-    if len({tuple(names) for names in job.comm.gather_objects([(i, k, tuple(x.shape)) for i, k, x in found])}) > 1:
+    tensors = [(i, k, x) for i, state in states for k, x in sorted(state.items()) if _is_float(x)]
+    if len({tuple(names) for names in job.comm.gather_objects([(i, k, tuple(x.shape)) for i, k, x in tensors])}) > 1:
         job.optimizer.state.clear()
         return
     with torch.no_grad():
-        for _, _, x in found:
+        for _, _, x in tensors:
             job.comm.all_reduce(x, op="mean").wait()
 
 
-def _real(x: Any) -> bool:
+def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
@@ -92,5 +94,5 @@ class Momentum:
     def factors(self, params: Sequence[Tensor]) -> list[float]:
         """Factors of the updates, so that a gradient moves the weights as far as with the user's momentum."""
         groups = zip(self._job.optimizer.param_groups, self._own, strict=False)
-        of = {p: (1 - self._momentum) / (1 - own) for group, own in groups for p in group["params"]}
-        return [of.get(p, 1.0) for p in params]
+        factors = {p: (1 - self._momentum) / (1 - own) for group, own in groups for p in group["params"]}
+        return [factors.get(p, 1.0) for p in params]

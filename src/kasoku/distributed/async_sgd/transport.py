@@ -1,11 +1,11 @@
 """Requests between ranks, answered while all of them compute.
 
 Note: progress. Between processes, one thread for each other rank receives its requests and answers them, so a reply
-does not wait for the training loop of the rank that gives it. gloo's own threads move the bytes. Ranks that share
-memory (segments.py) send only headers, and the callee reads and writes in place. Requests of one rank are answered in
+does not wait for the callee's training loop. gloo's own threads move the bytes. Ranks that share memory
+(shared_memory.py) send only headers, and the callee reads and writes in place. Requests of one rank are answered in
 order; those of several ranks in any order. Requests without a body go to the first owner on a channel of their own, so
 they overtake bytes under way. Where ranks take turns in one process (`Threads`, a virtual clock), the callee's handler
-is called directly, and the caller gives its turn away afterwards.
+is called directly, and the caller yields its turn afterwards.
 """
 
 from __future__ import annotations
@@ -25,18 +25,14 @@ from kasoku.distributed.async_sgd.shared_memory import PLACE, Segments
 from kasoku.distributed.async_sgd.survivors import Everybody, Table, on_survivors
 
 ASK, REPLY = 2, 3  # tags of requests and replies, which share a channel; 1 is a heartbeat's
-TOLD = 4  # numbers of a header: the kind of message, and up to three more
-HEAD = TOLD + 2 * PLACE  # with the addresses of both bodies in shared memory, or zeros where the bytes are sent
+FIELDS = 4  # numbers of a header: the kind of message, and up to three more
+HEADER = FIELDS + 2 * PLACE  # with the addresses of both bodies in shared memory, or zeros where the bytes are sent
 BYE = 0  # the kind of message that ends the requests of a rank
-_FULL = (
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-)  # of this process; other errors are the peer's
+_OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of this process; other errors are the peer's
 T = TypeVar("T")
 Head = Sequence[int]
-Ranks = tuple[Sequence[int], Sequence[int]]
-Hold = Callable[[str, Callable[[], bool]], None]  # (what for, until when)
+Roles = tuple[Sequence[int], Sequence[int]]  # the workers, which send requests, and the owners, which answer them
+Block = Callable[[str, Callable[[], bool]], None]  # (the reason, until)
 
 
 class RequestHandler(Protocol):
@@ -44,19 +40,15 @@ class RequestHandler(Protocol):
 
     def size(self, head: Head) -> tuple[int, torch.dtype]:
         """Elements and type of the request's body, and of the reply's; 0: no body."""
-        ...
 
     def answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
         """The reply's header; reads `body` and fills `out`, which may share memory with `body`."""
-        ...
 
     def ready(self, rank: int, head: Head) -> bool:
         """Whether the request can be answered yet."""
-        ...
 
-    def gone(self, rank: int) -> None:
-        """Called once when `rank` has died."""
-        ...
+    def rank_died(self, rank: int) -> None:
+        """Called once for each dead rank."""
 
 
 class PendingReply:
@@ -84,30 +76,29 @@ class InProcess:
     def __init__(self, comm: Comm, handler: RequestHandler) -> None:
         self._comm, self._handlers = comm, comm.gather_objects(handler)
         self.dead: dict[int, str] = {}
-        self._block: Hold = comm.block
+        self._block: Block = comm.block
 
     def start(self) -> None:
-        """Does nothing: there are no threads."""
+        pass  # there are no threads
 
     def check(self) -> None:
-        """Does nothing: a failure is raised where it happens."""
+        pass  # a failure is raised where it happens
 
     def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> PendingReply:
         """Sends a request to rank `to` once it can be answered."""
         handler, rank = self._handlers[to], self._comm.rank
-        self._block(f"an answer of rank {to}", lambda: handler.ready(rank, head))
+        self._block(f"a reply of rank {to}", lambda: handler.ready(rank, head))
         return PendingReply(None, torch.tensor([*handler.answer(rank, head, body, out)]))
 
-    def quiet(self) -> None:
+    def finish_requests(self) -> None:
         """Waits until all ranks have sent their last request."""
         self._comm.gather_objects(None)
 
-    def meet(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
+    def at_sync_point(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
         """The result of f over all ranks, and the list of these."""
         return f(Everybody(self._comm)), list(range(self._comm.size))
 
     def stop(self) -> None:
-        """Waits for all ranks."""
         self._comm.gather_objects(None)
 
 
@@ -117,42 +108,42 @@ class NetworkTransport:
     Args:
         comm: a channel of its own.
         handler: answers the requests of the other ranks.
-        ranks: those that send requests, and those that answer them.
-        segments: the memory that this rank shares with others.
+        roles: of all ranks.
+        segments: this rank's shared memory.
     """
 
-    def __init__(self, comm: Comm, handler: RequestHandler, ranks: Ranks, segments: Segments) -> None:
+    def __init__(self, comm: Comm, handler: RequestHandler, roles: Roles, segments: Segments) -> None:
         self._comm, self._segments = comm, segments
-        self.hand_over(handler, ranks)
+        self.replace_handler(handler, roles)
         self._threads: list[tuple[int, threading.Thread]] = []
         self._errors: list[BaseException] = []
-        self.peers = Peers(comm, self._gone)
+        self.peers = Peers(comm, self._rank_died)
         self.dead = self.peers.dead
         self.changed = threading.Condition()
 
-    def hand_over(self, handler: RequestHandler, ranks: Ranks) -> None:
-        """Replaces the handler, and the ranks that send and answer requests, from the next `start` on."""
-        asking, answering = ranks
-        self._handler, me = handler, self._comm.rank
-        self._from = [rank for rank in asking if rank != me and me in answering]
-        self._to = [rank for rank in answering if rank != me and me in asking]
-        self._first = next(iter(answering), me)
+    def replace_handler(self, handler: RequestHandler, roles: Roles) -> None:
+        """Replaces the handler and the roles, from the next `start` on."""
+        workers, owners = roles
+        self._handler, rank = handler, self._comm.rank
+        self._callers = [worker for worker in workers if worker != rank and rank in owners]
+        self._callees = [owner for owner in owners if owner != rank and rank in workers]
+        self._first_owner = next(iter(owners), rank)
 
-    def _ways(self, to: int) -> list[bool]:
-        """The channels for requests to rank `to`: False the one for bodies, True the one without."""
-        return [False, True] if to == self._first else [False]
+    def _channels(self, to: int) -> list[bool]:
+        """The channels for requests to rank `to`; True: the one for requests without a body."""
+        return [False, True] if to == self._first_owner else [False]
 
-    def _way(self, small: bool) -> Comm:
+    def _channel(self, small: bool) -> Comm:
         return self.peers.small if small else self._comm
 
     def start(self) -> None:
         """Starts the threads that answer requests."""
         self.peers.start()
         self._threads = [
-            (rank, threading.Thread(target=self._serve, args=both, name=f"kasoku answers {rank}", daemon=True))
-            for rank in self._from
+            (rank, threading.Thread(target=self._serve, args=(rank, small), name=f"kasoku answers {rank}", daemon=True))
+            for rank in self._callers
             if rank not in self.dead
-            for both in [(rank, small) for small in self._ways(self._comm.rank)]
+            for small in self._channels(self._comm.rank)
         ]
         for _, thread in self._threads:
             thread.start()
@@ -164,25 +155,26 @@ class NetworkTransport:
         """
         self.check()
         if to == self._comm.rank:
-            return PendingReply(None, torch.tensor([*self._answered(to, head, body, out)]))
-        told, reply = torch.zeros(HEAD, dtype=torch.int64), torch.zeros(HEAD, dtype=torch.int64)
-        told[: len(head)] = torch.tensor(head)
-        place = self._places(to, body, out)
-        told[TOLD : TOLD + len(place)] = torch.tensor(place)
-        sent, come = (body[:0], out[:0]) if place else (body, out)
-        small = to == self._first and not (len(body) or len(out))
-        send, receive = self._way(small).send, self._way(small).receive
+            return PendingReply(None, torch.tensor([*self._answer(to, head, body, out)]))
+        request, reply = torch.zeros(HEADER, dtype=torch.int64), torch.zeros(HEADER, dtype=torch.int64)
+        request[: len(head)] = torch.tensor(head)
+        places = self._places(to, body, out)
+        request[FIELDS : FIELDS + len(places)] = torch.tensor(places)
+        small = to == self._first_owner and not (len(body) or len(out))
+        if places:
+            body, out = body[:0], out[:0]
+        channel = self._channel(small)
         works: list[Work] = []
         try:
             if to not in self.dead:
-                works = [send(x, to=to, tag=ASK) for x in (told, sent) if len(x)]
-                works += [receive(x, source=to, tag=REPLY) for x in (reply, come) if len(x)]
+                works = [channel.send(x, to=to, tag=ASK) for x in (request, body) if len(x)]
+                works += [channel.receive(x, source=to, tag=REPLY) for x in (reply, out) if len(x)]
         except RuntimeError:
             self.peers.lose(to, "its connection broke")
-        return PendingReply(self.peers.pending(to, [*works, Held(told)], small=small), reply)
+        return PendingReply(self.peers.pending(to, [*works, Held(request)], small=small), reply)
 
     def check(self) -> None:
-        """Raises InputError if the others have given this rank up, or the error of a thread that answers requests."""
+        """Raises InputError if the other ranks took this one for dead, or the error of an answering thread."""
         self.peers.check()
         if self._errors:
             raise self._errors[0]
@@ -192,25 +184,25 @@ class NetworkTransport:
         places = [self._segments.place(x) for x in (body, out)] if to in self._segments.near and len(body) else [()]
         return [number for place in places for number in place] if all(places) else []
 
-    def quiet(self) -> None:
-        """Announces the last request, and answers others' requests until their last. Raises as `check` does."""
+    def finish_requests(self) -> None:
+        """Announces the last request, and answers other ranks' requests until their last. Raises as `check` does."""
         self.check()
-        bye, none = torch.zeros(HEAD, dtype=torch.int64), []
-        for rank, small in [(to, small) for to in self._to for small in self._ways(to)]:
+        bye, pending = torch.zeros(HEADER, dtype=torch.int64), []
+        for rank, small in [(to, small) for to in self._callees for small in self._channels(to)]:
             try:
-                sent = self._way(small).send(bye, to=rank, tag=ASK)
-                none += [self.peers.pending(rank, [sent, Held(bye)], small=small)]
+                sent = self._channel(small).send(bye, to=rank, tag=ASK)
+                pending += [self.peers.pending(rank, [sent, Held(bye)], small=small)]
             except RuntimeError:
                 self.peers.lose(rank, "its connection broke")
-        for pending in none:
+        for farewell in pending:
             with suppress(LostError):
-                pending.wait()
+                farewell.wait()
         for rank, thread in self._threads:
             self.peers.join(rank, thread, lambda: bool(self._errors))
         self.check()
         self._threads.clear()
 
-    def meet(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
+    def at_sync_point(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
         """The result of f over the living ranks, and the list of these; f may be called again, so it must only read."""
         return on_survivors(self._comm, self.peers, f)
 
@@ -219,28 +211,28 @@ class NetworkTransport:
         self.peers.stop()
         self._segments.forget()
 
-    def _gone(self, rank: int) -> None:
-        """Wakes the threads that wait for a rank that has died."""
-        self._handler.gone(rank)
+    def _rank_died(self, rank: int) -> None:
+        """Wakes the threads that wait for it."""
+        self._handler.rank_died(rank)
         with self.changed:
             self.changed.notify_all()
 
-    def _answered(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
+    def _answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
         if not self._handler.ready(rank, head):
             with self.changed:
-                self.changed.notify_all()  # this request may be the one that others wait for
+                self.changed.notify_all()  # other requests may wait for this one
                 self.changed.wait_for(lambda: self._errors or self._handler.ready(rank, head))
             if not self._handler.ready(rank, head):
                 raise self._errors[0]
-        found = self._handler.answer(rank, head, body, out)
+        reply = self._handler.answer(rank, head, body, out)
         with self.changed:
             self.changed.notify_all()
-        return found
+        return reply
 
     def _serve(self, rank: int, small: bool) -> None:
         """The main function of a thread: answers one rank until its last request or its death."""
         try:
-            self._serve_all(rank, self._way(small), [_Buffer(), _Buffer()])
+            self._serve_all(rank, self._channel(small), [_Buffer(), _Buffer()])
         except LostError:
             self.peers.lose(rank, "its connection broke")
         except BaseException as error:
@@ -249,40 +241,39 @@ class NetworkTransport:
                 self.changed.notify_all()
             self.peers.end()
 
-    def _serve_all(self, rank: int, way: Comm, buffers: list[_Buffer]) -> None:
+    def _serve_all(self, rank: int, channel: Comm, buffers: list[_Buffer]) -> None:
         """Receives a request into one buffer while the previous reply is sent from the other."""
-        head = torch.zeros(HEAD, dtype=torch.int64)
+        header = torch.zeros(HEADER, dtype=torch.int64)
         while True:
             buffers.reverse()
             buffer = buffers[0]
-            with _lost(rank):
-                way.receive(head, source=rank, tag=ASK).wait()
-                told = head.tolist()
+            with _errors_are_deaths(rank):
+                channel.receive(header, source=rank, tag=ASK).wait()
+                head = header.tolist()
                 buffer.clear()
-                if told[0] == BYE:
+                if head[0] == BYE:
                     return buffers[1].clear()
-                n, dtype = self._handler.size(told)
-                near = told[TOLD] > 0
-                body = out = buffer.of(0 if near else n, dtype)
+                n, dtype = self._handler.size(head)
+                near = head[FIELDS] > 0
+                body = out = bytes_sent = buffer.of(0 if near else n, dtype)
                 if len(body):
-                    way.receive(body, source=rank, tag=ASK).wait()
-                sent = body
+                    channel.receive(body, source=rank, tag=ASK).wait()
                 if near and rank not in self.dead:
-                    body, out = (self._segments.at(x, n, dtype) for x in (told[TOLD:-PLACE], told[-PLACE:]))
-            if rank in self.dead:  # it was given up, so its update no longer counts
+                    body, out = (self._segments.at(x, n, dtype) for x in (head[FIELDS:-PLACE], head[-PLACE:]))
+            if rank in self.dead:  # its update no longer counts
                 raise LostError(rank)
-            found = self._answered(rank, told[:TOLD], body, out)
-            buffer.reply[: len(found)] = torch.tensor(found)
-            with _lost(rank):
-                buffer.leaves = [way.send(x, to=rank, tag=REPLY) for x in (buffer.reply, sent) if len(x)]
+            reply = self._answer(rank, head[:FIELDS], body, out)
+            buffer.reply[: len(reply)] = torch.tensor(reply)
+            with _errors_are_deaths(rank):
+                buffer.sends = [channel.send(x, to=rank, tag=REPLY) for x in (buffer.reply, bytes_sent) if len(x)]
 
 
 @contextmanager
-def _lost(rank: int) -> Iterator[None]:
+def _errors_are_deaths(rank: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in _OWN_ERRORS:
             raise
         raise LostError(rank) from error
 
@@ -290,27 +281,27 @@ def _lost(rank: int) -> Iterator[None]:
 class _Buffer:
     """Memory for a request and then for its reply, as large as the largest so far.
 
-    Attributes: `reply`: the reply's header. `leaves`: the sends under way.
+    Attributes: `reply`: the reply's header. `sends`: under way.
     """
 
     def __init__(self) -> None:
-        self.reply = torch.zeros(HEAD, dtype=torch.int64)
-        self.leaves: list[Work] = []
+        self.reply = torch.zeros(HEADER, dtype=torch.int64)
+        self.sends: list[Work] = []
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def clear(self) -> None:
         """Waits until the reply has been sent."""
-        while self.leaves:
-            self.leaves.pop().wait()
+        while self.sends:
+            self.sends.pop().wait()
 
     def of(self, n: int, dtype: torch.dtype) -> Tensor:
-        """The first n elements of it."""
+        """Its first n elements."""
         size = n * dtype.itemsize
         if len(self._bytes) < size:
             self._bytes = torch.empty(size, dtype=torch.uint8)
         return self._bytes[:size].view(dtype)
 
 
-def transport(comm: Comm, handler: RequestHandler, ranks: Ranks, segments: Segments) -> Any:
+def transport(comm: Comm, handler: RequestHandler, roles: Roles, segments: Segments) -> Any:
     """InProcess where ranks take turns in one process, else NetworkTransport; collective."""
-    return NetworkTransport(comm, handler, ranks, segments) if comm.thread_safe else InProcess(comm, handler)
+    return NetworkTransport(comm, handler, roles, segments) if comm.thread_safe else InProcess(comm, handler)

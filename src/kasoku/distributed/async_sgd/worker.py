@@ -1,8 +1,4 @@
-"""A worker's copy of one group of parameters, divided into pieces, one for each owner.
-
-Note: the prediction. Parameters hold it from the end of a step to the next optimizer step or sync point. It is removed
-whenever updates are sent or weights are read, as it would otherwise be sent as part of this worker's own update.
-"""
+"""A worker's copy of one group of parameters, divided into pieces, one for each owner."""
 
 from __future__ import annotations
 
@@ -15,34 +11,97 @@ from torch import Tensor
 from kasoku.distributed.async_sgd.quantization import Codec
 from kasoku.distributed.async_sgd.transport import PendingReply
 
-_ALONE = 16  # the most steps between two exchanges, however long an exchange takes
+_MOST_LOCAL_STEPS = 16  # between two exchanges, however long an exchange takes
 
 
-def most_alone(max_staleness: int | None) -> int:
+def most_local_steps(max_staleness: int | None) -> int:
     """The most steps between two exchanges if every=0; a bound on staleness may lower it."""
-    return _ALONE if max_staleness is None else min(_ALONE, max_staleness)
+    return _MOST_LOCAL_STEPS if max_staleness is None else min(_MOST_LOCAL_STEPS, max_staleness)
 
 
-class Views:
+class FlatViews:
     """A flat buffer, allocated by `zeros(elements, dtype=)`, with one view into it for each parameter of a group."""
 
     def __init__(self, params: Sequence[Tensor], zeros: Callable[..., Tensor] = torch.zeros) -> None:
+        self.params = params
         self.flat = zeros(sum(p.numel() for p in params), dtype=torch.float32)
-        self.places, start = [], self.flat.storage_offset()  # the buffer may be a part of a larger one
+        self.views, start = [], self.flat.storage_offset()  # the buffer may be a part of a larger one
         for p in params:
-            self.places.append(torch.as_strided(self.flat, p.shape, p.stride(), start))
+            self.views.append(torch.as_strided(self.flat, p.shape, p.stride(), start))
             start += p.numel()
 
+    def load(self) -> Tensor:
+        """Copies the parameters into the buffer, and returns it."""
+        torch._foreach_copy_(self.views, list(self.params))
+        return self.flat
 
-@torch.no_grad()
-def predict(groups: Sequence[WorkerGroup], *, ahead: bool) -> None:
-    """Adds the prediction to the parameters, or removes it."""
-    for group in groups:
-        times = group.reach if ahead else 0.0
-        if times != group.within:
-            for p, way in zip(group.params, group.ways.places, strict=True):
-                p.add_(way.to(p.device), alpha=times - group.within)
-            group.within = times
+    def store(self) -> None:
+        """Copies the buffer into the parameters."""
+        torch._foreach_copy_(list(self.params), self.views)
+
+
+class Prediction:
+    """Moves a group's parameters ahead, by a multiple of the other ranks' last movement.
+
+    Parameters contain the prediction from the end of a step to the next optimizer step or sync point. It is removed
+    whenever updates are sent or weights are read, as it would otherwise be sent as part of this worker's own update.
+
+    Attributes: `movement`: on the parameters' device; empty if nothing is predicted. `views`: of it, by parameter.
+    """
+
+    def __init__(self, params: Sequence[Tensor], *, active: bool) -> None:
+        self._params = params
+        buffer = FlatViews(params if active else (), partial(torch.zeros, device=params[0].device))
+        self.movement, self.views = buffer.flat, buffer.views
+        self.reset()
+
+    def reset(self) -> None:
+        self._factor = self._applied = 0.0
+        self._updates, self._exchanges = 0, 0
+
+    def set_factor(self, factor: float, updates: int) -> None:
+        """Sets the multiple of the movement, or less: after a stall the last movement is unusually large.
+
+        The factor is halved until it covers at most twice the usual number of updates.
+
+        Args:
+            factor: the multiple that is wanted.
+            updates: how many updates by other ranks the weights contain.
+        """
+        new: float = updates - self._updates
+        usual = max(1.0, self._updates / self._exchanges) if self._exchanges else new
+        self._updates, self._exchanges = updates, self._exchanges + 1
+        while new > max(1.0, 2 * usual):
+            new, factor = new / 2, factor / 2
+        self._factor = factor
+
+    def add(self) -> None:
+        self._apply(self._factor)
+
+    def remove(self) -> None:
+        self._apply(0.0)
+
+    @torch.no_grad()
+    def _apply(self, times: float) -> None:
+        if times != self._applied:
+            for p, movement in zip(self._params, self.views, strict=True):
+                p.add_(movement.to(p.device), alpha=times - self._applied)
+            self._applied = times
+
+
+def _pieces(n: int, owners: Sequence[int]) -> dict[int, slice]:
+    """The slice of n elements for each owner; an owner without elements has none."""
+    cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
+    return {owner: slice(*cut) for owner, *cut in zip(owners, cuts, cuts[1:], strict=False) if cut[0] < cut[1]}
+
+
+def _encoded(pieces: Mapping[int, slice], code: Codec) -> tuple[dict[int, slice], int]:
+    """The slices of the encoded pieces, and their length in all."""
+    slots, end = {}, 0
+    for owner, piece in pieces.items():
+        start, end = end, end + code.elements(piece.stop - piece.start)
+        slots[owner] = slice(start, end)
+    return slots, end
 
 
 class WorkerGroup:
@@ -50,16 +109,15 @@ class WorkerGroup:
 
     Attributes:
         base: the last known weights, with this worker's own updates.
-        sent, come: buffers of requests and replies, in the format of `code`. Both are `base` if the exchange can be
-            done in place, as an owner replies to a piece only after it has read all of it. Until then the owner may
-            write to either.
-        way: the other ranks' last movement, on the parameters' device. The prediction is `reach` times this; the
-            parameters contain `within` times this now.
-        left: the rounding error of the last update, which is sent with the next one.
-        written: for each owner, the slice of its piece in `sent` and `come`.
-        lost: pieces whose owner is dead; this worker updates its own copy of them until the next sync point.
-        basis, read: for each piece, the version of the weights that the next update is computed on, and the last read.
-        clock: the worker's step at the last update sent.
+        request, reply: buffers of messages, in the format of the codec. Both are `base` if the exchange can be done in
+            place, as an owner replies to a piece only after it has read all of it. Until then the owner may write to
+            either.
+        residual: the rounding error of the last update, which is sent with the next one.
+        slots: for each owner, the slice of its piece in `request` and `reply`.
+        orphans: pieces whose owner is dead; this worker updates its own copy of them until the next sync point.
+        version_used, version_read: for each owner, the version of the weights that the next update is computed on, and
+            of those that were read last.
+        sent_at: the worker's step at the last request.
     """
 
     def __init__(
@@ -68,92 +126,74 @@ class WorkerGroup:
         owners: Sequence[int],
         code: Codec,
         *,
-        still: bool,
+        blocking: bool,
         predicts: bool = False,
         zeros: Callable[..., Tensor] = torch.zeros,
     ) -> None:
         """Arguments that are not attributes.
 
-        still: the parameters do not change during an exchange, and equal the weights read after it.
-        predicts: the parameters hold a prediction between exchanges, so `still` is False.
+        blocking: the parameters do not change during an exchange, and equal the weights read after it.
+        predicts: the parameters hold a prediction between exchanges, so `blocking` is False.
         zeros: allocates the buffers of requests and replies.
         """
-        self.params, self.still, self.code = params, still, code
-        in_place = still and code.exact
-        self.now, self.base = Views(params), Views(params, zeros if in_place else torch.zeros)
+        self.params, self._blocking, self._code = params, blocking, code
+        in_place = blocking and code.exact
+        self.current, self.base = FlatViews(params), FlatViews(params, zeros if in_place else torch.zeros)
+        self.prediction = Prediction(params, active=predicts)
         n = len(self.base.flat)
-        self.ways = Views(params if predicts else (), partial(torch.zeros, device=params[0].device))
-        self.way, self.reach, self.within = self.ways.flat, 0.0, 0.0
-        self.left = torch.zeros(0 if code.exact else n)
-        cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
-        self.pieces = {
-            owner: slice(*cut) for owner, *cut in zip(owners, cuts, cuts[1:], strict=False) if cut[0] < cut[1]
-        }
-        self._goes, self._comes = (
-            self.base if in_place else Views(params if code.exact else (), zeros) for _ in range(2)
+        self.residual = torch.zeros(0 if code.exact else n)
+        self.pieces = _pieces(n, owners)
+        self._request, self._reply = (
+            self.base if in_place else FlatViews(params if code.exact else (), zeros) for _ in range(2)
         )
-        self.sent, self.come, self.written = self._goes.flat, self._comes.flat, self.pieces
+        self.request, self.reply, self.slots = self._request.flat, self._reply.flat, self.pieces
         if not code.exact:
-            self.written, end = {}, 0
-            for owner, piece in self.pieces.items():
-                start, end = end, end + code.elements(piece.stop - piece.start)
-                self.written[owner] = slice(start, end)
-            self.sent, self.come = (zeros(end, dtype=code.dtype) for _ in range(2))
-        self.basis = dict.fromkeys(self.pieces, 0)
-        self.read = dict(self.basis)
-        self._passed, self._times = 0, 0
-        self.under_way: dict[int, PendingReply] = {}
-        self.lost: list[slice] = []
-        self.clock = 0
+            self.slots, size = _encoded(self.pieces, code)
+            self.request, self.reply = (zeros(size, dtype=code.dtype) for _ in range(2))
+        self.version_used = dict.fromkeys(self.pieces, 0)
+        self.version_read = dict(self.version_used)
+        self.pending: dict[int, PendingReply] = {}
+        self.orphans: list[slice] = []
+        self.sent_at = 0
 
     def begin(self) -> None:
         """Takes the parameters as the last known weights."""
-        self.base.flat.copy_(self.gather())
-        self.reach = self.within = 0.0
-        self.left.zero_()
-        self.clock = 0
-        self.basis = dict.fromkeys(self.pieces, 0)
-        self.read = dict(self.basis)
-        self._passed, self._times = 0, 0
+        self.base.flat.copy_(self.current.load())
+        self.prediction.reset()
+        self.residual.zero_()
+        self.sent_at = 0
+        self.version_used = dict.fromkeys(self.pieces, 0)
+        self.version_read = dict(self.version_used)
 
-    def gather(self) -> Tensor:
-        """The parameters in one flat tensor."""
-        torch._foreach_copy_(self.now.places, list(self.params))
-        return self.now.flat
-
-    def scatter(self, views: Views) -> None:
-        """Copies the views into the parameters."""
-        torch._foreach_copy_(list(self.params), views.places)
-
-    def due(self, clock: int, most: int) -> bool:
+    def due(self, step: int, most: int) -> bool:
         """Whether to exchange at this step: the last exchange has finished, or began `most` steps ago."""
-        return clock - self.clock >= most or all(reply.done for reply in self.under_way.values())
+        return step - self.sent_at >= most or all(reply.done for reply in self.pending.values())
 
     @property
-    def quick(self) -> bool:
+    def _by_parameter(self) -> bool:
         """Whether parameters can be processed one by one, without a flat copy."""
         here = self.params[0].device == self.base.flat.device
-        return here and not (len(self.left) or self.lost)
+        return here and not (len(self.residual) or self.orphans)
 
-    def own(self) -> Tensor:
+    def _own_update(self) -> Tensor:
         """This worker's update since the last one was sent."""
-        return self.gather().sub_(self.base.flat)
+        return self.current.load().sub_(self.base.flat)
 
-    def lose(self, owner: int) -> None:
+    def drop_owner(self, owner: int) -> None:
         """Goes on without a dead owner, which may still write to the buffers of its last request and reply."""
         piece = self.pieces.pop(owner)
-        self.written.pop(owner, None)  # with fp32 it is `pieces`
-        base = Views(self.params)
+        self.slots.pop(owner, None)  # with fp32 it is `pieces`
+        base = FlatViews(self.params)
         base.flat.copy_(self.base.flat)
-        if self.come is self.base.flat:  # it may contain half a reply
-            base.flat[piece] = self.gather()[piece]
-            self.sent = self.come = base.flat
+        if self.reply is self.base.flat:  # it may contain half a reply
+            base.flat[piece] = self.current.load()[piece]
+            self.request = self.reply = base.flat
         else:
-            self.come = self.come.clone()
+            self.reply = self.reply.clone()
         self.base = base
-        self.lost.append(piece)
+        self.orphans.append(piece)
 
-    def part(self, owned: Mapping[int, Tensor], living: Sequence[int], workers: int) -> Tensor:
+    def contribution(self, owned: Mapping[int, Tensor], living: Sequence[int], workers: int) -> Tensor:
         """This rank's summand of the weights: its owned piece, its rounding errors and its share of the dead's pieces.
 
         A dead rank's piece becomes the mean of the workers' copies, as each worker has updated its own.
@@ -164,101 +204,100 @@ class WorkerGroup:
             workers: how many of them train; 0 if this rank does not train.
         """
         for owner in [rank for rank in self.pieces if rank not in living]:
-            self.lose(owner)
-        self.now = Views(self.params)  # late messages of a failed attempt are written to the old one
-        whole = self.now.flat
-        if workers and len(self.left):
-            whole += self.left
-        for piece in self.lost if workers else ():
+            self.drop_owner(owner)
+        self.current = FlatViews(self.params)  # late messages of a failed attempt are written to the old one
+        whole = self.current.flat
+        if workers and len(self.residual):
+            whole += self.residual
+        for piece in self.orphans if workers else ():
             whole[piece] = (whole[piece] + self.base.flat[piece]) / workers
         for rank, weights in owned.items():
             whole[self.pieces[rank]] += weights
         return whole
 
-    def take_update(self, share: float, factors: Sequence[float] | None) -> None:
-        """Writes this worker's update into `sent`, and adds `share` of it to `base`; inexact codecs send that share."""
-        if self.quick and not factors:
-            for p, base, sent in zip(self.params, self.base.places, self._goes.places, strict=True):
-                torch.sub(p, base, out=sent)
-                if not self.still:
-                    p.copy_(base.add_(sent, alpha=share))
-        else:
-            self._take_all(share, factors)
+    def write_request(self, share: float, factors: Sequence[float] | None) -> None:
+        """Writes this worker's update into `request`, and adds `share` of it to `base`; inexact codecs send that share.
 
-    def _take_all(self, share: float, factors: Sequence[float] | None) -> None:
-        """The general case of `take_update`, with flat copies."""
-        update = self.own()
-        if factors:
-            torch._foreach_mul_(self.now.places, list(factors))
-        if self.sent is self.base.flat:
-            for piece in self.lost:
-                update[piece] += self.base.flat[piece]
-            self.sent.copy_(update)
-            return
-        if not len(self.left):
-            self.sent.copy_(update)
-        update.mul_(share)
-        for piece in self.lost:
-            update[piece] /= share
-        if len(self.left):
-            self.left.copy_(update.add_(self.left))
-            for owner, piece in self.pieces.items():
-                self.code.pack(update[piece], self.sent[self.written[owner]])
-                self.code.unpack(self.sent[self.written[owner]], update[piece])
-            self.left.sub_(update)
-        self.base.flat.add_(update)
-        if not self.still:
-            self.scatter(self.base)
-
-    def _limited(self, ahead: float) -> float:
-        """Caps the extrapolation: after a stall the last movement is unusually large.
-
-        It is halved until it covers at most twice the usual number of updates.
+        Args:
+            share: of one worker.
+            factors: of each parameter's update; None: 1.
         """
-        passed: float = sum(self.read.values()) - self._passed
-        usual = max(1.0, self._passed / self._times) if self._times else passed
-        self._passed, self._times = sum(self.read.values()), self._times + 1
-        while passed > max(1.0, 2 * usual):
-            passed, ahead = passed / 2, ahead / 2
-        return ahead
+        if not self._by_parameter or factors:
+            self._write_request(share, factors)
+            return
+        for p, base, request in zip(self.params, self.base.views, self._request.views, strict=True):
+            torch.sub(p, base, out=request)
+            if not self._blocking:
+                p.copy_(base.add_(request, alpha=share))
 
-    def take_answer(self, ahead: float) -> None:
-        """Applies the replies to the parameters; predicts `ahead` times their movement, or less after a stall."""
-        self.reach = self._limited(ahead)
-        if len(self.left):
-            return self._take_way()
-        for piece in self.lost:
-            self.come[piece] = self.base.flat[piece]
-        if self.still:
-            self.scatter(self.base)
-            return None
-        if self.quick:
-            ways: Sequence[Tensor | None] = self.ways.places or [None] * len(self.params)
-            for p, base, come, way in zip(self.params, self.base.places, self._comes.places, ways, strict=True):
-                p.sub_(base).add_(come)
-                if way is not None:
-                    torch.sub(come, base, out=way)
-                base.copy_(come)
-            return None
-        own = self.own()
-        if len(self.way):
-            self.way.copy_(self.come - self.base.flat)
-        own.add_(self.base.flat.copy_(self.come))
-        return self.scatter(self.now)
+    def _write_request(self, share: float, factors: Sequence[float] | None) -> None:
+        """The general case, with flat copies."""
+        update = self._own_update()
+        if factors:
+            torch._foreach_mul_(self.current.views, list(factors))
+        if self.request is self.base.flat:
+            for piece in self.orphans:
+                update[piece] += self.base.flat[piece]
+            self.request.copy_(update)
+            return
+        if not len(self.residual):
+            self.request.copy_(update)
+        update.mul_(share)
+        for piece in self.orphans:
+            update[piece] /= share
+        if len(self.residual):
+            self.residual.copy_(update.add_(self.residual))
+            for owner, piece in self.pieces.items():
+                self._code.pack(update[piece], self.request[self.slots[owner]])
+                self._code.unpack(self.request[self.slots[owner]], update[piece])
+            self.residual.sub_(update)
+        self.base.flat.add_(update)
+        if not self._blocking:
+            self.base.store()
 
-    def _take_way(self) -> None:
+    def read_reply(self, ahead: float) -> None:
+        """Applies the replies to the parameters, and prepares to predict `ahead` times their movement."""
+        self.prediction.set_factor(ahead, sum(self.version_read.values()))
+        if len(self.residual):
+            self._read_differences()
+            return
+        for piece in self.orphans:
+            self.reply[piece] = self.base.flat[piece]
+        if self._blocking:
+            self.base.store()
+        elif self._by_parameter:
+            movements: Sequence[Tensor | None] = self.prediction.views or [None] * len(self.params)
+            for p, base, reply, movement in zip(
+                self.params, self.base.views, self._reply.views, movements, strict=True
+            ):
+                p.sub_(base).add_(reply)
+                if movement is not None:
+                    torch.sub(reply, base, out=movement)
+                base.copy_(reply)
+        else:
+            update, movement = self._own_update(), self.prediction.movement
+            if len(movement):
+                movement.copy_(self.reply - self.base.flat)
+            update.add_(self.base.flat.copy_(self.reply))
+            self.current.store()
+
+    def _read_differences(self) -> None:
         """The same for inexact codecs, whose replies are differences."""
-        own = torch.zeros(0) if self.still else self.own()
-        here = self.base.flat.device  # a movement on this device is written in place
-        way = self.now.flat if self.still else self.way.to(here) if len(self.way) else torch.empty_like(self.base.flat)
-        for piece in self.lost:
-            way[piece] = 0.0
+        update = torch.zeros(0) if self._blocking else self._own_update()
+        predicted, here = self.prediction.movement, self.base.flat.device
+        if self._blocking:
+            movement = self.current.flat
+        else:  # a movement on this device is written in place
+            movement = predicted.to(here) if len(predicted) else torch.empty_like(self.base.flat)
+        for piece in self.orphans:
+            movement[piece] = 0.0
         for owner, piece in self.pieces.items():
-            self.code.unpack(self.come[self.written[owner]], way[piece])
-        self.base.flat.add_(way)
-        if self.still:
-            return self.scatter(self.base)
-        own.add_(self.base.flat)
-        if len(self.way):
-            self.way.copy_(way)
-        return self.scatter(self.now)
+            self._code.unpack(self.reply[self.slots[owner]], movement[piece])
+        self.base.flat.add_(movement)
+        if self._blocking:
+            self.base.store()
+            return
+        update.add_(self.base.flat)
+        if len(predicted):
+            predicted.copy_(movement)
+        self.current.store()
