@@ -32,7 +32,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "memory": 2820,
     "config": 1000,
     "tune": 2700,
-    "simulate": 2250,
+    "simulate": 2230,
     "report": 2600,
     "training": 2180,
     "commands": 2200,

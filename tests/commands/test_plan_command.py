@@ -366,8 +366,8 @@ def test_what_is_planned_trains_and_is_held_against_what_it_took(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--deadline", "1s"], "deadline of 1 s: the fastest way takes"),
-        (["--budget", "0.01USD"], "the cheapest way may cost"),
+        (["--deadline", "1s"], "deadline of 1 s: the fastest plan takes"),
+        (["--budget", "0.01USD"], "the cheapest plan may cost"),
         (["--deadline", "soon"], "as 10min"),
         (["--budget", "100"], "as 100USD"),
         (["--fastest", "--noise-scale", "0"], "--noise-scale 0: images, above 0 and finite"),

@@ -118,7 +118,7 @@ def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--cluster", "abci", "--gpus", "5000"], "abci has 1,088 nodes of 4: 1 to 4,352 can be had"),
+        (["--cluster", "abci", "--gpus", "5000"], "abci has 1,088 nodes of 4: 1 to 4,352 are available"),
         (["--cluster", "abci", "--set", "batch='auto'", "--set", "reference_batch=81920"], 'batch = "auto": give'),
         (["--cluster", "abci", "--set", "epochs=0.01", "--set", "schedule.warmup=0"], "not one update"),
         (["--cluster", "abci", "--set", "techniques=[{use='kasoku.data.GrowBatch'}]"], "a batch that grows"),
@@ -132,7 +132,7 @@ def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
         (["--cluster", "abci", "--allreduce", "ring", *averaged("Wire")], "an all-to-all and an all-gather: leave it"),
         (["--cluster", "abci", *averaged("LowRank")], "reducer LowRank: only Mean, Wire, and Hierarchical"),
         (["--cluster", "no.toml"], "no.toml: cannot be read"),
-        (["--cluster", "abci", "--gpus", "0"], "1 to 4,352 can be had"),
+        (["--cluster", "abci", "--gpus", "0"], "1 to 4,352 are available"),
         (["--cluster", "abci", "--what-if", "network*nan"], "network, latency, nvlink or gpu"),
         (["--cluster", "abci", "--what-if", "network*1e-310"], "network, latency, nvlink or gpu"),
         (["--cluster", "abci", "--sweep", "gpus=8:4"], "from at least 1 up to more"),
@@ -166,7 +166,10 @@ def test_what_cannot_be_simulated_is_one_clear_line(
         ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "2 nodes need a network"),
         ('name = "c"\nnodes = 1\ngpu = "v1000"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "gpu v1000: one of a100"),
         ('name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnics = 3\n', "or a divisor of them"),
-        ('name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnics = 8\n', "a GPU at their rates"),
+        (
+            'name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnics = 8\n',
+            "a GPU with the sum of their rates",
+        ),
         ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnic_gb_s = nan\n', "nic_gb_s="),
         ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = inf\nnic_gb_s = 1.0\n', "port_gb_s="),
         ('name = "c"\nnodes = 900000000\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "at most 1,000,000"),
@@ -253,8 +256,8 @@ def test_a_profile_is_extrapolated_or_refused_beyond_its_batches(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["model.stem=cifar"], "resnet50, 63.6 G, is taken by its work"),
-        (["data.size=192"], "resnet50, 3 G, is taken by its work"),
+        (["model.stem=cifar"], "resnet50, 63.6 G, is estimated by its work"),
+        (["data.size=192"], "resnet50, 3 G, is estimated by its work"),
         (["device.precision=fp32"], "precision = fp32: A100 was measured in bf16"),
         (["techniques=[{use='kasoku.memory.SavedMemory', factor=4}]"], "SavedMemory: its recomputation"),
         (["techniques=[{use='kasoku.data.LowResolution', side=96, until=10}]"], "LowResolution: its epochs"),

@@ -162,7 +162,7 @@ def test_protocols_are_chosen_by_what_a_message_takes() -> None:
 @pytest.mark.parametrize(
     ("gpus", "algorithm", "said"),
     [
-        (40, "auto", "1 to 32 can be had"),
+        (40, "auto", "1 to 32 are available"),
         (10, "auto", "a multiple of 4"),
         (12, "halving-doubling", "a power of two"),
         (8, "butterfly", "one of auto, ring"),
@@ -175,7 +175,7 @@ def test_what_there_is_not_is_one_clear_line(gpus: int, algorithm: str, said: st
 
 
 def test_rates_of_links_that_are_no_numbers_end() -> None:
-    with pytest.raises(InputError, match="no number"):
+    with pytest.raises(InputError, match="is not a number"):
         rates(np.array([[0]]), np.array([math.nan]))
 
 

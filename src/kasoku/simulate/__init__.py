@@ -1,4 +1,4 @@
-"""Clusters that nobody has on a desk: what a training step takes on them, before anything is rented."""
+"""Simulation of training steps on clusters: their time and cost before anything is rented."""
 
 from kasoku.simulate.cluster import Cluster, load
 from kasoku.simulate.collectives import ALGORITHMS

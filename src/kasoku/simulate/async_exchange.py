@@ -1,9 +1,9 @@
-"""Steps of asynchronous ranks (`Asynchronous`): how long their exchanges take, and how much of that is exposed.
+"""Simulates the steps of asynchronous ranks (`Asynchronous`): the time of their exchanges, and its exposed part.
 
-Note: the busiest link. Each of N ranks owns an Nth of the weights. It sends every owner that part of its update and
-receives as many bytes: two all-to-alls, whose time the busiest link sets (`allreduce.exchange`).
+Note: the busiest link. Each of N ranks owns an Nth of the weights. A rank sends to each owner that part of its update
+and receives as many bytes: two all-to-alls, whose time the busiest link determines (`collectives.exchange`).
 
-Note: what is not simulated: the owners' additions, copies between a GPU and its host, the request for data of a step.
+Note: not simulated are the additions of the owners, copies between a GPU and its host, and requests for data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, Piece, Sized
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.collectives import ALONE, Fastest, exchange, fastest
 
-_DRAWN = 1000  # steps in a timeline; of more, several are drawn as one
+_MAX_DRAWN = 1000  # steps in a timeline; with more, several are drawn as one
 
 
 def check(pace: Asynchronous, parts: int) -> None:
@@ -35,16 +35,16 @@ def check(pace: Asynchronous, parts: int) -> None:
 
 @lru_cache(maxsize=1024)
 def link(cluster: Cluster, gpus: int) -> Fastest:
-    """The time of an exchange, by the bytes of a rank's update: requests, replies, and those bytes both ways."""
+    """The time of an exchange by the bytes of a rank's update, which are sent both ways, with requests and replies."""
     once = exchange(cluster, gpus)
     return fastest(cluster, [("exchange", once + once)]) if gpus > 1 else ALONE
 
 
 def plan(pace: Asynchronous, tensors: Sequence[Sized]) -> BucketPlan:
-    """The groups of its policy, each sent whole, in order; `tensors` in order of definition."""
-    made = pace.buckets.plan(tensors)
-    sizes = [sum(tensors[i].elements for i in group) for group in made.groups]
-    return BucketPlan(made.groups, tuple(Piece(g, 0, size) for g, size in enumerate(sizes)), made.policy)
+    """The buckets of its policy in order, each sent whole; `tensors` in order of definition."""
+    buckets = pace.buckets.plan(tensors)
+    sizes = [sum(tensors[i].elements for i in group) for group in buckets.groups]
+    return BucketPlan(buckets.groups, tuple(Piece(g, 0, size) for g, size in enumerate(sizes)), buckets.policy)
 
 
 def settled(pace: Asynchronous, units: Sequence[UnitTimes], groups: Sequence[tuple[float, float]]) -> Asynchronous:
@@ -75,9 +75,9 @@ def _phases(units: Sequence[UnitTimes]) -> dict[str, float]:
 def _spans(pace: Asynchronous, phases: dict[str, float], groups: Sequence[tuple[float, float]]) -> tuple[Span, ...]:
     numbered = list(enumerate(groups))
     rounds = [[group] for group in numbered] if pace.stream else [numbered]
-    drawn = min(pace.every, max(1, _DRAWN // len(rounds)))
+    drawn = min(pace.every, max(1, _MAX_DRAWN // len(rounds)))
     ends = list(itertools.accumulate(sum(s for _, (s, _) in members) for members in rounds))
-    # when the exchanges of the previous turn end: either the link is never free, or no step waits for them
+    # the ends of the previous turn's exchanges: either the link is always busy, or no step waits for them
     busy = pace.hidden and ends[-1] > len(rounds) * pace.every * sum(phases.values())
     ends = [end - ends[-1] if busy else -math.inf for end in ends]
     spans: list[Span] = []

@@ -1,4 +1,4 @@
-"""A cluster as a small TOML file: its nodes, its network, its GPUs, and what a run costs beside its steps."""
+"""A cluster as a small TOML file: nodes, network, GPUs, and the costs of a run beside its steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HERE = Path(__file__).parent
 
 
 def _check_numbers(of: object) -> None:
-    """Raises InputError for a number below 0, or none at all: rates and times of such would never come to an end."""
+    """Raises InputError for numbers that are negative or not finite: with such rates a simulation would never end."""
     for name, value in vars(of).items():
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int | float) and not 0 <= number < 1e12:
@@ -28,20 +28,20 @@ def _check_numbers(of: object) -> None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What one GPU takes for a step of `network`: alpha_ms + beta_ms * images, forward, backward and update together.
+    """A GPU. A step of `network` takes alpha_ms + beta_ms * images: forward, backward and update together.
 
     Args:
-        name: what people call it.
-        alpha_ms: what a step takes whatever its batch: starting kernels, updates.
-        beta_ms: what each image adds.
-        least: the smallest batch it was measured at; below, a warning.
-        most: the largest.
-        tflops: peak of matrix products in the precision it trains in.
-        memory_gb_s: of its memory.
+        name: its common name.
+        alpha_ms: the time that does not depend on the batch: kernel launches, updates.
+        beta_ms: the time of each image.
+        least: the smallest measured batch; below it there is a warning.
+        most: the largest measured batch.
+        tflops: peak of matrix products in the precision of training.
+        memory_gb_s: bandwidth of its memory.
         spread: standard deviation of the logarithm of the speeds of many such GPUs.
-        usd_hour: what one costs to rent.
-        precision: what precision = "auto" trains in there, as these times are of; fp16 comes with loss scaling.
-        source: where all that comes from.
+        usd_hour: the price of an hour.
+        precision: the precision of these times, which precision = "auto" selects; fp16 comes with loss scaling.
+        source: the source of these numbers.
     """
 
     name: str
@@ -71,16 +71,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """One machine. A GPU sends `port_gb_s` to the others of its node, and each of the `nics` sends `nic_gb_s` out.
+    """One machine. A GPU sends `port_gb_s` within its node; each of the `nics` sends `nic_gb_s` out of it.
 
-    Both are rates of one direction, and hold in both at once.
+    Both are rates of one direction; both directions have them at the same time.
     """
 
     gpus: int
     port_gb_s: float
     nics: int = 1
     nic_gb_s: float = 0.0
-    input_images_s: float = 0.0  # that its CPUs can decode; 0: as many as are wanted
+    input_images_s: float = 0.0  # that its CPUs can decode; 0: no limit
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -90,14 +90,14 @@ class ClusterNode:
             raise InputError(f"port_gb_s={self.port_gb_s}, nic_gb_s={self.nic_gb_s}: GB/s above 0")
         if self.gpus % self.nics:
             raise InputError(
-                f"gpus={self.gpus} with nics={self.nics}: as many NICs as GPUs, or a divisor of them; of more, one "
-                "a GPU at their rates together"
+                f"gpus={self.gpus} with nics={self.nics}: as many NICs as GPUs, or a divisor of them; for more NICs, "
+                "one a GPU with the sum of their rates"
             )
 
 
 @dataclass(frozen=True)
 class Racks:
-    """Nodes in racks. Within one all talk at full rate; a rack sends `uplink_gb_s` to the others, 0: as much as all."""
+    """Nodes in racks. Within a rack all nodes have their full rate; a rack sends `uplink_gb_s` out, 0: no limit."""
 
     nodes: int
     uplink_gb_s: float = 0.0
@@ -110,10 +110,10 @@ class Racks:
 
 @dataclass(frozen=True)
 class Protocol:
-    """What messages take in a protocol of a communication library, in microseconds, and what it keeps of a link's rate.
+    """A protocol of a communication library: latencies in microseconds, and the share of a link's rate that it uses.
 
-    A message waits `start_us` once, `tree_more_us` more of a tree, and `ring_us` or `tree_us` a hop: [within a node,
-    between nodes].
+    A message takes `start_us` once, in a tree `tree_more_us` more, and `ring_us` or `tree_us` for each hop: [within a
+    node, between nodes].
     """
 
     name: str
@@ -141,7 +141,7 @@ NCCL = (
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run takes beside its steps, in seconds; `evaluation_s`: the least of each."""
+    """The costs of a run beside its steps, in seconds; `evaluation_s`: the least time of one evaluation."""
 
     setup_s: float = 0.0
     first_epoch_s: float = 0.0
@@ -153,7 +153,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The whole file. `gpu`: the name of one that is shipped, or `[own_gpu]` describes it."""
+    """The contents of a cluster file. `gpu`: the name of a shipped GPU; otherwise `[own_gpu]` describes it."""
 
     name: str
     nodes: int
@@ -163,7 +163,7 @@ class Cluster:
     racks: Racks | None = None
     protocols: tuple[str, ...] = ("LL", "LL128", "Simple")
     own_protocol: Protocol | None = None
-    latency: float = 1.0  # of the table's latencies
+    latency: float = 1.0  # a factor on the latencies of the protocols
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
@@ -182,33 +182,33 @@ class Cluster:
 
     @property
     def most(self) -> int:
-        """All its GPUs."""
+        """The number of its GPUs."""
         return self.nodes * self.node.gpus
 
     @cached_property
     def device(self) -> Gpu:
-        """What each GPU is."""
+        """Its kind of GPU."""
         return self.own_gpu or _read(Gpu, "gpus", self.gpu)
 
     @property
     def table(self) -> tuple[Protocol, ...]:
-        """The latencies and bandwidths of its communication library."""
+        """The protocols of its communication library."""
         used = (self.own_protocol,) if self.own_protocol else (p for p in NCCL if p.name in self.protocols)
         return tuple(_scaled(protocol, self.latency) for protocol in used)
 
     def nodes_for(self, gpus: int) -> int:
-        """How many nodes so many GPUs fill. Raises InputError where they do not fill them, or are not there."""
+        """The number of nodes of these GPUs. Raises InputError if they do not fill them, or the cluster has fewer."""
         each = self.node.gpus
         if not 1 <= gpus <= self.most:
             raise InputError(
-                f"{gpus} GPUs: {self.name} has {self.nodes:,} nodes of {each}: 1 to {self.most:,} can be had"
+                f"{gpus} GPUs: {self.name} has {self.nodes:,} nodes of {each}: 1 to {self.most:,} are available"
             )
         if gpus > each and gpus % each:
             raise InputError(f"{gpus} GPUs: nodes of {each}: take 1 to {each}, or a multiple of {each}")
         return max(1, gpus // each)
 
     def capacity(self, gpus: int) -> Floats:
-        """The rate of each link in bytes/s: of GPUs out and in, of NICs, of racks; `route` counts them so."""
+        """The rate of each link in bytes/s, in the order of `route`: of GPUs out and in, of NICs, of racks."""
         nodes, node = self.nodes_for(gpus), self.node
         parts = [np.full(2 * gpus, 1e9 * (node.port_gb_s or 1e6)), np.full(2 * nodes * node.nics, 1e9 * node.nic_gb_s)]
         if self.racks and self.racks.uplink_gb_s:
@@ -216,7 +216,7 @@ class Cluster:
         return np.concatenate(parts)
 
     def route(self, gpus: int, start: int, stop: int, nic: int) -> list[int]:
-        """The links from one GPU to another, by the nodes' NIC of that number where it leaves its node."""
+        """The links from one GPU to another; between nodes, through the NICs with the number `nic`."""
         each, nics = self.node.gpus, self.node.nics
         here, there = start // each, stop // each
         if here == there:
@@ -229,7 +229,7 @@ class Cluster:
         return links
 
     def nic_of(self, gpu: int) -> int:
-        """The NIC nearest to a GPU."""
+        """The number of the NIC nearest to a GPU."""
         local, each, nics = gpu % self.node.gpus, self.node.gpus, self.node.nics
         return local * nics // each
 
@@ -271,12 +271,12 @@ def _scaled(protocol: Protocol, factor: float) -> Protocol:
 
 
 def shipped(kind: str) -> list[str]:
-    """The names that need no file: of "clusters" or "gpus"."""
+    """The names of the shipped "clusters" or "gpus"."""
     return sorted(file.stem for file in (_HERE / kind).glob("*.toml"))
 
 
 def load(name: str) -> Cluster:
-    """A cluster that is shipped, or one from a file. Raises InputError for what is not there or not one."""
+    """A shipped cluster, or one from a file. Raises InputError for an unknown name or a bad file."""
     if name in shipped("clusters"):
         return _read(Cluster, "clusters", name)
     path = Path(name)

@@ -1,11 +1,11 @@
-"""What an all-reduce takes on a cluster: its algorithm's messages put on the links, and what links and hops take.
+"""The time of an all-reduce on a cluster: the messages of each algorithm on its links, with the latency of each hop.
 
-Note: latency and bandwidth apart. A message's way through an algorithm has so many hops, each of which takes what the
-library's table says. Its bytes take what the links allow when all flows of a round share them (`network`), which is
-linear in the bytes; so each algorithm in each protocol is a `LinkModel` of core, and a collective of n bytes takes the
-fastest of them. On a network without contention these are the closed forms (tests/simulate/test_collectives.py):
+Note: latency and bandwidth are separate. A message takes a number of hops, each with a latency from the library's
+table. Its bytes take the time that the links allow when all flows of a round share them (`fair_share`), which is linear
+in the bytes. So each algorithm in each protocol is a `LinkModel`, and a collective of n bytes uses the fastest of them.
+On a network without contention these are the closed forms (tests/simulate/test_collectives.py):
 ring 2(p-1)a + 2(p-1)/p n/B; halving-doubling 2 log2(p) a + 2(p-1)/p n/B; double binary tree 2 log2(p) a + 2 n/B;
-hierarchical and 2-D torus: a reduce-scatter along rows, an all-reduce of what is left along columns, an all-gather.
+hierarchical and 2-D torus: a reduce-scatter along rows, an all-reduce of each part along columns, an all-gather.
 Ref: Thakur et al. 2005; Sanders et al. 2009 (two trees); Mikami et al. 2018 (2-D torus, arXiv 1811.05233).
 """
 
@@ -24,15 +24,14 @@ from kasoku.distributed.ddp.cost_model import LinkModel
 from kasoku.simulate.cluster import Cluster, Protocol
 from kasoku.simulate.fair_share import Flows, seconds
 
-Flow = tuple[int, int, int, float]  # from, to, NIC, bytes of each byte that is reduced
+Flow = tuple[int, int, int, float]  # from, to, NIC, bytes for each byte that is reduced
 
-# of NCCL; the others by name
-AUTO = ("ring", "tree")
+AUTO = ("ring", "tree")  # between which NCCL chooses by itself
 
 
 @dataclass(frozen=True)
 class AlgorithmCost:
-    """What an algorithm asks of a network: [within nodes, between nodes] hops, and seconds a byte."""
+    """The costs of an algorithm: hops [within nodes, between nodes], and seconds for each byte."""
 
     ring_hops: tuple[int, int] = (0, 0)
     tree_hops: tuple[int, int] = (0, 0)
@@ -47,16 +46,16 @@ class AlgorithmCost:
         return AlgorithmCost(ring, tree, self.byte_s + other.byte_s, starts, trees)
 
     def twice(self) -> AlgorithmCost:
-        """One way and back, started once."""
+        """The algorithm forth and back, started once."""
         ring, tree = ((2 * a, 2 * b) for a, b in (self.ring_hops, self.tree_hops))
         return replace(self, ring_hops=ring, tree_hops=tree, byte_s=2 * self.byte_s)
 
     def of(self, share: float) -> AlgorithmCost:
-        """Where of each byte only a share is sent."""
+        """The same pattern if only a share of each byte is sent."""
         return replace(self, byte_s=share * self.byte_s)
 
     def link(self, protocol: Protocol) -> LinkModel:
-        """What it comes to in a protocol."""
+        """Latency and bandwidth in a protocol."""
         hops = zip((*self.ring_hops, *self.tree_hops), (*protocol.ring_us, *protocol.tree_us), strict=True)
         starts_us = self.starts * protocol.start_us + self.trees * protocol.tree_more_us
         latency_us = starts_us + sum(n * us for n, us in hops)
@@ -65,33 +64,33 @@ class AlgorithmCost:
 
 @dataclass(frozen=True)
 class Fastest(LinkModel):
-    """Of several ways of the same collective the one that is fastest for the bytes it is asked for."""
+    """The fastest of several algorithms of a collective, which depends on the number of bytes."""
 
     choices: tuple[tuple[str, LinkModel], ...] = ()
 
     def seconds(self, size: float) -> float:
-        """An all-reduce of `size` bytes, alone."""
+        """Seconds of one collective of `size` bytes."""
         return min(link.seconds(size) for _, link in self.choices)
 
     def choice(self, size: float) -> str:
-        """The algorithm and protocol that it takes."""
+        """The algorithm and protocol used for `size` bytes."""
         return min(self.choices, key=lambda named: named[1].seconds(size))[0]
 
 
-ALONE = Fastest(0.0, float("inf"), choices=(("none", LinkModel(0.0, float("inf"))),))  # one GPU shares nothing
+ALONE = Fastest(0.0, float("inf"), choices=(("none", LinkModel(0.0, float("inf"))),))  # one GPU has nothing to send
 
 
 @lru_cache(maxsize=1024)
 def link(cluster: Cluster, gpus: int, algorithm: str = "auto") -> Fastest:
-    """What an all-reduce over so many GPUs takes.
+    """The time of an all-reduce, by its bytes.
 
     Args:
-        cluster: whose first nodes they are.
-        gpus: how many; they fill their nodes.
+        cluster: the GPUs are in its first nodes.
+        gpus: the number of GPUs; they fill their nodes.
         algorithm: of `ALGORITHMS`; "auto": the faster of ring and tree, as NCCL chooses.
 
     Raises:
-        InputError: for an algorithm there is not, or not for so many GPUs.
+        InputError: for an unknown algorithm, or one that does not exist for this number of GPUs.
     """
     nodes = cluster.nodes_for(gpus)
     if gpus == 1:
@@ -103,7 +102,7 @@ def link(cluster: Cluster, gpus: int, algorithm: str = "auto") -> Fastest:
 
 
 def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
-    """The fastest of several ways, by name, each in every protocol of the cluster."""
+    """The fastest of several named algorithms, each in every protocol of the cluster."""
     choices = tuple(
         (f"{name}, {protocol.name}", shape.link(protocol)) for name, shape in shapes for protocol in cluster.table
     )
@@ -113,23 +112,23 @@ def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fa
 
 
 def fills(algorithm: str, gpus: int) -> bool:
-    """Whether an algorithm can be had on so many GPUs."""
+    """Whether an algorithm exists for this number of GPUs."""
     return algorithm != "halving-doubling" or gpus & (gpus - 1) == 0
 
 
 def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
-    """Seconds for each byte reduced, of flows that go on at once."""
+    """Seconds of simultaneous flows, for each byte that is reduced."""
     routes = [cluster.route(gpus, start, stop, nic) for start, stop, nic, _ in flows]
     return seconds(Flows(routes, [size for *_, size in flows]), cluster.capacity(gpus))
 
 
 def ring(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
-    """A ring a NIC, each with its part of the bytes; a node is entered and left once."""
+    """A ring for each NIC with its part of the bytes; each ring enters and leaves a node once."""
     return [gather(cluster, gpus).twice()]
 
 
 def gather(cluster: Cluster, gpus: int) -> AlgorithmCost:
-    """An all-gather (or a reduce-scatter) by such rings: half of their all-reduce."""
+    """An all-gather (or a reduce-scatter) by the rings of `ring`: half of an all-reduce."""
     rounds, between = gpus - 1, cluster.nodes_for(gpus) - 1
     byte_s = rounds * contended_s(cluster, gpus, _rings(cluster, 0, gpus))
     return AlgorithmCost(ring_hops=(rounds - between, between), byte_s=byte_s)
@@ -137,12 +136,12 @@ def gather(cluster: Cluster, gpus: int) -> AlgorithmCost:
 
 @lru_cache(maxsize=1024)
 def gathering(cluster: Cluster, gpus: int) -> Fastest:
-    """What an all-gather takes, of the bytes of all ranks together."""
+    """The time of an all-gather, by the bytes of all ranks together."""
     return fastest(cluster, [("all-gather", gather(cluster, gpus))])
 
 
 def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
-    """A round of the rings over so many GPUs from `first` on, which are one node's, or fill theirs."""
+    """A round of the rings over `gpus` GPUs from `first` on, which are in one node or fill their nodes."""
     nodes, each = max(1, gpus // cluster.node.gpus), min(gpus, cluster.node.gpus)
     channels = cluster.node.nics if nodes > 1 else 1
     size = 1 / (gpus * channels)
@@ -155,39 +154,39 @@ def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
 
 
 def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
-    """An all-to-all: each rank sends every other an equal part of its bytes, all at once.
+    """An all-to-all: each rank sends an equal part of its bytes to every other rank, all at once.
 
-    `width`: only ranks at the same place of rows of so many send to each other.
+    `width`: the length of a row of ranks; only ranks at the same place of their rows exchange.
 
-    Note: the busiest link. Where all flows are alike it sets the seconds: each of its flows gets an equal part, and no
-    flow less. As much comes into a node or a rack as goes out; its NICs carry equal parts of that.
+    Note: the busiest link determines the time, since all flows are equal: its flows get equal shares, and no flow gets
+    less. A node or a rack receives as much as it sends; its NICs carry equal parts of that.
     """
     nodes, node, racks = cluster.nodes_for(gpus), cluster.node, cluster.racks
     each, high = gpus // nodes, gpus // width
     ranks = np.arange(gpus)
 
-    def members(part: int) -> npt.NDArray[np.intp]:
-        """Of each stretch of so many GPUs how many there are at each place of a row."""
-        stretches = -(-gpus // part)
-        return np.bincount(ranks // part * width + ranks % width, minlength=stretches * width).reshape(-1, width)
+    def members(size: int) -> npt.NDArray[np.intp]:
+        """[i, k]: the GPUs at place k of a row in the i-th group of `size` consecutive GPUs."""
+        count = -(-gpus // size)
+        return np.bincount(ranks // size * width + ranks % width, minlength=count * width).reshape(-1, width)
 
-    def leaves(part: int) -> float:
-        """Of each byte that a rank has, what the busiest stretch of so many GPUs sends to the others."""
-        inside = members(part)
+    def outgoing(size: int) -> float:
+        """The bytes that the busiest group of `size` GPUs sends to other groups, for each byte of a rank."""
+        inside = members(size)
         return float((inside * (high - inside)).sum(1).max()) / high
 
     seconds = [0.0]
     if each > 1:
         seconds.append(float(members(each).max() - 1) / high / (1e9 * node.port_gb_s))
     if nodes > 1:
-        seconds.append(leaves(each) / node.nics / (1e9 * node.nic_gb_s))
-    if racks and racks.uplink_gb_s:  # the last one may not be full
-        seconds.append(leaves(each * racks.nodes) / (1e9 * racks.uplink_gb_s))
+        seconds.append(outgoing(each) / node.nics / (1e9 * node.nic_gb_s))
+    if racks and racks.uplink_gb_s:  # the last rack may not be full
+        seconds.append(outgoing(each * racks.nodes) / (1e9 * racks.uplink_gb_s))
     return AlgorithmCost(ring_hops=(0, 1) if nodes > 1 else (1, 0), byte_s=max(seconds))
 
 
 def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
-    """Two binary trees over the nodes, each with half of the bytes, up and down at once; a chain within each node."""
+    """Two binary trees over the nodes, each with half of the bytes both ways; a chain within each node."""
     nodes, each = cluster.nodes_for(gpus), min(gpus, cluster.node.gpus)
     channels = cluster.node.nics if nodes > 1 else 1
     flows: list[Flow] = []
@@ -205,16 +204,16 @@ def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
 
 
 def halving_doubling(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
-    """Partners at twice the distance with half the bytes each round, and back."""
+    """Exchanges with partners at twice the distance and half the bytes each round, and back."""
     if not fills("halving-doubling", gpus):
         raise InputError(f"all-reduce halving-doubling on {gpus} GPUs: a power of two is wanted")
-    found = AlgorithmCost()
+    total = AlgorithmCost()
     for k in range(gpus.bit_length() - 1):
         away = 1 << k
         flows = [(rank, rank ^ away, cluster.nic_of(rank), 0.5 / away) for rank in range(gpus)]
         hops = (0, 2) if away >= cluster.node.gpus else (2, 0)
-        found += AlgorithmCost(ring_hops=hops, byte_s=2 * contended_s(cluster, gpus, flows), starts=0)
-    return [found]
+        total += AlgorithmCost(ring_hops=hops, byte_s=2 * contended_s(cluster, gpus, flows), starts=0)
+    return [total]
 
 
 def hierarchical(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
@@ -225,10 +224,15 @@ def hierarchical(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
 def torus(
     cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False, across: float = 1.0, exchanged: bool = False
 ) -> list[AlgorithmCost]:
-    """The same on a grid of `width` GPUs a row (0: about square, of whole nodes), with rings; or also with trees.
+    """A reduce-scatter, all-reduce and all-gather on a grid of GPUs.
 
-    `across`: of the bytes that are left of a row, the share that is sent along columns. `exchanged`: what is sent there
-    goes by an all-to-all and an all-gather.
+    Args:
+        cluster: the GPUs are in its first nodes.
+        gpus: the number of GPUs.
+        width: GPUs of a row; 0: about square, of whole nodes.
+        trees: columns may also use trees instead of rings.
+        across: the share of the remaining bytes that is sent along columns.
+        exchanged: columns use an all-to-all and an all-gather.
     """
     width = width or square(gpus, min(gpus, cluster.node.gpus))
     if gpus % width:
@@ -242,18 +246,18 @@ def torus(
     once = AlgorithmCost(ring_hops=(0, high - 1), byte_s=(high - 1) * contended_s(cluster, gpus, flows))
     if exchanged:
         return [row + exchange(cluster, gpus, width).of(across / width) + once]
-    found = [row + once.twice()]
+    costs = [row + once.twice()]
     if trees:
         pairs = [pair for column in columns for pair in _two_trees(column)]
         flows = [(a, b, cluster.nic_of(a), 0.5 * across / width) for a, b in pairs]
-        found.append(
+        costs.append(
             row + AlgorithmCost(tree_hops=(0, 2 * depth(high)), byte_s=contended_s(cluster, gpus, flows), trees=1)
         )
-    return found
+    return costs
 
 
 def _rows(cluster: Cluster, gpus: int, width: int) -> AlgorithmCost:
-    """A reduce-scatter and an all-gather along rows: by a ring a NIC where these are whole nodes."""
+    """A reduce-scatter and an all-gather along rows; rows of whole nodes use a ring for each NIC."""
     if width == 1:
         return AlgorithmCost(starts=0)
     rows, each = range(0, gpus, width), cluster.node.gpus
@@ -284,7 +288,7 @@ def depth(ranks: int) -> int:
 
 
 def _two_trees(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Messages up and down both trees; who passes on in one is a leaf of the other, where there are evenly many."""
+    """Messages up and down both trees; with an even number of ranks, an inner node of one is a leaf of the other."""
     n = len(ranks)
     for shift in (0, 1):
         for child, parent in _edges(0, n):
@@ -303,7 +307,7 @@ def _edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _root(start: int, stop: int) -> int:
-    """The place behind the largest whole tree (2^k - 1 places) that leaves room for itself."""
+    """The root comes after the largest complete left subtree (2^k - 1 ranks) for which a rank remains."""
     n = stop - start
     if n == 1:
         return start
@@ -312,7 +316,7 @@ def _root(start: int, stop: int) -> int:
 
 
 def square(gpus: int, each: int) -> int:
-    """The row of whole nodes that makes the grid most nearly square."""
+    """The width of a row of whole nodes for which the grid is most nearly square."""
     widths = [w for w in range(each, gpus + 1, each) if gpus % w == 0]
     return min(widths, key=lambda w: abs(w - gpus / w))
 

@@ -1,8 +1,8 @@
-"""What a network's layers take on a GPU: the shares of a step by their work, scaled to times that were measured.
+"""The times of a network's layers on a GPU: the measured time of a step, divided among its layers by their work.
 
-Note: a step of b images takes alpha + beta b. Alpha (starting kernels, updates) is spread alike over the layers, beta
-by their work: the larger of what their products take at the GPU's peak and what their outputs take of its memory. A
-third of it is forward. The total is that which was measured; only how it spreads over the layers is worked out.
+Note: a step of b images takes alpha + beta b. Alpha (kernel launches, updates) is divided equally among the layers, and
+beta by their work: the larger of the time of their products at the GPU's peak and of the time of their outputs at its
+memory bandwidth. A third of it is forward. The total is measured; only the division among layers is computed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kasoku.distributed.ddp.layer_index import Units
 from kasoku.models import resnet50
 from kasoku.simulate.cluster import Gpu
 
-_TOUCHED = 3.0  # times an output passes through memory: written, read by what follows, read or written by its norm
-_RESNET50 = 4.089e9  # products of an image of 224 pixels, of all layers with parameters
-_ALIKE = 0.01  # of these, that another number of classes makes
+_TOUCHED = 3.0  # times an output passes through memory: written, read by the next layer, read or written by its norm
+_RESNET50 = 4.089e9  # products of an image of 224 pixels in all layers with parameters
+_TOLERANCE = 0.01  # of these: the effect of another number of classes
 _FORWARD = 1 / 3  # of a step
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A part with parameters of its own: products and output elements of one image. `norm`: a BatchNorm's channels."""
+    """A module with its own parameters: products and output elements of an image. `norm`: a BatchNorm's channels."""
 
     name: str
     products: float
@@ -42,10 +42,12 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What a simulation knows of a network: its layers in the order of their forwards, and its gradients.
+    """The costs of a network: its layers in the order of their forwards, and its gradients.
 
-    `tensors` say which layer is whose by that order, `defined` by the order of definition: plans are made by it.
-    `modules`: the names of all its parts, also of those without parameters.
+    Attributes:
+        tensors: the gradients, with layers numbered in the order of their forwards.
+        defined: the gradients, with layers numbered in the order of definition, by which buckets are planned.
+        modules: the names of all modules, also of those without parameters.
     """
 
     name: str
@@ -60,15 +62,15 @@ class ModelCosts:
         return sum(layer.products for layer in self.layers)
 
     def measured(self, gpu: Gpu) -> bool:
-        """Whether it is the network that the GPU was measured with: a name alone may be of another stem or size."""
-        return self.name == gpu.network and abs(self.products / _RESNET50 - 1) < _ALIKE
+        """Whether the GPU was measured with this network; the name alone may stand for another stem or size."""
+        return self.name == gpu.network and abs(self.products / _RESNET50 - 1) < _TOLERANCE
 
     def work(self, gpu: Gpu) -> list[float]:
-        """Seconds an image of each layer's forward, were it as fast as the GPU's data sheet."""
+        """Seconds for an image in each layer's forward at the speeds of the GPU's data sheet."""
         return [_work(gpu, layer.products, layer.outputs) for layer in self.layers]
 
     def carried(self, wire_bytes: int) -> tuple[list[Sized], list[Sized]]:
-        """`tensors` and `defined` as they are sent, `wire_bytes` an element; what is marked "norm" in fp32."""
+        """`tensors` and `defined` with the sizes that are sent: `wire_bytes` an element; tensors of norms in fp32."""
 
         def sent(t: Sized) -> Sized:
             width = max(wire_bytes, 4) if t.kind == "norm" else wire_bytes
@@ -79,7 +81,7 @@ class ModelCosts:
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Times measured on one device: at some batches (images, {block: (forward_s, backward_s)}), and of an update."""
+    """Times measured on one device: (images, {block: (forward_s, backward_s)}) for each batch, and of an update."""
 
     measured: tuple[tuple[int, dict[str, tuple[float, float]]], ...]
     update_s: float = 0.0
@@ -93,47 +95,47 @@ class MeasuredTimes:
 
 
 def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts:
-    """Looks at a model on the meta device; `shape`: (C, H, W) of an image."""
+    """The costs of a model, which is moved to the meta device; `shape`: (C, H, W) of an image."""
     model = model.to("meta")
     units = Units(model)
-    found: dict[int, tuple[float, float]] = {}
+    work: dict[int, tuple[float, float]] = {}  # products and outputs
     order: list[int] = []
     places = {module: i for i, (_, module) in enumerate(units.modules)}
 
-    def passed(module: nn.Module, _: object, out: Any) -> None:
+    def count(module: nn.Module, _: object, out: Any) -> None:
         i = places[module]
         outputs = float(out.numel()) if isinstance(out, Tensor) else 0.0
-        if i not in found:
+        if i not in work:
             order.append(i)
-        before = found.get(i, (0.0, 0.0))
-        found[i] = before[0] + _products(module, outputs), before[1] + outputs
+        before = work.get(i, (0.0, 0.0))
+        work[i] = before[0] + _products(module, outputs), before[1] + outputs
 
-    hooks = [module.register_forward_hook(passed) for module in places]
+    hooks = [module.register_forward_hook(count) for module in places]
     try:
         with torch.no_grad():
             model.eval()(torch.empty(1, *shape, device="meta"))
     finally:
         for hook in hooks:
             hook.remove()
-    order += [i for i in range(len(units.modules)) if i not in found]
+    order += [i for i in range(len(units.modules)) if i not in work]
     defined = tuple(units.tensors)
     units.order = order
     channels: dict[nn.Module, int] = {norm: norm.num_features for norm in norms(model)}
     layers = tuple(
-        LayerCost(units.modules[i][0], *found.get(i, (0.0, 0.0)), channels.get(units.modules[i][1], 0)) for i in order
+        LayerCost(units.modules[i][0], *work.get(i, (0.0, 0.0)), channels.get(units.modules[i][1], 0)) for i in order
     )
     return ModelCosts(name, layers, tuple(units.tensors), defined, frozenset(part for part, _ in model.named_modules()))
 
 
 @cache
 def _measured() -> ModelCosts:
-    """The network that GPUs were measured with."""
+    """The network with which GPUs were measured."""
     with torch.device("meta"):
         return model_costs(Gpu.network, resnet50(), (3, 224, 224))
 
 
 def units(net: ModelCosts, gpu: Gpu, images: float, *, slower: float = 1.0) -> list[UnitTimes]:
-    """The layers' times for a batch of so many images on a GPU; another network than the measured one by its work."""
+    """The times of the layers for a batch of images on a GPU; those of networks not measured follow from their work."""
     work = net.work(gpu)
     if not sum(work):
         raise InputError(f"{net.name}: no layer with parameters does any work: a network that trains is wanted")
@@ -147,52 +149,50 @@ def units(net: ModelCosts, gpu: Gpu, images: float, *, slower: float = 1.0) -> l
 
 
 def remarks(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | None = None) -> list[str]:
-    """What to know about these times: of a GPU that is known, or by a profile."""
+    """The limits of these times, a line each: of a shipped GPU, or of a profile."""
     out = []
     if profile:
         batches = [n for n, _ in profile.measured]
         if not min(batches) <= images <= max(batches):
             span = f"{min(batches)} to {max(batches)}" if min(batches) < max(batches) else f"{batches[0]} alone"
             out.append(
-                f"{images:g} images a {gpu.name}: the profile's times are from {span}; beyond, they are drawn on"
+                f"{images:g} images a {gpu.name}: the profile's times are from {span}; beyond, they are extrapolated"
             )
         return out
     if not net.measured(gpu):
         out.append(
             f"{gpu.name} was measured with {gpu.network} at 224, {_RESNET50 / 1e9:.3g} G multiply-adds an image: "
-            f"{net.name}, {net.products / 1e9:.3g} G, is taken by its work; profile it to be sure"
+            f"{net.name}, {net.products / 1e9:.3g} G, is estimated by its work; a profile is surer"
         )
     if not gpu.least <= images <= gpu.most:
-        out.append(
-            f"{images:g} images a {gpu.name}: its times are from {gpu.least} to {gpu.most}; beyond, they are drawn on"
-        )
+        out.append(f"{images:g} images a {gpu.name}: times are from {gpu.least} to {gpu.most}; beyond, extrapolated")
     return out
 
 
-def profile_of(given: str) -> tuple[Path, int]:
+def profile_of(text: str) -> tuple[Path, int]:
     """The folder of a profile and the images of its steps, from DIR:IMAGES."""
-    folder, _, images = given.rpartition(":")
+    folder, _, images = text.rpartition(":")
     if not folder or not images.isdecimal() or int(images) < 1:
-        raise InputError(f"--profile {given}: DIR:IMAGES is wanted, the folder and the images of its steps")
+        raise InputError(f"--profile {text}: DIR:IMAGES is wanted, the folder and the images of its steps")
     return Path(folder), int(images)
 
 
 def profiled(profiles: Sequence[tuple[Path, int]], net: ModelCosts) -> MeasuredTimes:
-    """Reads the folders that `kasoku profile` wrote, each with the images of its steps.
+    """Reads folders of `kasoku profile`, each with the images of its steps.
 
     Raises:
-        InputError: where the blocks of a profile are not the network's.
+        InputError: if the blocks of a profile are not those of the network.
     """
     measured, updates = [], []
     for folder, images in profiles:
         try:
-            found = json.loads((folder / "profile.json").read_text())["blocks"]
-            times = {str(b["name"]): (float(b["forward_s"]), float(b["backward_s"])) for b in found}
+            blocks = json.loads((folder / "profile.json").read_text())["blocks"]
+            times = {str(b["name"]): (float(b["forward_s"]), float(b["backward_s"])) for b in blocks}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{folder}: no profile there ({error}): a folder of kasoku profile is wanted") from error
         odd = [name for name, (forward, backward) in times.items() if not (0 <= forward < 1e6 and 0 <= backward < 1e6)]
         if odd:
-            raise InputError(f"{folder}: {odd[0]} takes {times[odd[0]]} s: times of 0 or more are wanted; profile anew")
+            raise InputError(f"{folder}: {odd[0]} takes {times[odd[0]]} s: times of 0 or more are wanted")
         lost = [layer.name for layer in net.layers if not _block(layer.name, times)]
         if lost or not times:
             raise InputError(f"{folder}: a profile of another model: {net.name} has {lost[0]}, the profile has not")
@@ -204,7 +204,7 @@ def profiled(profiles: Sequence[tuple[Path, int]], net: ModelCosts) -> MeasuredT
             seen = facts.get("batch", images) * facts.get("parts", 1)
             updates.append(float(ledger.get("step_s", {}).get("update", 0.0)))
         except (AttributeError, TypeError, ValueError) as error:
-            raise InputError(f"{folder / 'ledger.json'}: not what kasoku profile writes: profile anew") from error
+            raise InputError(f"{folder / 'ledger.json'}: not what kasoku profile writes: profile again") from error
         if seen != images:
             raise InputError(f"{folder}: a profile of steps of {seen} images: give {folder}:{seen}, not :{images}")
         measured.append((images, times))
@@ -212,20 +212,20 @@ def profiled(profiles: Sequence[tuple[Path, int]], net: ModelCosts) -> MeasuredT
 
 
 def _ledger(folder: Path) -> dict[str, Any]:
-    """That beside a profile; empty where there is none."""
+    """The ledger beside a profile; empty if there is none."""
     try:
-        found = json.loads((folder / "ledger.json").read_text())
+        document = json.loads((folder / "ledger.json").read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def units_of(
     profile: MeasuredTimes, net: ModelCosts, gpu: Gpu, images: float, *, slower: float = 1.0
 ) -> list[UnitTimes]:
-    """The layers' times by a profile: of each block alpha + beta images where two batches were measured, else beta.
+    """The times of the layers by a profile: alpha + beta images for each block if two batches were profiled, else beta.
 
-    What a block without parameters takes is the layer's before it: it runs after that one, and backward before it.
+    The time of a block without parameters is added to the layer before it: it runs after that layer.
     """
     work = net.work(gpu)
     first = profile.measured[0][1]
@@ -252,7 +252,7 @@ def units_of(
 
 
 def _between(blocks: Iterable[str], home: Sequence[str]) -> dict[str, int]:
-    """The layer that each block without layers of its own follows; of the first ones the layer that follows them."""
+    """The layer before each block that has no layers of its own; for the first blocks, the first layer."""
     last = {block: i for i, block in enumerate(home)}
     out, before = {}, 0
     for block in blocks:
@@ -264,7 +264,7 @@ def _between(blocks: Iterable[str], home: Sequence[str]) -> dict[str, int]:
 
 
 def _at(profile: MeasuredTimes, block: str, way: int, images: float) -> float:
-    """What a block takes at a batch: least squares through the measured ones, never below zero."""
+    """The seconds of a block at a batch: least squares through the measured batches, never below zero."""
     points = [(n, times[block][way]) for n, times in profile.measured]
     if len({n for n, _ in points}) == 1:
         return sum(s for _, s in points) / len(points) * images / points[0][0]
@@ -275,7 +275,7 @@ def _at(profile: MeasuredTimes, block: str, way: int, images: float) -> float:
 
 
 def _block(layer: str, times: dict[str, Any]) -> str:
-    """The profile's block that a layer is or lies in."""
+    """The profiled block that is the layer or contains it."""
     return next((name for name in times if layer == name or layer.startswith(f"{name}.")), "")
 
 
@@ -284,7 +284,7 @@ def _work(gpu: Gpu, products: float, outputs: float) -> float:
 
 
 def _products(module: nn.Module, outputs: float) -> float:
-    """Multiply-adds: each element of an output of a matrix product takes a row of its weight."""
+    """Multiply-adds: each output element of a matrix product is a product with one row of the weight."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim < 2:
         return 0.0

@@ -1,9 +1,9 @@
-"""Links that flows share: what each flow gets, and how long a set of them takes.
+"""Flows that share links: the rate of each flow, and the time of a set of flows.
 
-Note: max-min fair. All flows that are under way are given more and more alike until a link is full; its flows keep what
-they have, the others go on. So no link ever carries more than its rate, and no flow could be given more without
-taking from one that has no more than it. That is what fair queueing and congestion control come to over a
-millisecond; a single packet's fate is not simulated.
+Note: max-min fairness. The rates of all active flows rise equally until a link is full; the flows on that link keep
+their rates, and the rates of the rest rise further. So no link carries more than its capacity, and no flow could be
+faster without slowing one that is no faster than itself. Fair queueing and congestion control reach the same over a
+millisecond; single packets are not simulated.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Ints = npt.NDArray[np.int64]
 
 
 class Flows:
-    """Transfers that go on at once.
+    """Transfers at the same time.
 
     Args:
-        routes: of each flow the links that it crosses (indices).
-        sizes: its bytes.
+        routes: the indices of the links that each flow crosses.
+        sizes: the bytes of each flow.
     """
 
     def __init__(self, routes: Sequence[Sequence[int]], sizes: Sequence[float]) -> None:
@@ -37,8 +37,8 @@ class Flows:
 
 def rates(links: Ints, capacity: Floats) -> Floats:
     """The max-min fair rate of each flow in bytes/s; infinite where it crosses no link. `links`: rows, padded by -1."""
-    if np.isnan(capacity).any():  # no link would ever be full
-        raise InputError("a link's rate is no number: GB/s above 0 are wanted")
+    if np.isnan(capacity).any():
+        raise InputError("the rate of a link is not a number: set GB/s above 0")
     left = capacity.copy()
     rate = np.full(len(links), np.inf)
     open_ = (links >= 0).any(axis=1)
@@ -59,7 +59,7 @@ def rates(links: Ints, capacity: Floats) -> Floats:
 
 
 def seconds(flows: Flows, capacity: Floats) -> float:
-    """Until the last of the flows has arrived; what one leaves free the others take."""
+    """Seconds until the last flow has ended; a flow that ends leaves its share to the remaining ones."""
     now, sizes, links = 0.0, flows.sizes.copy(), flows.links
     while len(sizes):
         rate = rates(links, capacity)

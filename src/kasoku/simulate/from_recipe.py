@@ -1,4 +1,4 @@
-"""A recipe on a simulated cluster: how its ranks share gradients, its steps, its training, its scaling."""
+"""Simulates a recipe on a cluster: how its ranks share gradients, its steps, its training, its scaling."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class PerParameter(Policy):
 
 
 @dataclass(frozen=True)
-class GivenPlan(Policy):
-    """A plan that was searched before: a search at each size of a sweep would take minutes."""
+class FixedPlan(Policy):
+    """A plan from an earlier search: a search at each size of a sweep would take minutes."""
 
-    given: BucketPlan
+    fixed: BucketPlan
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
-        """The plan, whatever the tensors."""
-        return self.given
+        """Returns the plan, whatever the tensors."""
+        return self.fixed
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Scenario:
         }
 
     def usd(self, step: SimulatedStep, seconds: float) -> float:
-        """The rent of a step's GPUs for so many seconds; 0 where the price is unknown."""
+        """The rent of a step's GPUs for this time; 0 if the price is unknown."""
         return seconds / 3600 * step.gpus * self.simulator.cluster.device.usd_hour
 
     def _evaluated_images(self) -> int:
@@ -150,12 +150,12 @@ class Scenario:
         return lines + self._few_images(step.gpus) + simulate.remarks(simulator.net, gpu, images, profile)
 
     def _few_images(self, gpus: int) -> list[str]:
-        """A remark where BatchNorm statistics of so few images may cost accuracy."""
+        """A remark if BatchNorm statistics are of too few images, which may cost accuracy."""
         shared = self.recipe.split(gpus).images_per_norm
         if not self.norms or shared >= _FEW:
             return []
         return [
-            f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of so few are noisy and "
+            f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of few images are noisy and "
             "cost accuracy (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He 2018, "
             f"arXiv 1803.08494): {self._remedy(gpus, self._norm_batch(gpus, shared))}"
         ]
@@ -218,11 +218,10 @@ def scenario(
 def _inspect(model: Factory, facts: Facts) -> tuple[ModelCosts, int]:
     """The network of a recipe, and the number of its BatchNorms."""
     with torch.device("meta"):
-        made = model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
-        batch_norms = len(norms(made))
-    return simulate.model_costs(
-        model.use.rpartition(".")[2], made, (facts.channels, facts.side, facts.side)
-    ), batch_norms
+        module = model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
+        batch_norms = len(norms(module))
+    shape = (facts.channels, facts.side, facts.side)
+    return simulate.model_costs(model.use.rpartition(".")[2], module, shape), batch_norms
 
 
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
@@ -230,8 +229,8 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
     techniques = techniques_for(recipe, 1)
     exchange: Any = next((t for t in techniques if t.exchanges_gradients), Overlap())
     if exchange.is_asynchronous:
-        others = [t for t in techniques if t is not exchange] + [Graphs()] * recipe.device.graphs
-        if conflicts := [line for other in others if (line := exchange.conflict(other))]:
+        combined = [t for t in techniques if t is not exchange] + [Graphs()] * recipe.device.graphs
+        if conflicts := [line for other in combined if (line := exchange.conflict(other))]:
             raise InputError(conflicts[0])
         if algorithm:
             raise InputError(f"--allreduce {algorithm}: asynchronous ranks send no all-reduces: leave it out")
@@ -250,14 +249,14 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
 
 
 def sweep(
-    asked: Scenario, gpus: Sequence[int], step: SimulatedStep, changed: tuple[str, Cluster] | None = None
+    base: Scenario, gpus: Sequence[int], step: SimulatedStep, changed: tuple[str, Cluster] | None = None
 ) -> dict[str, list[SimulatedStep]]:
     """Steps at each number of GPUs with the images a GPU of `step`, under each way to share gradients.
 
     `changed`: a name and another cluster, on which the last way is simulated too.
     """
-    simulator, parts = asked.simulator, asked.recipe.parts(step.gpus)
-    images = images_each(asked, step)
+    simulator, parts = base.simulator, base.recipe.parts(step.gpus)
+    images = images_each(base, step)
     simulators = {name: replace(simulator, sharing=way) for name, way in _ways(simulator.sharing, step).items()}
     if changed:
         last = list(simulators)[-1]
@@ -265,9 +264,9 @@ def sweep(
     return {name: scaled(each, gpus, images=images, parts=parts) for name, each in simulators.items()}
 
 
-def images_each(asked: Scenario, step: SimulatedStep) -> int:
+def images_each(base: Scenario, step: SimulatedStep) -> int:
     """Images a GPU of a step, at least one for each of its parts."""
-    return max(asked.recipe.parts(step.gpus), step.images // step.gpus)
+    return max(base.recipe.parts(step.gpus), step.images // step.gpus)
 
 
 def _ways(shared: Sharing, step: SimulatedStep) -> dict[str, Sharing]:
@@ -281,12 +280,12 @@ def _ways(shared: Sharing, step: SimulatedStep) -> dict[str, Sharing]:
     plan, late = step.inputs.plan, step.inputs.late
     if step.gpus > 1:
         name = f"{plan.policy}{', also behind the next forward' if late else ''}"
-        ways[name] = replace(shared, policy=GivenPlan(plan), next_forward=late)
+        ways[name] = replace(shared, policy=FixedPlan(plan), next_forward=late)
     return ways
 
 
 def evaluations(recipe: Recipe) -> int:
-    """The number of evaluations: every so many epochs from the start on, and at the end."""
+    """The number of evaluations of a training, the one at the end included."""
     every, start = recipe.evaluate.every, recipe.evaluate.start
     inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
     return len(inside) + 1

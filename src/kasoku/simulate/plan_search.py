@@ -1,4 +1,4 @@
-"""The search for a batch, a number of GPUs, groups and an all-reduce that meet a deadline or a budget."""
+"""Searches a batch, a number of GPUs, gradient groups and an all-reduce that meet a deadline or a budget."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from kasoku.simulate.sweep import sizes
 # (benchmarks/simulate_published.py): the ranges of a plan; no simulated step depends on them. Bounds from physics alone
 # were tried (RECORDS.md): too wide to help with a deadline, and one of these runs lay outside
 LEAST, MOST = 0.97, 1.19
-_SIZES = 24  # numbers of GPUs that are tried with a batch
-_OUTPUTS = 22_228_968  # of an image of ResNet-50 at 224 pixels: a GPU held as many as it was measured with
-_WORTH = 0.99  # of the step's time: searched groups, or an all-reduce by nodes, must promise less
+_SIZES = 24  # numbers of GPUs tried with each batch
+_OUTPUTS = 22_228_968  # layer outputs of an image of ResNet-50 at 224 pixels, with which GPUs were measured
+_WORTH = 0.99  # searched groups, or an all-reduce by nodes, must take less than this share of the step's time
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Choice:
         return self.seconds * MOST
 
 
-def choice(asked: Scenario, gpus: int) -> Choice:
-    """The recipe on so many GPUs, simulated."""
-    step = asked.step(gpus)
-    seconds = sum(asked.rows(step).values())
-    return Choice(asked, step, seconds, asked.usd(step, seconds))
+def choice(base: Scenario, gpus: int) -> Choice:
+    """Simulates the recipe on a number of GPUs."""
+    step = base.step(gpus)
+    seconds = sum(base.rows(step).values())
+    return Choice(base, step, seconds, base.usd(step, seconds))
 
 
 def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -> tuple[list[Recipe], str]:
@@ -57,9 +57,9 @@ def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -
 
     Args:
         file: the recipe.
-        settings: `path=value`; one of the batch leaves that batch alone.
-        noise_scale: of the gradients, in images: batches around the recipe's own, with the epochs that each needs.
-            None: the recipe's points, or its own batch where it has none.
+        settings: `path=value`; with a setting of the batch, only that batch is tried.
+        noise_scale: of the gradients, in images: tries batches around the recipe's own, each with the epochs it needs.
+            None: tries the recipe's points, or its own batch if it has none.
     """
     batches = batch_points.batches(file, settings)
     if noise_scale is not None:
@@ -107,82 +107,82 @@ def _stretched(schedule: Schedule, longer: float) -> list[str]:
     epochs = getattr(schedule, "epochs", None)
     if not isinstance(epochs, int | float):
         raise InputError(
-            f"--noise-scale: {type(schedule).__name__} cannot be made for other epochs: take a schedule with epochs, "
-            "or plan without"
+            f"--noise-scale: {type(schedule).__name__} cannot be made for other epochs: "
+            "use one with epochs, or plan without"
         )
     return [f"schedule.epochs={longer * epochs:.6g}"]
 
 
 def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tuple[Path, int]] = ()) -> list[Choice]:
-    """Each recipe on numbers of GPUs that can share its batch, with graded groups.
+    """Simulates each recipe on numbers of GPUs that can share its batch, with graded groups.
 
     Raises:
-        InputError: where there is none.
+        InputError: if there is no such number.
     """
-    found: list[Choice] = []
-    asked: Scenario | None = None
+    simulated: list[Choice] = []
+    base: Scenario | None = None
     tight = ""
     for recipe in recipes:
-        asked = scenario(recipe, cluster, profiles=profiles, like=asked)
-        if recipe.batch > asked.facts.images or updates(recipe, asked.facts.images) < 1:
+        base = scenario(recipe, cluster, profiles=profiles, like=base)
+        if recipe.batch > base.facts.images or updates(recipe, base.facts.images) < 1:
             continue
-        each, most = cluster.node.gpus, _images_at_once(asked)
+        each, most = cluster.node.gpus, _images_at_once(base)
         counts = [n for n in range(1, min(cluster.most, recipe.batch) + 1) if n <= each or n % each == 0]
         counts = [n for n in counts if can_share(recipe, n)]
         fitting = {n for n in counts if recipe.batch <= n * recipe.parts(n) * most}
         if fitting:
-            graded = asked.with_sharing(_graded(asked))
-            tried = sizes(cluster, 1, cluster.most, _SIZES, fits=fitting.__contains__)
-            found += [_by_nodes(choice(graded, gpus)) for gpus in tried]
+            graded = base.with_sharing(_graded(base))
+            counts = sizes(cluster, 1, cluster.most, _SIZES, fits=fitting.__contains__)
+            simulated += [_by_nodes(choice(graded, gpus)) for gpus in counts]
         elif counts and not tight:
             fewer = "larger accumulate" if recipe.norm_batch <= most else "smaller norm_batch"
             tight = f", {most:,} images at once each: a {fewer} takes fewer"
-    if not found:
+    if not simulated:
         raise InputError(f"no batch of this recipe makes an update and can be shared by GPUs of {cluster.name}{tight}")
-    return found
+    return simulated
 
 
-def _has_groups(asked: Scenario) -> bool:
+def _has_groups(base: Scenario) -> bool:
     """Whether the planner may choose its groups: graphs have none, and asynchronous ranks exchange updates."""
-    return not (asked.recipe.device.graphs or asked.simulator.sharing.asynchronous)
+    return not (base.recipe.device.graphs or base.simulator.sharing.asynchronous)
 
 
-def _graded(asked: Scenario) -> Sharing:
-    shared = asked.simulator.sharing
-    if not _has_groups(asked):
+def _graded(base: Scenario) -> Sharing:
+    shared = base.simulator.sharing
+    if not _has_groups(base):
         return shared
     return replace(shared, policy=Graded(), next_forward=False, reducer=flat(shared.reducer or Mean()))
 
 
-def _images_at_once(asked: Scenario) -> int:
-    """The images that a GPU surely holds: as many as it was measured with, scaled by the outputs of its layers.
+def _images_at_once(base: Scenario) -> int:
+    """The images that surely fit on a GPU: its measured batch, scaled by the outputs of the network's layers.
 
-    With SavedMemory, which plans for the memory there is, all of them.
+    With a technique that saves memory, the whole batch: SavedMemory plans for the available memory.
     """
-    simulator = asked.simulator
-    if any(technique.saves_memory for technique in asked.recipe.techniques):
-        return asked.recipe.batch
+    simulator = base.simulator
+    if any(technique.saves_memory for technique in base.recipe.techniques):
+        return base.recipe.batch
     outputs = sum(layer.outputs for layer in simulator.net.layers)
     most = int(simulator.cluster.device.most * _OUTPUTS / max(1.0, outputs))
     return max([most, *(images for images, _ in simulator.profile.measured)]) if simulator.profile else most
 
 
 def _by_nodes(plain: Choice) -> Choice:
-    """The same, averaged first within nodes or within rows of nodes, where that promises enough.
+    """The choice with gradients averaged first within nodes, or within rows of nodes, if that is fast enough.
 
-    The reducer is Hierarchical. Its nodes may be any ranks of consecutive numbers: a row of several machines makes the
-    whole a 2-D torus. Between rows the recipe's own reducer averages.
+    The reducer is Hierarchical. Its nodes may be any ranks of consecutive numbers: rows of several machines form a 2-D
+    torus. Between rows the recipe's own reducer averages.
     """
-    asked, gpus = plain.scenario, plain.step.gpus
-    shared, each = asked.simulator.sharing, asked.simulator.cluster.node.gpus
+    base, gpus = plain.scenario, plain.step.gpus
+    shared, each = base.simulator.sharing, base.simulator.cluster.node.gpus
     if shared.reducer is None or gpus <= each:
         return plain
     best = plain
     for row in sorted({each, square(gpus, each)} - {1, gpus}):
         node = 0 if row == each else row  # 0: as many as a launcher starts on a machine
-        found = choice(asked.with_sharing(replace(shared, reducer=Hierarchical(node, shared.reducer))), gpus)
-        if found.step.step_s < min(_WORTH * plain.step.step_s, best.step.step_s):
-            best = found
+        by_nodes = choice(base.with_sharing(replace(shared, reducer=Hierarchical(node, shared.reducer))), gpus)
+        if by_nodes.step.step_s < min(_WORTH * plain.step.step_s, best.step.step_s):
+            best = by_nodes
     return best
 
 
@@ -190,37 +190,37 @@ def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choic
     """The cheapest by a deadline, or the fastest within a budget, or (both 0) the fastest.
 
     Raises:
-        InputError: where none is, with the nearest one.
+        InputError: if no choice meets it; the message has the nearest one.
     """
     fastest = min(tried, key=lambda c: c.seconds)
     if deadline_s:
         in_time = [c for c in tried if c.late_s <= deadline_s]
         if not in_time:
             raise InputError(
-                f"deadline of {deadline_s:,.0f} s: the fastest way takes {fastest.seconds:,.0f} s, or "
+                f"deadline of {deadline_s:,.0f} s: the fastest plan takes {fastest.seconds:,.0f} s, or "
                 f"{fastest.late_s:,.0f} s at worst, on {fastest.step.gpus:,} GPUs"
             )
         return min(in_time, key=lambda c: (c.usd or c.seconds * c.step.gpus, c.seconds))
     if budget_usd:
         if not fastest.scenario.simulator.cluster.device.usd_hour:
-            raise InputError("--budget: what a GPU costs is not known: give usd_hour in the cluster's [own_gpu]")
+            raise InputError("--budget: the price of a GPU is unknown: set usd_hour in the cluster's [own_gpu]")
         paid = [c for c in tried if c.usd * MOST <= budget_usd]
         if not paid:
             least = min(tried, key=lambda c: c.usd)
-            raise InputError(f"budget of {budget_usd:,.2f} USD: the cheapest way may cost {least.usd * MOST:,.2f} USD")
+            raise InputError(f"budget of {budget_usd:,.2f} USD: the cheapest plan may cost {least.usd * MOST:,.2f} USD")
         return min(paid, key=lambda c: c.seconds)
     return fastest
 
 
 def with_searched_groups(graded: Choice) -> Choice:
-    """The same with searched groups, where they promise enough."""
-    asked = graded.scenario
-    if not _has_groups(asked):
+    """The choice with searched groups, if they are fast enough."""
+    base = graded.scenario
+    if not _has_groups(base):
         return graded
-    late = sharing(asked.recipe).next_forward
-    planned = replace(asked.simulator.sharing, policy=Planned(), next_forward=late)
-    found = choice(asked.with_sharing(planned), graded.step.gpus)
-    return found if found.step.step_s < _WORTH * graded.step.step_s else graded
+    late = sharing(base.recipe).next_forward
+    planned = replace(base.simulator.sharing, policy=Planned(), next_forward=late)
+    searched = choice(base.with_sharing(planned), graded.step.gpus)
+    return searched if searched.step.step_s < _WORTH * graded.step.step_s else graded
 
 
 def planned_recipe(chosen: Choice) -> Recipe:
@@ -232,5 +232,5 @@ def planned_recipe(chosen: Choice) -> Recipe:
     own: Any = next((t for t in techniques if t.overlaps_backward), Overlap())
     reducer = shared.reducer or own.reducer
     own = replace(own, buckets=shared.policy, next_forward=shared.next_forward, reducer=reducer)
-    others = tuple(t for t in techniques if not t.exchanges_gradients)
-    return replace(recipe, techniques=(*others, own))
+    local = tuple(t for t in techniques if not t.exchanges_gradients)
+    return replace(recipe, techniques=(*local, own))

@@ -6,7 +6,7 @@ whole run: a product of many small factors is log-normal, and slow GPUs stay slo
 measured on 336 V100 of Longhorn and 219 A100 of Lonestar6, each training a ResNet-50, from the quartiles of their
 median iterations as those of a log-normal law (ln(q75/q25)/1.349): 0.0226 and 0.0208. Source: Sinha et al. 2022 (arXiv
 2208.11035) and Jain et al. 2024 (arXiv 2408.11919), their published tables (hal-uw/blox-pal, aggregated_data, at
-da726cab). The law and its figures were fixed before any of the published steps that score it was simulated.
+da726cab). The law and its figures were fixed before the published steps that test it were simulated.
 """
 
 from __future__ import annotations

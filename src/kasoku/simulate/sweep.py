@@ -1,4 +1,4 @@
-"""The same training over more and more GPUs."""
+"""Weak scaling: the same training over growing numbers of GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kasoku.simulate.step import SimulatedStep, Simulator
 def sizes(
     cluster: Cluster, low: int, high: int, count: int = 60, *, fits: Callable[[int], bool] = lambda _: True
 ) -> list[int]:
-    """Numbers of GPUs from low to high, evenly spaced in their logarithms, that fill their nodes and that `fits` takes.
+    """Numbers of GPUs from low to high, evenly spaced in their logarithms, that fill their nodes and pass `fits`.
 
     Raises:
         InputError: for a range that the cluster does not hold.
@@ -27,20 +27,20 @@ def sizes(
     if not possible:
         raise InputError(f"gpus={low}:{high}: nodes of {each}: none of these numbers fills them and shares the batch")
     tries = count
-    while True:  # rounding makes some of them alike
+    while True:  # rounding makes some of them equal
         wanted = [low * (high / low) ** (i / (tries - 1)) for i in range(tries)]
-        found = sorted({min(possible, key=lambda n: abs(math.log(n / w))) for w in wanted})
-        if len(found) >= min(count, len(possible)) or tries > 16 * count:
-            return found
+        numbers = sorted({min(possible, key=lambda n: abs(math.log(n / w))) for w in wanted})
+        if len(numbers) >= min(count, len(possible)) or tries > 16 * count:
+            return numbers
         tries *= 2
 
 
 def scaled(simulator: Simulator, gpus: Sequence[int], *, images: int, parts: int = 1) -> list[SimulatedStep]:
-    """A step at each size: `images` each (weak scaling), taken in so many parts."""
+    """A step at each number of GPUs, with `images` for each GPU, in `parts` micro-batches."""
     return [simulator.step(n, n * images, parts=parts) for n in gpus]
 
 
 def efficiency(steps: Sequence[SimulatedStep]) -> list[float]:
-    """Images/s a GPU over those of the first."""
+    """Images/s of a GPU at each step, as a share of the first step's."""
     first = steps[0].images_per_s / steps[0].gpus
     return [step.images_per_s / step.gpus / first for step in steps]

@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 class VirtualClock:
-    """A clock that advances only when it is told to."""
+    """A clock that advances only by its methods."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def now(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since the clock was created."""
         return self.seconds
 
     def advance(self, seconds: float) -> None:
@@ -42,7 +42,7 @@ class VirtualClock:
 
 
 class _Arrival:
-    """A transfer that ends at a given moment of the virtual clock."""
+    """A transfer that ends at a fixed moment of the virtual clock."""
 
     def __init__(self, clock: VirtualClock, stop: float) -> None:
         self.clock, self.stop = clock, stop
