@@ -20,7 +20,7 @@ from kasoku.core import Comm, InputError
 
 T = TypeVar("T")
 Fact = Union[str, Mapping[str, "Fact"]]  # noqa: UP007 - a forward reference
-_NAMED = 3  # at most so many ranks or differences are named one by one
+_NAMED = 3  # ranks and differences named one by one
 _CLIP = 80  # characters of a value in a message
 
 
@@ -103,7 +103,7 @@ def assert_same_on_all_ranks(comm: Comm, facts: Mapping[str, Fact]) -> None:
     for rank, line in enumerate(lines):
         if line:
             ranks.setdefault(line, []).append(rank)
-    parts = [f"{_ranks(where)} {'has' if len(where) == 1 else 'have'} {line}" for line, where in ranks.items()]
+    parts = [f"{_ranks(same)} {'has' if len(same) == 1 else 'have'} {line}" for line, same in ranks.items()]
     more = f"; and {len(parts) - _NAMED} other differences" if len(parts) > _NAMED else ""
     raise InputError(f"{'; '.join(parts[:_NAMED])}{more}: start all ranks with the same")
 
@@ -168,14 +168,14 @@ def _first_place(here: Fact | None, wanted: Fact | None, path: str = "") -> str:
     return f"{start}{_value(here)} there, {_value(wanted)} on rank 0"
 
 
-def _line_difference(here: str | None, wanted: str | None, where: str) -> str:
+def _line_difference(here: str | None, wanted: str | None, place: str) -> str:
     """How two lines differ; shorter if both set the same key."""
     key, _, value = (here or "").partition(" = ")
     wanted_key, _, wanted_value = (wanted or "").partition(" = ")
     if value and wanted_value and key == wanted_key:
         return f"{key} = {_value(value)} there, {_value(wanted_value)} on rank 0"
     mine, theirs = (repr(_value(line)) if line is not None else "nothing" for line in (here, wanted))
-    return f"{where} is {mine} there, {theirs} on rank 0"
+    return f"{place} is {mine} there, {theirs} on rank 0"
 
 
 def _value(fact: Fact | None) -> str:

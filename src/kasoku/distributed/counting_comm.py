@@ -78,7 +78,7 @@ class Activity:
     def close(self, failed: str = "") -> None:
         """Announces that this rank has ended, or that it `failed` (a line), which ends the other ranks.
 
-        Rank 0 waits until the others have read it, as its store may end with it. They stop watching then.
+        Rank 0 waits until all other ranks have read it, as its store may end with it. They stop watching then.
         """
         if self.heartbeat is not None:
             self.heartbeat.close(failed)
@@ -252,7 +252,7 @@ _ABSENT: dict[str, Any] = {"started": 0, "finished": 0, "waits": "", "labels": {
 
 
 def describe_stragglers(reports: Sequence[Mapping[str, Any]], names: Names) -> str:
-    """The ranks that the others wait for, and the collective, from the reports of all ranks."""
+    """Names the ranks that hold up the rest, and the collective they have not joined, from the reports of all ranks."""
     candidates = []
     for channel in max((report["counts"] for report in reports), key=len):
         counts = [report["counts"].get(channel, _ABSENT) for report in reports]

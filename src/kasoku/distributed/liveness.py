@@ -7,13 +7,13 @@ has the first policy, any other the second.
 
 Note: two transports. A Watchdog's heartbeats go through a store, two requests a rank and beat. A thread of each rank
 writes a heartbeat under the rank's own key, over a connection of its own, so it does not stop while the training waits
-in a collective. Rank 0 reads all keys at once and writes the fault as a verdict, which the others read beside rank 0's
+in a collective. Rank 0 reads all keys at once and writes the fault as a verdict, which they read beside rank 0's
 key. A store that breaks or falls silent is rank 0's death (under torchrun: of the host of its store). Asynchronous
 ranks send heartbeats to each other (async_sgd/peers.py), so any of them may die. Both judge by a Detector, which counts
 heartbeats and reads no clock, so a rank that was stopped itself accuses no other. Time-outs of collectives play no part
 in it, so they may be long.
 
-Note: the rank that is named. If one rank dies, the collectives of the others fail in turn, and rank 0 takes its store
+Note: the rank that is named. If one rank dies, the collectives of all ranks fail in turn, and rank 0 takes its store
 along when it ends. So a collective that failed waits for the verdict, and rank 0 ends last, when all living ranks have
 read it.
 """
@@ -208,7 +208,7 @@ class StoreHeartbeat:
     Args:
         settings: of the watch.
         activity: of this rank's training.
-        comm: of the ranks; its clock tells the time.
+        comm: of the ranks; gives the clock.
         store: that all ranks share.
         address: of the store, for messages.
     """

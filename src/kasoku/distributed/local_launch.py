@@ -1,7 +1,7 @@
 """Several ranks on this machine, one process each: they share signals, and one exit code is returned.
 
 Note: the exit code. Ranks that end regularly end alike, so the first exit code stands for all. If one crashes, the
-others end because they lost it, or would wait for it for ever: after a grace period they get a SIGTERM, then a SIGKILL.
+rest end because they lost it, or would wait for it for ever: after a grace period they get a SIGTERM, then a SIGKILL.
 The code is that of the rank that crashed.
 """
 
@@ -74,13 +74,13 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
         port: free on that host; 0: any, if all ranks are on this machine.
         started: when the command was started (time.perf_counter).
     """
-    where = {"MASTER_ADDR": address, "MASTER_PORT": str(port or free_port()), STARTED: repr(started)}
+    common = {"MASTER_ADDR": address, "MASTER_PORT": str(port or free_port()), STARTED: repr(started)}
     command = [sys.executable, "-m", "kasoku", *arguments]
     processes: list[subprocess.Popen[bytes]] = []
     with _forward_signals(processes) as signals:
         for here in places:
             if not signals:  # in a group of its own, so that a terminal's Ctrl-C arrives once, through us
-                environment = {**os.environ, **where, **here.environment}
+                environment = {**os.environ, **common, **here.environment}
                 processes.append(subprocess.Popen(command, env=environment, process_group=0))
         return _wait(processes)
 

@@ -101,7 +101,7 @@ def _connect(here: Place, backend: str, address: Sequence[str | None]) -> None:
     except (RuntimeError, ValueError) as error:
         line = " ".join(str(error).split())[:200]
         raise InputError(
-            f"rank {here.rank} of {here.size} does not find the others at {':'.join(map(str, address))} ({line}): "
+            f"rank {here.rank} of {here.size} does not find the other ranks at {':'.join(map(str, address))} ({line}): "
             "check MASTER_ADDR and MASTER_PORT, and that all ranks were started"
         ) from error
 

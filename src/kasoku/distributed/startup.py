@@ -128,7 +128,7 @@ class Start:
         return dict(self._follows)
 
     def shares(self, started: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds by task since the process `started`: those on the critical path, and those that overlapped others.
+        """Seconds by task since the process `started`: of the tasks on the critical path, and of overlapped ones.
 
         Both are empty if all tasks had ended by then: they belong to an earlier training of this process.
         """

@@ -62,11 +62,11 @@ class TorchComm(Comm):
         self._spare: list[TorchComm] = []
 
     def warm(self, device: torch.device, *, channels: int = 0) -> None:
-        """Opens the connections of the group and of so many channels, which `channel` then returns first."""
-        made = [self._channel() for _ in range(channels)]
-        for comm in (self, *made):
+        """Opens the connections of the group, and of new channels, which `channel` then returns first."""
+        spare = [self._channel() for _ in range(channels)]
+        for comm in (self, *spare):
             comm.all_reduce(torch.zeros(1, device=device)).wait()
-        self._spare += made
+        self._spare += spare
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
         """Every rank's x becomes the sum (or "mean", "max") over ranks, in place; any dense layout."""
@@ -101,8 +101,8 @@ class TorchComm(Comm):
 
     def sub(self, groups: Sequence[Sequence[int]]) -> TorchComm:
         world = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        made = [dist.new_group([world[rank] for rank in ranks]) for ranks in groups]
-        return TorchComm(next(g for g, ranks in zip(made, groups, strict=True) if self.rank in ranks), self.clock)
+        created = [dist.new_group([world[rank] for rank in ranks]) for ranks in groups]
+        return TorchComm(next(g for g, ranks in zip(created, groups, strict=True) if self.rank in ranks), self.clock)
 
     def channel(self, *, patient: bool = False) -> TorchComm:
         """The same ranks in a process group of its own.
@@ -119,9 +119,9 @@ class TorchComm(Comm):
         return TorchComm(dist.new_group(ranks, timeout=timeout), self.clock)
 
     def gather_objects(self, thing: T) -> list[T]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, thing, group=self._group)
-        return found
+        things: list[Any] = [None] * self.size
+        dist.all_gather_object(things, thing, group=self._group)
+        return things
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ ranks too. So each wait for a rank runs in a daemon thread, which is abandoned w
 LostError.
 
 Note: one view of the dead. A heartbeat carries the ranks that its sender takes for dead, and every receiver believes
-it. A rank that was removed and wakes up reads so in the heartbeats of the others, and ends.
+it. A rank that was removed and wakes up reads so in their heartbeats, and ends.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Peers:
 
     Args:
         comm: sends the heartbeats, on channels of its own. Its policy (liveness.py) decides what a death does.
-        on_death: called once for each dead rank that the others go on without.
+        on_death: called once for each dead rank that is removed.
         pause: waits for an event or a number of seconds, as `threading.Event.wait` does; tests advance it themselves.
 
     Attributes: `dead`: the reason by rank. `small`: a channel for short messages, which do not wait for long ones.
@@ -129,14 +129,14 @@ class Peers:
         self.attempt, self.attempt_ranks, self.attempt_deaths = 0, list[int](), 0
         self.first_attempt = 0
         self._policy = policy_of(comm)
-        self._beat_s = min(_SLOWEST_S, BEAT_S * max(1.0, comm.size / 8))  # as each rank sends to all others
+        self._beat_s = min(_SLOWEST_S, BEAT_S * max(1.0, comm.size / 8))  # as each rank sends to all the rest
         self._dead_s = max(DEAD_S, 3 * self._beat_s)
         self._detector = Detector([], 1)
         self._waits = WaitThreads(self)
         self._attempted: list[Pending] = []
         self._listening: dict[int, threading.Thread] = {}
         self._failure: Exception | None = None
-        self._suspects: set[int] = set()  # whose death the policy has been told of
+        self._suspects: set[int] = set()  # dead, as the policy knows
         self._ended = False
         self._ending = threading.Event()
 
@@ -146,7 +146,7 @@ class Peers:
         return [rank for rank in range(self.comm.size) if rank not in self.dead]
 
     @property
-    def others(self) -> list[int]:
+    def living_peers(self) -> list[int]:
         """The living ranks but this one."""
         return [rank for rank in self.living if rank != self.comm.rank]
 
@@ -160,11 +160,11 @@ class Peers:
         self._ending.clear()
         self._ended = False
         self.first_attempt += _ATTEMPTS
-        self._waits.start(self.others)
-        self._detector = Detector(self.others, math.floor(self._dead_s / self._beat_s) + 1)
-        for rank in self.others:
+        self._waits.start(self.living_peers)
+        self._detector = Detector(self.living_peers, math.floor(self._dead_s / self._beat_s) + 1)
+        for rank in self.living_peers:
             self.reports[rank] = [0] * (2 + self.comm.size)
-        for rank in self.others:
+        for rank in self.living_peers:
             thread = threading.Thread(target=self._listen, args=(rank,), name=f"kasoku hears {rank}", daemon=True)
             self._listening[rank] = thread
             thread.start()
@@ -240,7 +240,7 @@ class Peers:
         self._policy.died(self, rank, why)
 
     def remove(self, rank: int, why: str) -> None:
-        """Goes on without a rank: ends the waits for it and tells the other ranks."""
+        """Goes on without a rank: ends the waits for it and informs the other ranks."""
         with self.changed:
             self.dead[rank] = why
             for pending in [*self._waits.pending.get(rank, ()), *self._attempted]:

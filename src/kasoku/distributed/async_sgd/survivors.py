@@ -126,7 +126,7 @@ def begin(peers: Peers) -> None:
 
     def same() -> bool:
         peers.begin_attempt()
-        return all(peers.reports[rank][2:] == peers.flags for rank in peers.others)
+        return all(peers.reports[rank][2:] == peers.flags for rank in peers.living_peers)
 
     _wait(peers, same)
 
@@ -136,10 +136,10 @@ def completed(peers: Peers) -> bool:
     peers.attempt = peers.first_attempt + peers.attempt_deaths
 
     def done() -> bool:
-        return all(peers.reports[rank][0] >= peers.attempt for rank in peers.others)
+        return all(peers.reports[rank][0] >= peers.attempt for rank in peers.living_peers)
 
     def failed() -> bool:
-        reports = [peers.reports[rank] for rank in peers.others]
+        reports = [peers.reports[rank] for rank in peers.living_peers]
         return any(attempt < peers.attempt and sum(dead) > peers.attempt_deaths for attempt, _, *dead in reports)
 
     _wait(peers, lambda: done() or failed())
