@@ -35,7 +35,6 @@ class GrowBatch(Technique):
         return max(1, round(self.schedule(epoch)))
 
     def apply(self, job: Job) -> None:
-        """Sets the batch as each epoch starts."""
         plain = job.plain_loader
         if not isinstance(plain, Loader):
             raise InputError(f"GrowBatch: a loader of kasoku.data is wanted, this is a {type(plain).__name__}")

@@ -38,7 +38,6 @@ class Encoded(Protocol):
 
     @property
     def labels_N(self) -> torch.Tensor:  # noqa: N802
-        """The class of each image (int64)."""
         ...
 
     def __len__(self) -> int: ...
@@ -120,7 +119,6 @@ class Items:
         return len(self.labels_N)
 
     def name(self, index: int) -> str:
-        """Its number."""
         return f"item {index}"
 
     def read(self, index: int) -> bytes | np.ndarray:

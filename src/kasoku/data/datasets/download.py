@@ -230,6 +230,7 @@ def _faults(address: str) -> Iterator[None]:
     try:
         yield
     except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
         text = f"HTTP {error.code} {error.reason}"
         if error.code < 500 and error.code not in (408, 429):
             raise InputError(f"{address}: {text}; {_OTHER}") from error

@@ -39,7 +39,6 @@ class FarFiles:
         return self.store.read(self.paths[index])
 
     def name(self, index: int) -> str:
-        """Class and file name."""
         return "/".join(self.paths[index].rsplit("/", 2)[-2:])
 
 

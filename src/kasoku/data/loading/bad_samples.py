@@ -64,7 +64,6 @@ class Skipped:
         return {index: reason if i < _REASONS else "" for i, (index, reason) in enumerate(sorted(self.reasons.items()))}
 
     def load_state_dict(self, state: dict[int, str]) -> None:
-        """Names these too."""
         self.reasons.update(state)
 
 

@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from operator import attrgetter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
+from kasoku.core.comm import Comm
 from kasoku.core.errors import InputError
 from kasoku.core.trace import Trace
 from kasoku.data.augment.basic import Augment, normalise, stored_side
@@ -21,20 +22,13 @@ from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.pipeline import Pipeline
 
 
-class Ranked(Protocol):
-    """The part of a Comm that a loader needs: which of how many processes this is."""
-
-    rank: int
-    size: int
-
-
 def loader(
     dataset: Dataset,
     split: Literal["train", "test"],
     batch: int,
     *,
     device: torch.device | str = "cpu",
-    comm: Ranked | None = None,
+    comm: Comm | None = None,
     **settings: Any,
 ) -> Loader:
     """Loader of dataset's split "train" (shuffled, full batches only) or "test" (in order, whole, never augmented).
@@ -81,7 +75,6 @@ class Deal:
             yield divmod(share, size)
 
     def hand_out(self) -> None:
-        """Moves on to the next of the shares taken."""
         self.last = self._ahead.popleft()
 
 

@@ -185,7 +185,6 @@ class Pipeline:
 
     @property
     def source(self) -> Split:
-        """The images and labels of the split."""
         source: Split = getattr(self.dataset, self.split)
         return source
 
@@ -238,7 +237,6 @@ class Pipeline:
     # ---- what is done to them
 
     def crops(self, index_N: torch.Tensor, epoch: int) -> list[Crop]:
-        """The crop of each image of files."""
         augment, size = self.augmentation.augment, self.dataset.image_size
         if self.train and augment.crop == "random_resized":
             u_N4: list[list[float]] = box_draws(self.shuffle.seed, epoch, index_N).tolist()

@@ -79,7 +79,6 @@ class Shards:
         return planes(np.frombuffer(data, np.uint8), name) if raw else data
 
     def take(self, rows_N: np.ndarray) -> Shards:
-        """Some of the images."""
         names = tuple(self.names[row] for row in rows_N.tolist())
         return replace(self, place_N5=self.place_N5[rows_N], labels_N=self.labels_N[rows_N], names=names)
 

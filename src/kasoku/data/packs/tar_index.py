@@ -51,7 +51,6 @@ class Index:
     left_out: tuple[str, ...] = ()
 
     def dump(self) -> bytes:
-        """As the bytes of an .npz file."""
         out = io.BytesIO()
         np.savez(
             out,

@@ -147,7 +147,7 @@ class Room:
             return False
 
     def close(self, reason: object) -> None:
-        """Takes nothing more, and says so, once."""
+        """Takes nothing more; prints so once."""
         with self._lock:
             if not self._closed:
                 line = f"{self.folder} takes no more ({reason}); the rest is read from {self._shown} each time"

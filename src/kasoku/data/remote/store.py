@@ -69,7 +69,6 @@ class Store:
         return sorted(entries)
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
         return self._files.size(path) if isinstance(self._files, _Here) else self._known(self._files, path)[0]
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
