@@ -28,7 +28,7 @@ from kasoku.core import InputError, Job
 from kasoku.core.hardware import computes_bf16
 from kasoku.device.allocator import tune_malloc
 from kasoku.distributed import Overlap, Policy, TorchComm
-from kasoku.distributed.ddp.cost_model import Plan
+from kasoku.distributed.ddp.cost_model import BucketPlan
 from kasoku.models import alexnet, cifar_resnet18, cifar_vgg16_bn
 from kasoku.optim import sgd
 
@@ -213,16 +213,16 @@ class Way:
     """A plan of groups for a side, which goes over to it where it had another; so all plans have the same memory."""
 
     side: Side
-    plan: Plan
+    plan: BucketPlan
     late: bool
 
     def __call__(self) -> None:
         """A whole step."""
         engine = self.side.job.kept("overlap")
-        if engine.plan is not self.plan or engine.late != self.late:
+        if engine.layout.plan is not self.plan or engine.late != self.late:
             self.drain()
             engine.late = True
-            engine.take(self.plan, late=self.late)
+            engine.change_plan(self.plan, late=self.late)
         self.side()
 
     def drain(self) -> None:

@@ -25,16 +25,16 @@ from typing import Any
 
 from cluster import MODES, Side, Transfer, Way, Workload, balance, connected, on_hosts, ours, rounds, shape
 from common import finish, spread
-from kasoku.distributed import Fixed, Graded, Layer, OneGroup, Planned, Policy
+from kasoku.distributed import Fixed, Graded, OneBucket, PerLayer, Planned, Policy
 
 MIB = 2**20
 POLICIES: dict[str, Policy] = {
-    "one": OneGroup(),
+    "one": OneBucket(),
     "fixed_1": Fixed(MIB),
     "fixed_5": Fixed(5 * MIB),
     "fixed_25": Fixed(25 * MIB),
     "graded": Graded(),
-    "layer": Layer(),
+    "layer": PerLayer(),
 }
 STEPS, BUDGET_S = 2, 600
 
@@ -42,9 +42,9 @@ STEPS, BUDGET_S = 2, 600
 def ways(side: Side) -> dict[str, Way]:
     """Each policy and way to wait, and what was planned, on one training."""
     engine = side.job.kept("overlap")
-    found = {"planned": Way(side, engine.plan, engine.late)}
+    found = {"planned": Way(side, engine.layout.plan, engine.late)}
     for name, policy in POLICIES.items():
-        plan = policy.plan(engine.units.tensors)
+        plan = policy.plan(engine.layers.tensors)
         found |= {f"{name}_barrier": Way(side, plan, late=False), name: Way(side, plan, late=True)}
     return found
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from common import finish
-from kasoku.distributed import Fixed, Graded, OneGroup, Policy
+from kasoku.distributed import Fixed, Graded, OneBucket, Policy
 from kasoku.distributed.ddp.bucketing import ready_order
 from kasoku.distributed.ddp.cost_model import BucketPlan, Sized
 from kasoku.models import resnet50
@@ -66,7 +66,7 @@ class Row:
     calibrates: bool = False
 
 
-DDP, ONE = Sharing(Fixed()), Sharing(OneGroup())
+DDP, ONE = Sharing(Fixed()), Sharing(OneBucket())
 ABCI = Sharing(Apart(), algorithm="hierarchical")
 ROWS = (
     Row("V100, 1 GPU", "dgx1-v100", 1, 192, 1e3 * 192 / 1376, DDP, calibrates=True),

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from svg import Panel, draw
 
-from kasoku.distributed import Graded, Layer, OneGroup
+from kasoku.distributed import Graded, OneBucket, PerLayer
 from kasoku.models import alexnet, resnet50
 from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, Stragglers, load, model_costs
 from kasoku.simulate.cluster import ClusterNode, Gpu
@@ -34,7 +34,7 @@ from kasoku.simulate.sweep import efficiency, scaled, sizes
 DOCS = Path(__file__).parent
 GPUS, IMAGES, STEPS = 2048, 42, 15  # of the MLPerf entry: images a GPU, steps an epoch
 WAYS = {
-    "one group after backward": Sharing(OneGroup(), algorithm="hierarchical"),
+    "one group after backward": Sharing(OneBucket(), algorithm="hierarchical"),
     "graded groups behind backward": Sharing(Graded(), algorithm="hierarchical"),
 }
 FIRST_S, EPOCH_S = 0.7445 + 0.6, 0.7445  # published: the first epoch and the others
@@ -98,8 +98,8 @@ def k20x(net: ModelCosts) -> Cluster:
 def speedups(net: ModelCosts) -> None:
     """[003]: the speed of many GPUs over one, conventional and with overlap also of the next forward."""
     ways = {
-        "after backward": Sharing(OneGroup(), wire_bytes=4),
-        "behind both": Sharing(Layer(), next_forward=True, wire_bytes=4),
+        "after backward": Sharing(OneBucket(), wire_bytes=4),
+        "behind both": Sharing(PerLayer(), next_forward=True, wire_bytes=4),
     }
     counts = (1, 2, 4, 8, 16, 32, 64)
     lines: dict[str, list[tuple[float, float]]] = {}

@@ -15,7 +15,7 @@ import pytest
 from helpers.inspected import remember_networks
 from kasoku.cli import main
 from kasoku.config.recipe import dumps, load
-from kasoku.distributed import Asynchronous, Graded, Hierarchical, Layer, Mean, Overlap, Planned, Reducer, Wire
+from kasoku.distributed import Asynchronous, Graded, Hierarchical, Mean, Overlap, PerLayer, Planned, Reducer, Wire
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 DIGITS = RECIPES / "digits_cnn_98.toml"
@@ -203,7 +203,7 @@ def test_a_plan_of_a_model_beside_its_recipe_finds_it_from_its_own_folder(
 
 @pytest.mark.parametrize(
     ("techniques", "late"),
-    [("{use='kasoku.distributed.Overlap', buckets={use='kasoku.distributed.OneGroup'}}", True), ("{use=CLIP}", False)],
+    [("{use='kasoku.distributed.Overlap', buckets={use='kasoku.distributed.OneBucket'}}", True), ("{use=CLIP}", False)],
 )
 @pytest.mark.parametrize("searched", [True, False])
 def test_the_recipe_has_the_groups_that_were_searched_or_not(
@@ -277,7 +277,7 @@ def test_ranks_at_their_own_pace_keep_their_groups_and_are_not_searched(
     ahead: str, apart: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "desk.toml").write_text(DESK.replace("beta_ms = 0.2", "beta_ms = 40.0"))
-    pace = f"{{use='kasoku.distributed.Asynchronous', buckets={{use='kasoku.distributed.Layer'}}{ahead}}}"
+    pace = f"{{use='kasoku.distributed.Asynchronous', buckets={{use='kasoku.distributed.PerLayer'}}{ahead}}}"
     options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=512"]
     found = planned(tmp_path / "p", DIGITS, *options, "--set", f"techniques=[{pace}]")
     (own,) = load(tmp_path / "p" / DIGITS.name).techniques
@@ -286,7 +286,7 @@ def test_ranks_at_their_own_pace_keep_their_groups_and_are_not_searched(
     assert isinstance(shown, dict)
     assert isinstance(own, Asynchronous if apart else Overlap)
     if apart:
-        assert isinstance(own.buckets, Layer)
+        assert isinstance(own.buckets, PerLayer)
         assert "(a layer)" in shown["groups"]
         assert shown["exchange"].startswith("exchange, ")
     else:

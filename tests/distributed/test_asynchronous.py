@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from contracts import Net, assert_same, make, train, weights
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.data import digits, loader
-from kasoku.distributed import Asynchronous, Graded, Layer, OneGroup, Overlap, Remedies
+from kasoku.distributed import Asynchronous, Graded, OneBucket, Overlap, PerLayer, Remedies
 from kasoku.distributed.async_sgd import shared_memory as segments
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.transport import PendingReply
 from kasoku.distributed.async_sgd.worker import WorkerGroup
 
 SIZE = 3
-GROUPS = Layer(least_bytes=0)
+GROUPS = PerLayer(least_bytes=0)
 
 
 def by_turns(f: Callable[..., Any], *args: Any) -> list[Any]:
@@ -237,7 +237,7 @@ def test_what_fewer_bits_take_away_is_sent_later(wire: Any, x: list[float], apar
     def rank(comm: Comm) -> list[float]:
         model = Counting(2)
         job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=comm)
-        job.apply(Asynchronous(wire=wire, hidden=hidden, buckets=OneGroup(), servers=1, every=1))
+        job.apply(Asynchronous(wire=wire, hidden=hidden, buckets=OneBucket(), servers=1, every=1))
         for _ in range(300 if comm.rank else 0):
             model(torch.tensor(x)).backward()
             job.optimizer.step()

@@ -14,12 +14,12 @@ import contracts
 from kasoku.core import Comm, InputError, Job, Linear, Technique, Threads
 from kasoku.core.blocks import blocks
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded
-from kasoku.distributed import Fixed, Graded, Layer, LowRank, OneGroup, Overlap, Planned, Reducer, Wire
-from kasoku.distributed.ddp.layer_index import Units
+from kasoku.distributed import Fixed, Graded, LowRank, OneBucket, Overlap, PerLayer, Planned, Reducer, Wire
+from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.optim import EMA, Clip, Rate, Trust, lars, sgd
 
 STEPS = 6
-POLICIES = [OneGroup(), Fixed(2000, 500), Graded(first=1, power=1.5, least_bytes=1000), Layer(0)]
+POLICIES = [OneBucket(), Fixed(2000, 500), Graded(first=1, power=1.5, least_bytes=1000), PerLayer(0)]
 
 
 def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -47,7 +47,7 @@ class ByHand:
     def __init__(self, job: Job, policy: Any) -> None:
         self.job = job
         self.params = [p for p in job.model.parameters() if p.requires_grad]
-        self.groups = policy.plan(Units(job.model).tensors).groups
+        self.groups = policy.plan(LayerIndex(job.model).tensors).buckets
 
     def average(self) -> None:
         for group in self.groups:
@@ -122,13 +122,13 @@ def test_every_policy_trains_to_the_same_bits_in_threads(policy: Any) -> None:
 
 def planned(comm: Comm, accumulate: int = 1) -> list[dict[str, Tensor]]:
     found = []
-    for policy in (OneGroup(), Planned(warm=1, measure=1)):
+    for policy in (OneBucket(), Planned(warm=1, measure=1)):
         torch.manual_seed(5)
-        job = contracts.make(Overlap(policy, next_forward=policy != OneGroup()), comm=comm, accumulate=accumulate)
+        job = contracts.make(Overlap(policy, next_forward=policy != OneBucket()), comm=comm, accumulate=accumulate)
         contracts.train(job, 2 * STEPS)
         found.append(contracts.weights(job))
     engine: Any = job.kept("overlap")
-    assert engine.probe is None, "the plan was not made"
+    assert not engine.listener.profiling, "the plan was not made"
     assert engine.forecast is not None
     return found
 
@@ -151,7 +151,7 @@ def test_updates_wait_for_the_next_forward_unless_it_is_measured() -> None:
         job = contracts.make(Overlap(Planned(warm=2, measure=1)), comm=comm)
         engine: Any = job.kept("overlap")
         waiting: list[bool] = []
-        contracts.train(job, 3, each=lambda: waiting.append(any(group.pending for group in engine.groups)))
+        contracts.train(job, 3, each=lambda: waiting.append(any(group.pending for group in engine.layout.buckets)))
         return waiting
 
     assert Threads(2).run(run) == [[True, True, False]] * 2
@@ -165,7 +165,7 @@ def test_of_a_short_epoch_few_steps_are_measured(batches: int, accumulate: int, 
         loader = [(torch.zeros(1), torch.zeros(1))] * (batches + 50 * comm.rank if batches else 0)
         job = Job(contracts.Net(), contracts.rule, loader=loader, comm=comm, accumulate=accumulate).apply(Overlap())
         engine: Any = job.kept("overlap")
-        kinds: list[str] = engine.probe.kinds
+        kinds: list[str] = engine.listener.kinds
         return kinds
 
     one, other = Threads(2).run(run)
@@ -184,9 +184,9 @@ def test_a_training_may_end_or_be_saved_while_it_measures(
         contracts.train(job, steps)
         engine: Any = job.kept("overlap")
         state = engine.state_dict()
-        assert bool(state["plan"]) == (engine.probe is None) == (steps == 5)
+        assert bool(state["plan"]) == (not engine.listener.profiling) == (steps == 5)
         job.close()
-        assert engine.probe is None or not engine.probe.beside
+        assert not engine.listener.profiling or not engine.listener.background
         return len([key for kept in state["reduce"] for by_key in kept.values() for key in by_key if "beside" in key])
 
     kept = Threads(2).run(run)
@@ -208,7 +208,7 @@ def test_a_training_may_end_or_be_saved_while_it_measures(
 def test_overlap_works_with(more: tuple[Technique, ...], capsys: pytest.CaptureFixture[str]) -> None:
     def run(comm: Comm, next_forward: bool) -> tuple[dict[str, Tensor], Tensor]:
         torch.manual_seed(5)
-        job = contracts.make(Overlap(Layer(0), next_forward=next_forward), *more, comm=comm)
+        job = contracts.make(Overlap(PerLayer(0), next_forward=next_forward), *more, comm=comm)
         contracts.train(job, STEPS)
         return contracts.weights(job), contracts.judged(job)
 
@@ -253,7 +253,9 @@ def on_shared(
     model: nn.Module | None = None,
     **settings: Any,
 ) -> tuple[dict[str, Tensor], Job]:
-    job = contracts.make(Overlap(Layer(0), next_forward=next_forward, **settings), model=model or Shared(), comm=comm)
+    job = contracts.make(
+        Overlap(PerLayer(0), next_forward=next_forward, **settings), model=model or Shared(), comm=comm
+    )
     for step, (x_NCHW, y_N) in enumerate([*job.loader, *job.loader]):
         each(job, step)
         job.loss(job.model(x_NCHW), y_N).backward()
@@ -275,7 +277,7 @@ def test_frozen_parameters_stay() -> None:
         model = Shared()
         model.spare.requires_grad_(False)
         before = model.spare.weight.detach().clone()
-        job = contracts.make(Overlap(Layer(0)), model=model, comm=comm)
+        job = contracts.make(Overlap(PerLayer(0)), model=model, comm=comm)
         contracts.train(job, 3)
         return contracts.weights(job), before
 
@@ -315,8 +317,8 @@ def test_unused_parameters_are_refused_by_name() -> None:
 
 def test_whoever_reads_parameters_sees_them_updated() -> None:
     def run(comm: Comm) -> list[bool]:
-        plain = contracts.make(Overlap(Layer(0), next_forward=False), comm=comm)
-        hidden = contracts.make(Overlap(Layer(0)), comm=comm)
+        plain = contracts.make(Overlap(PerLayer(0), next_forward=False), comm=comm)
+        hidden = contracts.make(Overlap(PerLayer(0)), comm=comm)
         readers: list[Callable[[Job], dict[str, Tensor]]] = [
             lambda job: {k: v.clone() for k, v in job.model.state_dict().items()},
             lambda job: {"out": contracts.judged(job)},
@@ -341,7 +343,7 @@ def test_whoever_reads_parameters_sees_them_updated() -> None:
 def test_the_late_update_takes_the_rates_of_its_own_step() -> None:
     def run(comm: Comm, next_forward: bool) -> dict[str, Tensor]:
         torch.manual_seed(5)
-        job = contracts.make(Overlap(Layer(0), next_forward=next_forward), comm=comm)
+        job = contracts.make(Overlap(PerLayer(0), next_forward=next_forward), comm=comm)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.5)
         contracts.train(job, STEPS, each=scheduler.step)
         return contracts.weights(job)
@@ -359,7 +361,7 @@ def test_a_resumed_run_keeps_its_plan() -> None:
         other.load_state_dict(state)
         ours: Any = job.kept("overlap")
         theirs: Any = other.kept("overlap")
-        return ours.probe is None and theirs.probe is None and ours.plan == theirs.plan
+        return not (ours.listener.profiling or theirs.listener.profiling) and ours.layout.plan == theirs.layout.plan
 
     assert Threads(2).run(run) == [True, True]
 
@@ -368,7 +370,7 @@ def test_a_resumed_run_keeps_its_plan() -> None:
 
 
 def one_step(comm: Comm, between: Callable[[Job], object], model: nn.Module | None = None) -> None:
-    job = contracts.make(Overlap(Layer(0)), model=model, comm=comm)
+    job = contracts.make(Overlap(PerLayer(0)), model=model, comm=comm)
     for x_NCHW, y_N in job.loader:
         job.loss(job.model(x_NCHW), y_N).backward()
         between(job)
@@ -431,7 +433,7 @@ def test_a_layer_used_without_a_call_is_waited_for_with_its_block() -> None:
 
 def test_units_are_layers_also_under_autocast_and_blocks_if_compiled() -> None:
     def units(*more: Technique) -> list[str]:
-        return [name for name, _ in Units(contracts.make(*more).model).modules]
+        return [name for name, _ in LayerIndex(contracts.make(*more).model).modules]
 
     model = contracts.make().model
     layers = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
@@ -452,7 +454,7 @@ def test_a_bypassed_block_is_told() -> None:
         (lambda: Graded(first=0), "first=0"),
         (lambda: Graded(power=-1.0), "power=-1.0"),
         (lambda: Planned(measure=0), "measure=0"),
-        (lambda: Layer(-1), "least_bytes=-1"),
+        (lambda: PerLayer(-1), "least_bytes=-1"),
         (lambda: Overlap(unused="ignore"), 'unused="ignore"'),  # type: ignore[arg-type]
     ],
 )
@@ -463,7 +465,7 @@ def test_bad_settings(make: Callable[[], object], line: str) -> None:
 
 def stopped_and_resumed(comm: Comm, reducer: Reducer) -> list[dict[str, Tensor]]:
     def job_of() -> Job:
-        return contracts.make(Overlap(Layer(0), reducer=reducer), Seeded(3), comm=comm)
+        return contracts.make(Overlap(PerLayer(0), reducer=reducer), Seeded(3), comm=comm)
 
     whole, first, second = job_of(), job_of(), job_of()
     contracts.train(whole, STEPS)
@@ -491,7 +493,7 @@ def test_a_block_left_out_by_some_accumulated_passes_keeps_its_gradient(used_in:
         model = Shared()
         job = contracts.make(model=model, comm=comm, accumulate=2)
         if buckets is None:
-            plain = ByHand(job, OneGroup())
+            plain = ByHand(job, OneBucket())
             job.before_step(plain.average)
         else:
             job.apply(Overlap(buckets, unused="skip"))
@@ -503,7 +505,7 @@ def test_a_block_left_out_by_some_accumulated_passes_keeps_its_gradient(used_in:
                 job.optimizer.zero_grad()
         return contracts.weights(job)
 
-    by_hand_, found = (Threads(2).run(lambda comm, b=b: run(comm, b)) for b in (None, OneGroup()))
+    by_hand_, found = (Threads(2).run(lambda comm, b=b: run(comm, b)) for b in (None, OneBucket()))
     contracts.assert_same(by_hand_[0], found[0])
 
 
@@ -512,7 +514,7 @@ def test_a_parameter_unfrozen_after_apply_is_told() -> None:
         model = Shared()
         model.spare.requires_grad_(False)
         rule = lambda m: torch.optim.SGD(m.parameters(), 0.1)  # noqa: E731
-        job = contracts.make(Overlap(Layer(0)), optimizer=rule, model=model, comm=comm)
+        job = contracts.make(Overlap(PerLayer(0)), optimizer=rule, model=model, comm=comm)
         model.spare.requires_grad_(True)
         contracts.train(job, 1)
 
@@ -525,7 +527,7 @@ def test_a_model_whose_forward_is_not_seen_keeps_its_first_groups(capsys: pytest
         job = contracts.make(Overlap(Planned(warm=0, measure=1)), comm=comm)
         job.model.eval()
         contracts.train(job, STEPS)
-        return job.kept("overlap").probe is None
+        return not job.kept("overlap").listener.profiling
 
     assert Threads(2).run(run) == [True, True]
     assert capsys.readouterr().out.count("no whole step in training mode") == 1

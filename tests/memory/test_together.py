@@ -12,7 +12,7 @@ from kasoku.core import Comm, InputError, Job, Threads, process_start
 from kasoku.data import digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile
 from kasoku.distributed import Overlap
-from kasoku.distributed.ddp.layer_index import Units
+from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.memory import SavedMemory
 from kasoku.optim import EMA, Clip, sgd
 from kasoku.report.block_timer import follow_blocks
@@ -226,7 +226,7 @@ def test_hooks_of_the_report_and_of_overlap_keep_no_layer_from_the_plan():
     job = Job(model, lambda m: sgd(m, 0.1)).apply(SavedMemory(factor=1, show=False))
     proxies = planner_of(job).proxies
     follow_blocks(job, lambda name: None, lambda: True)
-    Units(model).before(job, lambda unit: None)
+    LayerIndex(model).before(job, lambda unit: None)
     assert any(len(m._forward_pre_hooks) for m in model)
     assert not any(proxy.hooked for proxy in proxies)
     model[1].register_forward_hook(lambda *_: None)

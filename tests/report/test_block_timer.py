@@ -8,7 +8,7 @@ from shown import FACTS, step
 from torch import Tensor, nn
 
 from kasoku.core import Job
-from kasoku.distributed.ddp.cost_model import Link
+from kasoku.distributed.ddp.cost_model import LinkModel
 from kasoku.optim import sgd
 from kasoku.report import Timed
 from kasoku.report.bottleneck import find_bottlenecks
@@ -37,7 +37,7 @@ def job_of(ranks: int) -> tuple[Job, VirtualClock]:
     clock = VirtualClock()
     model = nn.Sequential(Ticking(clock, 0.5, 4.0), nn.ReLU(inplace=True), Ticking(clock, 1.0, 8.0))
     batches = [(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))] * 8
-    job = Job(model, lambda m: sgd(m, lr=0.1), loader=batches, comm=SimComm(ranks, Link(1e-3, 1e9), clock))
+    job = Job(model, lambda m: sgd(m, lr=0.1), loader=batches, comm=SimComm(ranks, LinkModel(1e-3, 1e9), clock))
     job.apply(Timed())
     model[2].trace, model[2].wait_s = job.trace, 100.0
     return job, clock

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from contracts import Batches, Net, make, rule, train
 from contracts import one_thread as one_thread
 from kasoku.core import Comm, Job, Solo, Threads, Trace
-from kasoku.distributed import AllReduce, Layer, Overlap
-from kasoku.distributed.ddp.cost_model import Link, Unit
+from kasoku.distributed import AllReduce, Overlap, PerLayer
+from kasoku.distributed.ddp.cost_model import LinkModel, UnitTimes
 from kasoku.distributed.startup import Start
 from kasoku.optim import sgd
 from kasoku.report import Ledger, StepFacts, Timed
@@ -50,12 +50,12 @@ def virtual_job(batches: int, *, accumulate: int = 1) -> tuple[Job, VirtualClock
     """Forward takes 1 s, backward 2 s, an update 0.25 s."""
     clock = VirtualClock()
     model = nn.Sequential(nn.Linear(4, 4, bias=False)).to("meta")
-    comm = SimComm(1, Link(1e-3, 1e9), clock)
+    comm = SimComm(1, LinkModel(1e-3, 1e9), clock)
     loader = SlowLoader(clock, batches)
     job = Job(
         model, lambda m: sgd(m, lr=0.1), loader=loader, loss=lambda o, y: o.sum(), comm=comm, accumulate=accumulate
     )
-    return job.apply(Emulate((Unit("0", 1.0, 2.0, 0.25),)), Timed()), clock
+    return job.apply(Emulate((UnitTimes("0", 1.0, 2.0, 0.25),)), Timed()), clock
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -209,12 +209,12 @@ def test_the_rows_of_all_ranks_are_told_and_waiting_for_others_is_seen():
 
 
 def test_transfers_hidden_behind_computing_are_on_the_link_of_the_timeline():
-    units = tuple(Unit(name, 1.0, 2.0, 0.0) for name in "012")
+    units = tuple(UnitTimes(name, 1.0, 2.0, 0.0) for name in "012")
     clock = VirtualClock()
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in units)).to("meta")
-    comm = SimComm(4, Link(0.25, 1e9), clock)
+    comm = SimComm(4, LinkModel(0.25, 1e9), clock)
     job = Job(model, lambda m: sgd(m, lr=0.1), loader=SlowLoader(clock, 4), loss=lambda o, y: o.sum(), comm=comm)
-    job.apply(Emulate(units), Overlap(Layer(least_bytes=0)), Timed())
+    job.apply(Emulate(units), Overlap(PerLayer(least_bytes=0)), Timed())
     ledger = Ledger(job.trace, started=clock.now())
     for x, y in job.loader:
         job.loss(job.model(x), y).backward()
@@ -222,7 +222,7 @@ def test_transfers_hidden_behind_computing_are_on_the_link_of_the_timeline():
         job.optimizer.zero_grad()
     _, timeline = ledger.document(Solo(), FACTS)
     under_way = [span for span in timeline["spans"] if span["kind"] == "transfer"]
-    assert {span["name"] for span in under_way} == {"group 0", "group 1", "group 2"}
+    assert {span["name"] for span in under_way} == {"bucket 0", "bucket 1", "bucket 2"}
     assert all(span["stream"] == "link" and span["bytes"] == 64 for span in under_way)
     backward = [span for span in timeline["spans"] if span["kind"] == "backward"]
     hidden = [t for t in under_way if any(b["start"] < t["stop"] and t["start"] < b["stop"] for b in backward)]

@@ -16,7 +16,7 @@ from contracts import make, train
 from kasoku.cli import main
 from kasoku.commands.report import read
 from kasoku.core import Comm, Threads
-from kasoku.distributed import OneGroup, Overlap
+from kasoku.distributed import OneBucket, Overlap
 from kasoku.report.html import RunRecord
 
 HOSTILE = ("<script>window.hacked = 1</script>", "<img src=x onerror='window.hacked=1'>", "</script><b>bold face")
@@ -250,14 +250,14 @@ def test_the_gradient_buckets_are_shown_as_overlap_prints_them():
 
 def test_overlap_gives_its_buckets_with_tensor_names_to_the_run_folder(digits_run):
     def rank(comm: Comm) -> tuple[dict, list[str]]:
-        job = make(Overlap(OneGroup(), show=False), comm=comm)
+        job = make(Overlap(OneBucket(), show=False), comm=comm)
         train(job, 1)
         names = [name for name, p in job.model.named_parameters() if p.requires_grad]
         return {name: build() for name, build in job.documents.items()}, names
 
     for documents, names in Threads(2).run(rank):
         text = documents["buckets.json"]["text"]
-        assert text.startswith("gradients in 1 groups, 1 pieces")
+        assert text.startswith("gradients in 1 buckets, 1 chunks")
         assert f"of {len(names)} tensors, {names[0]} to {names[-1]}" in text
     assert not (digits_run / "buckets.json").exists()  # one rank
 

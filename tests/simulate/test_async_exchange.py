@@ -14,7 +14,7 @@ import torch
 
 from helpers.grids import covering
 from kasoku.core import Comm, InputError, Job, Threads
-from kasoku.distributed import Asynchronous, Fixed, Graded, Layer, Planned, Policy
+from kasoku.distributed import Asynchronous, Fixed, Graded, PerLayer, Planned, Policy
 from kasoku.models import cifar_resnet18, cifarnet
 from kasoku.optim import sgd
 from kasoku.simulate import ModelCosts, Sharing, Simulator, Stragglers, model_costs
@@ -97,7 +97,7 @@ def test_the_busiest_link_is_full_until_the_last_of_all_flows_has_arrived(
 )
 def test_what_of_an_exchange_shows_is_its_closed_form(hidden: bool, every: int, stream: bool, wire: Any) -> None:
     step = stepped(Asynchronous(hidden=hidden, every=every, stream=stream, wire=wire))
-    groups = len(step.inputs.plan.groups)
+    groups = len(step.inputs.plan.buckets)
     elements = sum(t.elements for t in small().tensors)
     assert elements == sum(p.stop - p.start for p in step.inputs.plan.order)
     whole = groups * 2 * (START + A) + 2 * 7 / 8 * elements * (4 if wire == "fp32" else 2) / B
@@ -121,7 +121,7 @@ def test_some_exchanges_show_and_some_are_hidden_altogether() -> None:
 def test_the_timeline_adds_up_to_the_steps_of_a_turn(hidden: bool, every: int, stream: bool, slower: int) -> None:
     cluster = ideal(8).altered(f"network/{slower}")
     step = stepped(Asynchronous(buckets=Fixed(2**23), hidden=hidden, every=every, stream=stream), cluster)
-    steps = every * (len(step.inputs.plan.groups) if stream else 1)
+    steps = every * (len(step.inputs.plan.buckets) if stream else 1)
     drawn = spans(step)
     computing = [s for s in drawn if s.kind != "transfer"]
     assert all(a.stop == pytest.approx(b.start, abs=1e-12) for a, b in itertools.pairwise(computing))
@@ -167,7 +167,7 @@ def test_nobody_waits_for_the_slowest_unless_there_is_a_bound() -> None:
     assert bound.exposed_s < free.exposed_s  # slower steps hide more
 
 
-@pytest.mark.parametrize("policy", [Graded(least_bytes=2**14), Layer(), Planned()])
+@pytest.mark.parametrize("policy", [Graded(least_bytes=2**14), PerLayer(), Planned()])
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_the_groups_are_those_of_the_engine(policy: Policy, wire: Any) -> None:
     pace = Asynchronous(buckets=policy, wire=wire)

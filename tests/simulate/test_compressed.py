@@ -15,11 +15,11 @@ from kasoku.distributed import (
     Fixed,
     Graded,
     Hierarchical,
-    Layer,
     LowRank,
     Mean,
-    OneGroup,
+    OneBucket,
     Overlap,
+    PerLayer,
     Planned,
     Policy,
     Reducer,
@@ -73,7 +73,7 @@ def engine_of(comm: SimComm, units: Any, overlap: Overlap) -> tuple[Job, Any]:
 @pytest.mark.parametrize(
     ("policy", "reducer"),
     covering(
-        [OneGroup(), Graded(), Fixed(MIB, MIB // 4), Fixed(), Layer()],
+        [OneBucket(), Graded(), Fixed(MIB, MIB // 4), Fixed(), PerLayer()],
         [Mean(), Wire(), Wire("fp16", sums="wire"), Hierarchical(8), Hierarchical(8, Wire())],
         together=1,
     ),
@@ -81,19 +81,19 @@ def engine_of(comm: SimComm, units: Any, overlap: Overlap) -> tuple[Job, Any]:
 def test_the_simulated_groups_are_those_of_the_engine(policy: Policy, reducer: Reducer, net: ModelCosts) -> None:
     step = Simulator(slow(), net, Sharing(policy, reducer=reducer)).step(GPUS, GPUS * 200)
     _, engine = engine_of(SimComm(GPUS, LinkModel(1e-5, 1e9)), step.inputs.units, Overlap(policy, reducer=reducer))
-    assert (step.inputs.plan.groups, step.inputs.plan.order) == (engine.plan.groups, engine.plan.order)
-    assert step.inputs.sizes() == [4 * (piece.stop - piece.start) for piece in engine.plan.order]
+    assert (step.inputs.plan.buckets, step.inputs.plan.order) == (engine.layout.plan.buckets, engine.layout.plan.order)
+    assert step.inputs.sizes() == [4 * (piece.stop - piece.start) for piece in engine.layout.plan.order]
 
 
 def test_groups_planned_by_what_is_sent_would_be_others(net: ModelCosts) -> None:
     for policy in (Graded(least_bytes=4 * MIB), Fixed(MIB, MIB // 4), Fixed()):
         own, sent = (Simulator(slow(), net, sharing) for sharing in (Sharing(policy, reducer=Wire()), Sharing(policy)))
         plans = [simulator.step(GPUS, GPUS * 200).inputs.plan for simulator in (own, sent)]
-        assert plans[0].groups != plans[1].groups
+        assert plans[0].buckets != plans[1].buckets
 
 
 @pytest.mark.parametrize(
-    ("policy", "next_forward"), covering([Graded(), Fixed(MIB, MIB // 4), Layer()], [False, True], together=1)
+    ("policy", "next_forward"), covering([Graded(), Fixed(MIB, MIB // 4), PerLayer()], [False, True], together=1)
 )
 def test_the_engine_sends_half_the_bytes_at_the_same_moments(
     policy: Policy, next_forward: bool, net: ModelCosts
@@ -126,7 +126,7 @@ def test_a_search_is_that_of_fp32_gradients_over_a_link_that_halves_them(net: Mo
     one = allreduce.link(linear, GPUS, "ring")
     twice = LinkModel(one.latency_s, 2 * one.bytes_per_s)
     plan, seen, late = search(course.units, net.tensors, twice, next_forward=True, tries=1000)
-    assert (course.plan.groups, course.plan.order, course.late) == (plan.groups, plan.order, late)
+    assert (course.plan.buckets, course.plan.order, course.late) == (plan.buckets, plan.order, late)
     assert course.forecast().step_s == pytest.approx(seen.step_s, rel=1e-9)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from helpers.grids import covering
 from kasoku.core import InputError, Job
-from kasoku.distributed import Fixed, Graded, Layer, OneGroup, Overlap, Planned, Policy
+from kasoku.distributed import Fixed, Graded, OneBucket, Overlap, PerLayer, Planned, Policy
 from kasoku.distributed.batchnorm.grouped import norms
 from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
@@ -43,7 +43,7 @@ def slow_network() -> Any:
 
 @pytest.mark.parametrize(
     ("policy", "next_forward"),
-    covering([OneGroup(), Graded(), Fixed(2**20, 2**18), Layer()], [True, False], together=1),
+    covering([OneBucket(), Graded(), Fixed(2**20, 2**18), PerLayer()], [True, False], together=1),
 )
 def test_the_engine_sends_the_same_groups_at_the_same_moments(policy: Policy, next_forward: bool) -> None:
     sharing = Sharing(policy, next_forward, wire_bytes=4)
@@ -67,7 +67,7 @@ def test_the_engine_sends_the_same_groups_at_the_same_moments(policy: Policy, ne
     assert [size for _, size, _, _ in theirs] == [span.bytes for span in ours]
     first, zero = theirs[0][2], ours[0].start
     if (
-        policy != OneGroup()
+        policy != OneBucket()
     ):  # one group is planned in forward order where the shortcuts run late: nothing to tell apart
         assert [start - first for _, _, start, _ in theirs] == pytest.approx([s.start - zero for s in ours], abs=1e-9)
     periods = [b - a for a, b in itertools.pairwise(begins)][1:]
@@ -76,7 +76,7 @@ def test_the_engine_sends_the_same_groups_at_the_same_moments(policy: Policy, ne
 
 
 @pytest.mark.parametrize(
-    ("policy", "next_forward"), covering([OneGroup(), Graded(), Fixed(), Layer()], [True, False], together=1)
+    ("policy", "next_forward"), covering([OneBucket(), Graded(), Fixed(), PerLayer()], [True, False], together=1)
 )
 def test_the_timeline_ends_when_the_recursion_does(policy: Policy, next_forward: bool) -> None:
     for cluster in (load("dgx-a100"), slow_network()):
@@ -163,7 +163,7 @@ def test_a_share_in_parts_is_updated_once() -> None:
 
 
 def test_batch_norms_over_ranks_wait_both_ways_in_each_part() -> None:
-    simulator = Simulator(load("dgx-a100"), small(), Sharing(OneGroup()), Stragglers(), norm_batch=8)
+    simulator = Simulator(load("dgx-a100"), small(), Sharing(OneBucket()), Stragglers(), norm_batch=8)
     own, across = simulator.step(64, 64 * 16, parts=2), replace(simulator, norm_batch=16).step(64, 64 * 16, parts=2)
     gather = allreduce.gathering(simulator.cluster, 64)
     channels = [module.num_features for module in norms(cifar_resnet18())]

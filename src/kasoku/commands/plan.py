@@ -138,7 +138,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
         + (f" ({recipe.origin})" if recipe.origin else ""),
         "epochs": f"{recipe.epochs:g}, {updates(recipe, case.facts.images):,} updates",
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup:g} epochs",
-        "groups": f"{len(step.inputs.plan.groups)} ({step.inputs.plan.policy})",
+        "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy})",
         sent: str(getattr(step.inputs.link, "choice", lambda _: "")(largest)) + _reducer(chosen),
         "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",
         "throughput": f"{step.images_per_s:,.0f} images/s",

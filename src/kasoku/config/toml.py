@@ -27,6 +27,8 @@ OLD_NAMES = {  # old name -> new name; one that ends in a dot stands for a packa
     "kasoku.core.Step": "kasoku.core.StepDecay",
     "kasoku.core.schedule.Step": "kasoku.core.StepDecay",
     "kasoku.parallel.": "kasoku.distributed.",
+    "kasoku.distributed.Layer": "kasoku.distributed.PerLayer",
+    "kasoku.distributed.OneGroup": "kasoku.distributed.OneBucket",
 }
 
 

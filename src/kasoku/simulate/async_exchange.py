@@ -17,7 +17,7 @@ from functools import lru_cache
 from kasoku.core import InputError, Span
 from kasoku.distributed import Asynchronous
 from kasoku.distributed.async_sgd.worker import most_local_steps
-from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, Piece, Sized, UnitTimes
+from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, Sized, UnitTimes
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.collectives import ALONE, Fastest, exchange, fastest
 
@@ -42,9 +42,9 @@ def link(cluster: Cluster, gpus: int) -> Fastest:
 
 def plan(pace: Asynchronous, tensors: Sequence[Sized]) -> BucketPlan:
     """The buckets of its policy in order, each sent whole; `tensors` in order of definition."""
-    buckets = pace.buckets.plan(tensors)
-    sizes = [sum(tensors[i].elements for i in group) for group in buckets.groups]
-    return BucketPlan(buckets.groups, tuple(Piece(g, 0, size) for g, size in enumerate(sizes)), buckets.policy)
+    planned = pace.buckets.plan(tensors)
+    sizes = [sum(tensors[i].elements for i in group) for group in planned.buckets]
+    return BucketPlan(planned.buckets, tuple(Chunk(g, 0, size) for g, size in enumerate(sizes)), planned.policy)
 
 
 def settled(pace: Asynchronous, units: Sequence[UnitTimes], groups: Sequence[tuple[float, float]]) -> Asynchronous:

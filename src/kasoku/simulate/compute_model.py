@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kasoku.core import InputError
 from kasoku.distributed.batchnorm.grouped import norms
 from kasoku.distributed.ddp.cost_model import Sized, UnitTimes
-from kasoku.distributed.ddp.layer_index import Units
+from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.models import resnet50
 from kasoku.simulate.cluster import Gpu
 
@@ -97,7 +97,7 @@ class MeasuredTimes:
 def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts:
     """The costs of a model, which is moved to the meta device; `shape`: (C, H, W) of an image."""
     model = model.to("meta")
-    units = Units(model)
+    units = LayerIndex(model)
     work: dict[int, tuple[float, float]] = {}  # products and outputs
     order: list[int] = []
     places = {module: i for i, (_, module) in enumerate(units.modules)}

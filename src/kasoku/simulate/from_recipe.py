@@ -18,10 +18,10 @@ from kasoku.config.updates import data_info, updates
 from kasoku.core import InputError
 from kasoku.data import Facts
 from kasoku.device import Graphs
-from kasoku.distributed import OneGroup, Overlap, Policy
+from kasoku.distributed import OneBucket, Overlap, Policy
 from kasoku.distributed.batchnorm.grouped import norms
 from kasoku.distributed.ddp.bucketing import Graded
-from kasoku.distributed.ddp.cost_model import BucketPlan, Piece, Sized
+from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
 from kasoku.simulate.compressed import exchanges, flat
 from kasoku.simulate.sweep import scaled
@@ -35,7 +35,7 @@ class PerParameter(Policy):
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         """The parameters near the input come first."""
-        order = tuple(Piece(i, 0, t.elements) for i, t in enumerate(tensors))
+        order = tuple(Chunk(i, 0, t.elements) for i, t in enumerate(tensors))
         return BucketPlan(tuple((i,) for i in range(len(tensors))), order, "a parameter")
 
 
@@ -272,7 +272,7 @@ def images_each(base: Scenario, step: SimulatedStep) -> int:
 def _ways(shared: Sharing, step: SimulatedStep) -> dict[str, Sharing]:
     """The ways that a sweep compares: nothing hidden, hidden behind backward, and the recipe's own."""
     ways = {
-        "one group after backward": replace(shared, policy=OneGroup(), next_forward=False, asynchronous=None),
+        "one group after backward": replace(shared, policy=OneBucket(), next_forward=False, asynchronous=None),
         "graded groups behind backward": replace(shared, policy=Graded(), next_forward=False, asynchronous=None),
     }
     if shared.asynchronous:

@@ -16,7 +16,7 @@ from typing import Any
 from kasoku.core import InputError, Span
 from kasoku.distributed import Asynchronous, Reducer
 from kasoku.distributed.async_sgd.quantization import CODECS
-from kasoku.distributed.ddp.bucketing import Graded, OneGroup, Planned, Policy, search
+from kasoku.distributed.ddp.bucketing import Graded, OneBucket, Planned, Policy, search
 from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, LinkModel, Sized, UnitTimes, forecast
 from kasoku.simulate import async_exchange, collectives, compressed, compute_model
 from kasoku.simulate.cluster import Cluster
@@ -69,8 +69,8 @@ class StepInputs:
 
     def sizes(self) -> list[float]:
         """Bytes of each piece in the order of sending; with a reducer, before its compression."""
-        width = [self.tensors[group[0]].width for group in self.plan.groups]
-        return [(p.stop - p.start) * width[p.group] for p in self.plan.order]
+        width = [self.tensors[group[0]].width for group in self.plan.buckets]
+        return [(p.stop - p.start) * width[p.bucket] for p in self.plan.order]
 
     def timed(self) -> list[tuple[float, float]]:
         """Seconds and bytes of each piece."""
@@ -236,4 +236,4 @@ def timeline(step: SimulatedStep) -> dict[str, Any]:
     return {"spans": [{**asdict(s), "stream": "link" if s.kind == "transfer" else "compute"} for s in spans(step)]}
 
 
-WITHOUT = Sharing(policy=OneGroup(), next_forward=False)  # hides no communication: the baseline of [000]
+WITHOUT = Sharing(policy=OneBucket(), next_forward=False)  # hides no communication: the baseline of [000]

@@ -29,7 +29,7 @@ from kasoku.distributed.async_sgd.survivors import Everybody, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import Momentum, SyncPhases
 from kasoku.distributed.async_sgd.transport import Roles, transport
 from kasoku.distributed.async_sgd.update_transfer import UpdateTransfer
-from kasoku.distributed.ddp.layer_index import Units
+from kasoku.distributed.ddp.layer_index import LayerIndex
 
 
 class Exchange:
@@ -45,7 +45,7 @@ class Exchange:
         self.comm = job.comm.channel(patient=True)
         size, servers = job.comm.size, settings.servers
         self.trains = job.comm.rank >= servers
-        self._units = Units(job.model)
+        self._units = LayerIndex(job.model)
         self._check_parameters()
         self.segments = Segments(self.comm)
         self.weights = self._divide((range(servers, size), range(servers or size)))
@@ -85,7 +85,7 @@ class Exchange:
         """Divides the weights, equal on all ranks, among the owners."""
         settings, units = self.settings, self._units
         plan = settings.buckets.plan(units.tensors)
-        groups = [[units.named[i][1] for i in group] for group in plan.groups]
+        groups = [[units.named[i][1] for i in group] for group in plan.buckets]
         self.segments.open(2 * len(groups), 8 * self.trains * sum(t.elements for t in units.tensors))
         return SharedWeights(groups, roles, self.comm.rank, settings, self.segments.zeros)
 

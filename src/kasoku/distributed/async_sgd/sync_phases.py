@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kasoku.core import InputError, Job
 from kasoku.distributed.ddp.bucketing import Policy
-from kasoku.distributed.ddp.overlap import Engine, Overlap
+from kasoku.distributed.ddp.engine import Engine
 
 
 class SyncPhases:
@@ -29,7 +29,7 @@ class SyncPhases:
 
     def __init__(self, job: Job, buckets: Policy, *, warmup: float, finish: float) -> None:
         self._job, self._warmup, self._finish = job, warmup, finish
-        self._engine = Engine(job, Overlap(buckets, next_forward=False)) if warmup or finish else None
+        self._engine = Engine(job, buckets, next_forward=False) if warmup or finish else None
         self.active = False
         self.bounds = (warmup, finish)
 

@@ -1,11 +1,11 @@
 """The cost model of data-parallel training: the time of a step, and how much of its communication is exposed.
 
-`forecast` is the one recursion: the search for gradient groups, the simulator and its timelines all call it, and tests
+`forecast` is the one recursion: the search for gradient buckets, the simulator and its timelines all call it, and tests
 hold the real `Overlap` on a virtual clock against it. All times are in seconds, all sizes in bytes.
 
 Note: two streams of work. The compute stream runs the backward of every unit from the last to the first. Then it
 updates the units and runs their forward from the first to the last, and waits where a unit's gradients have not
-arrived. The link sends one piece at a time, in one static order, as soon as the piece's group is ready and the piece
+arrived. The link sends one chunk at a time, in one static order, as soon as the chunk's bucket is ready and the chunk
 before it has arrived. While both streams work, each may slow down the other (a CPU that computes also moves the
 bytes): `compute_share` and `link_share` are the fractions of their speeds that remain.
 """
@@ -62,20 +62,20 @@ class Sized:
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
-    """A slice of a group's flat buffer that is sent at once, in elements."""
+class Chunk:
+    """A slice of a bucket's flat buffer that is sent at once, in elements."""
 
-    group: int
+    bucket: int
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Groups of tensors (by index), each in one flat buffer, and the order in which their pieces are sent."""
+    """Buckets of tensors (by index), each one flat buffer, and the order in which their chunks are sent."""
 
-    groups: tuple[tuple[int, ...], ...]
-    order: tuple[Piece, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    order: tuple[Chunk, ...]
     policy: str = ""
 
 
@@ -83,7 +83,7 @@ class BucketPlan:
 class Forecast:
     """The times of a step under a plan.
 
-    `backward_s`: when backward ends. `arrived_s`: when each group has arrived. Both count from the start of backward.
+    `backward_s`: when backward ends. `arrived_s`: when each bucket has arrived. Both count from the start of backward.
     `spans`: the timeline from the start of backward to the end of forward, where it was asked for; its kinds are those
     of a measured run.
     """
@@ -120,38 +120,38 @@ def forecast(
     Args:
         units: in forward order.
         tensors: the tensors that the plan's indices refer to.
-        plan: the groups and the order of their pieces.
-        link: sends the pieces.
-        next_forward: a unit's update and next forward wait for its own groups only; False: for all groups.
+        plan: the buckets and the order of their chunks.
+        link: sends the chunks.
+        next_forward: a unit's update and next forward wait for its own buckets only; False: for all buckets.
         timeline: fill `Forecast.spans`.
     """
-    homes = [sorted({tensors[i].unit for i in group}) for group in plan.groups]
-    width = [tensors[group[0]].width for group in plan.groups]
-    sizes = [(p.group, (p.stop - p.start) * width[p.group]) for p in plan.order]
-    last = [0] * len(plan.groups)
-    for i, (group, _) in enumerate(sizes):
-        last[group] = i
-    ready_after = [len(units) - home[0] for home in homes]  # backward tasks that must have ended
+    readers = [sorted({tensors[i].unit for i in bucket}) for bucket in plan.buckets]
+    width = [tensors[bucket[0]].width for bucket in plan.buckets]
+    sizes = [(p.bucket, (p.stop - p.start) * width[p.bucket]) for p in plan.order]
+    last = [0] * len(plan.buckets)
+    for i, (bucket, _) in enumerate(sizes):
+        last[bucket] = i
+    ready_after = [len(units) - units_of[0] for units_of in readers]  # backward tasks that must have ended
     streams = _Streams(link, sizes, ready_after, last, timeline=timeline)
-    wanted = _wanted(units, homes, next_forward)
-    return streams.run(units, wanted, _updates(units, tensors, plan), barrier=not next_forward)
+    first_read = _first_read(units, readers, next_forward)
+    return streams.run(units, first_read, _updates(units, tensors, plan), barrier=not next_forward)
 
 
 def _updates(units: Sequence[UnitTimes], tensors: Sequence[Sized], plan: BucketPlan) -> list[float]:
-    """Seconds to update each group; a unit's update time is divided among its tensors by their elements."""
+    """Seconds to update each bucket; a unit's update time is divided among its tensors by their elements."""
     whole = [0] * len(units)
     for t in tensors:
         whole[t.unit] += t.elements
     shares = [units[t.unit].update_s * t.elements / max(1, whole[t.unit]) for t in tensors]
-    return [sum(shares[i] for i in group) for group in plan.groups]
+    return [sum(shares[i] for i in bucket) for bucket in plan.buckets]
 
 
-def _wanted(units: Sequence[UnitTimes], homes: Sequence[Sequence[int]], next_forward: bool) -> list[list[int]]:
-    """For each unit the groups whose first reader is its forward."""
-    wanted: list[list[int]] = [[] for _ in units]
-    for group, home in enumerate(homes):
-        wanted[home[0] if next_forward else 0].append(group)
-    return wanted
+def _first_read(units: Sequence[UnitTimes], readers: Sequence[Sequence[int]], next_forward: bool) -> list[list[int]]:
+    """For each unit the buckets whose first reader is its forward."""
+    first_read: list[list[int]] = [[] for _ in units]
+    for bucket, units_of in enumerate(readers):
+        first_read[units_of[0] if next_forward else 0].append(bucket)
+    return first_read
 
 
 class _Streams:
@@ -167,35 +167,40 @@ class _Streams:
         timeline: bool,
     ) -> None:
         self.link, self.sizes, self.ready_after, self.last = link, sizes, ready_after, last
-        self.pieces = [(group, link.seconds(size)) for group, size in sizes]
-        self.now, self.sent, self.ended = 0.0, 0, 0  # time, pieces arrived, backward tasks ended
-        self.left = self.pieces[0][1] if self.pieces else 0.0
+        self.chunks = [(bucket, link.seconds(size)) for bucket, size in sizes]
+        self.now, self.sent, self.ended = 0.0, 0, 0  # time, chunks arrived, backward tasks ended
+        self.left = self.chunks[0][1] if self.chunks else 0.0
         self.started: float | None = None  # when the transfer under way began
         self.arrived = [0.0] * len(last)
         self.spans: list[Span] | None = [] if timeline else None
 
     def run(
-        self, units: Sequence[UnitTimes], wanted: Sequence[Sequence[int]], update_s: Sequence[float], *, barrier: bool
+        self,
+        units: Sequence[UnitTimes],
+        first_read: Sequence[Sequence[int]],
+        update_s: Sequence[float],
+        *,
+        barrier: bool,
     ) -> Forecast:
-        """The whole step; with a barrier no group is updated before all have arrived."""
+        """The whole step; with a barrier no bucket is updated before all have arrived."""
         for unit in reversed(units):
             self.compute(unit.backward_s, "backward", unit.name)
             self.ended += 1
         backward_s = self.now
-        for unit, groups in zip(units, wanted, strict=True):
-            ordered = sorted(groups, key=lambda g: self.last[g])
+        for unit, buckets in zip(units, first_read, strict=True):
+            ordered = sorted(buckets, key=lambda b: self.last[b])
             if barrier and ordered:
                 self.wait(ordered[-1], unit.name)
-            for group in ordered:
-                self.wait(group, unit.name)
-                self.compute(update_s[group], "update", group)
+            for bucket in ordered:
+                self.wait(bucket, unit.name)
+                self.compute(update_s[bucket], "update", bucket)
             self.compute(unit.forward_s, "forward", unit.name)
         compute_s = sum(unit.backward_s + unit.forward_s + unit.update_s for unit in units)
-        link_s = sum(seconds for _, seconds in self.pieces)
+        link_s = sum(seconds for _, seconds in self.chunks)
         return Forecast(self.now, compute_s, link_s, backward_s, tuple(self.arrived), tuple(self.spans or ()))
 
     def sending(self) -> bool:
-        return self.sent < len(self.pieces) and self.ready_after[self.pieces[self.sent][0]] <= self.ended
+        return self.sent < len(self.chunks) and self.ready_after[self.chunks[self.sent][0]] <= self.ended
 
     def compute(self, work_s: float, kind: str, what: str | int) -> None:
         start = self.now
@@ -207,9 +212,9 @@ class _Streams:
         self.now += max(0.0, work_s)
         self.draw(kind, what, start)
 
-    def wait(self, group: int, unit: str) -> None:
+    def wait(self, bucket: int, unit: str) -> None:
         start = self.now
-        while self.sent <= self.last[group]:
+        while self.sent <= self.last[bucket]:
             self.transfer(self.left, self.left)
         self.draw("exposed", f"before {unit}", start)
 
@@ -219,16 +224,16 @@ class _Streams:
         self.now += span
         self.left -= done
         if self.left <= 0:
-            group, size = self.sizes[self.sent]
-            self.draw("transfer", group, self.started, round(size))
-            self.arrived[group] = self.now
+            bucket, size = self.sizes[self.sent]
+            self.draw("transfer", bucket, self.started, round(size))
+            self.arrived[bucket] = self.now
             self.sent, self.started = self.sent + 1, None
-            self.left = self.pieces[self.sent][1] if self.sent < len(self.pieces) else 0.0
+            self.left = self.chunks[self.sent][1] if self.sent < len(self.chunks) else 0.0
 
     def draw(self, kind: str, what: str | int, start: float, size: int = 0) -> None:
-        """Adds a span that ends now to the timeline; a number is a group's."""
+        """Adds a span that ends now to the timeline; a number is a bucket's."""
         if self.spans is not None and self.now > start:
-            name = what if isinstance(what, str) else f"group {what}"
+            name = what if isinstance(what, str) else f"bucket {what}"
             self.spans.append(Span(kind, name, start, self.now, bytes=size))
 
 

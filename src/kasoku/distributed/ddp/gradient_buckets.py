@@ -1,0 +1,94 @@
+"""The flat buffers of a bucket plan, and which parameter has its gradient in which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kasoku.core import InputError, Work
+from kasoku.core.hardware import is_dense
+from kasoku.distributed.ddp.cost_model import BucketPlan
+from kasoku.distributed.ddp.layer_index import LayerIndex
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter in its bucket. `view`: its part of the flat buffer, in its own shape and strides."""
+
+    p: Tensor
+    name: str
+    bucket: Bucket
+    view: Tensor
+
+
+class Bucket:
+    """A flat buffer of gradients, and the collectives that average it."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        like = named[0][1]
+        self.flat = torch.zeros(sum(p.numel() for _, p in named), dtype=like.dtype, device=like.device)
+        self.members: list[Member] = []
+        start = 0
+        for name, p in named:
+            if not is_dense(p):
+                raise InputError(
+                    f"Overlap: {name} has strides {p.stride()} for shape {tuple(p.shape)}: dense ones only"
+                )
+            view = torch.as_strided(self.flat, p.shape, p.stride(), start).data
+            self.members.append(Member(p, name, self, view))
+            start += p.numel()
+        self.versions: dict[Tensor, int] = {}  # of the gradients in the bucket, when they were copied there
+        self.works: list[Work] = []
+        self.pending = False  # its update comes after the step
+        self.idle: frozenset[Tensor] = frozenset()  # without a gradient on any rank
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has all its gradients."""
+        return len(self.versions) == len(self.members)
+
+    def missing(self) -> list[Member]:
+        """The parameters without a gradient so far."""
+        return [m for m in self.members if m.p not in self.versions]
+
+    def wait(self) -> None:
+        """Returns when the buffer holds the mean."""
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+    def attach(self) -> None:
+        """Gives its parameters their gradients."""
+        for m in self.members:
+            m.p.grad = None if m.p in self.idle else m.view
+
+    def detach(self) -> None:
+        """Takes the gradients away from its parameters, so that `optimizer.step()` skips these."""
+        for m in self.members:
+            m.p.grad = None
+
+
+class BucketLayout:
+    """The buckets of a plan.
+
+    Attributes:
+        buckets: in the plan's numbering.
+        members: of each parameter.
+        by_arrival: the buckets in the order in which their last chunks are sent.
+        needed: for each layer, the buckets of its parameters, in that order.
+    """
+
+    def __init__(self, plan: BucketPlan, layers: LayerIndex) -> None:
+        self.plan = plan
+        self.buckets = [Bucket([layers.named[i] for i in bucket]) for bucket in plan.buckets]
+        self.members = {m.p: m for bucket in self.buckets for m in bucket.members}
+        last = {chunk.bucket: i for i, chunk in enumerate(plan.order)}
+        self.by_arrival = [self.buckets[b] for b in sorted(last, key=lambda b: last[b])]
+        of_layer: list[set[int]] = [set() for _ in layers.modules]
+        for b, bucket in enumerate(self.buckets):
+            for layer in (layer for m in bucket.members for layer in layers.users[m.p]):
+                of_layer[layer].add(b)
+        self.needed = [[self.buckets[b] for b in sorted(mine, key=lambda b: last[b])] for mine in of_layer]
