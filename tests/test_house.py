@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 870,
     "device": 660,
     "data": 5700,
-    "distributed": 6470,
+    "distributed": 6620,
     "memory": 2820,
     "config": 1000,
     "tune": 2700,
