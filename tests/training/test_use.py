@@ -234,7 +234,7 @@ def test_a_users_own_parts_by_dotted_name(tmp_path, monkeypatch):
         "class Note(Technique):\n"
         "    file: str\n"
         "    def apply(self, job):\n"
-        "        open(self.file, 'w').write('applied')\n"
+        "        __import__('pathlib').Path(self.file).write_text('applied')\n"
     )
     (tmp_path / "own.toml").write_text(
         "epochs = 5\nbatch = 64\ndevice = { threads = 1 }\n"

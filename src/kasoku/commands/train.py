@@ -179,7 +179,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
     # before the folder is written: a start that fails leaves nothing behind
     kept = run_folder.shares_in(folder, comm, recipe.batch) if resume and not recipe.device.graphs else ()
-    shares = shares_of(recipe, tuned.found.speeds) if tuned else kept
+    shares = shares_of(recipe, tuned.result.speeds) if tuned else kept
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
     with run_folder.run_folder(comm, folder, resume=resume) as run:
         run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned) if run else None)
@@ -224,7 +224,7 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
     if not arguments.resume:
         describe(run, recipe, training.dataset, training.chosen, own_folders(arguments.recipe))
         if tuned:
-            tuned.found.save(run.path / "tuning.json")
+            tuned.result.save(run.path / "tuning.json")
         keep_shares(run, training.job)
     elif arguments.set:
         run.write("recipe.toml", dumps(recipe))

@@ -107,7 +107,7 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
             print(" ".join(f"--set {setting}" for setting in chosen))
             if arguments.out:
                 arguments.out.mkdir(parents=True, exist_ok=True)
-                tuned.found.save(arguments.out / "tuning.json")
+                tuned.result.save(arguments.out / "tuning.json")
 
     run_on_all_ranks(comm, report)
     return 0

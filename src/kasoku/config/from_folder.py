@@ -1,4 +1,4 @@
-"""A recipe for a folder of photos: looks at the folder, picks network, size and settings."""
+"""A recipe for a folder of photos: network, image size and settings that fit its images."""
 
 import inspect
 import random
@@ -20,7 +20,7 @@ _FINE_TUNE_UPDATES = 400
 
 
 def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: list[str] | None = None) -> Recipe:
-    """A recipe to train on `data`; from published `weights` where given, then with the network they are of.
+    """A recipe to train on `data`; with published `weights`, the network is theirs.
 
     Raises InputError for a folder without classes or images, and for weights of no network of ours.
     """
@@ -47,11 +47,11 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: l
         document["optimizer"]["weight_decay"] = 5e-4
     epochs = float(max(3, min(60, round(updates / steps))))
     document["epochs"] = epochs
-    asked = (f"batch={AUTO}", f'batch="{AUTO}"')
-    if any(setting.replace(" ", "").replace("'", '"') in asked for setting in settings or ()):
-        document["reference_batch"] = batch  # what the rates above are for; tuning begins there
+    auto = (f"batch={AUTO}", f'batch="{AUTO}"')
+    if any(setting.replace(" ", "").replace("'", '"') in auto for setting in settings or ()):
+        document["reference_batch"] = batch  # of the rates above; tuning begins there
     for setting in (s for s in settings or () if s.partition("=")[0].strip() == "epochs"):
-        override(document, setting)  # the schedule follows the epochs asked for
+        override(document, setting)  # the schedule follows them
         epochs = document["epochs"] if isinstance(document["epochs"], int | float) else epochs
     document["schedule"] = {"use": "kasoku.core.Cosine", "epochs": epochs, "warmup": epochs / 10}
     document["loss"] = {"use": "kasoku.optim.cross_entropy", "smoothing": 0.1}
@@ -61,16 +61,16 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: l
 
 def _usual_side(paths: tuple[str, ...]) -> int:
     """The median shorter side of some of the images, in pixels."""
-    some = random.Random(0).sample(paths, min(50, len(paths)))
+    sample = random.Random(0).sample(paths, min(50, len(paths)))
     sides = []
-    for path in some:
+    for path in sample:
         try:
             with Image.open(path) as image:
                 sides.append(min(image.size))
         except (OSError, Image.DecompressionBombError):
             continue
     if not sides:
-        raise InputError(f"{Path(some[0]).parent}: none of {len(some)} images tried can be opened: look at the files")
+        raise InputError(f"{Path(sample[0]).parent}: none of {len(sample)} images can be opened: look at the files")
     return int(statistics.median(sides))
 
 

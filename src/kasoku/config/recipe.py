@@ -23,7 +23,7 @@ AUTO = "auto"  # in the place of a batch: tuned before training
 
 @dataclass(frozen=True)
 class Evaluate:
-    """When and how the accuracy is measured: every so many epochs, from `start` on, and always at the end."""
+    """When and how the accuracy is measured: every `every` epochs from `start` on, and at the end."""
 
     every: float = 1.0
     start: float = 0.0
@@ -42,7 +42,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Save:
-    """How often a checkpoint is written, in seconds and in steps (0: not by that measure), and how many are kept."""
+    """The seconds and the steps between two checkpoints (0: no limit of that kind), and the number that is kept."""
 
     every_s: float = 300.0
     every_steps: int = 0
@@ -55,10 +55,10 @@ class Save:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The whole document. No world size: `batch` is global, what one device takes is derived.
+    """The whole document. It has no world size: `batch` is global, and each device's share is derived.
 
-    With batch = "auto" in the document, `batch` is where tuning begins and `auto_batch` is set: `kasoku train` tunes
-    before it trains, and its run folder has the recipe of the size found.
+    If the document says batch = "auto", `auto_batch` is set and `batch` is where tuning begins: `kasoku train` tunes
+    before it trains, and its run folder has the recipe at the chosen size.
     """
 
     model: Factory
@@ -112,12 +112,12 @@ class Recipe:
 
     @property
     def batch_scale(self) -> float:
-        """How many reference batches the batch is."""
+        """The batch in reference batches."""
         return self.batch / self.reference_batch if self.reference_batch else 1.0
 
     @property
     def rate_scale(self) -> float:
-        """What the optimizer's rates are multiplied by.
+        """The factor of the optimizer's rates.
 
         Ref: linear: [004]; Goyal et al. 2017. sqrt: Krizhevsky 2014 (arXiv 1404.5997). legw: sqrt, and the warm-up's
         epochs grow linearly: You et al. 2019 (arXiv 1901.08256).
@@ -141,21 +141,21 @@ class Recipe:
         return BatchSplit(self.batch, ranks, self.parts(ranks), self.norm_batch)
 
 
-def made(thing: Any, kind: type[T], path: str) -> T:
-    """What a table gave, if it is of the kind wanted. Raises InputError with the table's path otherwise."""
+def checked(thing: Any, kind: type[T], path: str) -> T:
+    """The result of a table's `use`, if it is of this kind. Raises InputError with the table's path otherwise."""
     if not isinstance(thing, kind):
         raise InputError(f"{path}.use: a {kind.__name__} is wanted, this gives a {type(thing).__name__}")
     return thing
 
 
 def optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """The recipe's optimizer for a model. Raises InputError where its table gives something else."""
+    """The recipe's optimizer for a model. Raises InputError if its `use` is no function model -> optimizer."""
     try:
         rule = recipe.optimizer(model)
     except TypeError as error:
         wanted = "a function model -> optimizer is wanted, such as kasoku.optim.sgd"
         raise InputError(f"optimizer.use = {recipe.optimizer.use}: {error}; {wanted}") from error
-    return made(rule, Optimizer, "optimizer")
+    return checked(rule, Optimizer, "optimizer")
 
 
 def load(path: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -164,7 +164,7 @@ def load(path: Path, settings: Sequence[str] = ()) -> Recipe:
 
 
 def own_folders(path: Path | None) -> list[str]:
-    """Where a recipe file's own modules may lie: in the current folder, beside it, or beside what it was planned from.
+    """The folders of a recipe's own modules: the current one, its own, and those of the recipe it was planned from.
 
     The last are in the plan.json that `kasoku plan` writes beside the recipe.
     """
@@ -203,7 +203,7 @@ def _first_batch(document: dict[str, Any]) -> int:
         if batches:
             return min(batches)
     raise InputError(
-        'batch = "auto": the rates follow the batch that is found: give reference_batch, the batch that they are for'
+        'batch = "auto": the rates follow the batch that tuning chooses: give reference_batch, the batch they are for'
     )
 
 

@@ -217,8 +217,8 @@ def _nearest(name: str, allowed: Iterable[str]) -> str:
     return f": one of {', '.join(sorted(names))}" if len(names) <= 16 else ""
 
 
-def _refuse_unknown(given: Iterable[str], known: Iterable[str], path: str) -> None:
-    for name in given:
+def _refuse_unknown(keys: Iterable[str], known: Iterable[str], path: str) -> None:
+    for name in keys:
         if name not in set(known):
             raise InputError(f"{_join(path, name)}: no such key{_nearest(name, known)}")
 
@@ -230,16 +230,16 @@ def _parameters(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
 
 
-def _arguments(thing: Callable[..., Any], given: dict[str, Any], path: str) -> dict[str, Any]:
-    """The given keys, checked against the signature: names, and types where it has annotations we can check."""
+def _arguments(thing: Callable[..., Any], keys: dict[str, Any], path: str) -> dict[str, Any]:
+    """The keys, checked against the signature: their names, and their types where it has annotations."""
     parameters = _parameters(thing)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        _refuse_unknown(given, [n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL,)], path)
+        _refuse_unknown(keys, [n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL,)], path)
     try:
         hints = typing.get_type_hints(thing.__init__ if isinstance(thing, type) else thing)  # type: ignore[misc]
     except (NameError, TypeError, AttributeError):
         hints = {}
-    return {k: _convert(hints.get(k, Any), v, _join(path, k)) for k, v in given.items()}
+    return {k: _convert(hints.get(k, Any), v, _join(path, k)) for k, v in keys.items()}
 
 
 def _call(thing: Callable[..., T], values: dict[str, Any], path: str) -> T:
@@ -308,12 +308,12 @@ def _build(cls: type, value: Any, path: str) -> Any:
     if isinstance(thing, type) and not issubclass(thing, cls):
         raise InputError(f"{wrong}{thing.__name__}")
     if dataclasses.is_dataclass(thing) and isinstance(thing, type):
-        made = parse(thing, keys, path)
+        instance = parse(thing, keys, path)
     else:
-        made = _call(thing, _arguments(thing, keys, path), path)
-    if not isinstance(made, cls):
-        raise InputError(f"{wrong}{type(made).__name__}")
-    return made
+        instance = _call(thing, _arguments(thing, keys, path), path)
+    if not isinstance(instance, cls):
+        raise InputError(f"{wrong}{type(instance).__name__}")
+    return instance
 
 
 def _kind(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from kasoku.config.recipe import Recipe, made, optimizer
+from kasoku.config.recipe import Recipe, checked, optimizer
 from kasoku.core import InputError
 from kasoku.data import PUBLISHED, Dataset, Facts
 from kasoku.optim import Rate
@@ -67,7 +67,7 @@ def info_of(dataset: Dataset) -> Facts:
 def data_info(recipe: Recipe) -> tuple[Facts, str]:
     """The numbers of the recipe's data set; if its files are missing, the published ones and a remark."""
     try:
-        return info_of(made(recipe.data(), Dataset, "data")), ""
+        return info_of(checked(recipe.data(), Dataset, "data")), ""
     except InputError as error:
         known = PUBLISHED.get(recipe.data.use)
         if known is None:

@@ -1,4 +1,4 @@
-"""The batch of a recipe, found by trying sizes: which may be tried, and the recipe at the one that was found."""
+"""The batch of a recipe, chosen by trying sizes: the sizes that can be tried, and the recipe at the best one."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _OF_A_STEP = (
 
 @dataclass(frozen=True)
 class TunedRecipe:
-    """A recipe with the batch that was found, how it was found, and the data that was read for it."""
+    """A recipe at the batch that tuning chose, the measurements behind the choice, and the data set."""
 
     recipe: Recipe
-    found: BatchSizeResult
+    result: BatchSizeResult
     dataset: Dataset
 
 
@@ -68,13 +68,14 @@ class TuneSettings:
 
 
 def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSettings) -> TunedRecipe:
-    """Finds the batch for a recipe; on many ranks all call it, and all take the same.
+    """Chooses the batch of a recipe; the same on all ranks. Collective.
 
     Args:
         recipe: with the batch to begin at.
         at: the same recipe at a given batch, with rates that follow it.
         comm: the ranks.
-        how: to search. What it asks for beyond what the ranks can share and the recipe train with is cut off, and told.
+        how: how to search. Its range is cut to sizes that the ranks can share and the recipe can train with; a message
+            says so.
 
     Raises:
         InputError: for an empty range of sizes, and where no size can run.
@@ -87,19 +88,19 @@ def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSe
     sizes = {"multiple": multiple, "begin": begin, "few": 8 * comm.size}
     least, most = limits(at_once, how, images=len(dataset.train), **sizes)
     if comm.rank == 0 and how.least and least <= most and (least, most) != (how.least, how.most):
-        told = f"of batches from {how.least:,} to {how.most:,} those from {least:,} to {most:,}"
-        print(f"kasoku: {told} can be shared by the ranks and trained with", file=sys.stderr)
+        range_ = f"of batches from {how.least:,} to {how.most:,} those from {least:,} to {most:,}"
+        print(f"kasoku: {range_} can be shared by the ranks and trained with", file=sys.stderr)
     strategy = how.strategy or TimeToTarget(curve(at, least, most))
 
     def search() -> BatchSizeResult:
         with plainly():
             return tune_batch_size(job, strategy, budget_s=how.budget_s, least=least, most=most, multiple=multiple)
 
-    found = run_on_all_ranks(comm, search)
+    result = run_on_all_ranks(comm, search)
     job.close()
-    tuned = at_once(found.batch, found.sample.parts)
-    origin = ", ".join(text for text in (f"tuned by {found.strategy}", tuned.origin) if text)
-    return TunedRecipe(replace(tuned, origin=origin), found, dataset)
+    tuned = at_once(result.batch, result.sample.parts)
+    origin = ", ".join(text for text in (f"tuned by {result.strategy}", tuned.origin) if text)
+    return TunedRecipe(replace(tuned, origin=origin), result, dataset)
 
 
 def _begin(at: Callable[[int], Recipe], batch: int, multiple: int) -> int:
@@ -124,15 +125,15 @@ def _at_once(at: Callable[[int], Recipe], batch: int, parts: int = 1) -> Recipe:
 def limits(
     at: Callable[[int], Recipe], how: TuneSettings, *, images: int, multiple: int, begin: int, few: int
 ) -> tuple[int, int]:
-    """The smallest and the largest batch that may be tried and trained with, as far as is known before.
+    """The smallest and the largest batch to try: both can be shared by the ranks and trained with.
 
     Args:
         at: the recipe at a batch.
-        how: what is asked for.
-        images: there are to train on.
+        how: the range that the user wants.
+        images: the number of training images.
         multiple: sizes are multiples of it.
-        begin: can be trained with.
-        few: the smallest that is worth a try.
+        begin: a size that can be trained with.
+        few: the smallest size worth a try.
     """
 
     def trains(batch: int) -> bool:
@@ -151,7 +152,7 @@ def limits(
 
 
 def _edge(trains: Callable[[int], bool], good: int, bad: int, *, multiple: int) -> int:
-    """The last size that trains on the way from one that does to one that does not, by halves."""
+    """The last size that trains between one that does and one that does not, by bisection."""
     while abs(bad - good) > multiple:
         middle = (good + bad) // 2 // multiple * multiple
         if trains(middle):
@@ -162,7 +163,7 @@ def _edge(trains: Callable[[int], bool], good: int, bad: int, *, multiple: int) 
 
 
 def curve(at: Callable[[int], Recipe], least: int, most: int) -> tuple[tuple[int, float], ...]:
-    """(batch, epochs) where the recipe says other epochs for other batches; else nothing."""
+    """(batch, epochs) at some sizes, if the recipe's epochs depend on the batch; otherwise empty."""
     sizes = [least * 2**k for k in range(64) if least * 2**k < most]
     try:
         pairs = tuple((batch, at(batch).epochs) for batch in (*sizes, most))
@@ -173,7 +174,7 @@ def curve(at: Callable[[int], Recipe], least: int, most: int) -> tuple[tuple[int
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """What a step raises, as a line: model, loss and data are the user's, and must run before they can be tuned."""
+    """Turns an error of the user's model, loss or data into one line that names it."""
     try:
         yield
     except InputError:
@@ -197,7 +198,7 @@ def free_memory(recipe: Recipe) -> None:
 
 def show(tuned: TunedRecipe, *, memory: str = "") -> None:
     """Prints the sizes tried with their intervals, the chosen size, its rates, and a remark on memory."""
-    recipe, result = tuned.recipe, tuned.found
+    recipe, result = tuned.recipe, tuned.result
     rows = Table()
     for name in ("batch", "ms a step", "images/s", "waits for input", "device used", "epochs"):
         rows.add_column(name, justify="right")

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from kasoku.config.recipe import Recipe, made, optimizer
+from kasoku.config.recipe import Recipe, checked, optimizer
 from kasoku.config.sharing import check_share
 from kasoku.config.technique_choice import derived_techniques, is_asynchronous, techniques_for
 from kasoku.config.updates import updates
@@ -216,7 +216,7 @@ def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Da
     scan = OneScan(comm)
 
     def data() -> Dataset:
-        return scan.during(lambda: dataset or made(recipe.data(), Dataset, "data"))
+        return scan.during(lambda: dataset or checked(recipe.data(), Dataset, "data"))
 
     def device() -> Chosen:
         choice = partial(choose, recipe.device, local_rank=here.local_rank, local_size=here.sharing)
@@ -248,7 +248,7 @@ def _network(data: Dataset, *, recipe: Recipe) -> nn.Module:
     """The network with its first weights. No other task may draw from torch's own generator meanwhile."""
     torch.manual_seed(recipe.seed)
     shape = {"in_channels": data.channels, "image_size": data.image_size[0]}
-    return made(recipe.model(num_classes=len(data.classes), **shape), nn.Module, "model")
+    return checked(recipe.model(num_classes=len(data.classes), **shape), nn.Module, "model")
 
 
 def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, chosen: Chosen) -> nn.Module:
