@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -122,8 +123,8 @@ def test_a_fast_rank_takes_more_of_the_data(tmp_path):
                 comm.block("its turn", lambda: True)
 
         job.after_step(counted)
-        run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
-        fit(training, run, started=process_start(), quiet=True)
+        with RunFolder(tmp_path / "run") if comm.rank == 0 else nullcontext() as run:
+            fit(training, run, started=process_start(), quiet=True)
 
     Threads(3).run(rank)
     assert sum(counts) == 29 * 3
@@ -222,8 +223,8 @@ def test_no_rank_waits_for_another_between_meetings(tmp_path, monkeypatch):
         for one in (comm, training.job.kept("asynchronous").comm):
             join = one._join
             one._join = partial(noted, comm.rank, join)
-        run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
-        fit(training, run, started=process_start(), quiet=True)
+        with RunFolder(tmp_path / "run") if comm.rank == 0 else nullcontext() as run:
+            fit(training, run, started=process_start(), quiet=True)
 
     monkeypatch.setattr(AsyncSource, "batches", batches)
     Threads(2).run(rank)
@@ -304,8 +305,8 @@ def test_a_rank_that_gets_no_share_ends_nothing(tmp_path):
 
         exchange.share_of_data = late
         training.job.before_step(lambda: steps.append(plain.deal.last))
-        run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
-        return fit(training, run, started=process_start(), quiet=True), len(steps)
+        with RunFolder(tmp_path / "run") if comm.rank == 0 else nullcontext() as run:
+            return fit(training, run, started=process_start(), quiet=True), len(steps)
 
     (result, all_of_them), (_, none) = Threads(2).run(rank)
     assert (all_of_them, none) == (6, 0)
@@ -332,8 +333,8 @@ def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup
         training = build(recipe(data, "batch=12", warmup=warmup), comm)
         if comm.rank == 1:
             training.job.around_loader(failing)
-        run = RunFolder(tmp_path / "run") if comm.rank == 0 else None
-        fit(training, run, started=process_start(), quiet=True)
+        with RunFolder(tmp_path / "run") if comm.rank == 0 else nullcontext() as run:
+            fit(training, run, started=process_start(), quiet=True)
 
     with pytest.raises(InputError, match="rank 1: the source is gone"):
         Threads(3).run(rank)
