@@ -26,7 +26,7 @@ from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToT
 from kasoku.tune.measurement import BatchSizeResult, Measurement
 from kasoku.tune.memory_forecast import MemoryForecast
 from kasoku.tune.noise_scale import NoiseEstimate
-from kasoku.tune.sandbox import Sandbox, copied
+from kasoku.tune.sandbox import Sandbox, copy_of
 from kasoku.tune.strategies import Strategy
 from kasoku.tune.trial import Trial
 
@@ -223,7 +223,7 @@ def test_a_copy_has_hooks_of_the_user_and_none_of_techniques():
     job = Job(model, rule, loader=Batches()).apply(VirtualRanks(norm_batch=8), Autocast("bf16"))
     train(job, 1)
     calls.clear()
-    other, optimizer = copied(job)
+    other, optimizer = copy_of(job)
     assert all("forward" not in vars(m) and "steer" not in vars(m) for m in other.modules())
     assert not other._forward_hooks
     assert model._forward_hooks, "the job keeps its own"

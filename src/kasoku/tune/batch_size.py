@@ -3,7 +3,8 @@
 Note: ranks. Each rank measures a size alone, in its own sandbox, with its own share of the batch, so that no step waits
 for another rank. Before and after each size all ranks agree on the elapsed time, on whether the size will fit, on
 whether it did, and on the slowest rank's time, which is the time of a common step. The exchange of gradients is
-measured once, separately, and added. So a rank that runs out of memory delays nobody, and all ranks choose alike.
+measured once, separately, and added. So a rank that runs out of memory delays no other rank, and all ranks choose
+the same size.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from kasoku.tune.sandbox import undisturbed
 from kasoku.tune.strategies import Strategy, TimeToTarget
 from kasoku.tune.trial import StepTimes, Trial
 
-_LEAST, _MOST = 8, 8192  # images of a rank, where nothing else is said
-_SHARE = 3  # one size may take this part of the time that is left
-_BACKWARD = 2 / 3  # of computing; communication can hide behind it
-_EXCHANGES, _PIECE_BYTES = 3, 25 * 2**20  # that are timed, of a piece of all gradients
-_FORMS = 10_000  # of a block, one for each shape, that are compiled and kept meanwhile
+_MIN_IMAGES, _MAX_IMAGES = 8, 8192  # of a rank, by default
+_TIME_SHARE = 3  # a size may take a third of the remaining time
+_BACKWARD = 2 / 3  # of computing: the part that can hide communication
+_EXCHANGES, _CHUNK_BYTES = 3, 25 * 2**20  # timed exchanges, of a chunk of the gradients
+_COMPILED_FORMS = 10_000  # of a block, one for each shape, during the search
 _DEFAULT = TimeToTarget()
 
 
@@ -81,65 +82,65 @@ def tune_batch_size(
         raise InputError(f"least={least}, most={most}, multiple={multiple}: images, or 0 to choose by the job")
     job.drain()
     with undisturbed(job):
-        found = _searched(job, strategy, budget_s, (least, most, multiple))
-    gc.collect()  # the copies
+        result = _search(job, strategy, budget_s, (least, most, multiple))
+    gc.collect()  # frees the copies
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return replace(found, strategy=type(strategy).__name__, budget_s=budget_s)
+    return replace(result, strategy=type(strategy).__name__, budget_s=budget_s)
 
 
-def _searched(job: Job, strategy: Strategy, budget_s: float, given: tuple[int, int, int]) -> BatchSizeResult:
+def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int, int]) -> BatchSizeResult:
     trial = _trial(job, strategy)
     try:
-        with _many_forms(job):
-            measuring = _Measurer(job, trial, budget_s)
-            limits = _limits(trial, measuring, given)
+        with _unlimited_compilation(job):
+            measure = _Measurer(job, trial, budget_s)
+            limits = _limits(trial, measure, sizes)
             trial.sandbox.may_split(limits.multiple)
-            measuring.foresee(limits.first)
-            found = strategy.search(measuring, limits)
-            return replace(found, speeds=measuring.speeds(found.batch))
+            measure.small_sizes(limits.first)
+            result = strategy.search(measure, limits)
+            return replace(result, speeds=measure.speeds(result.batch))
     finally:
         trial.sandbox.close()
 
 
 @contextmanager
-def _many_forms(job: Job) -> Iterator[None]:
-    """Lifts the limit of what Compile keeps: beyond it a block would run uncompiled, and be timed so."""
+def _unlimited_compilation(job: Job) -> Iterator[None]:
+    """Lifts torch.compile's limit of compiled forms, beyond which a block would run, and be timed, uncompiled."""
     if not any(technique.compiles_model for technique in job.applied):
         yield
         return
-    with recompile_limit(_FORMS):
+    with recompile_limit(_COMPILED_FORMS):
         yield
 
 
 def _trial(job: Job, strategy: Strategy) -> Trial:
-    """The sandbox, on all ranks; or all ranks raise."""
-    made: list[Trial] = []
+    """Creates the trial on all ranks, or raises on all ranks. Collective."""
+    trial: Trial | None = None
     failure: Exception | None = None
     try:
-        made.append(Trial(job, strategy.needs))
-    except Exception as error:  # all ranks must hear of it
+        trial = Trial(job, strategy.needs)
+    except Exception as error:  # all ranks must learn of it
         failure = error
     if failure is not None and out_of_memory(failure):
         failure = InputError("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
-    if any(job.comm.gather_objects(failure is not None)):
+    if any(job.comm.gather_objects(failure is not None)) or trial is None:
         raise failure or ReportedElsewhereError(
-            "batch size: another rank could not copy its model or read its data, and tells why"
+            "batch size: another rank could not copy its model or read its data, and prints why"
         )
-    return made[0]
+    return trial
 
 
-def _limits(trial: Trial, measuring: _Measurer, given: tuple[int, int, int]) -> Limits:
-    """What may be tried; the same on all ranks."""
+def _limits(trial: Trial, measure: _Measurer, sizes: tuple[int, int, int]) -> Limits:
+    """The sizes that may be tried; the same on all ranks."""
     job, sandbox = trial.sandbox.job, trial.sandbox
-    least, most, multiple = given
-    start, fewest = (int(x) for x in measuring.agreed([sandbox.start, -sandbox.images]))
+    least, most, multiple = sizes
+    start, fewest = (int(x) for x in measure.reduce([sandbox.start, -sandbox.images]))
     images = -fewest
     multiple = multiple or _multiple(job)
-    least = least or max(multiple, min(_LEAST * job.comm.size, start))
-    top = most or _MOST * job.comm.size
+    least = least or max(multiple, min(_MIN_IMAGES * job.comm.size, start))
+    top = most or _MAX_IMAGES * job.comm.size
     top = min(top, images) if images else top
-    return Limits(start, least, top, multiple, images or start, measuring.budget_s, measuring)
+    return Limits(start, least, top, multiple, images or start, measure.budget_s, measure)
 
 
 def _multiple(job: Job) -> int:
@@ -149,44 +150,44 @@ def _multiple(job: Job) -> int:
 
 
 class _Measurer:
-    """Measures sizes, on all ranks alike; and the clock that all agree on, which moves when they do."""
+    """Measures sizes on all ranks together. Also a clock that is equal on all ranks: `reduce` advances it."""
 
     def __init__(self, job: Job, trial: Trial, budget_s: float) -> None:
         self.job, self.trial, self.budget_s = job, trial, budget_s
         self.began_s = job.clock.now()
-        self.elapsed_s, self.begun = 0.0, False
-        self.looked: dict[tuple[int, int], StepTimes] = {}  # what the looks at a size, in so many parts, have shown
+        self.elapsed_s, self.started = 0.0, False
+        self.timed: dict[tuple[int, int], StepTimes] = {}  # all steps of a size, by (batch, parts)
         self.step_s: dict[int, float] = {}  # of the slowest rank
-        self.own_s: dict[int, float] = {}  # of this rank alone, a step at each size
-        self.scales: list[float] = []  # of gradient noise, look by look
+        self.own_s: dict[int, float] = {}  # a step of this rank at each size
+        self.scales: list[float] = []  # the gradient noise scale of each measurement
         self.overlaps = any(technique.overlaps_backward for technique in job.applied)
         self.exchange_s = self._exchange() if job.comm.size > 1 else 0.0
 
     def now(self) -> float:
-        """Seconds since the search began, when the ranks last agreed."""
+        """Seconds since the search began, at the last `reduce`."""
         return self.elapsed_s
 
     def __call__(self, batch: int) -> Measurement:
-        """Tries a size. Raises what a step raises, but for want of memory; on the other ranks InputError."""
-        if self.begun and self._late(batch):
+        """Measures a size. Raises the error of a step, unless memory is short; the other ranks raise InputError."""
+        if self.started and self._is_late(batch):
             return Measurement(batch, failed=LATE)
-        self.begun = True  # the first size is tried in any case
-        sample = self._tried(batch)
+        self.started = True  # the first size is tried in any case
+        sample = self._try(batch)
         while sample.failed and self.trial.sandbox.split(batch):
-            sample = self._tried(batch)
+            sample = self._try(batch)
         return sample
 
-    def foresee(self, first: int) -> None:
-        """Tries one and two groups, where the first size has many: so it is foretold what that takes."""
+    def small_sizes(self, first: int) -> None:
+        """Measures one and two groups if the first size has more, to predict the memory of larger sizes."""
         few = self.job.comm.size * self.trial.sandbox.group
         for batch in (few, 2 * few):
             if few and first > 2 * few:
-                self._tried(batch)
+                self._try(batch)
 
-    def _late(self, batch: int) -> bool:
-        """Whether a brief look would take longer than there is time, by the line through the two sizes below.
+    def _is_late(self, batch: int) -> bool:
+        """Whether a brief measurement would exceed the time left, by the line through the two next smaller sizes.
 
-        Of one size alone: an image takes what it took there.
+        With a single smaller size, time is proportional to the batch.
         """
         below = sorted(pair for pair in self.step_s.items() if pair[0] <= batch)[-2:]
         if not below:
@@ -195,90 +196,90 @@ class _Measurer:
         an_image_s = max(0.0, (high_s - low_s) / (high - low))
         return BRIEF * (high_s + an_image_s * (batch - high)) > self.budget_s - self.elapsed_s
 
-    def _tried(self, batch: int) -> Measurement:
-        if self.agreed([float(not self.trial.memory.fits(self.trial.sandbox.at_once(batch)))])[0]:
+    def _try(self, batch: int) -> Measurement:
+        if self.reduce([float(not self.trial.memory.fits(self.trial.sandbox.at_once(batch)))])[0]:
             return Measurement(batch, failed="it would not fit in memory")
         steps = BRIEF if self.trial.needs.brief else STEPS
-        allowed_s = (self.budget_s - self.elapsed_s) / _SHARE
+        allowed_s = (self.budget_s - self.elapsed_s) / _TIME_SHARE
         ran: StepTimes | None = None
         failure: Exception | None = None
         try:
             ran = self.trial.run(batch, steps, allowed_s=allowed_s, until_s=self.began_s + self.budget_s)
-        except Exception as error:  # all ranks must hear of it
+        except Exception as error:  # all ranks must learn of it
             failure = error
-        lacking = failure is not None and out_of_memory(failure)
-        worst, *_ = self.agreed([0.0 if failure is None else 1.0 if lacking else 2.0])
+        short = failure is not None and out_of_memory(failure)
+        worst, *_ = self.reduce([0.0 if failure is None else 1.0 if short else 2.0])
         if worst == 2:
-            if failure is not None and not lacking:
+            if failure is not None and not short:
                 raise failure
-            raise ReportedElsewhereError(f"batch={batch}: another rank could not make a step, and tells why")
+            raise ReportedElsewhereError(f"batch={batch}: another rank could not make a step, and prints why")
         if worst or ran is None:
-            failure = None  # its frames hold tensors
+            failure = None  # its traceback refers to tensors
             gc.collect()
             self.trial.recover()
             return Measurement(batch, failed="out of memory")
         if self.trial.needs.brief:
-            look = (batch, self.trial.sandbox.parts(batch))
-            before = self.looked.get(look)
-            ran = self.looked[look] = before.and_then(ran) if before else ran
+            key = (batch, self.trial.sandbox.parts(batch))
+            before = self.timed.get(key)
+            ran = self.timed[key] = before.and_then(ran) if before else ran
         return self._sample(batch, ran)
 
     def _sample(self, batch: int, ran: StepTimes) -> Measurement:
-        """What all ranks take together: the slowest one's time, the mean of the rest."""
+        """The measurement of all ranks together: the time of the slowest, the mean of the rest."""
         self.own_s[batch] = statistics.median(ran.steps_s)
-        told = [*interval(ran.steps_s), statistics.median(ran.waits_s), -len(ran.steps_s)]
-        step_s, low_s, high_s, input_s, fewest = self.agreed(told)
+        times = [*interval(ran.steps_s), statistics.median(ran.waits_s), -len(ran.steps_s)]
+        step_s, low_s, high_s, input_s, fewest = self.reduce(times)
         self.step_s[batch] = step_s
         ranks = self.job.comm.size
         own = ran.noise if ran.noise and math.isfinite(ran.noise.signal) and math.isfinite(ran.noise.trace) else None
-        seen = [1.0, own.signal, own.trace] if own else [0.0, 0.0, 0.0]
-        usage, known, signal, trace = self.agreed([ran.utilisation, *seen], op="mean")
+        estimate = [1.0, own.signal, own.trace] if own else [0.0, 0.0, 0.0]
+        usage, known, signal, trace = self.reduce([ran.utilisation, *estimate], op="mean")
         if known:
             scale = NoiseEstimate(signal / known, trace / known).scale
             self.scales.append(math.inf if scale is None else scale)
-        late = self.scales[len(self.scales) // 2 :]  # the first steps of a training are like no others
+        late = self.scales[len(self.scales) // 2 :]  # the first steps of a training are not typical
         scale = statistics.median(late) if late else math.inf
         hidden_s = _BACKWARD * max(0.0, step_s - input_s) if self.overlaps else 0.0
         more_s = max(0.0, self.exchange_s - hidden_s) if ranks > 1 else 0.0
-        times = (step_s + more_s, low_s + more_s, high_s + more_s, input_s)
+        common = (step_s + more_s, low_s + more_s, high_s + more_s, input_s)
         noise = scale if math.isfinite(scale) else None
-        sample = Measurement(batch, *times, utilisation=usage, noise=noise, steps=-round(fewest))
+        sample = Measurement(batch, *common, utilisation=usage, noise=noise, steps=-round(fewest))
         return replace(sample, parts=self.trial.sandbox.parts(batch))
 
     def speeds(self, batch: int) -> tuple[float, ...]:
-        """Images a second of each rank at a size, by itself; empty on one rank."""
+        """Images/s of each rank on its own at a size; empty on one rank. Collective."""
         comm = self.job.comm
         return tuple(comm.gather_objects(batch / comm.size / self.own_s[batch])) if comm.size > 1 else ()
 
-    def agreed(self, values: list[float], *, op: str = "max") -> list[float]:
-        """The largest, or the mean, over the ranks; and the time moves on."""
+    def reduce(self, values: list[float], *, op: str = "max") -> list[float]:
+        """The maximum, or the mean, over the ranks; advances the common clock. Collective."""
         passed_s = self.job.clock.now() - self.began_s
         comm = self.job.comm
         if comm.size == 1:
             self.elapsed_s = passed_s
             return values
-        told = torch.tensor([*values, passed_s], dtype=torch.float64, device=self.trial.device)
-        comm.all_reduce(told, op=op).wait()
-        *agreed, passed_s = told.tolist()
+        message = torch.tensor([*values, passed_s], dtype=torch.float64, device=self.trial.device)
+        comm.all_reduce(message, op=op).wait()
+        *reduced, passed_s = message.tolist()
         self.elapsed_s = max(self.elapsed_s, passed_s)
-        return agreed
+        return reduced
 
     def _exchange(self) -> float:
-        """Seconds in which all gradients are averaged over the ranks."""
+        """Seconds of averaging all gradients over the ranks. Collective."""
         params = [p for p in self.trial.sandbox.model.parameters() if p.requires_grad]
         total = sum(p.numel() * p.element_size() for p in params)
         if not total:
             return 0.0
-        piece = torch.zeros(min(total, _PIECE_BYTES) // 4, device=self.trial.device)
-        taken_s = []
-        for _ in range(1 + _EXCHANGES):  # the first one makes connections
-            self.agreed([0.0])  # none comes late
-            began = self._here()
-            self.job.comm.all_reduce(piece, op="mean").wait()
-            taken_s.append(self._here() - began)
-        return self.agreed([statistics.median(taken_s[1:]) * total / piece.nbytes])[0]
+        chunk = torch.zeros(min(total, _CHUNK_BYTES) // 4, device=self.trial.device)
+        times_s = []
+        for _ in range(1 + _EXCHANGES):  # the first one opens connections
+            self.reduce([0.0])  # all ranks start together
+            began = self._synchronized_now()
+            self.job.comm.all_reduce(chunk, op="mean").wait()
+            times_s.append(self._synchronized_now() - began)
+        return self.reduce([statistics.median(times_s[1:]) * total / chunk.nbytes])[0]
 
-    def _here(self) -> float:
+    def _synchronized_now(self) -> float:
         if self.trial.device.type == "cuda":
             torch.cuda.synchronize(self.trial.device)
         return self.job.clock.now()

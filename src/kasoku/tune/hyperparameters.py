@@ -1,7 +1,7 @@
-"""Hyperparameter search: each trial trains in a process of its own; Optuna proposes, prunes and records.
+"""Hyperparameter search: each trial trains in its own process; Optuna proposes, prunes and records.
 
-Note: resuming. The folder of a search holds Optuna's journal (a line of JSON for each event), a run folder and the
-output of each trial, and the table. The same command resumes the search: a trial that was stopped, or whose search was
+Note: resuming. The folder of a search has Optuna's journal (a line of JSON for each event), a run folder and the
+output of each trial, and a table. The same command resumes the search: a trial that was stopped, or whose search was
 killed, continues from its checkpoint, because its settings are proposed again.
 """
 
@@ -28,28 +28,28 @@ from kasoku.tune.search_space import Space
 
 DIVERGED, STOPPED = 3, 75  # exit codes of `kasoku train`
 _POLL_S = 0.25
-_GRACE_S = 120.0  # from SIGTERM to SIGKILL: a checkpoint is written in between
-_HOPELESS = 3  # so many trials that cannot run, and none that can: the mistake is not in their settings
-_MEND = "mend that, and give another --out"
-_SHOWN = ("top1", "best_top1", "epochs", "seconds", "time_to_target_s")  # of a trial's result.json
+_GRACE_S = 120.0  # from SIGTERM to SIGKILL, to write a checkpoint
+_MAX_FAILURES = 3  # if the first three trials fail, the mistake is not in their settings
+_REMEDY = "mend that, and give another --out"
+_FIGURES = ("top1", "best_top1", "epochs", "seconds", "time_to_target_s")  # of a trial's result.json
 
 
-def _as_here(job: int) -> dict[str, str]:
+def _same_environment(job: int) -> dict[str, str]:
     return {}
 
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """A search.
+    """The settings of a search.
 
     Args:
-        command: trains, and takes `--set path=value`, `--out DIR` and `--continue` as `kasoku train` does.
-        space: what is varied, by path.
-        folder: where all of it is kept.
-        trials: how many in all, those of earlier parts of the search included.
-        jobs: how many train at once.
-        about: what must be the same where a search goes on: the text of the recipe and of the space.
-        environment: what a trial's process gets beside ours, by the number of the job (0 to jobs - 1) that runs it.
+        command: a training command with the options `--set path=value`, `--out DIR` and `--continue` of `kasoku train`.
+        space: the ranges of the settings, by path.
+        folder: the folder of the search.
+        trials: the number of trials, those of earlier parts of the search included.
+        jobs: the number of simultaneous trials.
+        about: the text of the recipe and of the space, which must not change when the search is continued.
+        environment: additional environment variables of a trial, by the number of its job (0 to jobs - 1).
 
     Raises:
         InputError: for less than one trial or job.
@@ -61,7 +61,7 @@ class SearchSettings:
     trials: int
     jobs: int = 1
     about: str = ""
-    environment: Callable[[int], dict[str, str]] = _as_here
+    environment: Callable[[int], dict[str, str]] = _same_environment
 
     def __post_init__(self) -> None:
         if self.trials < 1 or self.jobs < 1:
@@ -70,13 +70,13 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What came of a trial.
+    """The result of a trial.
 
     Args:
         trial: its number, from 1 on.
-        how: "done", "pruned", "diverged", or "failed: " and why.
+        how: "done", "pruned", "diverged", or "failed: " with the reason.
         settings: path -> value as TOML.
-        result: some of result.json: accuracies from 0 to 1, seconds, epochs.
+        result: figures of result.json: accuracies from 0 to 1, seconds, epochs.
         folder: its run folder.
     """
 
@@ -88,20 +88,20 @@ class TrialResult:
 
     @property
     def top1(self) -> float:
-        """The accuracy on the test images at the end, 0 to 1; 0 where there is none."""
+        """The accuracy on the test images at the end, 0 to 1; 0 if unknown."""
         return self.result.get("top1") or 0.0
 
     def __str__(self) -> str:
-        return f"trial {self.trial}: {self.how}{f', {self.top1:.2%}' if self.top1 else ''} ({_shown(self.settings)})"
+        return f"trial {self.trial}: {self.how}{f', {self.top1:.2%}' if self.top1 else ''} ({_as_text(self.settings)})"
 
 
-def _shown(settings: dict[str, Any]) -> str:
+def _as_text(settings: dict[str, Any]) -> str:
     return ", ".join(f"{path}={value}" for path, value in settings.items())
 
 
 @dataclass
-class _Running:
-    """A trial under way."""
+class _TrialProcess:
+    """A running trial."""
 
     trial: Any
     process: subprocess.Popen[bytes]
@@ -109,32 +109,32 @@ class _Running:
     output: Path
     read_bytes: int = 0  # of the log of metrics
     reported: int = 0  # evaluations
-    pruned_s: float = 0.0  # when it was told to end
+    pruned_s: float = 0.0  # when it was signalled to end
 
 
 def search(
     plan: SearchSettings, *, caught: Sequence[str] = (), say: Callable[[str], None] = print
 ) -> list[TrialResult]:
-    """Runs the trials that are left, and gives those that ended, the best first; trials.csv in the folder has them too.
+    """Runs the remaining trials. Returns all that ended, the best first, and writes them to trials.csv in the folder.
 
     Args:
-        plan: what to try.
-        caught: filled from outside when a signal came: the trials under way are ended and can be gone on with.
-        say: told a line when a trial begins and when it ends.
+        plan: the search.
+        caught: signals that the caller has received: then running trials end with a checkpoint and can be continued.
+        say: called with a line when a trial begins and when it ends.
 
     Raises:
-        InputError: without Optuna, for a folder in use or of another search, and where no trial can run.
+        InputError: without Optuna, for a folder in use or of another search, and if no trial can run.
 
-    Ref: Akiba et al. 2019 (arXiv 1907.10902); its sampler: Bergstra et al. 2011 (TPE). Pruned is a trial whose best
-    accuracy so far is below the median of the finished ones at the same evaluation.
+    Ref: Akiba et al. 2019 (arXiv 1907.10902); its sampler: Bergstra et al. 2011 (TPE). A trial is pruned if its best
+    accuracy so far is below the median of finished trials at the same evaluation.
     """
     optuna = _optuna()
-    with _held(plan.folder):
+    with _locked(plan.folder):
         trials = _Trials(optuna, plan, _study(optuna, plan), say)
         try:
-            while not caught and trials.go_on():
+            while not caught and trials.start_free_jobs():
                 time.sleep(_POLL_S)
-                for outcome in trials.look():
+                for outcome in trials.poll():
                     say(str(outcome))
         finally:
             trials.end()
@@ -144,134 +144,134 @@ def search(
 
 
 class _Trials:
-    """The trials of one study: those under way, and what came of the others."""
+    """The trials of one study: running processes, and the results of ended trials."""
 
     def __init__(self, optuna: Any, plan: SearchSettings, study: Any, say: Callable[[str], None]) -> None:
         self.states, self.plan, self.study, self.say = optuna.trial.TrialState, plan, study, say
-        self.running: dict[int, _Running] = {}  # by job
-        self.told: list[str] = []  # how those of this part ended
+        self.running: dict[int, _TrialProcess] = {}  # by job
+        self.ended: list[str] = []  # how trials of this part ended
         for stale in study.get_trials(deepcopy=False, states=(self.states.RUNNING,)):
-            self._again(stale)
+            self._enqueue_again(stale)
 
-    def go_on(self) -> bool:
-        """Starts what is free to start; False when nothing is left to wait for."""
-        failed = [how for how in self.told if how.startswith("failed")]
-        if len(failed) == len(self.told) >= _HOPELESS:
-            raise InputError(f"all of the first {len(failed)} trials {failed[0]}: {_MEND}")
+    def start_free_jobs(self) -> bool:
+        """Starts a trial on each free job; returns False when no trial runs."""
+        failed = [how for how in self.ended if how.startswith("failed")]
+        if len(failed) == len(self.ended) >= _MAX_FAILURES:
+            raise InputError(f"all of the first {len(failed)} trials {failed[0]}: {_REMEDY}")
         ended = len(self.outcomes())
         for job in range(self.plan.jobs):
             if job not in self.running and ended + len(self.running) < self.plan.trials:
-                self.running[job] = self._started(job)
+                self.running[job] = self._start(job)
         return bool(self.running)
 
     def refuse_failures(self) -> None:
-        """Raises InputError where every trial that ended has failed."""
+        """Raises InputError if every trial that ended has failed."""
         outcomes = self.outcomes()
-        if outcomes and all(one.how.startswith("failed") for one in outcomes):
-            raise InputError(f"all {len(outcomes)} trials {outcomes[0].how}: {_MEND}")
+        if outcomes and all(run.how.startswith("failed") for run in outcomes):
+            raise InputError(f"all {len(outcomes)} trials {outcomes[0].how}: {_REMEDY}")
 
-    def look(self) -> Iterator[TrialResult]:
-        """Reads what the trials write, ends those that are not worth it; gives those that have ended."""
-        for job, one in list(self.running.items()):
-            if one.process.poll() is None:
-                self._follow(one)
+    def poll(self) -> Iterator[TrialResult]:
+        """Reads the metrics of running trials, prunes, and yields the trials that have ended."""
+        for job, run in list(self.running.items()):
+            if run.process.poll() is None:
+                self._follow(run)
             else:
                 del self.running[job]
-                self._tell(one)
+                self._finish(run)
                 self._write()
-                yield from (outcome for outcome in self.outcomes() if outcome.trial == one.trial.number + 1)
+                yield from (outcome for outcome in self.outcomes() if outcome.trial == run.trial.number + 1)
 
     def end(self) -> None:
-        """Ends those under way by SIGTERM, which has them write a checkpoint; what was done is kept."""
-        under_way = list(self.running.values())
-        for one in under_way:
-            one.process.send_signal(signal.SIGTERM)
+        """Ends running trials by SIGTERM, at which they write a checkpoint, and enqueues them again."""
+        running = list(self.running.values())
+        for run in running:
+            run.process.send_signal(signal.SIGTERM)
         until = time.monotonic() + _GRACE_S
         try:
-            for one in under_way:
+            for run in running:
                 with suppress(subprocess.TimeoutExpired):
-                    one.process.wait(max(0.0, until - time.monotonic()))
+                    run.process.wait(max(0.0, until - time.monotonic()))
         finally:
-            for one in under_way:
-                one.process.kill()
-                one.process.wait()
-        for one in under_way:
-            if one.pruned_s or one.process.returncode == 0:
-                self._tell(one)
+            for run in running:
+                run.process.kill()
+                run.process.wait()
+        for run in running:
+            if run.pruned_s or run.process.returncode == 0:
+                self._finish(run)
             else:
-                self._again(self.study.trials[one.trial.number])
+                self._enqueue_again(self.study.trials[run.trial.number])
         self.running.clear()
         self._write()
 
     def outcomes(self) -> list[TrialResult]:
-        """Of the trials that ended by themselves or were pruned, the best first."""
-        found = []
+        """The results of trials that ended by themselves or were pruned, the best first."""
+        results = []
         for trial in self.study.get_trials(deepcopy=False):
             if "how" in trial.user_attrs:
                 kept = {name: trial.user_attrs[name] for name in ("how", "settings", "result", "folder")}
-                found.append(TrialResult(trial.number + 1, **kept))
-        return sorted(found, key=lambda one: (one.how != "done", -one.top1, one.trial))
+                results.append(TrialResult(trial.number + 1, **kept))
+        return sorted(results, key=lambda run: (run.how != "done", -run.top1, run.trial))
 
-    def _started(self, job: int) -> _Running:
+    def _start(self, job: int) -> _TrialProcess:
         trial = self.study.ask()
-        begun = trial.user_attrs.get("folder")
-        folder = Path(begun) if begun else self.plan.folder / f"trial-{trial.number + 1}"
+        earlier = trial.user_attrs.get("folder")
+        folder = Path(earlier) if earlier else self.plan.folder / f"trial-{trial.number + 1}"
         trial.set_user_attr("folder", str(folder))
-        settings = {path: one.proposed(trial, path) for path, one in self.plan.space.items()}
+        settings = {path: choice.proposed(trial, path) for path, choice in self.plan.space.items()}
         trial.set_user_attr("settings", settings)
-        given = [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]
-        command = [*self.plan.command, *given, "--out", str(folder), *(["--continue"] if begun else [])]
+        options = [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]
+        command = [*self.plan.command, *options, "--out", str(folder), *(["--continue"] if earlier else [])]
         environment = {**os.environ, **self.plan.environment(job)}
         output = folder.with_name(f"{folder.name}.log")
-        with output.open("ab") as stream:  # a process group of its own: a terminal's Ctrl-C comes once, through us
+        with output.open("ab") as stream:  # its own process group: only this process receives a terminal's Ctrl-C
             process = subprocess.Popen(
                 command, env=environment, stdout=stream, stderr=subprocess.STDOUT, process_group=0
             )
-        self.say(f"trial {trial.number + 1}: {'goes on' if begun else 'begins'} ({_shown(settings)})")
-        return _Running(trial, process, folder, output)
+        self.say(f"trial {trial.number + 1}: {'continues' if earlier else 'begins'} ({_as_text(settings)})")
+        return _TrialProcess(trial, process, folder, output)
 
-    def _follow(self, one: _Running) -> None:
-        """Reports what was evaluated since; ends a trial that is not worth going on with."""
-        if one.pruned_s:
-            if time.monotonic() - one.pruned_s > _GRACE_S:
-                one.process.kill()
-        elif self._report(one) and one.trial.should_prune():
-            one.pruned_s = time.monotonic()
-            one.process.send_signal(signal.SIGTERM)
+    def _follow(self, run: _TrialProcess) -> None:
+        """Reports new evaluations; prunes the trial if they are too low."""
+        if run.pruned_s:
+            if time.monotonic() - run.pruned_s > _GRACE_S:
+                run.process.kill()
+        elif self._report(run) and run.trial.should_prune():
+            run.pruned_s = time.monotonic()
+            run.process.send_signal(signal.SIGTERM)
 
-    def _report(self, one: _Running) -> bool:
-        """Reports the evaluations not reported yet; whether there were any."""
-        log, before = one.folder / "metrics.jsonl", one.reported
+    def _report(self, run: _TrialProcess) -> bool:
+        """Reports new evaluations to the study; returns whether there were any."""
+        log, before = run.folder / "metrics.jsonl", run.reported
         with suppress(OSError):
             size = log.stat().st_size
-            if size != one.read_bytes:
-                one.read_bytes, top1 = size, accuracies(log.read_text())
+            if size != run.read_bytes:
+                run.read_bytes, top1 = size, accuracies(log.read_text())
                 for number in range(before, len(top1)):
-                    one.trial.report(top1[number], number)
-                one.reported = max(before, len(top1))
-        return one.reported > before
+                    run.trial.report(top1[number], number)
+                run.reported = max(before, len(top1))
+        return run.reported > before
 
-    def _tell(self, one: _Running) -> None:
-        """Tells the study what came of a trial that has ended."""
-        code, result = one.process.returncode, _result(one.folder)
-        self._report(one)
+    def _finish(self, run: _TrialProcess) -> None:
+        """Reports the end of a trial to the study."""
+        code, result = run.process.returncode, _result(run.folder)
+        self._report(run)
         top1 = result.get("top1")
         if code == 0 and top1 is not None:
-            how, told = "done", {"values": top1}
-        elif one.pruned_s:
-            how, told = "pruned", {"state": self.states.PRUNED}
+            how, report = "done", {"values": top1}
+        elif run.pruned_s:
+            how, report = "pruned", {"state": self.states.PRUNED}
         elif code == DIVERGED:
-            one.trial.report(0.0, one.reported)  # what the sampler learns from
-            how, told = "diverged", {"state": self.states.PRUNED}
+            run.trial.report(0.0, run.reported)  # from which the sampler learns
+            how, report = "diverged", {"state": self.states.PRUNED}
         else:
-            how, told = f"failed: {_why(code, one.output)}", {"state": self.states.FAIL}
-        one.trial.set_user_attr("result", result)
-        one.trial.set_user_attr("how", how)
-        self.told.append(how)
-        self.study.tell(one.trial, **told)
+            how, report = f"failed: {_why(code, run.output)}", {"state": self.states.FAIL}
+        run.trial.set_user_attr("result", result)
+        run.trial.set_user_attr("how", how)
+        self.ended.append(how)
+        self.study.tell(run.trial, **report)
 
-    def _again(self, stopped: Any) -> None:
-        """Has a trial that was stopped proposed again, to be gone on with in its folder."""
+    def _enqueue_again(self, stopped: Any) -> None:
+        """Enqueues a stopped trial with the same settings, to be continued in its folder."""
         folder = stopped.user_attrs.get("folder")
         self.study.tell(stopped.number, state=self.states.FAIL)
         self.study.enqueue_trial(stopped.params, user_attrs={"folder": folder} if folder else None)
@@ -279,22 +279,22 @@ class _Trials:
     def _write(self) -> None:
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(["trial", "how", *_SHOWN, *self.plan.space, "folder"])
-        for one in self.outcomes():
-            facts = [one.result.get(name) for name in _SHOWN]
-            values = [one.settings.get(path, "") for path in self.plan.space]
-            rows.writerow([one.trial, one.how, *facts, *values, one.folder])
+        rows.writerow(["trial", "how", *_FIGURES, *self.plan.space, "folder"])
+        for run in self.outcomes():
+            facts = [run.result.get(name) for name in _FIGURES]
+            values = [run.settings.get(path, "") for path in self.plan.space]
+            rows.writerow([run.trial, run.how, *facts, *values, run.folder])
         write_atomically(self.plan.folder / "trials.csv", lambda part: part.write_text(text.getvalue()))
 
 
 def accuracies(metrics: str) -> list[float]:
-    """The test accuracies (0 to 1) in the text of a metrics.jsonl, in order; a line half written is passed over."""
-    found = []
+    """The test accuracies (0 to 1) in the text of a metrics.jsonl, in order; an incomplete line is skipped."""
+    values = []
     for line in metrics.splitlines():
         if '"test_top1"' in line:
             with suppress(ValueError):
-                found.append(float(json.loads(line)["test_top1"]))
-    return found
+                values.append(float(json.loads(line)["test_top1"]))
+    return values
 
 
 def _result(folder: Path) -> dict[str, float | None]:
@@ -302,11 +302,11 @@ def _result(folder: Path) -> dict[str, float | None]:
         result = json.loads((folder / "result.json").read_text())
     except (OSError, ValueError):
         return {}
-    return {name: result.get(name) for name in _SHOWN}
+    return {name: result.get(name) for name in _FIGURES}
 
 
 def _why(code: int, output: Path) -> str:
-    """What ended a trial that did not end well: the last line it said, where it said one."""
+    """Why a trial failed: the last line it printed, if any."""
     if code == STOPPED:
         return "stopped by a signal from outside"
     with suppress(OSError):
@@ -325,28 +325,28 @@ def _optuna() -> Any:
 
 
 def _study(optuna: Any, plan: SearchSettings) -> Any:
-    """The study in the folder, or a new one. Raises InputError for one of another recipe or space."""
+    """The study in the folder, or a new one. Raises InputError if it is of another recipe or space."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     journal = plan.folder / "search.journal"
-    _mend(journal)
+    _repair(journal)
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
-    given = {"study_name": "kasoku", "direction": "maximize", "load_if_exists": True}
-    study = optuna.create_study(storage=storage, pruner=pruner, **given)
+    options = {"study_name": "kasoku", "direction": "maximize", "load_if_exists": True}
+    study = optuna.create_study(storage=storage, pruner=pruner, **options)
     if study.user_attrs.get("about", plan.about) != plan.about:
         raise InputError(
-            f"{plan.folder}: holds a search of another recipe or space: give another --out, or go on with the same"
+            f"{plan.folder}: holds a search of another recipe or space: give another --out, or continue with the same"
         )
     study.set_user_attr("about", plan.about)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # constant_liar is called experimental
-        # another seed for each part of a search: with the same one it would propose the same again
+        # a new seed for each part of a search, which would propose the same settings again otherwise
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials), constant_liar=plan.jobs > 1)
     return study
 
 
-def _mend(journal: Path) -> None:
-    """Takes off what a search that was killed left: half a line, and Optuna's lock; the folder is ours alone."""
+def _repair(journal: Path) -> None:
+    """Removes what a killed search leaves: an incomplete line, and Optuna's lock; the folder is locked by us."""
     journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
     if journal.exists():
         text = journal.read_bytes()
@@ -355,8 +355,8 @@ def _mend(journal: Path) -> None:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """The folder for this search alone. Raises InputError where another one has it, and where it cannot be written."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Locks the folder. Raises InputError if another search uses it, and if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("a")

@@ -9,8 +9,8 @@ import torch
 from kasoku.core.hardware import resident_bytes
 from kasoku.distributed.environment import ranks_on_host
 
-_SHARE = 0.9  # of what is free, that may be taken: the rest is for others, and for what a line does not tell
-_SAID = (
+_SHARE = 0.9  # of the free memory may be used; the rest is for other processes and for errors of the forecast
+_MESSAGES = (
     "out of memory",
     "can't allocate memory",
     "cannot allocate memory",
@@ -22,9 +22,9 @@ _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def forecast(peaks: list[tuple[int, int]], batch: int) -> int | None:
-    """Bytes at the peak of a step of `batch` images, by a line through the last two of (batch, bytes); None: unknown.
+    """The peak bytes of a step of `batch` images, by a line through the last two of (batch, bytes); None: unknown.
 
-    The sizes rise; the line never falls.
+    Sizes are in ascending order; a falling line is taken as flat.
     """
     if len(peaks) < 2:
         return None
@@ -36,49 +36,48 @@ def forecast(peaks: list[tuple[int, int]], batch: int) -> int | None:
 class MemoryForecast:
     """The peaks of the sizes tried on one device.
 
-    On CUDA what torch allocates at the peak; on a CPU the process's resident size after forward, where all activations
-    are there.
+    On CUDA torch's peak allocation; on a CPU the resident size of the process after forward, with all activations.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.peaks: list[tuple[int, int]] = []  # of sizes that rise
+        self.peaks: list[tuple[int, int]] = []  # in ascending order of sizes
         self._seen = 0
 
     def begin(self) -> None:
-        """A size is about to be tried."""
+        """Starts the measurement of a size."""
         self._seen = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def look(self) -> None:
-        """Between forward and backward."""
+        """Reads the memory; call it between forward and backward."""
         if self.device.type == "cpu":
             self._seen = max(self._seen, resident_bytes())
 
     def note(self, batch: int) -> None:
-        """The size worked."""
+        """Records the peak of a size that ran."""
         if self.device.type == "cuda":
             self._seen = torch.cuda.max_memory_allocated(self.device)
         if self._seen and (not self.peaks or batch > self.peaks[-1][0]):
             self.peaks.append((batch, self._seen))
 
     def fits(self, batch: int) -> bool:
-        """False where the size is foreseen not to fit; what is not known may be tried."""
-        wanted = forecast(self.peaks, batch)
-        if wanted is None or batch <= self.peaks[-1][0]:
+        """Whether a size is expected to fit; True if unknown."""
+        needed = forecast(self.peaks, batch)
+        if needed is None or batch <= self.peaks[-1][0]:
             return True
         if self.device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self.device)
             now = torch.cuda.memory_allocated(self.device)
             unused = torch.cuda.memory_reserved(self.device) - now
-            return wanted - now <= _SHARE * (free_bytes + unused)
-        free, sharing = available_bytes(), ranks_on_host() or 1  # ranks that grow alike
-        return free is None or sharing * (wanted - resident_bytes()) <= _SHARE * free
+            return needed - now <= _SHARE * (free_bytes + unused)
+        free, sharing = available_bytes(), ranks_on_host() or 1  # ranks whose memory grows equally
+        return free is None or sharing * (needed - resident_bytes()) <= _SHARE * free
 
 
 def available_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
-    """What more may be taken without swapping, on this machine and in this container; None where nothing says it.
+    """The memory that can still be allocated without swapping, on this machine and container; None: unknown.
 
     Ref: proc_meminfo(5), MemAvailable; the kernel's cgroup-v2.rst, memory.max and memory.current.
     """
@@ -98,7 +97,7 @@ def available_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
 
 
 def _held(cgroup: Path) -> int:
-    """What a container holds and cannot give back: without the files that are only cached."""
+    """The memory of a container without cached files, which the kernel can reclaim."""
     held = int((cgroup / "memory.current").read_text())
     try:
         kinds = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
@@ -108,9 +107,9 @@ def _held(cgroup: Path) -> int:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice, on any device.
+    """Whether an error means that memory was short, on any device.
 
-    CUDA's libraries have words of their own for it; cuDNN also says "not supported" of what is too large.
+    CUDA's libraries have their own messages; cuDNN also reports "not supported" for sizes that are too large.
     """
-    said = any(words in str(error).lower() for words in _SAID)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and said)
+    message = any(words in str(error).lower() for words in _MESSAGES)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and message)

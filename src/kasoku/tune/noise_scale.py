@@ -1,4 +1,4 @@
-"""The gradient noise scale: how many images a gradient must see before more of them add little."""
+"""The gradient noise scale: the number of images in a gradient beyond which more images add little."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kasoku.core import InputError
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """What gradients of parts of a batch tell of the gradient of all images.
+    """An estimate of the gradient of all images, from gradients of parts of a batch.
 
     Args:
         signal: estimate of |G|^2, the squared length of the whole gradient; may fall below 0 by chance.
@@ -31,16 +31,16 @@ class NoiseEstimate:
 
     @property
     def scale(self) -> float | None:
-        """tr(Sigma) / |G|^2, in images; None where the signal is lost in the noise."""
+        """tr(Sigma) / |G|^2, in images; None if noise hides the signal."""
         finite = math.isfinite(self.signal) and math.isfinite(self.trace)
         return max(0.0, self.trace) / self.signal if finite and self.signal > 0 else None
 
 
 def from_lengths(small_squared: float, big_squared: float, *, small: float, big: float) -> NoiseEstimate:
-    """From the squared lengths of the gradient of `small` images (a mean over several) and of `big` ones.
+    """The estimate from the squared lengths of gradients of `small` images (a mean over several) and of `big` images.
 
     Raises:
-        InputError: where `big` is not larger than `small`.
+        InputError: if `big` is not larger than `small`.
     """
     if not 0 < small < big:
         raise InputError(f"gradients of {small:g} and {big:g} images: two sizes are wanted, the smaller one first")
@@ -49,7 +49,7 @@ def from_lengths(small_squared: float, big_squared: float, *, small: float, big:
 
 
 def mean(noises: Sequence[NoiseEstimate], weights: Sequence[float]) -> NoiseEstimate | None:
-    """The weighted mean of several estimates, of those that are finite; None of none."""
+    """The weighted mean of the finite estimates; None if there is none."""
     pairs = zip(noises, weights, strict=True)
     finite = [(n, w) for n, w in pairs if w > 0 and math.isfinite(n.signal) and math.isfinite(n.trace)]
     if not finite:
@@ -70,7 +70,7 @@ class GradientParts:
         self._squared: list[Tensor] = []  # length of each part's gradient
 
     def add(self) -> None:
-        """Takes the gradients of one part away from the parameters."""
+        """Adds the gradients of one part, and clears them."""
         lengths = []
         for p in self._params:
             if p.grad is None:
@@ -86,7 +86,7 @@ class GradientParts:
             self._squared.append(torch.stack(lengths).sum())
 
     def noise(self, images: int) -> NoiseEstimate | None:
-        """What the parts so far tell, with so many images in each; None of fewer than two."""
+        """The estimate from the parts so far, each of `images` images; None with fewer than two parts."""
         count = len(self._squared)
         if count < 2:
             return None

@@ -1,10 +1,10 @@
 """A sandbox: a copy of a job whose steps cost as much as the job's own and change nothing in the job.
 
 Note: what is copied. Techniques attach closures to the model, and these refer to the job. So the model and the
-optimizer's state are copied without them (`Job.patches`), and the techniques are applied to the copy.
-The model's layout, weights and frozen parameters are copied with it. A technique of the user's own is always applied
-again. LowResolution and GrowBatch are left out, because the search is for images and batches of full size. The copy has
-no other ranks: no step waits for one, so a failing rank delays nobody.
+optimizer's state are copied without them (`Job.patches`), and the techniques are applied to the copy, except those that
+declare `in_sandbox = False`. The model's layout, weights and frozen parameters are copied with it. LowResolution and
+GrowBatch are left out, because the search is for images and batches of full size. The copy has no other ranks: no step
+waits for one, so a failing rank delays no other.
 
 Note: micro-batches. Where VirtualRanks groups the images (`may_split`), a device can process its share in several parts
 with the same result. It does so for every share at least as large as one that did not fit in memory.
@@ -29,20 +29,19 @@ from torch.utils.data import DataLoader
 from kasoku.core import Batch, InputError, Job, Solo, Technique
 from kasoku.data import Loader
 
-_NOTHING = "loader: no batch in it that can be iterated again"
-_EMPTY = 2  # passes in a row that give nothing: a loader that goes on where it was left may be at its end
+_EMPTY_PASSES = 2  # in a row, before a loader counts as empty: one that continues where it stopped may be at its end
 _RAMP = 100  # steps in which a copy's rate rises
-_UNKNOWN = 100_000  # images of an epoch, where the loader does not say
+_DEFAULT_IMAGES = 100_000  # of an epoch, if unknown
 
 
-def copied(job: Job) -> tuple[nn.Module, Optimizer]:
-    """The job's model and optimizer as they are now, without what techniques hung on them; the job is drained."""
+def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
+    """Copies of the job's model and optimizer without the hooks and patches of techniques. Drains the job."""
     job.drain()
     memo: dict[int, Any] = {}
     plain = _without_patches(job, memo)
     for module in job.model.modules():
         for _, hook in _of_techniques(module, job.patches.first_hook):
-            _do_not_follow(hook, memo)
+            _exclude(hook, memo)
     model: nn.Module = copy.deepcopy(job.model, memo)
     for (key, name), old in plain.items():
         if key not in memo:
@@ -60,39 +59,39 @@ def copied(job: Job) -> tuple[nn.Module, Optimizer]:
 
 
 def _without_patches(job: Job, memo: dict[int, Any]) -> dict[tuple[int, str], object]:
-    """(id of a module, attribute) -> what was there before any technique; what is there now is not followed."""
+    """(id of a module, attribute) -> its value before any technique; excludes its current value from the copy."""
     first: dict[tuple[int, str], object] = {}
     for thing, name, old in job.patches.attributes:
         if isinstance(thing, nn.Module):
             first.setdefault((id(thing), name), old)
-            _do_not_follow(vars(thing).get(name), memo)
+            _exclude(vars(thing).get(name), memo)
     return first
 
 
 def _copied_optimizer(own: Optimizer, memo: dict[int, Any], first_hook: int) -> Optimizer:
-    """The same rule and state, for the parameters that `memo` has in place of its own."""
+    """An optimizer of the same rule and state for the parameters that `memo` has copied."""
     twin: Optimizer = object.__new__(type(own))
     for name, value in vars(own).items():
         if name.endswith("_hooks"):
             kept = OrderedDict((key, hook) for key, hook in value.items() if key < first_hook)
             vars(twin)[name] = kept
-        elif name != "step":  # a scheduler's count hangs there
+        elif name != "step":  # patched by schedulers, which count steps
             vars(twin)[name] = copy.deepcopy(value, memo)
     return twin
 
 
-def _do_not_follow(thing: object, memo: dict[int, Any]) -> None:
+def _exclude(thing: object, memo: dict[int, Any]) -> None:
     if not isinstance(thing, nn.Module | Tensor) and thing is not None:
         memo[id(thing)] = thing
 
 
 def _hooks(module: nn.Module) -> list[dict[int, Any]]:
-    """The dicts of a module that hold hooks by torch's number."""
+    """The dicts of a module's hooks by torch's number."""
     return [v for k, v in vars(module).items() if k.endswith("_hooks") and isinstance(v, dict)]
 
 
 def _of_techniques(module: nn.Module, first: int) -> list[tuple[int, Any]]:
-    """The hooks of a module from the number `first` on."""
+    """The hooks of a module with a number of at least `first`: those of techniques."""
     return [(number, hook) for hooks in _hooks(module) for number, hook in hooks.items() if number >= first]
 
 
@@ -106,12 +105,12 @@ class Sandbox:
     Use it within `undisturbed`.
 
     Args:
-        job: what they are copied from. Its loader is iterated only where it is none of kasoku.data's; of what such a
-            loader keeps to itself, `undisturbed` knows its `state_dict`, torch's generators, and the workers of a
-            torch DataLoader. Anything else, such as a counter of its own, has moved on afterwards.
+        job: the job that is copied. Its loader is iterated only if it is not one of kasoku.data; `undisturbed` then
+            restores its `state_dict`, torch's generators, and the workers of a torch DataLoader, but nothing else,
+            such as a counter of its own.
 
     Raises:
-        InputError: for a loader that can be iterated but once, or gives nothing.
+        InputError: for a loader that can be iterated only once, or is empty.
     """
 
     def __init__(self, job: Job) -> None:
@@ -119,18 +118,18 @@ class Sandbox:
         if isinstance(plain, Iterator):
             raise InputError(f"loader: a {type(plain).__name__} can be iterated once only: give one that can be again")
         self.job = job
-        self.model, self.optimizer = copied(job)
+        self.model, self.optimizer = copy_of(job)
         self.rates = _full_rates(job)
         self.steps = 0
-        self.group, self.most_at_once = 0, math.inf  # images: of a part that is left whole (0: none); of a part
+        self.group, self.most_at_once = 0, math.inf  # images of a group that is not split (0: none); of a part
         self._aside = plain.sandbox() if isinstance(plain, Loader) else None
-        self.start = self._start()  # images of a step now, over all ranks
+        self.start = self._start()  # images of the job's own step, over all ranks
 
     def renew(self) -> None:
-        """Starts from the job's weights and state again, in the same memory; no job that `at` gave is open."""
+        """Restores the job's weights and state, in the same memory. All jobs from `at` must be closed."""
         job = self.job
         job.drain()
-        self.optimizer.state.clear()  # its memory first
+        self.optimizer.state.clear()  # frees its memory first
         memo: dict[int, Any] = {}
         with torch.no_grad():
             for own, twin in zip(_tensors(job.model), _tensors(self.model), strict=True):
@@ -140,25 +139,27 @@ class Sandbox:
         self.steps = 0
 
     def close(self) -> None:
-        """Ends the processes that read for the copies."""
+        """Ends the worker processes of the copy."""
         if self._aside:
             self._aside.close()
 
     def at(self, batch: int) -> Job:
-        """A job for steps of `batch` images over all ranks; it is to be closed."""
+        """A job for steps of `batch` images over all ranks; the caller closes it."""
         share = min(1.0, (self.steps + 1) / _RAMP) * min(1.0, batch / self.start)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * share
         job = self.job
-        before: Iterator[Any] = (old for thing, name, old in job.patches.attributes if thing is job and name == "loss")
-        loss = next(before, job.loss)  # without what techniques made of it
+        original: Iterator[Any] = (
+            old for thing, name, old in job.patches.attributes if thing is job and name == "loss"
+        )
+        loss = next(original, job.loss)  # without patches of techniques
         alone, parts = Solo(job.clock), self.parts(batch)
         loader = self._loader(batch, parts)
-        made = Job(self.model, self.optimizer, loader=loader, loss=loss, comm=alone, accumulate=parts)
+        twin = Job(self.model, self.optimizer, loader=loader, loss=loss, comm=alone, accumulate=parts)
         try:
-            return made.apply(*(t for t in job.applied if not self._left_out(t)))
-        except BaseException:  # of memory, perhaps: its hooks go before a smaller size is tried
-            made.close()
+            return twin.apply(*(t for t in job.applied if not self._left_out(t)))
+        except BaseException:  # such as out of memory: remove its hooks before a smaller size is tried
+            twin.close()
             raise
 
     def _left_out(self, technique: Technique) -> bool:
@@ -167,14 +168,14 @@ class Sandbox:
     # ---- in parts
 
     def may_split(self, multiple: int) -> None:
-        """Lets shares be taken in parts of whole groups of VirtualRanks; `multiple`: sizes are multiples of it."""
+        """Allows splitting a share into parts of whole groups; all sizes are multiples of `multiple`."""
         for technique in self.job.applied:
             images = technique.images_per_group
             if images and self.job.accumulate == 1:
                 self.group = 0 if multiple % (images * self.job.comm.size) else images
 
     def parts(self, batch: int) -> int:
-        """In how many parts a device takes its share of a batch."""
+        """The number of parts of a device's share of a batch."""
         if not self.group:
             return self.job.accumulate
         groups = max(1, batch // (self.job.comm.size * self.group))
@@ -182,11 +183,11 @@ class Sandbox:
         return next((n for n in whole if groups // n * self.group <= self.most_at_once), groups)
 
     def at_once(self, batch: int) -> int:
-        """Images of a batch that a device takes at once."""
+        """The images of one part on a device."""
         return batch // (self.job.comm.size * self.parts(batch))
 
     def split(self, batch: int) -> bool:
-        """Has fewer images taken at once from here on than of this batch, which did not fit; False: there are none."""
+        """Halves the parts of this batch, which did not fit in memory; False if they cannot be split further."""
         once = self.at_once(batch)
         if not self.group or once <= self.group:
             return False
@@ -197,7 +198,7 @@ class Sandbox:
 
     @property
     def images(self) -> int:
-        """Of an epoch, over all ranks; 0: the loader does not say."""
+        """Images of an epoch, over all ranks; 0: unknown."""
         plain = self.job.plain_loader
         if isinstance(plain, Loader):
             return plain.images
@@ -216,7 +217,7 @@ class Sandbox:
     def _loader(self, batch: int, parts: int) -> Iterable[Batch]:
         job, aside = self.job, self._aside
         if aside is None:
-            count = parts * max(1, (self.images or _UNKNOWN) // batch)
+            count = parts * max(1, (self.images or _DEFAULT_IMAGES) // batch)
             return Resized(job.plain_loader, batch // (job.comm.size * parts), batches=count)
         in_parts = job.plain_loader.parts * parts // job.accumulate
         aside.configure(batch=batch * in_parts // parts, parts=in_parts)
@@ -226,17 +227,17 @@ class Sandbox:
 
 
 class Resized:
-    """Batches of another size from those of any loader, which is iterated again and again."""
+    """Batches of another size from the batches of any loader, which is iterated repeatedly."""
 
     def __init__(self, loader: Iterable[Batch], batch: int, *, batches: int) -> None:
         self._loader, self._batch, self._batches = loader, batch, batches
 
     def __len__(self) -> int:
-        """Batches of an epoch, though they never end: schedules divide by it."""
+        """The batches of an epoch, by which schedules divide; iteration never ends."""
         return self._batches
 
     def __iter__(self) -> Iterator[Batch]:
-        """Never ends. Raises InputError where the loader gives nothing."""
+        """Yields batches without end. Raises InputError if the loader is empty."""
         pieces: list[Batch] = []
         have = 0
         for x, y_N in _again(self._loader):
@@ -247,36 +248,36 @@ class Resized:
                 pieces.append((x, y_N) if whole else (x[start:stop], y_N[start:stop]))
                 have, start = have + stop - start, stop
                 if have == self._batch:
-                    yield _joined(pieces)
+                    yield _concatenated(pieces)
                     pieces, have = [], 0
 
 
-def _joined(pieces: list[Batch]) -> Batch:
+def _concatenated(pieces: list[Batch]) -> Batch:
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat([x for x, _ in pieces]), torch.cat([y_N for _, y_N in pieces])
 
 
 def endless(job: Job) -> Generator[Batch, None, None]:
-    """The job's batches, epoch after epoch. Raises InputError where there is none."""
+    """The job's batches, epoch after epoch. Raises InputError if there is none."""
     return _again(job.loader)
 
 
 def _again(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
     empty = 0
-    while empty < _EMPTY:
+    while empty < _EMPTY_PASSES:
         empty += 1
         for batch in loader:
             empty = 0
             yield batch
-    raise InputError(_NOTHING)
+    raise InputError("loader: no batch in it that can be iterated again")
 
 
 @contextmanager
 def undisturbed(job: Job) -> Iterator[None]:
-    """Whatever draws random numbers or reads the job's loader in the body: both go on afterwards as if it had not.
+    """Restores random states and the position of the job's loader after the body.
 
-    Of a loader that is none of kasoku.data's: its `state_dict`, torch's generators, a torch DataLoader's workers.
+    Of loaders outside kasoku.data: their `state_dict`, torch's generators, a torch DataLoader's workers.
     """
     plain = job.plain_loader
     kept = copy.deepcopy(plain.state_dict()) if hasattr(plain, "state_dict") else None
@@ -303,13 +304,13 @@ def undisturbed(job: Job) -> Iterator[None]:
 
 @contextmanager
 def _as_it_is(plain: Any) -> Iterator[None]:
-    """Keeps the workers that a torch DataLoader has, and what a loader of image files knows of bad images."""
+    """Keeps the workers of a torch DataLoader, and the skipped images of a loader of image files."""
     if isinstance(plain, DataLoader):
         workers, plain._iterator = plain._iterator, None
         try:
             yield
         finally:
-            plain._iterator = workers  # those of the body end, as nothing holds them
+            plain._iterator = workers  # those of the body end, since nothing refers to them
     elif isinstance(plain, Loader) and plain.skipped:
         with plain.skipped.unchanged():
             yield
@@ -318,10 +319,10 @@ def _as_it_is(plain: Any) -> Iterator[None]:
 
 
 def _generators(plain: Any) -> list[torch.Generator]:
-    """Those a torch DataLoader draws its order from."""
+    """The generators from which a torch DataLoader draws its order."""
     samplers = (getattr(plain, "sampler", None), getattr(getattr(plain, "batch_sampler", None), "sampler", None))
-    found = {id(g): g for g in (getattr(thing, "generator", None) for thing in (plain, *samplers))}
-    return [g for g in found.values() if isinstance(g, torch.Generator)]
+    generators = {id(g): g for g in (getattr(thing, "generator", None) for thing in (plain, *samplers))}
+    return [g for g in generators.values() if isinstance(g, torch.Generator)]
 
 
 def _full_rates(job: Job) -> list[Any]:

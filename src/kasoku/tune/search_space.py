@@ -1,4 +1,4 @@
-"""What a search varies: settings of a recipe by path, each between two numbers or one of some values."""
+"""The search space: settings of a recipe by path, each a range of numbers or a list of choices."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kasoku.core import InputError
 
 @dataclass(frozen=True)
 class Between:
-    """Numbers from `low` to `high`, both included: integers where all that is given are.
+    """Numbers from `low` to `high`, both included; integers if `low`, `high` and `step` are.
 
     Args:
         low: the smallest.
         high: the largest.
-        log: even in the logarithm, as rates are.
+        log: uniform in the logarithm, as for rates.
         step: only low + k * step.
 
     Raises:
-        InputError: for an empty range, and for what is no number, or not a finite one.
+        InputError: for an empty range, and for values that are not finite numbers.
     """
 
     low: Any
@@ -34,11 +34,11 @@ class Between:
     step: Any = None
 
     def __post_init__(self) -> None:
-        given = [x for x in (self.low, self.high, self.step) if x is not None]
-        if any(type(x) not in (int, float) for x in given):
-            raise InputError(f"low, high and step are numbers, these are {', '.join(map(toml, given))}")
-        if not all(-math.inf < x < math.inf for x in given):
-            raise InputError(f"low, high and step are finite numbers, these are {', '.join(map(toml, given))}")
+        numbers = [x for x in (self.low, self.high, self.step) if x is not None]
+        if any(type(x) not in (int, float) for x in numbers):
+            raise InputError(f"low, high and step are numbers, these are {', '.join(map(toml, numbers))}")
+        if not all(-math.inf < x < math.inf for x in numbers):
+            raise InputError(f"low, high and step are finite numbers, these are {', '.join(map(toml, numbers))}")
         if not self.low < self.high:
             raise InputError(f"low={self.low}, high={self.high}: an empty range; low must lie below high")
         if self.log and (self.low <= 0 or self.step is not None):
@@ -47,7 +47,7 @@ class Between:
             raise InputError(f"step={self.step}: above 0, and at most high - low")
 
     def proposed(self, trial: Any, path: str) -> str:
-        """The value that Optuna's trial proposes, as TOML."""
+        """The value proposed by Optuna's trial, as TOML."""
         if all(type(x) is int for x in (self.low, self.high, self.step or 1)):
             return toml(trial.suggest_int(path, self.low, self.high, step=self.step or 1, log=self.log))
         return toml(trial.suggest_float(path, self.low, self.high, step=self.step, log=self.log))
@@ -60,7 +60,7 @@ class Between:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of some values of any kind: numbers, words, lists, tables. Raises InputError where there is none."""
+    """One of several values of any kind: numbers, words, lists, tables. Raises InputError for an empty list."""
 
     choices: tuple[Any, ...]
 
@@ -69,7 +69,7 @@ class OneOf:
             raise InputError("choices = []: an empty range; give at least one value")
 
     def proposed(self, trial: Any, path: str) -> str:
-        """The value that Optuna's trial proposes, as TOML."""
+        """The value proposed by Optuna's trial, as TOML."""
         return str(trial.suggest_categorical(path, self.examples))
 
     @property
@@ -84,20 +84,20 @@ Space = Mapping[str, Between | OneOf]
 def read_space(path: Path) -> Space:
     """A space file: TOML, path = {low, high, log, step} or path = {choices = [...]}; paths as --set takes them.
 
-    Raises InputError for a file that cannot be read, and for what is no such table, by its path.
+    Raises InputError, with the path, for a file that cannot be read and for a table that is not a range.
     """
     try:
         document = tomllib.loads(path.read_text())
-        found = dict(_flat(document, ""))
+        space = dict(_flat(document, ""))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}): a space file is wanted") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not TOML ({error})") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    if not found:
+    if not space:
         raise InputError(f"{path}: nothing in it; give such as optimizer.lr = {{low = 0.01, high = 1.0, log = true}}")
-    return found
+    return space
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Between | OneOf]]:

@@ -19,11 +19,11 @@ from kasoku.tune.noise_scale import GradientParts, NoiseEstimate, mean
 from kasoku.tune.sandbox import Sandbox, endless
 from kasoku.tune.utilization import UtilizationMonitor
 
-_WARM = 2  # steps that are thrown away, at most: memory is taken, kernels are chosen and compiled
-_LEAST_STEPS = 3  # where time is short
+_WARM_UP = 2  # steps at most that are not timed: they allocate memory, choose and compile kernels
+_MIN_STEPS = 3  # when time is short
 _NOISE_PASSES = 4  # gradients whose lengths are compared
-_TIMED_S = 0.02  # short steps are timed several at once: what else runs here halts one and not the next
-_NOISE_S = 0.2  # that they are compared for, at least once
+_TIMED_S = 0.02  # shorter steps are timed several at once: other processes interrupt some and not the next
+_NOISE_S = 0.2  # of measuring noise, with at least one measurement
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class StepTimes:
     noise: NoiseEstimate | None
 
     def and_then(self, later: StepTimes) -> StepTimes:
-        """Both together; noise is of the later one, which is no worse known for it: it is pooled over sizes."""
+        """The steps of both; the noise estimate is the later one's: estimates are pooled over sizes elsewhere."""
         return StepTimes(self.steps_s + later.steps_s, self.waits_s + later.waits_s, later.utilisation, later.noise)
 
 
 class Trial:
-    """Tries sizes on a copy of a job.
+    """Times sizes on a copy of a job.
 
     Args:
-        job: what is copied.
-        needs: what is measured; the gradient noise scale takes four more passes.
+        job: the job that is copied.
+        needs: the measurements; the gradient noise scale takes four more passes.
     """
 
     def __init__(self, job: Job, needs: Needs) -> None:
@@ -60,12 +60,12 @@ class Trial:
         self.clock, self.needs = job.clock, needs
         self.device = next((p.device for p in self.sandbox.model.parameters()), torch.device("cpu"))
         self.memory = MemoryForecast(self.device)
-        self.diverged = False  # the size tried last
+        self.diverged = False  # at the last size
 
     def run(self, batch: int, steps: int, *, allowed_s: float, until_s: float = math.inf) -> StepTimes:
-        """So many steps of `batch` images over all ranks, or fewer where the time allowed is short, at least 3.
+        """Times `steps` steps of `batch` images over all ranks, or fewer in `allowed_s` seconds, but at least 3.
 
-        The noise is left out where that would take until after `until_s` on the job's clock.
+        The noise scale is not measured if that would take until after `until_s` on the job's clock.
         """
         self.diverged = False
         self.memory.begin()
@@ -74,9 +74,9 @@ class Trial:
             job.model.train()
         try:
             with closing(endless(job)) as batches:
-                ran = self._timed(job, batches, steps, allowed_s=allowed_s, until_s=until_s)
+                times = self._timed(job, batches, steps, allowed_s=allowed_s, until_s=until_s)
             self.memory.note(self.sandbox.at_once(batch))
-            return ran
+            return times
         finally:
             job.close()
             self.sandbox.optimizer.zero_grad()
@@ -84,22 +84,22 @@ class Trial:
                 self.sandbox.renew()
 
     def recover(self) -> None:
-        """Gives back the memory of a size that failed."""
+        """Frees the memory of a size that failed."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _timed(self, job: Job, batches: Iterator[Batch], steps: int, *, allowed_s: float, until_s: float) -> StepTimes:
-        took_s = 0.0
-        for _ in range(_WARM):
+        step_s = 0.0
+        for _ in range(_WARM_UP):
             began = self._now()
-            self._step(job, batches, look=True)
-            took_s = max(1e-6, self._now() - began)
-            if not self.needs.watch_s and steps * took_s < allowed_s:
-                break  # a second one is only made to know how many there is time for
-        several = self.needs.noise  # else the search would take too much of an exhaustive one's time
-        together = max(1, min(math.ceil(_TIMED_S / took_s), int(allowed_s / took_s / steps))) if several else 1
-        wanted = max(steps, math.ceil(self.needs.watch_s / took_s / together))
-        count = max(_LEAST_STEPS, int(min(wanted, allowed_s / took_s / together)))
+            self._step(job, batches, read_memory=True)
+            step_s = max(1e-6, self._now() - began)
+            if not self.needs.watch_s and steps * step_s < allowed_s:
+                break  # a second one only serves to estimate how many steps there is time for
+        several = self.needs.noise  # otherwise the search would take too long beside an exhaustive one
+        together = max(1, min(math.ceil(_TIMED_S / step_s), int(allowed_s / step_s / steps))) if several else 1
+        wanted = max(steps, math.ceil(self.needs.watch_s / step_s / together))
+        count = max(_MIN_STEPS, int(min(wanted, allowed_s / step_s / together)))
         waits_s = []
         with UtilizationMonitor(self.device, needed=self.needs.watch_s > 0) as usage:
             marks = [self._mark()]
@@ -111,21 +111,21 @@ class Trial:
                     usage.step()
                 waits_s.append(waited_s / together)
                 marks.append(self._mark())
-            self._now()  # the device has ended, and was watched meanwhile
+            self._now()  # waits for the device while it is monitored
         steps_s = tuple(self._between(a, b) / together for a, b in itertools.pairwise(marks))
         self.diverged = not bool(torch.isfinite(loss))
-        noise = self._noise(job, batches, took_s, until_s=until_s) if self.needs.noise and not self.diverged else None
+        noise = self._noise(job, batches, step_s, until_s=until_s) if self.needs.noise and not self.diverged else None
         return StepTimes(steps_s, tuple(waits_s), usage.value, noise)
 
-    def _step(self, job: Job, batches: Iterator[Batch], *, look: bool = False) -> tuple[float, Tensor]:
+    def _step(self, job: Job, batches: Iterator[Batch], *, read_memory: bool = False) -> tuple[float, Tensor]:
         """One update; returns the seconds it waited for input, and the loss."""
         wait_s = 0.0
         for _ in range(job.accumulate):
-            asked = self.clock.now()
+            requested = self.clock.now()
             x_NCHW, y_N = next(batches)
-            wait_s += self.clock.now() - asked
+            wait_s += self.clock.now() - requested
             loss = job.loss(job.model(x_NCHW), y_N)
-            if look:
+            if read_memory:
                 self.memory.look()
             job.backward(loss)
         job.optimizer.step()
@@ -138,19 +138,19 @@ class Trial:
 
         An optimizer step separates two measurements.
         """
-        looks: list[NoiseEstimate] = []
+        estimates: list[NoiseEstimate] = []
         began_s = now_s = self._now()
         while now_s + _NOISE_PASSES * step_s / job.accumulate < until_s:
-            found = self._noise_here(job, batches)
-            looks += [found] if found else []
+            estimate = self._noise_here(job, batches)
+            estimates += [estimate] if estimate else []
             now_s = self._now()
             if now_s - began_s > _NOISE_S:
                 break
             self._step(job, batches)
-        return mean(looks, [1.0] * len(looks))
+        return mean(estimates, [1.0] * len(estimates))
 
     def _noise_here(self, job: Job, batches: Iterator[Batch]) -> NoiseEstimate | None:
-        """Compares the gradients of some batches, and of all of them together, at the same weights."""
+        """Compares the gradients of a few batches with their mean, at the same weights."""
         parts = GradientParts([p for p in job.model.parameters() if p.requires_grad])
         images, needs_all = 0, job.needs_all
         job.needs_all = True  # whole gradients, none used as it arrives
@@ -167,7 +167,7 @@ class Trial:
     # ---- time
 
     def _now(self) -> float:
-        """The job's clock, with nothing under way on the device."""
+        """The job's clock after the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
@@ -175,7 +175,7 @@ class Trial:
         return self.clock.now()
 
     def _mark(self) -> Any:
-        """Now, on the stream where there is one: the host may go ahead, as it does in training."""
+        """The current moment: on CUDA an event, so that the host need not wait, as in training."""
         if self.device.type != "cuda":
             return self._now()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
