@@ -29,7 +29,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "device": 660,
     "data": 5700,
     "distributed": 6620,
-    "memory": 2820,
+    "memory": 2796,
     "config": 1000,
     "tune": 2700,
     "simulate": 2230,

@@ -79,7 +79,6 @@ class LayerGraph:
         return LayerGraph((*self.nodes, *shifted))
 
     def readers(self, value: int) -> list[int]:
-        """The nodes that read a value."""
         return [i for i, node in enumerate(self.nodes) if value in node.inputs]
 
     def pooled_first(self) -> LayerGraph:

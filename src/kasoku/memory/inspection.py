@@ -64,7 +64,6 @@ class LayerProxy(BoundToModel):
         self.reset()
 
     def reset(self) -> None:
-        """Removes it from all segments."""
         self.segment: Segment | None = None
         self.leader: LayerProxy | None = None
         self.position, self.length, self.calls = 0, 1, 0
@@ -166,7 +165,6 @@ class CallLog:
         return memory_of(x) in self.outputs or not self.keepers.get(memory_of(x), set()) <= planned
 
     def output_of(self, proxy: LayerProxy) -> Tensor:
-        """The output of a layer that was called once."""
         return next(call.out for call in self.calls if call.proxy is proxy)
 
     def clear(self) -> None:

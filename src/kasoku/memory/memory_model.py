@@ -290,6 +290,5 @@ def _conv_workspace(
 
 
 def _input_joins(program: Program, step: Instruction) -> list[str]:
-    """The joins of a step that belong to the segment's input."""
     inputs = program.graph.nodes[step.at].inputs if step.kind == "grad" else ()
     return [join for v, join in zip(inputs, step.joins, strict=False) if v == 0]

@@ -169,7 +169,6 @@ class InspectedNetwork:
         return lowest_peak(len(self.units), self.choices, self.outside).peak
 
     def put(self, plan: MemoryPlan) -> None:
-        """Puts a plan in place."""
         for proxy in self.proxies:
             proxy.reset()
         for choice in plan.choices:

@@ -75,9 +75,8 @@ def recompute(node: GraphNode, inputs: list[Tensor], extra: Any, *, how: Numeric
     if node.op == "conv":
         weight, bias = _cast(layer.weight, how.half), layer.bias
         bias = bias if bias is None else _cast(bias, how.half)
-        return functional.conv2d(
-            _cast(x, how.half), weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups
-        )
+        window = (layer.stride, layer.padding, layer.dilation, layer.groups)
+        return functional.conv2d(_cast(x, how.half), weight, bias, *window)
     if node.op == "norm":
         return _recompute_norm(layer, x, extra, how.exact)
     if node.op == "relu":
@@ -97,20 +96,10 @@ def conv_gradients(
     layer = node.layer
     learns = [p.requires_grad for p in node.params]
     bias = None if layer.bias is None else [layer.out_channels]
-    stride, padding, dilation = (list(pair(n)) for n in (layer.stride, layer.padding, layer.dilation))
-    dx, dw, db = _aten.convolution_backward(
-        dy,
-        _cast(x, how.half),
-        _cast(layer.weight, how.half),
-        bias,
-        stride,
-        padding,
-        dilation,
-        False,
-        [0, 0],
-        layer.groups,
-        [input_gradient, learns[0], bias is not None and learns[-1]],
-    )
+    mask = [input_gradient, learns[0], bias is not None and learns[-1]]
+    window = (list(pair(n)) for n in (layer.stride, layer.padding, layer.dilation))
+    x, weight = _cast(x, how.half), _cast(layer.weight, how.half)
+    dx, dw, db = _aten.convolution_backward(dy, x, weight, bias, *window, False, [0, 0], layer.groups, mask)
     gradients = [dw, db][: len(learns)]
     return dx, [None if g is None else _cast(g, p.dtype) for g, p in zip(gradients, node.params, strict=True)]
 
@@ -123,19 +112,14 @@ def norm_gradients(
     learns = [p.requires_grad for p in node.params]
     wanted = [bool(learns) and learns[0], bool(learns) and learns[-1]]
     mask = [not inplace, *(want or (inplace and statistics.of_batch) for want in wanted)]
+    kernel = 0 if inplace else statistics.kernel  # 0: torch's own, which leaves out what the mask does not request
+    weight = layer.weight
+    if weight is None and mask[1]:
+        weight = torch.ones_like(statistics.scale)  # or CUDA sums nothing
+    running = (layer.running_mean, layer.running_var)
+    of_batch = (statistics.mean, statistics.scale, statistics.of_batch)
     dx, dw, db = _aten._batch_norm_impl_index_backward(
-        0 if inplace else statistics.kernel,  # 0: torch's own, which leaves out what the mask does not request
-        x,
-        dy,
-        torch.ones_like(statistics.scale) if layer.weight is None and mask[1] else layer.weight,  # else no sums on CUDA
-        layer.running_mean,
-        layer.running_var,
-        statistics.mean,
-        statistics.scale,
-        statistics.of_batch,
-        layer.eps,
-        mask,
-        statistics.reserve,
+        kernel, x, dy, weight, *running, *of_batch, layer.eps, mask, statistics.reserve
     )
     if inplace:
         dx = _norm_gradient_in_place(layer, dy, x, statistics, (dw, db))

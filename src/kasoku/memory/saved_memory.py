@@ -107,7 +107,7 @@ class Planner(BoundToModel):
 
     Attributes:
         network: the last inspection, None before it.
-        plan: made from it.
+        plan: from that inspection.
     """
 
     def __init__(self, job: Job, settings: SavedMemory, proxies: list[LayerProxy]) -> None:

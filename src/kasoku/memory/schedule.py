@@ -77,7 +77,6 @@ def backward_reads(node: GraphNode, at: int) -> tuple[int, ...]:
 
 
 def _need_gradients(graph: LayerGraph, input_gradient: bool) -> list[bool]:
-    """For each value, whether it needs a gradient."""
     needs = [input_gradient]
     for node in graph.nodes:
         needs.append(node.learns or any(needs[v] for v in node.inputs))

@@ -1,4 +1,4 @@
-"""A run of layers as one autograd function, which keeps the values of its program and recomputes the others.
+"""A run of layers as one autograd function, which keeps the values of its program and recomputes the rest.
 
 Note: one bf16 for two segments. The output of a segment is the input of the next one, and both may hold it in bf16. The
 bf16 of such a tensor is remembered as long as the tensor lives, and shared unless the tensor has been written since.

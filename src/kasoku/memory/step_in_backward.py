@@ -79,7 +79,6 @@ class StepInBackward:
         self.clear()
 
     def clear(self) -> None:
-        """Removes all stand-ins."""
         for p, stand_in in self.stand_ins.items():
             if p.grad is stand_in:
                 p.grad = None
@@ -87,5 +86,4 @@ class StepInBackward:
 
 
 def _optimizer_settings(job: Job) -> list[dict[str, Any]]:
-    """As plain values."""
     return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in job.hyper()]

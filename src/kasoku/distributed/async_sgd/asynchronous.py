@@ -53,7 +53,7 @@ class Asynchronous(Technique):
 
     `job.drain()`, `evaluation()`, `state_dict()` and `close()` are collective: they are sync points, after which all
     ranks have equal weights. Between them each rank has its own copy plus a prediction. `apply` broadcasts rank 0's
-    parameters and buffers. A sync point averages floating-point buffers and takes the maximum of the others.
+    parameters and buffers. A sync point averages floating-point buffers and takes the maximum of integer ones.
 
     Args:
         max_staleness: how many steps a rank may be ahead of the slowest one; 0: synchronous steps, by Overlap with
@@ -175,4 +175,4 @@ class SingleRank:
         return {"staleness": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Does nothing."""
+        pass

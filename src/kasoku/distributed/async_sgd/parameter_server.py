@@ -96,7 +96,6 @@ class ParameterServer:
         self.reset()
 
     def reset(self) -> None:
-        """Sets all workers' clocks to 0."""
         self.clocks = dict.fromkeys(self._workers, 0)
 
     def rank_died(self, rank: int) -> None:
@@ -109,7 +108,6 @@ class ParameterServer:
         self.dealt = (first, end)
 
     def staleness(self) -> Counter[int]:
-        """The number of updates by staleness, of all shards."""
         return sum((shard.staleness for shard in self.shards if shard), Counter[int]())
 
     def forget_staleness(self) -> None:

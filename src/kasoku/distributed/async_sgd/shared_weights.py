@@ -89,6 +89,5 @@ class SharedWeights:
         return sum(counts, Counter[int]()), max(dealt for _, dealt in reports), buffers
 
     def store(self) -> None:
-        """Copies the sums into the parameters."""
         for group in self.groups:
             group.current.store()

@@ -212,7 +212,6 @@ class NetworkTransport:
         self._segments.forget()
 
     def _rank_died(self, rank: int) -> None:
-        """Wakes the threads that wait for it."""
         self._handler.rank_died(rank)
         with self.changed:
             self.changed.notify_all()
