@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1300,
     "models": 870,
     "device": 660,
-    "data": 5700,
+    "data": 5680,  # the input pipeline is a description and its executors, each printed and tested alone
     "distributed": 6620,
     "memory": 2796,
     "config": 1000,

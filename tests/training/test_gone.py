@@ -168,14 +168,14 @@ def judged(run: Path) -> list[int]:
 
 def gone_after(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source of all training images goes when so many have been read."""
-    source, left = file_executor._Run._source, iter(range(images))
+    source, left = file_executor._Iteration._source, iter(range(images))
 
     def failing(run: Any, index: int) -> bytes | np.ndarray:
         if run.pipeline.train and next(left, None) is None:
             raise GoneError(LINE)
         return source(run, index)
 
-    monkeypatch.setattr(file_executor._Run, "_source", failing)
+    monkeypatch.setattr(file_executor._Iteration, "_source", failing)
 
 
 def shown(seed: int, batch: int, place: int) -> int:

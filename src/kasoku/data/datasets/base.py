@@ -16,6 +16,7 @@ import torch
 
 from kasoku.core.errors import InputError
 from kasoku.data.decode import jpeg
+from kasoku.data.decode.decode import upright
 from kasoku.data.loading.shuffle import order
 
 _PATIENCE_S = 60.0  # with a disk, perhaps a network's, that does not answer
@@ -123,8 +124,6 @@ class Items:
 
     def read(self, index: int) -> bytes | np.ndarray:
         """The image of an item. Raises InputError with its number for anything but an image."""
-        from kasoku.data.decode.decode import upright
-
         try:
             image = self.dataset[index][0]
             if isinstance(image, str | os.PathLike):

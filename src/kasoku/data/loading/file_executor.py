@@ -53,7 +53,7 @@ class FileExecutor(Executor):
         pipeline.check_decoder()
         pool = self._pool(pipeline)
         try:
-            yield from _Run(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, numbers))
+            yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, numbers))
         finally:
             if pool is not self._processes:
                 pool.close()
@@ -125,7 +125,7 @@ def _try(read: Callable[[int], object], index: int) -> None:
         pass  # counted and named with its batch
 
 
-class _Run:
+class _Iteration:
     """The batches of one iteration: submitted to the pool, waited for, finished, sent to the device."""
 
     def __init__(self, executor: FileExecutor, pipeline: Pipeline, epoch: int, pool: Pool, trace: Trace | None) -> None:
