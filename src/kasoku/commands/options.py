@@ -49,7 +49,7 @@ class RecipeArguments(CommandArguments):
 
     def load(self, *settings: str) -> Recipe:
         """The recipe with the settings of the command line, and these over them; its own modules can be imported."""
-        from kasoku.config.recipe import load, own_folders  # the parser of `kasoku train --help` needs no torch
+        from kasoku.config.recipe import load, own_folders  # torch: `kasoku --help` does without
 
         sys.path.extend(folder for folder in own_folders(self.recipe) if folder not in sys.path)
         return load(self.recipe, [*self.set, *settings])

@@ -1,0 +1,39 @@
+"""The command line itself: help for every verb, at once; arguments as frozen dataclasses."""
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from kasoku.cli import VERBS, main
+from kasoku.commands.launch import SlurmArguments
+from kasoku.commands.train import TrainArguments
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_its_options(verb, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([verb, "--help"])
+    assert end.value.code == 0
+    assert f"usage: kasoku {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.process
+@pytest.mark.smoke
+def test_the_help_of_kasoku_does_not_import_torch():
+    code = "import sys; from kasoku.__main__ import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    process = subprocess.run([sys.executable, "-c", code, "--help"], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert process.stdout.rstrip().endswith("False")
+    assert all(f"    {verb} " in process.stdout for verb in VERBS)
+
+
+def test_arguments_are_frozen_and_have_the_defaults_of_their_options():
+    arguments = SlurmArguments(recipe=Path("a.toml"))
+    assert (arguments.nodes, arguments.set, arguments.out, arguments.cpus_per_gpu) == (1, (), None, 8)
+    with pytest.raises(FrozenInstanceError):
+        arguments.nodes = 2
+    with pytest.raises(TypeError, match="recipe"):
+        SlurmArguments()
+    assert TrainArguments().recipe is None
