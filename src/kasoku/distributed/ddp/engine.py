@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Hyper, InputError, Job
-from kasoku.core.torch_internals import version
 from kasoku.distributed.ddp.bucketing import Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reduce, Reducer
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel
@@ -123,12 +122,7 @@ class Engine:
                 f"Overlap: {member.name} got a gradient before its last update, since the forward of its layer "
                 f"({self.layers.name_of(p)}) was bypassed: call that module itself, or set next_forward = false"
             )
-        if p.grad is not member.view:
-            if p.grad is None or p.grad.layout != torch.strided:
-                raise InputError(f"Overlap: {member.name} has a sparse gradient: dense ones only")
-            member.view.copy_(p.grad)
-            p.grad = member.view
-        member.bucket.versions[p] = version(member.view)
+        member.copy_gradient()
         self.listener.arrived(p)
         if member.bucket.whole:
             self.send()
@@ -154,13 +148,18 @@ class Engine:
 
     def step(self) -> None:
         """Sends all chunks; parameters are updated as the means arrive, or at once where updates cannot be late."""
-        self.refuse_unknown()
+        self.layout.refuse_unknown(self.job.optimizer)
         self.copy_remaining()
         if not any(bucket.versions for bucket in self.layout.buckets) and not self.skip_unused:
             self.drain()
             return  # no backward since the last step: nothing changes
-        self.refuse_changed()
-        self.fill_missing()
+        self.layout.refuse_changed()
+        if self.skip_unused:
+            self.drain()
+            self.layout.fill_missing(self.job.comm)
+            self.send()
+        else:
+            self.layout.refuse_missing()
         late = self.late and self.listener.allows_late_updates
         self.listener.called()
         if late:
@@ -178,55 +177,11 @@ class Engine:
         self.sent = 0
         self.listener.averaged()
 
-    def refuse_unknown(self) -> None:
-        """Raises InputError for a gradient outside the buckets: ranks would drift apart silently."""
-        for group in self.job.optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p not in self.layout.members:
-                    raise InputError(
-                        f"Overlap: a parameter of shape {tuple(p.shape)} has a gradient, but required none when "
-                        "Overlap was applied, or was added later: unfreeze and add parameters before apply"
-                    )
-
     def copy_remaining(self) -> None:
         """Copies the gradients of layers that only some of the accumulated backward passes used."""
         for m in [m for bucket in self.layout.buckets for m in bucket.missing() if m.p.grad is not None]:
             self.drain()
             self.arrive(m.p)
-
-    def refuse_changed(self) -> None:
-        """Raises InputError for a gradient that was written to after it was copied into its bucket."""
-        for member in self.layout.members.values():
-            copied = member.bucket.versions.get(member.p)
-            if copied is not None and (member.p.grad is not member.view or version(member.view) != copied):
-                raise InputError(
-                    f"Overlap: the gradient of {member.name} was changed between backward and step, when it was being "
-                    "sent already: clip with the technique Clip, and pass accumulate=k to Job for k backwards a step"
-                )
-
-    def fill_missing(self) -> None:
-        """Parameters without a gradient: refused, or zeros where another rank has one."""
-        buckets = self.layout.buckets
-        missing = [m for bucket in buckets for m in bucket.missing()]
-        if not self.skip_unused:
-            if missing:
-                names = ", ".join([*(m.name for m in missing[:3]), *(["..."] if len(missing) > 3 else [])])
-                raise InputError(
-                    f"Overlap: {len(missing)} parameters got no gradient in backward ({names}): freeze them before "
-                    'apply, or set unused = "skip"'
-                )
-            return
-        self.drain()
-        members = list(self.layout.members.values())
-        used = torch.tensor([float(m.p in m.bucket.versions) for m in members], device=buckets[0].flat.device)
-        self.job.comm.all_reduce(used, op="max").wait()
-        idle = frozenset(m.p for m, u in zip(members, used.tolist(), strict=True) if not u)
-        for m in missing:
-            m.view.zero_()
-            m.bucket.versions[m.p] = version(m.view)
-        for bucket in buckets:
-            bucket.idle = idle
-        self.send()
 
     # ---- after the step
 
@@ -282,13 +237,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that was searched, and the reducer's state."""
-        plan = self.layout.plan
-        searched = {} if self.listener.profiling else {
-            "groups": [list(bucket) for bucket in plan.buckets],
-            "order": [[chunk.bucket, chunk.start, chunk.stop] for chunk in plan.order],
-            "policy": plan.policy,
-            "late": self.late,
-        }  # fmt: skip
+        searched = {} if self.listener.profiling else {**plan_to_state(self.layout.plan), "late": self.late}
         own = self.reduce.state_dict()  # errors not sent yet differ by rank, and only one rank writes the checkpoint
         return {"plan": searched, "reduce": self.job.comm.gather_objects(own) if own else []}
 
@@ -296,10 +245,23 @@ class Engine:
         """Goes on with the checkpoint's plan. Raises InputError for a plan of another model."""
         searched = state["plan"]
         if searched and isinstance(self.policy, Planned):
-            buckets = tuple(tuple(bucket) for bucket in searched["groups"])
-            if sorted(i for bucket in buckets for i in bucket) != list(range(len(self.layers.tensors))):
-                raise InputError("checkpoint of Overlap: a plan for another model; resume with the run's recipe")
-            order = tuple(Chunk(*chunk) for chunk in searched["order"])
-            self.change_plan(BucketPlan(buckets, order, searched["policy"]), late=searched["late"])
+            self.change_plan(plan_from_state(searched, len(self.layers.tensors)), late=searched["late"])
         states = state["reduce"]
         self.reduce.load_state_dict(states[self.comm.rank] if len(states) == self.comm.size else {})
+
+
+def plan_to_state(plan: BucketPlan) -> dict[str, Any]:
+    """A plan as plain values, for a checkpoint."""
+    return {
+        "groups": [list(bucket) for bucket in plan.buckets],
+        "order": [[chunk.bucket, chunk.start, chunk.stop] for chunk in plan.order],
+        "policy": plan.policy,
+    }
+
+
+def plan_from_state(state: dict[str, Any], tensors: int) -> BucketPlan:
+    """The plan of a checkpoint. Raises InputError if it is not one for this number of tensors."""
+    buckets = tuple(tuple(bucket) for bucket in state["groups"])
+    if sorted(i for bucket in buckets for i in bucket) != list(range(tensors)):
+        raise InputError("checkpoint of Overlap: a plan for another model; resume with the run's recipe")
+    return BucketPlan(buckets, tuple(Chunk(*chunk) for chunk in state["order"]), state["policy"])

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from kasoku.core import InputError, Work
+from kasoku.core import Comm, InputError, Work
 from kasoku.core.hardware import is_dense
+from kasoku.core.torch_internals import version
 from kasoku.distributed.ddp.cost_model import BucketPlan
 from kasoku.distributed.ddp.layer_index import LayerIndex
 
@@ -22,6 +24,15 @@ class Member:
     name: str
     bucket: Bucket
     view: Tensor
+
+    def copy_gradient(self) -> None:
+        """Copies the gradient into the bucket; `p.grad` is a view of it then. Raises InputError for a sparse one."""
+        if self.p.grad is not self.view:
+            if self.p.grad is None or self.p.grad.layout != torch.strided:
+                raise InputError(f"Overlap: {self.name} has a sparse gradient: dense ones only")
+            self.view.copy_(self.p.grad)
+            self.p.grad = self.view
+        self.bucket.versions[self.p] = version(self.view)
 
 
 class Bucket:
@@ -92,3 +103,48 @@ class BucketLayout:
             for layer in (layer for m in bucket.members for layer in layers.users[m.p]):
                 of_layer[layer].add(b)
         self.needed = [[self.buckets[b] for b in sorted(mine, key=lambda b: last[b])] for mine in of_layer]
+
+    def missing(self) -> list[Member]:
+        """The parameters without a gradient so far."""
+        return [m for bucket in self.buckets for m in bucket.missing()]
+
+    def refuse_unknown(self, optimizer: Optimizer) -> None:
+        """Raises InputError for a gradient outside the buckets: ranks would drift apart silently."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p not in self.members:
+                    raise InputError(
+                        f"Overlap: a parameter of shape {tuple(p.shape)} has a gradient, but required none when "
+                        "Overlap was applied, or was added later: unfreeze and add parameters before apply"
+                    )
+
+    def refuse_changed(self) -> None:
+        """Raises InputError for a gradient that was written to after it was copied into its bucket."""
+        for member in self.members.values():
+            copied = member.bucket.versions.get(member.p)
+            if copied is not None and (member.p.grad is not member.view or version(member.view) != copied):
+                raise InputError(
+                    f"Overlap: the gradient of {member.name} was changed between backward and step, when it was being "
+                    "sent already: clip with the technique Clip, and pass accumulate=k to Job for k backwards a step"
+                )
+
+    def refuse_missing(self) -> None:
+        """Raises InputError for parameters without a gradient."""
+        if missing := self.missing():
+            names = ", ".join([*(m.name for m in missing[:3]), *(["..."] if len(missing) > 3 else [])])
+            raise InputError(
+                f"Overlap: {len(missing)} parameters got no gradient in backward ({names}): freeze them before "
+                'apply, or set unused = "skip"'
+            )
+
+    def fill_missing(self, comm: Comm) -> None:
+        """Puts zeros in the place of missing gradients; a parameter without one on all ranks is not updated."""
+        missing, members = self.missing(), list(self.members.values())
+        used = torch.tensor([float(m.p in m.bucket.versions) for m in members], device=self.buckets[0].flat.device)
+        comm.all_reduce(used, op="max").wait()
+        idle = frozenset(m.p for m, u in zip(members, used.tolist(), strict=True) if not u)
+        for m in missing:
+            m.view.zero_()
+            m.bucket.versions[m.p] = version(m.view)
+        for bucket in self.buckets:
+            bucket.idle = idle

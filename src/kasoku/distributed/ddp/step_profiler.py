@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kasoku.core import Work
 from kasoku.distributed.ddp.bucketing import MIB, Planned, cut, search
+from kasoku.distributed.ddp.compression import Reduce
 from kasoku.distributed.ddp.cost_model import Sized
 from kasoku.distributed.ddp.engine import Engine, StepListener
 from kasoku.distributed.ddp.measurements import StepMoments, Stopwatch, link_model, medians, shares, unit_times
@@ -24,6 +25,37 @@ _LONGER = 1.25  # transfers beside compute should take this many times as long
 _MOST = 8  # but have at most this many times the bytes of all gradients
 _LATENCIES = 2  # empty all-reduces that are timed
 _SHARE = 50  # of this many steps of an epoch, one of each kind is measured
+
+
+class BackgroundTransfers:
+    """Transfers of zeros that run beside the compute of a step, and should outlast it.
+
+    If those of all gradients are too short, the same zeros are sent several times: the reducer's state for them is then
+    wrong, and is thrown away with the first plan.
+    """
+
+    def __init__(self) -> None:
+        self.parts: tuple[Tensor, ...] = ()  # of one pass over all gradients
+        self.count = 0  # transfers beside each step
+        self.works: list[Work] = []
+
+    def size(self, like: Tensor, total_bytes: int, passes: float) -> None:
+        """Makes parts of `total_bytes` in all, of the type of `like`, to be sent `passes` times or at most _MOST."""
+        elements = total_bytes // like.element_size()
+        zeros = torch.zeros(elements, dtype=like.dtype, device=like.device)
+        step = max(1, min(_CHUNK, total_bytes) // like.element_size())
+        self.parts = tuple(zeros[start : start + step] for start in range(0, elements, step))
+        self.count = min(_MOST * len(self.parts), math.ceil(passes * len(self.parts)))
+
+    def start(self, reduce: Reduce) -> None:
+        for k in range(self.count):
+            part = k % len(self.parts)
+            self.works.append(reduce(f"beside {part}", self.parts[part]))
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works.clear()
 
 
 class StepProfiler(StepListener):
@@ -37,10 +69,8 @@ class StepProfiler(StepListener):
         most = max(1, batches // engine.job.accumulate // _SHARE) if batches else settings.measure
         each = min(settings.measure, most)
         self.steps: dict[str, list[StepMoments]] = {kind: [] for kind in ("warm", *_KINDS)}
-        self.parts: tuple[Tensor, ...] = ()  # that are sent beside compute, over and over
-        self.transfers = 0  # how many of them
         self.sending_s: list[float] = []  # of all gradients, after each step alone
-        self.background: list[Work] = []
+        self.background = BackgroundTransfers()
         self.done, self.now = 0, StepMoments()
         flat = engine.layout.buckets[0].flat
         self.watch = Stopwatch(engine.job.clock, cuda=flat.is_cuda)
@@ -53,14 +83,8 @@ class StepProfiler(StepListener):
     def close(self) -> None:
         """Waits for its transfers and frees its memory."""
         self.hook.remove()  # first: waiting fails if another rank has died
-        self.wait_for_background()
-        self.parts, self.steps = (), {}
-
-    def wait_for_background(self) -> None:
-        """Waits for the transfers beside compute."""
-        for work in self.background:
-            work.wait()
-        self.background.clear()
+        self.background.wait()
+        self.background.parts, self.steps = (), {}
 
     def measure_latency(self, each: int) -> tuple[float, int]:
         """Seconds of an all-reduce of one number for which no rank is late, and the minimum of `each` over ranks."""
@@ -103,7 +127,7 @@ class StepProfiler(StepListener):
         self.now.called = self.watch.moment()
         if not self.holds_back:
             return
-        self.wait_for_background()
+        self.background.wait()
         self.now.background_done = self.watch.moment()
         engine = self.engine
         begin = self.watch.synchronize()
@@ -120,10 +144,10 @@ class StepProfiler(StepListener):
 
     def stepped(self) -> None:
         """Notes the step; after the last one, makes the plan."""
-        self.wait_for_background()  # if there was no backward
+        self.background.wait()  # if there was no backward
         self.now.end = self.watch.moment()
         kind = self.kinds[self.done]
-        if self.now.whole and (kind != "beside" or self.parts):  # without parts nothing was sent beside it
+        if self.now.whole and (kind != "beside" or self.background.parts):  # without parts nothing was sent beside it
             self.steps[kind].append(self.now)
         self.done += 1
         self.watch.synchronize()
@@ -131,21 +155,9 @@ class StepProfiler(StepListener):
             self.finish()
             return
         if self.kinds[self.done] == "beside":
-            self.send_in_background()
+            self.size_background()
+            self.background.start(self.engine.reduce)
         self.now = StepMoments(begin=self.watch.moment())
-
-    # ---- transfers beside compute
-
-    def send_in_background(self) -> None:
-        """Starts transfers of zeros that should outlast the compute of the next step.
-
-        If those of all gradients are too short, the same zeros are sent several times: the reducer's state for them is
-        then wrong, and is thrown away with the first plan.
-        """
-        self.size_background()
-        for k in range(self.transfers):
-            part = k % len(self.parts)
-            self.background.append(self.engine.reduce(f"beside {part}", self.parts[part]))
 
     def size_background(self) -> None:
         """All ranks agree on the times of a step alone; the first time, on how much to send beside compute."""
@@ -156,15 +168,10 @@ class StepProfiler(StepListener):
         if math.isinf(negative_s):  # no rank has seen such a step so far; if none ever does, finish() prints it
             return
         self.sending_s.append(max(-negative_s, 1e-9))
-        if not self.parts:
-            like = self.engine.layout.buckets[0].flat
-            size = sum(t.size for t in self.engine.layers.tensors)
-            elements = size // like.element_size()
-            zeros = torch.zeros(elements, dtype=like.dtype, device=like.device)
-            step = max(1, min(_CHUNK, size) // like.element_size())
-            self.parts = tuple(zeros[start : start + step] for start in range(0, elements, step))
-            needed = math.ceil(_LONGER * compute_s / self.sending_s[0] * len(self.parts))
-            self.transfers = min(_MOST * len(self.parts), needed)
+        if not self.background.parts:
+            total_bytes = sum(t.size for t in self.engine.layers.tensors)
+            passes = _LONGER * compute_s / self.sending_s[0]
+            self.background.size(self.engine.layout.buckets[0].flat, total_bytes, passes)
 
     def all_reduced(self, values: Sequence[float], *, op: str) -> list[float]:
         """The mean or the maximum over ranks."""
@@ -194,7 +201,7 @@ class StepProfiler(StepListener):
             units, (alone_s, beside_s, rest_s) = unit_times(layers, values)
             tensors = [Sized(t.unit + 1, t.elements, t.size, t.kind) for t in layers.tensors]
             transfer_s = statistics.median_low(self.sending_s)
-            sent_s = self.transfers / len(self.parts) * transfer_s
+            sent_s = self.background.count / len(self.background.parts) * transfer_s
             link = link_model(
                 self.latency_s,
                 transfer_s,
