@@ -23,12 +23,12 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2000,
+    "core": 1650,
     "optim": 1300,
     "models": 870,
     "device": 660,
     "data": 5680,  # the input pipeline is a description and its executors, each printed and tested alone
-    "distributed": 6620,
+    "distributed": 6640,
     "memory": 2796,
     "config": 1000,
     "tune": 2700,
@@ -39,13 +39,14 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is
+    "core/job.py:Job": "one interface of moments and verbs; progress, patches and state are parts of it",
 }
 NOT_YET: dict[str, int] = {  # offenders that are still there: these numbers only fall
-    "imports go down, without cycles": 8,
-    "small files, functions and classes": 7,
-    "no class name twice, no file names that differ only by an ending": 20,
+    "imports go down, without cycles": 0,
+    "small files, functions and classes": 1,
+    "no class name twice, no file names that differ only by an ending": 3,
     "what others must know of a technique is declared on its class": 1,
-    "private names of other modules, ours or torch's, are used in core/torch_internals.py only": 30,
+    "private names of other modules, ours or torch's, are used in core/torch_internals.py only": 10,
     "docstrings of public functions of packages that communicate": 0,
 }
 CORE_IMPORTS = {"torch", "safetensors"} | sys.stdlib_module_names

@@ -17,7 +17,7 @@ from kasoku.distributed import Fixed, Graded, OneBucket, Overlap, PerLayer, Plan
 from kasoku.distributed.ddp.bucketing import search
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, LinkModel, Sized, UnitTimes, forecast
 from kasoku.distributed.ddp.layer_index import LayerIndex
-from kasoku.distributed.ddp.measurements import shares
+from kasoku.distributed.ddp.step_times import shares
 from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
 from kasoku.simulate.virtual_comm import Emulate, SimComm

@@ -24,7 +24,7 @@ from kasoku.core.clock import Clock
 from kasoku.core.comm import Comm, Solo
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.job_state import KeptState, Patches, Progress, Stateful
+from kasoku.core.job_state import EpochProgress, KeptState, Patches, Stateful
 from kasoku.core.partial_step import Hyper, partial_step
 from kasoku.core.technique import Technique
 from kasoku.core.trace import Trace
@@ -85,7 +85,7 @@ class Job:
         self._depth = 0
         self._stepping: list[Tensor] = []
         self._backwards: dict[Tensor, int] = {}  # of each parameter since the last step
-        self._progress = Progress()
+        self._progress = EpochProgress()
         self._kept = KeptState()
         self._on_gradient: list[Callable[[Tensor], None]] = []
         self._on_step: list[Callable[[], None]] = []

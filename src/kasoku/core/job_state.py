@@ -23,7 +23,7 @@ class Stateful(Protocol):
         ...
 
 
-class Progress:
+class EpochProgress:
     """Counts the steps of a training, and the epochs that they make where the length of an epoch changes.
 
     Attributes: `since`: steps and epochs at the last change of that length.

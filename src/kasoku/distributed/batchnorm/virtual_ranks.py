@@ -63,7 +63,7 @@ class VirtualRanks(Technique):
         self._check(job)
         if not norms(job.model):
             return
-        running = _Running(job, self.average, self.norm_batch)
+        running = _RunningStatistics(job, self.average, self.norm_batch)
         for i, norm in enumerate(running.norms):
             steer = Steer(norm, self.norm_batch, job.comm, running.taker(i), trace=job.trace)
             for name, value in patches(norm, steer).items():
@@ -102,7 +102,7 @@ class VirtualRanks(Technique):
             )
 
 
-class _Running:
+class _RunningStatistics:
     """The sums of all groups' statistics since the last update, of all norms in one flat tensor.
 
     Note: sums around the running mean. A group adds (mean - running mean) and variance + that squared. The sums are

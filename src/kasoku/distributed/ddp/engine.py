@@ -149,7 +149,7 @@ class Engine:
     def step(self) -> None:
         """Sends all chunks; parameters are updated as the means arrive, or at once where updates cannot be late."""
         self.layout.refuse_unknown(self.job.optimizer)
-        self.copy_remaining()
+        self._copy_remaining()
         if not any(bucket.versions for bucket in self.layout.buckets) and not self.skip_unused:
             self.drain()
             return  # no backward since the last step: nothing changes
@@ -177,7 +177,7 @@ class Engine:
         self.sent = 0
         self.listener.averaged()
 
-    def copy_remaining(self) -> None:
+    def _copy_remaining(self) -> None:
         """Copies the gradients of layers that only some of the accumulated backward passes used."""
         for m in [m for bucket in self.layout.buckets for m in bucket.missing() if m.p.grad is not None]:
             self.drain()

@@ -17,7 +17,7 @@ from kasoku.distributed.ddp.bucketing import MIB, Planned, cut, search
 from kasoku.distributed.ddp.compression import Reduce
 from kasoku.distributed.ddp.cost_model import Sized
 from kasoku.distributed.ddp.engine import Engine, StepListener
-from kasoku.distributed.ddp.measurements import StepMoments, Stopwatch, link_model, medians, shares, unit_times
+from kasoku.distributed.ddp.step_times import StepMoments, Stopwatch, link_model, medians, shares, unit_times
 
 _KINDS = ("alone", "beside")  # gradients are sent after backward; the same, and compute runs beside transfers
 _CHUNK = 2 * MIB
