@@ -34,7 +34,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tune": 2700,
     "simulate": 2230,
     "report": 2600,
-    "training": 2180,
+    "training": 2160,
     "commands": 2100,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

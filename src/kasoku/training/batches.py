@@ -94,7 +94,7 @@ def _next(iterator: Iterator[Batch], activity: Activity) -> list[Batch]:
 
 
 class BatchBarrier:
-    """Lets a batch pass if every rank has it: a rank without one cannot take a step, which the others cannot leave.
+    """Lets a batch pass if every rank has it: a rank without it cannot take a step, and the rest would wait in it.
 
     Note: looking ahead. Each exchange says how many batches the rank with the fewest certainly has. These pass without
     another exchange, and the next one runs by gloo meanwhile: neither the device nor the host waits. Ranks wait for

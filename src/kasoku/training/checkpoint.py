@@ -28,7 +28,7 @@ _SUMS = "sums.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, verified: `step` updates were made when it was written."""
+    """A verified checkpoint on disk, written after `step` updates."""
 
     step: int
     folder: Path

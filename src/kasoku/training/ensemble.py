@@ -1,9 +1,9 @@
 """Members of an ensemble: trainings that differ in their seed, or in settings of the recipe.
 
-Note: what members share. Where images are decoded from files, members train in turns, a batch each, on the same
-batches, which are decoded once; data order and augmentation are then the same for all, and what differs is the
-initial weights and what the models draw. Images in memory cost nothing to read again, so there members train one
-after the other and each has an order of its own.
+Note: shared batches. If images are decoded from files, the members take turns, one batch each, so that each batch is
+decoded once. All members then have the same data order and augmentation; they differ in their initial weights and in
+the random numbers of their models. Images in memory cost nothing to read again, so these members train one after the
+other, each with its own data order.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _ENDED = object()
 
 
 def varied(load: Callable[[list[str]], Recipe], members: int, vary: Sequence[str]) -> list[Recipe]:
-    """The recipe once a member: with the seeds that follow its own, and the settings of `vary`.
+    """The recipes of the members: with consecutive seeds and the settings of `vary`.
 
     Args:
-        load: settings (path=value) -> the recipe with them, so that what depends on them follows.
-        members: how many.
-        vary: path=value,value,...: a value a member.
+        load: settings (path=value) -> the recipe with them, and with all that depends on them.
+        members: their number.
+        vary: path=value,value,...: one value for each member.
 
     Raises:
-        InputError: for fewer than 2 members, for other than one value a member, and for members that would see other
-            data, which make no ensemble.
+        InputError: for fewer than 2 members, for a number of values that is not theirs, and for members with different
+            data.
     """
     if members < 2:
         raise InputError(f"--members {members}: at least 2 make an ensemble")
-    seed, out = load([]).seed, []
+    seed, recipes = load([]).seed, []
     for i in range(members):
         settings = [f"seed={seed + i}"]
         for setting in vary:
@@ -46,14 +46,14 @@ def varied(load: Callable[[list[str]], Recipe], members: int, vary: Sequence[str
             if len(chosen) != members:
                 raise InputError(f"--vary {setting}: {len(chosen)} values for {members} members: one for each")
             settings.append(f"{path}={chosen[i]}")
-        out.append(load(settings))
-    if any(recipe.data != out[0].data for recipe in out):
+        recipes.append(load(settings))
+    if any(recipe.data != recipes[0].data for recipe in recipes):
         raise InputError("--vary of data: the members of an ensemble see the same data; train them apart")
-    return out
+    return recipes
 
 
 def folders(folder: Path, members: int) -> list[Path]:
-    """Where the members' runs are."""
+    """The run folders of the members."""
     return [folder / f"member-{i + 1}" for i in range(members)]
 
 
@@ -65,11 +65,11 @@ def train(
     own_modules: Sequence[str] | None = (),
     quiet: bool = False,
 ) -> list[Result]:
-    """Trains all members; returns their results, or those so far where a signal stopped it (`stopped` is set).
+    """Trains all members on one rank. Returns their results; after a signal, those so far, with `stopped` set.
 
-    `own_modules`: the folders of the user's modules; None: go on with the runs that are there.
+    `own_modules`: the folders of the user's modules; None resumes the runs in `paths`.
     """
-    trainings, resume = _prepared(recipes), own_modules is None
+    trainings, resume = _build_members(recipes), own_modules is None
     with ExitStack() as stack:
         runs = [stack.enter_context(RunFolder(path, resume=resume)) for path in paths]
         for run, training in zip(runs, trainings, strict=True):
@@ -78,7 +78,7 @@ def train(
             else:
                 run.write("recipe.toml", dumps(training.recipe))
         if not isinstance(trainings[0].dataset.train, Memory):
-            return _in_turns(trainings, runs, started=started, resume=resume, quiet=quiet)
+            return _take_turns(trainings, runs, started=started, resume=resume, quiet=quiet)
         results = []
         for training, run in zip(trainings, runs, strict=True):
             results.append(fit(training, run, started=started, resume=resume, quiet=quiet))
@@ -88,12 +88,12 @@ def train(
         return results
 
 
-def _prepared(recipes: Sequence[Recipe]) -> list[Training]:
+def _build_members(recipes: Sequence[Recipe]) -> list[Training]:
     first = build(recipes[0])
     dataset = first.dataset
     if isinstance(dataset.train, Memory):
         return [first, *(build(recipe, dataset=dataset) for recipe in recipes[1:])]
-    if any(_decoded(recipe) != _decoded(recipes[0]) for recipe in recipes):
+    if any(_batch_settings(recipe) != _batch_settings(recipes[0]) for recipe in recipes):
         raise InputError(
             "--vary: members share decoded batches, so batch, accumulate, norm_batch, last_batch and the techniques of "
             "kasoku.data must be the same for all"
@@ -111,10 +111,10 @@ def _prepared(recipes: Sequence[Recipe]) -> list[Training]:
     return [build(recipe, dataset=dataset, train_loader=b) for recipe, b in zip(recipes, batches, strict=True)]
 
 
-def _decoded(recipe: Recipe) -> tuple[object, ...]:
-    """All that decides which pixels a batch has."""
-    shown = [t for t in recipe.techniques if t.changes_pixels or t.changes_batch]
-    return recipe.batch, recipe.parts(1), recipe.last_batch, shown
+def _batch_settings(recipe: Recipe) -> tuple[object, ...]:
+    """The settings that decide the pixels of a batch."""
+    techniques = [t for t in recipe.techniques if t.changes_pixels or t.changes_batch]
+    return recipe.batch, recipe.parts(1), recipe.last_batch, techniques
 
 
 def _turns(trainer: Trainer, caught: list[str]) -> Generator[bool]:
@@ -132,7 +132,7 @@ def _turns(trainer: Trainer, caught: list[str]) -> Generator[bool]:
         yield False
 
 
-def _in_turns(
+def _take_turns(
     trainings: Sequence[Training], runs: Sequence[RunFolder], *, started: float, resume: bool, quiet: bool
 ) -> list[Result]:
     """One batch at a time by the member that is furthest behind, so that each batch is decoded once."""

@@ -1,4 +1,4 @@
-"""How good a model is: top-1, top-5 and loss over a loader, with test-time averaging where it is asked for."""
+"""Top-1, top-5 and loss of a model over a loader, with test-time averaging."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Views = Literal["plain", "mirror", "crops"]
 
 @dataclass(frozen=True)
 class Scores:
-    """Fractions from 0 to 1, the mean cross-entropy, and the number of images they are of."""
+    """Fractions from 0 to 1, the mean cross-entropy, and the number of images."""
 
     top1: float
     top5: float
@@ -31,15 +31,15 @@ def evaluate(
     *,
     also: Callable[[Tensor, Tensor], object] | None = None,
 ) -> Scores:
-    """Scores of a model that is in eval mode already (`with job.evaluation() as model`).
+    """Scores of a model in eval mode (`with job.evaluation() as model`). Collective with a `comm`; does not drain.
 
     Args:
         model: x_NCHW -> logits_NK.
         loader: one pass over the test images; on several ranks this rank's share, which may be empty.
         views: see `averaged`.
         comm: the ranks that share the images. Their sums are added, so each image counts once and all ranks get the
-            same scores; alone by default.
-        also: is called with logits_NK and y_N of each batch.
+            same scores; one rank by default.
+        also: called with logits_NK and y_N of each batch.
     """
     totals: Tensor | None = None
     images = 0
@@ -58,7 +58,7 @@ def evaluate(
     if comm is not None:
         comm.all_reduce(totals).wait()
     *sums, counted = totals.tolist()  # the one time the host waits for the device
-    top1, top5, loss = (one / counted for one in sums)
+    top1, top5, loss = (total / counted for total in sums)
     return Scores(top1, top5, loss, int(counted))
 
 
@@ -79,10 +79,10 @@ def _sums(device: torch.device) -> Tensor:
 def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) -> Tensor:
     """Logits averaged over views of the same images.
 
-    plain: as they are. mirror: and mirrored. crops: and, for the 30 % of a batch that it is least sure of (the smallest
-    lead of the first class over the second), shifted by one pixel both ways along the diagonal, each also mirrored; the
-    shifted ones together weigh as much as the unshifted.
-    Ref: crops: Jordan 2024 (arXiv 2404.00498); only for the unsure: Hiverge 2025 (cifar10-speedrun).
+    plain: the images alone. mirror: also mirrored. crops: the 30 % of a batch with the smallest lead of the first class
+    over the second are also shifted by one pixel both ways along the diagonal, each also mirrored; the shifted views
+    together weigh as much as the unshifted ones.
+    Ref: crops: Jordan 2024 (arXiv 2404.00498); only uncertain images: Hiverge 2025 (cifar10-speedrun).
     """
     if views == "plain":
         return model(x_NCHW).float()

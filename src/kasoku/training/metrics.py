@@ -25,7 +25,7 @@ class Metrics:
     """The metrics of one training.
 
     Note: when losses are read. Reading one makes the host wait for the device. On a CPU that costs nothing, so each
-    step is checked; on others they are collected and read twice a second, and always before anything is written.
+    step is checked; on other devices they are collected and read twice a second, and always before anything is written.
 
     Note: many ranks. Rank 0 has the log and the bar; the other ranks write and print nothing.
 

@@ -1,4 +1,4 @@
-"""The run folder: who may write in it, what a new one says of itself, and where runs lie."""
+"""The run folder: its lock, the files that describe a run, and the paths of runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RunFolder:
         self._lock.flush()
 
     def close(self) -> None:
-        """Gives the folder free."""
+        """Releases the folder."""
         self._lock.close()
 
     def __enter__(self) -> Self:
@@ -79,7 +79,7 @@ class RunFolder:
         checkpoint.save(self.path, step, model, state, keep=keep)
 
     def newest(self, *, warn: Callable[[str], None]) -> checkpoint.Checkpoint | None:
-        """The newest good checkpoint, or None; each damaged one is named through `warn` and set aside."""
+        """The newest good checkpoint, or None; damaged ones are reported through `warn` and renamed."""
         for part in (self.path / "checkpoints").glob(".part-*"):
             warn(f"checkpoint {part} was half written: passed over, removed")
             shutil.rmtree(part, ignore_errors=True)
@@ -92,7 +92,7 @@ class RunFolder:
 
 @contextmanager
 def run_folder(comm: Comm, path: Path, *, resume: bool) -> Iterator[RunFolder | None]:
-    """The run folder, held by rank 0; None on the others. Raises InputError on all where rank 0 cannot have it."""
+    """The run folder, locked by rank 0; None on the other ranks. Collective: if that fails, all ranks raise."""
     run = run_on_all_ranks(comm, lambda: RunFolder(path, resume=resume) if comm.rank == 0 else None)
     try:
         yield run
@@ -110,10 +110,10 @@ def free_folder(name: str, parent: Path = Path("runs")) -> Path:
 
 
 def own_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
-    """The folder for what a command makes of a recipe: `out`, or a free one of that word; it is made.
+    """Creates the folder for a command's output: `out`, or a free one named after the recipe and `word`.
 
     Raises:
-        InputError: where it holds a run, or a file that is to be `written` there is the recipe itself.
+        InputError: if it holds a run, or one of the files to be `written` is the recipe itself.
     """
     path = out or free_folder(f"{recipe.stem}-{word}")
     if any((path / name).exists() for name in ("environment.json", "checkpoints", "result.json")):
@@ -138,7 +138,7 @@ def describe(run: RunFolder, recipe: Recipe, dataset: Dataset, chosen: Chosen, i
 
 
 def allow_own_modules(run: Path) -> None:
-    """Lets a run's recipe name the user's modules again, from where they were when it was trained."""
+    """Puts the folders of the user's modules, as they were at training, on the import path."""
     try:
         folders = json.loads((run / "environment.json").read_text())["import_folders"]
     except (OSError, ValueError, KeyError):
@@ -147,23 +147,23 @@ def allow_own_modules(run: Path) -> None:
 
 
 def members_of(folder: Path) -> list[Path]:
-    """The members' runs in the folder of an earlier ensemble; none if it is no such folder."""
+    """The run folders of an ensemble's members; empty if the folder is not an ensemble's."""
     return sorted((p.parent for p in folder.glob("member-*/recipe.toml")), key=lambda p: int(p.name.split("-")[1]))
 
 
 def keep_shares(run: RunFolder, job: Job) -> None:
-    """Writes which shares a run begins with, where they are unequal."""
+    """Writes the shares that a run starts with, if they are unequal."""
     shares = getattr(job.plain_loader, "shares", ())
     if shares:
         run.write(SHARES, json.dumps(shares) + "\n")
 
 
 def shares_in(folder: Path, comm: Comm, batch: int) -> tuple[int, ...]:
-    """The shares that a run began with, where it goes on with as many ranks and images; all ranks call it."""
-    told: Any = []
+    """The shares that a run started with; empty for another number of ranks or images. Collective."""
+    shares: Any = []
     if comm.rank == 0:
         with suppress(OSError, ValueError):  # shares were equal
-            told = json.loads((folder / SHARES).read_text())
-    told = comm.broadcast_object(told)
-    whole = isinstance(told, list) and all(type(n) is int and n > 0 for n in told)
-    return tuple(told) if whole and len(told) == comm.size and sum(told) == batch else ()
+            shares = json.loads((folder / SHARES).read_text())
+    shares = comm.broadcast_object(shares)
+    valid = isinstance(shares, list) and all(type(n) is int and n > 0 for n in shares)
+    return tuple(shares) if valid and len(shares) == comm.size and sum(shares) == batch else ()

@@ -1,4 +1,4 @@
-"""Run folders from outside: what a new one says of itself, and trained ones put to use (eval, predict)."""
+"""Trained runs put to use: `kasoku eval` and `kasoku predict`."""
 
 import csv
 import dataclasses
@@ -28,7 +28,7 @@ from kasoku.training.run_folder import allow_own_modules, members_of
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network, in eval mode on its device, and what its images looked like."""
+    """A trained network, in eval mode on its device, and the format of its images."""
 
     path: Path
     recipe: Recipe
@@ -47,7 +47,7 @@ class Trained:
 
 
 def load(path: Path) -> Trained:
-    """A trained run: its best weights, or its newest good checkpoint's. Raises InputError when there are none."""
+    """A trained run with its best weights, or those of its newest good checkpoint. Raises InputError without any."""
     if not (path / "recipe.toml").is_file():
         raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
     allow_own_modules(path)
@@ -88,8 +88,8 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
     batches = loader(dataset, "test", batch, device=first.chosen.device)
     for x_NCHW, y_N in batches:
         logits = [member.logits(x_NCHW).float() for member in members]
-        together = torch.stack([one.softmax(1) for one in logits]).mean(0).log()
-        totals += torch.stack([tally(one, y_N) for one in [*logits, together]]).cpu()
+        ensemble = torch.stack([logits_NK.softmax(1) for logits_NK in logits]).mean(0).log()
+        totals += torch.stack([tally(logits_NK, y_N) for logits_NK in [*logits, ensemble]]).cpu()
         images += len(y_N)
     table = Table(title=f"{images:,} test images", title_justify="left")
     for column in ("run", "top-1", "top-5", "loss"):
@@ -110,7 +110,7 @@ def predict(path: Path, images: Sequence[Path]) -> int:
     files = [file for image in images for file in find_images(image)]
     top = min(5, len(trained.classes))
     out = csv.writer(sys.stdout)
-    out.writerow(["image"] + [f"{what}_{i + 1}" for i in range(top) for what in ("class", "probability")])
+    out.writerow(["image"] + [f"{column}_{i + 1}" for i in range(top) for column in ("class", "probability")])
     for start in range(0, len(files), 64):
         part = files[start : start + 64]
         pixels_NHWC = torch.stack([read_image(file, trained.image_size, trained.channels) for file in part])
@@ -131,8 +131,8 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
         )
     else:
         photos = folder(str(data), size=trained.image_size[0])
-        if not (data / "train").is_dir():  # nothing there was set aside: all of it is to be judged
-            photos = dataclasses.replace(photos, test=_together(photos))
+        if not (data / "train").is_dir():  # no test split: all images are tested
+            photos = dataclasses.replace(photos, test=_all_images(photos))
         dataset = dataclasses.replace(photos, mean=trained.mean, std=trained.std)
     if dataset.classes != trained.classes:
         unlike = sorted(set(dataset.classes) ^ set(trained.classes))[:3]
@@ -143,6 +143,6 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
     return dataset
 
 
-def _together(photos: Dataset) -> Files:
+def _all_images(photos: Dataset) -> Files:
     train, test = cast(Files, photos.train), cast(Files, photos.test)
     return Files(train.paths + test.paths, torch.cat([train.labels_N, test.labels_N]))

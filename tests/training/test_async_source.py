@@ -1,9 +1,8 @@
-"""`kasoku train` with ranks that do not wait: each image once an epoch, meetings after whole batches."""
+"""`kasoku train` with asynchronous ranks: each image once an epoch, sync points after whole batches."""
 
 import json
 import signal
 import time
-from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,7 +23,7 @@ from kasoku.device import LossScale
 from kasoku.distributed import Asynchronous
 from kasoku.training.async_source import AsyncSource
 from kasoku.training.control import Request
-from kasoku.training.run_folder import RunFolder
+from kasoku.training.run_folder import run_folder
 from kasoku.training.run_state import DivergedError, Result
 from kasoku.training.trainer import Trainer, build, fit
 from started import RECIPE, started
@@ -55,12 +54,8 @@ def fitted(asked: Recipe, path: Path, *, size: int = 2, resume: bool = False) ->
         training = build(asked, comm)
         plain = training.job.plain_loader
         training.job.before_step(lambda: seen[comm.rank].extend(plain.index_N.tolist()))
-        run = RunFolder(path, resume=resume) if comm.rank == 0 else None
-        try:
+        with run_folder(comm, path, resume=resume) as run:
             return fit(training, run, started=process_start(), resume=resume, quiet=True)
-        finally:
-            if run:
-                run.close()
 
     return Threads(size).run(rank), seen
 
@@ -123,7 +118,7 @@ def test_a_fast_rank_takes_more_of_the_data(tmp_path):
                 comm.block("its turn", lambda: True)
 
         job.after_step(counted)
-        with RunFolder(tmp_path / "run") if comm.rank == 0 else nullcontext() as run:
+        with run_folder(comm, tmp_path / "run", resume=False) as run:
             fit(training, run, started=process_start(), quiet=True)
 
     Threads(3).run(rank)
@@ -203,8 +198,8 @@ def test_what_cannot_be_had_is_refused_in_a_line(settings, technique, words, tmp
         fitted(recipe(*settings, **technique), tmp_path / "run")
 
 
-def test_no_rank_waits_for_another_between_meetings(tmp_path, monkeypatch):
-    """Between two meetings no collective is called: neither rounds, nor losses, nor statistics."""
+def test_no_rank_waits_for_another_between_sync_points(tmp_path, monkeypatch):
+    """Between two sync points no collective is called: neither for requests, nor losses, nor statistics."""
     inside, called = [False, False], []
     whole = AsyncSource.batches
 
@@ -223,7 +218,7 @@ def test_no_rank_waits_for_another_between_meetings(tmp_path, monkeypatch):
         for one in (comm, training.job.kept("asynchronous").comm):
             join = one._join
             one._join = partial(noted, comm.rank, join)
-        with RunFolder(tmp_path / "run") if comm.rank == 0 else nullcontext() as run:
+        with run_folder(comm, tmp_path / "run", resume=False) as run:
             fit(training, run, started=process_start(), quiet=True)
 
     monkeypatch.setattr(AsyncSource, "batches", batches)
@@ -305,7 +300,7 @@ def test_a_rank_that_gets_no_share_ends_nothing(tmp_path):
 
         exchange.share_of_data = late
         training.job.before_step(lambda: steps.append(plain.deal.last))
-        with RunFolder(tmp_path / "run") if comm.rank == 0 else nullcontext() as run:
+        with run_folder(comm, tmp_path / "run", resume=False) as run:
             return fit(training, run, started=process_start(), quiet=True), len(steps)
 
     (result, all_of_them), (_, none) = Threads(2).run(rank)
@@ -314,7 +309,7 @@ def test_a_rank_that_gets_no_share_ends_nothing(tmp_path):
     assert sorted(c.name for c in (tmp_path / "run" / "checkpoints").glob("step-*"))[-1].endswith("3")
 
 
-def test_its_losses_are_written_at_every_meeting(tmp_path):
+def test_losses_are_written_at_every_sync_point(tmp_path):
     fitted(recipe("epochs=2", "evaluate.every=0.5"), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [11, 22, 33, 44]
@@ -333,7 +328,7 @@ def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup
         training = build(recipe(data, "batch=12", warmup=warmup), comm)
         if comm.rank == 1:
             training.job.around_loader(failing)
-        with RunFolder(tmp_path / "run") if comm.rank == 0 else nullcontext() as run:
+        with run_folder(comm, tmp_path / "run", resume=False) as run:
             fit(training, run, started=process_start(), quiet=True)
 
     with pytest.raises(InputError, match="rank 1: the source is gone"):
