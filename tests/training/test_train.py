@@ -260,7 +260,7 @@ def test_a_plain_loop_gives_the_weights_of_the_trainer_bit_for_bit(tmp_path):
     [
         pytest.param("numpy", marks=pytest.mark.smoke),
         "torch",
-        "kasoku.config.recipe",
+        "rich.console",
         "kasoku.distributed.local_launch",
     ],
 )
