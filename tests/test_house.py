@@ -29,7 +29,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "device": 660,
     "data": 5680,  # the input pipeline is a description and its executors, each printed and tested alone
     "distributed": 6640,
-    "memory": 2796,
+    "memory": 2795,
     "config": 1000,
     "tune": 2700,
     "simulate": 2230,
@@ -46,7 +46,7 @@ NOT_YET: dict[str, int] = {  # offenders that are still there: these numbers onl
     "small files, functions and classes": 1,
     "no class name twice, no file names that differ only by an ending": 3,
     "what others must know of a technique is declared on its class": 1,
-    "private names of other modules, ours or torch's, are used in core/torch_internals.py only": 10,
+    "private names of other modules, ours or torch's, are used in core/torch_internals.py only": 7,
     "docstrings of public functions of packages that communicate": 0,
 }
 CORE_IMPORTS = {"torch", "safetensors"} | sys.stdlib_module_names

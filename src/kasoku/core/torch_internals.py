@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# BatchNorm as torch.nn calls it, with the statistics and the reserve that its backward reads (2.13).
+batch_norm: Any = torch.ops.aten._batch_norm_impl_index
+batch_norm_backward: Any = torch.ops.aten._batch_norm_impl_index_backward
 
 
 def version(x: Tensor) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kasoku.core.torch_internals import batch_norm, batch_norm_backward
 from kasoku.memory.graph import GraphNode, ValueShape, pair
 
 _aten = torch.ops.aten
@@ -118,9 +119,7 @@ def norm_gradients(
         weight = torch.ones_like(statistics.scale)  # or CUDA sums nothing
     running = (layer.running_mean, layer.running_var)
     of_batch = (statistics.mean, statistics.scale, statistics.of_batch)
-    dx, dw, db = _aten._batch_norm_impl_index_backward(
-        kernel, x, dy, weight, *running, *of_batch, layer.eps, mask, statistics.reserve
-    )
+    dx, dw, db = batch_norm_backward(kernel, x, dy, weight, *running, *of_batch, layer.eps, mask, statistics.reserve)
     if inplace:
         dx = _norm_gradient_in_place(layer, dy, x, statistics, (dw, db))
     gradients = [g if want else None for g, want in zip((dw, db), wanted, strict=True)]
@@ -198,7 +197,7 @@ def _norm(layer: Any, x: Tensor) -> tuple[Tensor, NormStatistics]:
         if layer.momentum is None:
             momentum = 1.0 / float(layer.num_batches_tracked)
     settings = (of_batch, momentum, layer.eps, torch.backends.cudnn.enabled)
-    out, mean, scale, reserve, kernel = _aten._batch_norm_impl_index(
+    out, mean, scale, reserve, kernel = batch_norm(
         x, layer.weight, layer.bias, layer.running_mean, layer.running_var, *settings
     )
     return out, NormStatistics(mean, scale, reserve, kernel, of_batch)
@@ -208,7 +207,7 @@ def _recompute_norm(layer: Any, x: Tensor, statistics: NormStatistics, exact: bo
     if not statistics.of_batch:
         mean, variance = layer.running_mean, layer.running_var
     elif exact:
-        out: Tensor = _aten._batch_norm_impl_index(
+        out: Tensor = batch_norm(
             x, layer.weight, layer.bias, None, None, True, 0.0, layer.eps, torch.backends.cudnn.enabled
         )[0]
         return out
