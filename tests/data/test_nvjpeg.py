@@ -208,6 +208,7 @@ def test_only_the_file_that_nvjpeg_fails_on_is_decoded_by_the_cpu(monkeypatch):
     assert calls == [9, 4, 5, 2, 1, 1, 3]  # halves
 
 
+@pytest.mark.filterwarnings("ignore:Image appears to be a malformed MPO")
 @pytest.mark.data
 def test_every_odd_file_has_the_cpus_pixels_or_its_refusal(real_data, in_its_place):
     files = [path for path in sorted((real_data / "odd").glob("*/*")) if path.is_file()]
