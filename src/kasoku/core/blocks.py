@@ -1,4 +1,4 @@
-"""Finds the blocks of a model: its parts in order, which are compiled and frozen one by one."""
+"""The blocks of a model: its parts in order, which are compiled and frozen one by one."""
 
 from torch import nn
 
@@ -11,7 +11,7 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     A child of the model is a block; a container (Sequential, ModuleList) whose children are modules with children of
     their own (a stage of residual blocks) is opened instead.
     """
-    found: list[tuple[str, nn.Module]] = []
+    result: list[tuple[str, nn.Module]] = []
 
     def visit(prefix: str, module: nn.Module) -> None:
         for name, child in module.named_children():
@@ -19,7 +19,7 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             if isinstance(child, _CONTAINERS) and any(len(list(c.children())) for c in child.children()):
                 visit(path + ".", child)
             else:
-                found.append((path, child))
+                result.append((path, child))
 
     visit("", model)
-    return found
+    return result

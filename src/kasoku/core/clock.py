@@ -1,4 +1,4 @@
-"""Time: `Wall` for real runs; whoever simulates brings a virtual clock with the same method."""
+"""Time: `Wall` for real runs; simulations have a virtual clock with the same method."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What tells the time of a run, in seconds."""
+    """The time of a run, in seconds."""
 
     def now(self) -> float:
         """Seconds on this clock; only differences mean anything."""

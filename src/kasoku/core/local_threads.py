@@ -104,8 +104,8 @@ class _ThreadComm(Comm):
         collective = self._shared.collectives.setdefault(("all", number), _Collective(what))
         name = f"collective {number} ({collective.what})"
         if collective.what != what:
-            others = f"the other ranks call {collective.what}"
-            raise InputError(f"rank {self.rank} calls {what}, {others} (collective {number})")
+            peers = f"the other ranks call {collective.what}"
+            raise InputError(f"rank {self.rank} calls {what}, {peers} (collective {number})")
         collective.parts[self.rank] = part
         if len(collective.parts) == self.size:
             collective.result = finish([collective.parts[r] for r in range(self.size)])

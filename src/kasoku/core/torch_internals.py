@@ -48,7 +48,7 @@ def accumulates(node: Any) -> bool | None:
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch raises it for a gradient that was asked for
+    except RuntimeError:  # torch raises it for torch.autograd.grad
         return None
 
 

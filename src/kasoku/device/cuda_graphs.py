@@ -75,8 +75,8 @@ class _Graphed:
             for buffer, value in buffers:
                 buffer.copy_(value)
         torch.cuda.set_rng_state(random, x.device)
-        made: Callable[[Tensor], Any] = graph
-        return made
+        replay: Callable[[Tensor], Any] = graph
+        return replay
 
 
 def _look(x: Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Which device a run uses, in which precision, with which techniques: the fast ones unless told otherwise."""
+"""Which device a run uses, in which precision, with which techniques: the fast ones by default."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Device:
         threads: of the CPU; 0: all cores the process may use, shared among the ranks of this host.
         malloc: tune glibc's allocator on a CPU.
         deterministic: the same bits on every run, also on CUDA; slower there.
-        hang_timeout_s: a rank without a step for so long is said to hang; 0: the larger of 60 s and 10 median steps.
-            One that waits for its input is given two minutes more.
+        hang_timeout_s: a rank without a step for this long has hung; 0: the larger of 60 s and 10 median steps.
+            A rank that waits for its input has two minutes more.
     """
 
     kind: Kind = "auto"

@@ -1,4 +1,4 @@
-"""Muon: the filters' momentum is made orthogonal before it is applied; everything else takes Nesterov SGD.
+"""Muon: the filters' momentum is orthogonalised before it is applied; everything else takes Nesterov SGD.
 
 Note: what keeps a part's update equal to the whole's. All state lives in `state[p]`, and on CPU each filter is
 orthogonalised alone, so `job.update` on a part gives the bits of the whole step. On other devices filters of equal
@@ -34,7 +34,7 @@ class Rest:
         momentum: share of the velocity kept at each step.
         weight_decay: share of a weight a step takes at full rate, before momentum (torch's weight decay times rate).
         decay_all: decay biases and norm parameters as well, not the head alone.
-        whitening_epochs: epochs over which the rate of parameters named whiten... falls to 0; 0: they train as others.
+        whitening_epochs: epochs over which the rate of parameters named whiten... falls to 0; 0: they train as usual.
     """
 
     bias_lr: float = 0.1
@@ -51,7 +51,7 @@ class Rest:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised Nesterov momentum for groups with `filters=True`, Nesterov SGD for the others.
+    """Orthogonalised Nesterov momentum for groups with `filters=True`, Nesterov SGD for all other groups.
 
     Args:
         params: parameter groups; each may set lr, momentum, weight_decay (SGD groups only) and `filters`.

@@ -1,4 +1,4 @@
-"""BatchNorm over groups of images, on one device or across ranks, and who is told the statistics.
+"""BatchNorm over groups of images, on one device or across ranks, with a callback for the statistics.
 
 Note: how a norm is steered. The `forward` of a BatchNorm module is patched with `steered`, and what it obeys hangs on
 the module as `steer`: the size of a group, the ranks, and where each group's statistics go. A deep copy of the module
@@ -31,7 +31,7 @@ class Steer:
         norm: the module it is for.
         images: how many share statistics; 0: those of one forward. More than that: a group spans several ranks.
         comm: the ranks.
-        take: is given each group's statistics, in float32 or the buffers' type.
+        take: called with each group's statistics, in float32 or the buffers' type.
         alone: a group stays within one forward of one rank, and may be smaller.
         trace: where waiting for other ranks is noted.
     """

@@ -92,27 +92,27 @@ class _Measured:
 
     def _measure(self, live: list[_BatchNorm]) -> list[tuple[Tensor, Tensor]]:
         """Mean and variance of each norm's input, over all ranks."""
-        found = [_Statistics(norm.running_mean) for norm in live if norm.running_mean is not None]
+        sums = [_Statistics(norm.running_mean) for norm in live if norm.running_mean is not None]
         model = self.job.model.eval()
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.callback(model.eval)
-            for norm, statistics in zip(live, found, strict=True):
+            for norm, statistics in zip(live, sums, strict=True):
                 images = vars(norm)["steer"].images if "steer" in vars(norm) else 0
                 stack.enter_context(_steering(norm, Steer(norm, images, self.job.comm, statistics.take, alone=True)))
                 norm.train()
             for x_NCHW, _ in self._batches():
                 if len(x_NCHW):  # a rank may have no part of the last few images
                     model(x_NCHW)
-        return self._over_ranks(found)
+        return self._over_ranks(sums)
 
-    def _over_ranks(self, found: list[_Statistics]) -> list[tuple[Tensor, Tensor]]:
+    def _over_ranks(self, sums: list[_Statistics]) -> list[tuple[Tensor, Tensor]]:
         comm = self.job.comm
-        mine = torch.cat([x for s in found for x in (s.n, s.mean_C, s.squares_C)])
+        mine = torch.cat([x for s in sums for x in (s.n, s.mean_C, s.squares_C)])
         every = mine.new_empty(comm.size * len(mine))
         comm.all_gather(every, mine).wait()
-        whole = [_Statistics(s.mean_C) for s in found]
-        sizes = [n for s in found for n in (1, len(s.mean_C), len(s.mean_C))]
+        whole = [_Statistics(s.mean_C) for s in sums]
+        sizes = [n for s in sums for n in (1, len(s.mean_C), len(s.mean_C))]
         for rank in every.view(comm.size, -1):
             parts = rank.split(sizes)
             for i, statistics in enumerate(whole):

@@ -1,4 +1,4 @@
-"""The plain way to share gradients: wait for all of them, then average. What overlap is compared with."""
+"""Averages gradients after backward, without overlap: the baseline of `Overlap`."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ from kasoku.core import Job, Stage, Technique
 class AllReduce(Technique):
     """Averages each gradient over all ranks at the step, one collective a parameter, in parameter order.
 
-    Rank 0's parameters and buffers are given to all ranks at `apply`.
+    At `apply` all ranks copy rank 0's parameters and buffers.
 
     Saves: nothing; it makes many ranks train one model.
     Costs: the whole communication, once backward is over.
@@ -40,7 +40,7 @@ class AllReduce(Technique):
 
 
 def start_equal(job: Job) -> None:
-    """Gives rank 0's parameters and buffers to all ranks."""
+    """Copies rank 0's parameters and buffers to all ranks."""
     mine = [*job.model.parameters(), *job.model.buffers()]
     sent = [x.detach().to("cpu" if x.is_cuda else x.device, copy=True) for x in mine] if job.comm.rank == 0 else []
     first = job.comm.broadcast_object(sent)  # from a GPU they would arrive on rank 0's everywhere

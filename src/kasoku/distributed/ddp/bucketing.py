@@ -168,13 +168,13 @@ class Planned(Policy):
 
 def ready_order(buckets: Iterable[Sequence[int]], tensors: Sequence[Sized], policy: str) -> BucketPlan:
     """Whole buckets, sent in the order in which backward makes them ready: the nearest to the output first."""
-    found: list[tuple[int, ...]] = []
+    result: list[tuple[int, ...]] = []
     for bucket in buckets:
         kinds = {tensors[i].kind: None for i in bucket}
-        found += [tuple(i for i in bucket if tensors[i].kind == kind) for kind in kinds]
-    found.sort(key=lambda bucket: -min(tensors[i].unit for i in bucket))
-    order = [Chunk(g, 0, sum(tensors[i].elements for i in bucket)) for g, bucket in enumerate(found)]
-    return BucketPlan(tuple(found), tuple(order), policy)
+        result += [tuple(i for i in bucket if tensors[i].kind == kind) for kind in kinds]
+    result.sort(key=lambda bucket: -min(tensors[i].unit for i in bucket))
+    order = [Chunk(g, 0, sum(tensors[i].elements for i in bucket)) for g, bucket in enumerate(result)]
+    return BucketPlan(tuple(result), tuple(order), policy)
 
 
 def search(
@@ -211,7 +211,7 @@ def search(
         plan, seen = one
     if not next_forward:
         return replace(plan, policy=f"planned: {plan.policy}"), seen, False
-    found: list[tuple[float, BucketPlan]] = []
+    result: list[tuple[float, BucketPlan]] = []
     least = max(2 * MIB, sum(t.size for t in tensors) // 64)
     for buckets in _mergings(tensors):
         ready_s = _ready(buckets, units, tensors)
@@ -222,8 +222,8 @@ def search(
             orders = {_headed(chunks, head) for head in heads}
             orders |= {_busy(chunks, head, ready_s, seconds) for head in heads}
             tried = [BucketPlan(buckets, order, "planned") for order in sorted(orders)]
-            found.append(min(((forecast(units, tensors, p, link).step_s, p) for p in tried), key=lambda pair: pair[0]))
-    best = sorted(found, key=lambda pair: pair[0])[:_KEPT]
+            result.append(min(((forecast(units, tensors, p, link).step_s, p) for p in tried), key=lambda pair: pair[0]))
+    best = sorted(result, key=lambda pair: pair[0])[:_KEPT]
     late = min((_improved(p, units, tensors, link, (until, tries)) for _, p in best), key=lambda pair: pair[1].step_s)
     if late[1].step_s < min(seen.step_s, _WORTH * one[1].step_s):
         return *late, True
@@ -280,8 +280,8 @@ def _moved(order: Sequence[Chunk]) -> Iterator[tuple[Chunk, ...]]:
 def _mergings(tensors: Sequence[Sized]) -> list[tuple[tuple[int, ...], ...]]:
     """Groups of neighbouring units, in forward order, for several least sizes."""
     sizes = (min(MIB // 4, sum(t.size for t in tensors) // 256), MIB // 4, MIB, 2 * MIB, 4 * MIB)
-    found = {ready_order(_merged(tensors, least), tensors, "").buckets[::-1]: None for least in sizes}
-    return list(found)
+    result = {ready_order(_merged(tensors, least), tensors, "").buckets[::-1]: None for least in sizes}
+    return list(result)
 
 
 def _merged(tensors: Sequence[Sized], least_bytes: int) -> list[tuple[int, ...]]:
@@ -306,31 +306,31 @@ def _by_unit(tensors: Sequence[Sized]) -> list[tuple[int, ...]]:
 
 def _filled(tensors: Sequence[Sized], limits: Iterable[int]) -> list[tuple[int, ...]]:
     """Groups from the last tensor on, each closed once it has its limit of bytes."""
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     size, limit = 0, 0
     sizes = iter(limits)
     for i in reversed(range(len(tensors))):
         if size >= limit:
-            found.append([])
+            result.append([])
             size, limit = 0, next(sizes)
-        found[-1].append(i)
+        result[-1].append(i)
         size += tensors[i].size
-    return [tuple(bucket) for bucket in found]
+    return [tuple(bucket) for bucket in result]
 
 
 def cut(buckets: Sequence[Sequence[int]], tensors: Sequence[Sized], chunk_bytes: int) -> list[Chunk]:
     """Each bucket, in order, in equal chunks of about chunk_bytes."""
-    found: list[Chunk] = []
+    result: list[Chunk] = []
     for g, bucket in enumerate(buckets):
         elements, size = sum(tensors[i].elements for i in bucket), sum(tensors[i].size for i in bucket)
         parts = max(1, min(elements, round(size / chunk_bytes)))
         ends = [elements * (k + 1) // parts for k in range(parts)]
-        found += [Chunk(g, start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    return found
+        result += [Chunk(g, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    return result
 
 
 def _headed(chunks: Sequence[Chunk], head: int) -> tuple[Chunk, ...]:
-    """The last `head` chunks (buckets are in forward order) from the output on, then the others in forward order."""
+    """The last `head` chunks (buckets are in forward order) from the output on, then the rest in forward order."""
     first = chunks[len(chunks) - head :]
     return (*reversed(first), *chunks[: len(chunks) - head])
 

@@ -1,4 +1,4 @@
-"""How a piece of gradients becomes its mean over ranks: plain, in fewer bytes, or node by node."""
+"""Averages a chunk of gradients over ranks: plainly, in fewer bytes, or node by node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reduce(Protocol):
     """A reducer at work between the ranks of one run."""
 
     def __call__(self, key: str, x: Tensor) -> Work:
-        """Starts the mean of x, a flat piece of gradients, and returns at once; `wait()` leaves the mean in x.
+        """Starts the mean of x, a flat chunk of gradients, and returns at once; `wait()` leaves the mean in x.
 
         Every rank calls with the same keys and lengths in the same order, and waits before it calls with a key again.
         """
@@ -42,7 +42,7 @@ class Reduce(Protocol):
 
 @dataclass(frozen=True)
 class Reducer:
-    """How pieces of gradients are averaged: a configuration that `bind` puts to work."""
+    """How chunks of gradients are averaged: a configuration that `bind` puts to work."""
 
     def bind(self, comm: Comm) -> Reduce:
         """Puts it to work between the ranks of `comm`; called by all of them, in the same order."""
@@ -53,7 +53,7 @@ class Reducer:
 class Mean(Reducer):
     """Averages in the gradients' own type, by one all-reduce.
 
-    Saves: nothing; it is what the others are compared with.
+    Saves: nothing; it is the baseline of the other reducers.
     Costs: all bytes on every link.
     Maths: x = mean over ranks of x.
     """
@@ -101,16 +101,16 @@ class Wire(Reducer):
 
 @dataclass(frozen=True)
 class LowRank(Reducer):
-    """Sends a piece of gradients, seen as a near-square matrix, as a product of two thin ones (PowerSGD).
+    """Sends a chunk of gradients, seen as a near-square matrix, as a product of two thin ones (PowerSGD).
 
     Args:
         rank: columns of the thin matrices.
-        min_elements: smaller pieces, and those that two thin matrices would not make smaller, are averaged plainly.
+        min_elements: smaller chunks, and those that two thin matrices would not make smaller, are averaged plainly.
         seed: of the first guess; each key has its own, the same on all ranks.
 
     Saves: of n elements 2 * rank * sqrt(n) are sent: with rank 4, of 1 M elements 1 in 128.
     Costs: accuracy, where few steps are left to send what was kept back; two collectives, three thin products and a QR
-        a piece; 8 bytes of memory an element (the error in fp32 and the product). A piece is not a layer: what it has
+        a piece; 8 bytes of memory an element (the error in fp32 and the product). A chunk is not a layer: what it has
         of low rank shows less well in it than in the layers' own shapes. Equal bits on all ranks need ranks of a kind,
         as each takes the product itself.
     Maths: M = x + e; P = orthonormal(mean of M Q); e = M - P (M'P)'; Q = mean of M'P; x = P Q'. Q starts the next step.
@@ -187,15 +187,15 @@ class _Mean:
 
 
 class _Kept(dict[str, dict[str, Tensor]]):
-    """Tensors made once, by name and key; afresh where a key's shape or type changes."""
+    """Tensors by name and key, allocated once; again when the shape or type of a key changes."""
 
     def at(self, name: str, key: str, shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The one kept, on the device of x; zeros at first."""
-        found = self.setdefault(name, {}).get(key)
-        if found is None or found.shape != shape or found.dtype != dtype:
-            found = torch.zeros(shape, dtype=dtype, device=x.device)
-        self[name][key] = found = found.to(x.device)
-        return found
+        tensor = self.setdefault(name, {}).get(key)
+        if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+            tensor = torch.zeros(shape, dtype=dtype, device=x.device)
+        self[name][key] = tensor = tensor.to(x.device)
+        return tensor
 
 
 class _Chained:

@@ -84,7 +84,7 @@ class Forecast:
     """The times of a step under a plan.
 
     `backward_s`: when backward ends. `arrived_s`: when each bucket has arrived. Both count from the start of backward.
-    `spans`: the timeline from the start of backward to the end of forward, where it was asked for; its kinds are those
+    `spans`: the timeline from the start of backward to the end of forward, if requested; its kinds are those
     of a measured run.
     """
 
