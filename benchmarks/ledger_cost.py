@@ -1,11 +1,11 @@
-"""What does the ledger's light form, which is always on, cost a step?
+"""How much time does the ledger, which is always on, add to a step?
 
 Command: python benchmarks/ledger_cost.py [--rounds N] [--steps N]
 
 The same training of the smallest network (one linear layer on the 8x8 digits, batch 64, all of the loop's hooks, plain
 loop) with the technique Timed and without it, in rounds that alternate in one process; which side is first alternates
-too. added_us_per_step: the median over rounds of the difference of the mean steps. At most 200 is wanted.
-Last answer: see RECORDS.md. Why it matters: what is always on must not be felt.
+too. added_us_per_step: the median over rounds of the difference of the mean steps. Limit: 200.
+Last answer: see RECORDS.md. Why it matters: it is always on, so it must not be noticed.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def forever(job: Job) -> Iterator[Batch]:
 
 
 def seconds(job: Job, batches: Iterator[Batch], steps: int) -> float:
-    """Of a step, the mean of so many."""
+    """Mean seconds of a step."""
     begin = time.perf_counter()
     for _ in range(steps):
         x_NCHW, y_N = next(batches)

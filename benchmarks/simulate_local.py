@@ -1,18 +1,19 @@
-"""Does the simulator foretell the steps of several hosts from a profile of one?
+"""How accurately does the simulator predict the steps of several hosts from a profile of one?
 
     python benchmarks/simulate_local.py [--hosts 2 4 8] [--mbit 150 400]
 
 As root: hosts are network namespaces behind shaped links, each with the same quota of a core (the cores of this machine
 over 8 hosts, less a tenth for the kernel's part of the network). One host alone, under the same quota, is profiled:
-kasoku's profiler times the blocks and the step; the update comes with the copies that Overlap makes; two processes of
-that one host reduce over its loopback, which tells what a message waits and what moving a byte takes of the quota. From
-that and the rate of the links the simulator says what a step takes; then the real engine trains CIFAR ResNet-18, in
+kasoku's profiler times the blocks and the step; the update includes the copies of Overlap; two processes of that host
+reduce over its loopback, which measures the latency of a message and the CPU time of a byte under the quota. From that
+and the rate of the links the simulator predicts a step; then the real engine trains CIFAR ResNet-18, in
 bf16 where the hardware computes it, on the hosts, in graded groups, with and without next-forward overlap, and steps
 are timed.
-Foretold is TCP's part of the rate (1,448 of 1,514 bytes of a frame) and no jitter: the hosts are equal. Nothing is
-fitted to a run of several hosts. Nothing else may run meanwhile: a quota is no reservation.
+The prediction assumes TCP's part of the rate (1,448 of 1,514 bytes of a frame) and no jitter: the hosts are equal.
+Nothing is fitted to a run of several hosts. Nothing else may run at the same time: a quota is not a reservation.
 no_communication_median_abs_error: computing alone in place of the simulation.
-Last answer: see RECORDS.md. Why it matters: a plan for machines that are not rented yet is as good as its forecasts.
+Last answer: see RECORDS.md. Why it matters: a plan for machines that are not rented
+yet is only as good as its predictions.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ SHARE = 0.9 * CORES / 8  # of a core, of each host
 PAYLOAD = 1448 / 1514  # of a frame's bytes, of TCP over Ethernet
 WAYS = {"barrier": False, "next_forward": True}
 STEPS, PROFILED = 3, 6
-CASE_S = 200.0  # of timed rounds on so many hosts: another round begins where it should end within that
+CASE_S = 200.0  # of timed rounds on one number of hosts: a round starts only if it should end within this time
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a rank is told: how many rounds at most, at which rates, and where its findings go."""
+class Settings:
+    """The settings of a rank: the workload, link rates, the largest number of rounds, the folder of results."""
 
     work: Workload
     mbit: list[float]
@@ -61,17 +62,17 @@ class Asked:
     folder: Path
 
 
-def profile(asked: Asked) -> None:
+def profile(settings: Settings) -> None:
     """One host: its blocks, its update, what messages take of it. Writes profile.json, ledger.json and link.json."""
     tune_malloc()  # as on the hosts: else a step here faults its pages anew, and there not
     torch.set_num_threads(1)
-    model = asked.work.network()
-    job = Job(model, sgd(model, lr=0.001, momentum=0.9, weight_decay=5e-4), loader=[asked.work.data(0)])
-    profiler = Profiler(job, asked.work.dtype)
-    with asked.work.computing(cached=False):
+    model = settings.work.network()
+    job = Job(model, sgd(model, lr=0.001, momentum=0.9, weight_decay=5e-4), loader=[settings.work.data(0)])
+    profiler = Profiler(job, settings.work.dtype)
+    with settings.work.computing(cached=False):
         profiler.warm()
         plain = profiler.plain(PROFILED)
-        found = profiler.look(PROFILED, plain)
+        profile = profiler.look(PROFILED, plain)
     grads = [p.detach().clone() for p in model.parameters()]
     homes = [torch.empty_like(p) for p in grads]
 
@@ -80,19 +81,19 @@ def profile(asked: Asked) -> None:
             home.copy_(grad).div_(2)
 
     carried_s = statistics.median(seconds_per_call(carry, calls=9))
-    blocks_s = sum(block.forward_s + block.backward_s for block in found.blocks)
-    update_s = max(0.0, statistics.median(one.step_s for one in plain) - blocks_s) + carried_s
-    put(asked.folder / "profile.json", found.document())
-    put(asked.folder / "ledger.json", {"step_s": {"update": update_s}})
+    blocks_s = sum(block.forward_s + block.backward_s for block in profile.blocks)
+    update_s = max(0.0, statistics.median(iteration.step_s for iteration in plain) - blocks_s) + carried_s
+    put(settings.folder / "profile.json", profile.document())
+    put(settings.folder / "ledger.json", {"step_s": {"update": update_s}})
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "LOOPBACK": "1"}
     pair = [subprocess.Popen([sys.executable, *sys.argv], env=os.environ | env | {"RANK": str(i)}) for i in (0, 1)]
     codes = [p.wait() for p in pair]
-    if any(codes):  # also that of one that was killed, which is below 0
+    if any(codes):  # of a killed process: below 0
         raise RuntimeError("the two processes of one host did not reduce")
 
 
-def loopback(asked: Asked) -> None:
-    """Two processes of one host, which share its quota: what a hop waits, and what it takes to move a byte."""
+def loopback(settings: Settings) -> None:
+    """Measures the latency of a hop and the time of a byte between two processes that share a host's quota."""
     comm = connected()
     small, large = torch.zeros(1), torch.zeros(2**21)
     small_s, large_s = (
@@ -100,28 +101,34 @@ def loopback(asked: Asked) -> None:
         for x, calls in ((small, 61), (large, 15))
     )
     if comm.rank == 0:
-        put(asked.folder / "link.json", {"hop_s": small_s / 2, "busy_s_a_byte": (large_s - small_s) / large.nbytes / 2})
+        put(
+            settings.folder / "link.json",
+            {"hop_s": small_s / 2, "busy_s_a_byte": (large_s - small_s) / large.nbytes / 2},
+        )
 
 
-def hosts_main(asked: Asked) -> None:
+def hosts_main(settings: Settings) -> None:
     """Each of several hosts: the real engine's steps at every rate, both ways."""
     comm = connected()
     sides = {
-        name: Side(asked.work, comm, ours(comm, Graded(), next_forward=late, show=True)) for name, late in WAYS.items()
+        name: Side(settings.work, comm, ours(comm, Graded(), next_forward=late, show=True))
+        for name, late in WAYS.items()
     }
     for side in sides.values():
         timed(comm, side, steps=1)  # chooses kernels and takes memory, as the profiler's first steps did
-    found: dict[str, list[float]] = {}
+    steps_s: dict[str, list[float]] = {}
     start, done = time.perf_counter(), 0
-    while done == 0 or (done < asked.rounds and agreed(comm, time.perf_counter() - start) * (done + 1) / done < CASE_S):
-        for mbit in asked.mbit:
+    while done == 0 or (
+        done < settings.rounds and agreed(comm, time.perf_counter() - start) * (done + 1) / done < CASE_S
+    ):
+        for mbit in settings.mbit:
             shape(mbit)
             for name, side in sides.items():
                 seconds = timed(comm, side, steps=STEPS)
-                found.setdefault(f"{mbit:g} {name}", []).append(seconds)
+                steps_s.setdefault(f"{mbit:g} {name}", []).append(seconds)
         done += 1
     if comm.rank == 0:
-        put(asked.folder / f"steps_{comm.size}.json", found)
+        put(settings.folder / f"steps_{comm.size}.json", steps_s)
 
 
 def put(file: Path, document: Any) -> None:
@@ -138,16 +145,16 @@ def here(hosts: int, mbit: float, hop_s: float) -> Cluster:
     return Cluster("here", hosts, node, own_gpu=device, protocols=(), own_protocol=gloo)
 
 
-def simulated(asked: Asked, hosts: int, mbit: float, *, late: bool) -> tuple[float, float]:
+def simulated(settings: Settings, hosts: int, mbit: float, *, late: bool) -> tuple[float, float]:
     """Seconds of a step, and of computing alone."""
     with torch.device("meta"):
-        net = model_costs(asked.work.model, asked.work.network(), asked.work.data(0)[0].shape[1:])
-    link = json.loads((asked.folder / "link.json").read_text())
-    measured = profiled([(asked.folder, asked.work.batch)], net)
+        net = model_costs(settings.work.model, settings.work.network(), settings.work.data(0)[0].shape[1:])
+    link = json.loads((settings.folder / "link.json").read_text())
+    measured = profiled([(settings.folder, settings.work.batch)], net)
     simulator = Simulator(
         here(hosts, mbit, link["hop_s"]), net, Sharing(Graded(), late, 4, "ring"), Stragglers(), profile=measured
     )
-    step = simulator.step(hosts, hosts * asked.work.batch)
+    step = simulator.step(hosts, hosts * settings.work.batch)
     course = step.inputs
     busy = link["busy_s_a_byte"] * mbit * 1e6 / 8  # of the quota's time, while a transfer is under way
     beside = replace(course.link, compute_share=max(0.05, 1 - busy))
@@ -155,14 +162,14 @@ def simulated(asked: Asked, hosts: int, mbit: float, *, late: bool) -> tuple[flo
     return seen.step_s, step.compute_s
 
 
-def judged(asked: Asked, hosts: list[int]) -> dict[str, object]:
+def compared(settings: Settings, hosts: list[int]) -> dict[str, object]:
     """The figures, and a table of them."""
     rows, errors, alone = {}, {}, {}
     for n in hosts:
-        for key, values in json.loads((asked.folder / f"steps_{n}.json").read_text()).items():
+        for key, values in json.loads((settings.folder / f"steps_{n}.json").read_text()).items():
             mbit, name = key.split()
             took = statistics.median(values)
-            expected, compute = simulated(asked, n, float(mbit), late=WAYS[name])
+            expected, compute = simulated(settings, n, float(mbit), late=WAYS[name])
             case = f"{n} hosts, {mbit} Mbit/s, {name}"
             errors[case], alone[case] = expected / took - 1, compute / took - 1
             seen = spread(values)
@@ -176,8 +183,8 @@ def judged(asked: Asked, hosts: list[int]) -> dict[str, object]:
         "max_abs_error": max(map(abs, errors.values())),
         "no_communication_median_abs_error": statistics.median(map(abs, alone.values())),
         "errors": {case: round(error, 4) for case, error in errors.items()},
-        "link": json.loads((asked.folder / "link.json").read_text()),
-        "update_s": json.loads((asked.folder / "ledger.json").read_text())["step_s"]["update"],
+        "link": json.loads((settings.folder / "link.json").read_text()),
+        "update_s": json.loads((settings.folder / "ledger.json").read_text())["step_s"]["update"],
         "steps": rows,
     }
 
@@ -200,16 +207,16 @@ def main() -> int:
                 if failed:
                     return failed
                 print(f"{n} hosts: {time.perf_counter() - start:.0f} s", flush=True)
-            asked = Asked(Workload(batch=arguments.batch), arguments.mbit, arguments.rounds, Path(folder))
-            figures = judged(asked, arguments.hosts)
+            settings = Settings(Workload(batch=arguments.batch), arguments.mbit, arguments.rounds, Path(folder))
+            figures = compared(settings, arguments.hosts)
         parameters = {"hosts": arguments.hosts, "mbit": arguments.mbit, "batch": arguments.batch, "steps": STEPS}
         finish("simulate_local", {**parameters, "rounds": arguments.rounds, "share": SHARE}, figures)
         return 0
-    asked = Asked(Workload(batch=arguments.batch), arguments.mbit, arguments.rounds, arguments.folder)
+    settings = Settings(Workload(batch=arguments.batch), arguments.mbit, arguments.rounds, arguments.folder)
     if "LOOPBACK" in os.environ:
-        loopback(asked)
+        loopback(settings)
     else:
-        (profile if os.environ["WORLD_SIZE"] == "1" else hosts_main)(asked)
+        (profile if os.environ["WORLD_SIZE"] == "1" else hosts_main)(settings)
     return 0
 
 

@@ -1,22 +1,22 @@
-"""Does the simulator foretell steps that others measured, on clusters that nobody here has?
+"""How accurately does the simulator predict published steps, on clusters that we do not have?
 
     python benchmarks/simulate_published.py
 
 Rows marked "calibrates" give alpha and beta of each GPU: the least squares of the logarithms of simulated over
 published steps, each row simulated as it was run, with its own all-reduces and its own slowest rank. The other rows are
 scored; no constant is fitted to them. Links are data sheets', latencies NCCL's, jitter the law of
-kasoku.simulate.jitter, fixed before any row was simulated. How gradients are grouped is what is known of each entry: of
-Fujitsu's, the groups and the hierarchical all-reduce; the A100 and H100 entries sent one group after backward; of
-NVIDIA's DGX-1 entry it is not known, and taken as DDP's groups. Computing alone, with equal ranks, stands beside, and
-what other laws of jitter would have given.
+kasoku.simulate.stragglers, fixed before any row was simulated. Gradients are grouped as published: of
+Fujitsu's entry, the groups and the hierarchical all-reduce; the A100 and H100 entries sent one group after backward;
+for NVIDIA's DGX-1 entry it is unknown, and DDP's groups are assumed. For comparison: computing alone with equal ranks,
+and other laws of jitter.
 
 Sources: MLPerf training v0.6 and later, logs of the entries; NVIDIA DeepLearningExamples, MxNet RN50v1.5 (single V100);
 arXiv 1903.12650 (77.0 % of linear at 2,048 GPUs and 1.73 M images/s, so 36.4 ms for 40 images alone: it calibrates the
-small batches of V100, of which nothing else was found; so the V100 rows are foretold with the help of that paper's own
-efficiency, if not of their own step).
+small batches of V100, for which there is no other source; so the V100 rows are predicted with the help of that
+paper's efficiency, though not of its own step).
 Last answer: see RECORDS.md. Known to be wrong: ABCI comes out 16 % too fast. Its step lost 13 ms to communication and
 waiting; differences between GPUs and the links explain 4 of them, and no law that was tried explains all of it without
-spoiling the others.
+worse predictions of the other rows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ EPOCHS, STEPS, EVALUATIONS, WALL_S = 90, 15, 23, 70.4  # of the ABCI run, 86,016
 
 
 @dataclass(frozen=True)
-class Apart(Policy):
-    """The groups of another policy for what has more than one dimension; norms and biases together, last, in fp32."""
+class NormsApart(Policy):
+    """The groups of another policy for tensors of several dimensions; norms and biases in one last group, in fp32."""
 
     policy: Policy = field(default_factory=Graded)
 
@@ -49,7 +49,7 @@ class Apart(Policy):
         """The groups count all tensors; those of norms are then taken out."""
         whole = self.policy.plan(tensors)
         norms = {i for i, t in enumerate(tensors) if t.kind == "norm"}
-        groups = [tuple(i for i in group if i not in norms) for group in whole.groups]
+        groups = [tuple(i for i in bucket if i not in norms) for bucket in whole.buckets]
         return ready_order([*(g for g in groups if g), tuple(sorted(norms))], tensors, "graded, norms apart")
 
 
@@ -67,7 +67,7 @@ class Row:
 
 
 DDP, ONE = Sharing(Fixed()), Sharing(OneBucket())
-ABCI = Sharing(Apart(), algorithm="hierarchical")
+ABCI = Sharing(NormsApart(), algorithm="hierarchical")
 ROWS = (
     Row("V100, 1 GPU", "dgx1-v100", 1, 192, 1e3 * 192 / 1376, DDP, calibrates=True),
     Row("V100, 1 GPU", "dgx1-v100", 1, 256, 1e3 * 256 / 1492, DDP, calibrates=True),
@@ -82,7 +82,7 @@ ROWS = (
     Row("ABCI", "abci", 2048, 42, 49.6, ABCI),
     Row("DGX-A100 x128", "dgx-a100", 1024, 35, 15.5, ONE),
 )
-LAWS = {  # what other laws of jitter would have given; none of them was chosen
+LAWS = {  # other laws of jitter, for comparison; none of them was chosen
     "no jitter": {"v100": 0.0, "a100": 0.0},
     "log-normal, spread of SGEMM on V100 for all (0.0172)": {"v100": 0.0172, "a100": 0.0172},
     "log-normal, sd within whiskers (0.0198, 0.0195)": {"v100": 0.0198, "a100": 0.0195},
@@ -144,7 +144,7 @@ def _dot(u: Sequence[float], v: Sequence[float]) -> float:
 
 def errors(net: ModelCosts, spread: dict[str, float] | None = None, *, alone: bool = False) -> dict[str, float]:
     """Relative errors of the scored rows; with other spreads, or of computing alone."""
-    found = {}
+    errors = {}
     for row in (row for row in ROWS if not row.calibrates):
         cluster = load(row.cluster)
         if alone:
@@ -154,8 +154,8 @@ def errors(net: ModelCosts, spread: dict[str, float] | None = None, *, alone: bo
         else:
             law = Stragglers(spread[cluster.gpu]) if spread else None
             ms = simulated(row, net, cluster, stragglers=law)
-        found[row.name] = ms / row.step_ms - 1
-    return found
+        errors[row.name] = ms / row.step_ms - 1
+    return errors
 
 
 def main() -> None:
@@ -180,15 +180,15 @@ def main() -> None:
     sizes = {name: max(map(abs, errors(net, law).values())) for name, law in LAWS.items()}
     medians = {name: statistics.median(map(abs, errors(net, law).values())) for name, law in LAWS.items()}
     for name in LAWS:
-        print(f"{name}: would have given median {medians[name]:.4f}, max {sizes[name]:.4f}")
+        print(f"{name}: would give median {medians[name]:.4f}, max {sizes[name]:.4f}")
     abci = next(row for row in ROWS if row.name == "ABCI")
     costs = load("abci").costs
     wall = costs.setup_s + costs.first_epoch_s + EVALUATIONS * costs.evaluation_s
     wall += EPOCHS * STEPS * 1e-3 * simulated(abci, net, load("abci"))
     drift = max(
         abs(b / a - 1)
-        for name, found in constants.items()
-        for a, b in zip(found, (shipped[name].alpha_ms, shipped[name].beta_ms), strict=True)
+        for name, fitted in constants.items()
+        for a, b in zip(fitted, (shipped[name].alpha_ms, shipped[name].beta_ms), strict=True)
     )
     figures = {
         "median_abs_error": statistics.median(map(abs, scored.values())),

@@ -4,7 +4,7 @@
 
 One process, one core: a step of ResNet-50 on 2,048 GPUs of ABCI by the groups and the hierarchical all-reduce of
 [000], from a cluster and a network that are known (step_s); and a sweep over 1 to 4,096 of its GPUs, at least 40 sizes
-(sweep_s), nothing kept from one size to the next. Medians with spread.
+(sweep_s), with no cache between sizes. Medians with spread.
 Last answer: see RECORDS.md. Why it matters: a plan tries many sizes, and a user many what-ifs.
 """
 
@@ -16,9 +16,7 @@ torch.set_num_threads(1)
 
 from common import finish, seconds_per_call, spread  # noqa: E402
 from kasoku.models import resnet50  # noqa: E402
-from kasoku.simulate import Sharing, Simulator, load, model_costs  # noqa: E402
-from kasoku.simulate import collectives as allreduce  # noqa: E402
-from kasoku.simulate import stragglers as jitter  # noqa: E402
+from kasoku.simulate import Sharing, Simulator, collectives, load, model_costs, stragglers  # noqa: E402  # noqa: E402
 from kasoku.simulate.sweep import scaled, sizes  # noqa: E402
 
 
@@ -26,25 +24,25 @@ def main() -> None:
     with torch.device("meta"):
         net = model_costs("resnet50", resnet50(), (3, 224, 224))
     simulator = Simulator(load("abci"), net, Sharing(algorithm="hierarchical"))
-    asked = sizes(simulator.cluster, 1, 4096)
+    counts = sizes(simulator.cluster, 1, 4096)
 
     def forget() -> None:
-        jitter._slowest.cache_clear()
-        allreduce.link.cache_clear()
+        stragglers._slowest.cache_clear()
+        collectives.link.cache_clear()
 
-    def one() -> None:
+    def step_once() -> None:
         forget()
         simulator.step(2048, 2048 * 42)
 
     def swept() -> None:
         forget()
-        scaled(simulator, asked, images=42)
+        scaled(simulator, counts, images=42)
 
-    step = spread(seconds_per_call(one, calls=5))
+    step = spread(seconds_per_call(step_once, calls=5))
     sweep = spread(seconds_per_call(swept, calls=3))
-    print(f"a step {step['median']:.3f} s, {len(asked)} sizes {sweep['median']:.2f} s")
+    print(f"a step {step['median']:.3f} s, {len(counts)} sizes {sweep['median']:.2f} s")
     figures = {"step_s": step["median"], "sweep_s": sweep["median"], "step_spread": step, "sweep_spread": sweep}
-    finish("simulate_speed", {"gpus": 2048, "sizes": len(asked)}, figures)
+    finish("simulate_speed", {"gpus": 2048, "sizes": len(counts)}, figures)
 
 
 if __name__ == "__main__":

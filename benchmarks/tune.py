@@ -1,4 +1,4 @@
-"""How near to the fastest batch do the strategies come, in which part of an exhaustive sweep's time?
+"""How close do the strategies come to the fastest batch, and in what share of the time of an exhaustive sweep?
 
     python benchmarks/tune.py [--most N] [--rounds N] [--steps N] [--sweep-steps N] [--cases NAME ...] [--full]
 
@@ -108,8 +108,8 @@ class Case:
         chosen = device()
         torch.manual_seed(0)
         batches = loader(self.dataset, "train", batch, device=chosen.device, threads=READERS)
-        made = Job(self.model().to(chosen.device), lambda m: sgd(m, lr=0.01, momentum=0.9), loader=batches)
-        return made.apply(*chosen.techniques)
+        job = Job(self.model().to(chosen.device), lambda m: sgd(m, lr=0.01, momentum=0.9), loader=batches)
+        return job.apply(*chosen.techniques)
 
 
 def device() -> Chosen:
@@ -140,7 +140,7 @@ def forever(job: Job) -> Iterator[Batch]:
 
 
 def step_seconds(case: Case, batch: int, steps: int) -> list[float]:
-    """Of so many steps of a plain loop, after WARM that do not count."""
+    """Seconds of steps of a plain loop, after WARM that do not count."""
     job = case.job(batch)
     seconds = []
     with closing(forever(job)) as batches:
@@ -169,14 +169,14 @@ def swept(case: Case, arguments: argparse.Namespace) -> tuple[dict[int, float], 
 
 
 def searched(case: Case, arguments: argparse.Namespace, sweep_s: float) -> dict[str, tuple[BatchSizeResult, float]]:
-    """What each strategy found, and its seconds."""
+    """The result and the seconds of each strategy."""
     out = {}
     for name, strategy in STRATEGIES.items():
         budget_s = PATIENCE * sweep_s if name in ("epochtime", "usage") else max(60.0, sweep_s)
         job = case.job(START)
         begin = time.perf_counter()
-        found = tune_batch_size(job, strategy, budget_s=budget_s, least=LEAST, most=arguments.most)
-        out[name] = (found, time.perf_counter() - begin)
+        result = tune_batch_size(job, strategy, budget_s=budget_s, least=LEAST, most=arguments.most)
+        out[name] = (result, time.perf_counter() - begin)
         job.close()
     return out
 
@@ -186,13 +186,13 @@ def judged(case: Case, arguments: argparse.Namespace) -> dict[str, object]:
     image_s, sweep_s = swept(case, arguments)
     best, largest = min(image_s, key=lambda b: image_s[b]), max(image_s)
     print(f"{case.name}: sweep {sweep_s:.1f} s, best {best}", flush=True)
-    found = searched(case, arguments, sweep_s)
-    chosen = {name: one.batch for name, (one, _) in found.items()} | {"largest_fit": largest}
+    results = searched(case, arguments, sweep_s)
+    chosen = {name: result.batch for name, (result, _) in results.items()} | {"largest_fit": largest}
     again: dict[int, list[float]] = {batch: [] for batch in sorted({best, *chosen.values()})}
     for number in range(arguments.rounds):
         for batch in [*again][:: 1 if number % 2 else -1]:
             again[batch].append(statistics.median(step_seconds(case, batch, arguments.steps)) / batch)
-    told: dict[str, object] = {
+    figures: dict[str, object] = {
         "sweep_s": round(sweep_s, 2),
         "sweep_images_per_s": {size: round(1 / s) for size, s in image_s.items()},
         "best": best,
@@ -201,21 +201,21 @@ def judged(case: Case, arguments: argparse.Namespace) -> dict[str, object]:
     for name, batch in chosen.items():
         ratios = [round(mine / its, 4) for mine, its in zip(again[batch], again[best], strict=True)]
         over = {key: round(value, 4) for key, value in spread(ratios).items()}
-        one: dict[str, object] = {"batch": batch, "over_best": over}
-        if name in found:
-            result, took_s = found[name]
+        row: dict[str, object] = {"batch": batch, "over_best": over}
+        if name in results:
+            result, took_s = results[name]
             tried = [(s.batch, s.steps, round(s.images_per_s)) for s in result.samples]
-            one |= {"over_sweep_time": round(took_s / sweep_s, 3), "in_time": result.in_time, "tried": tried}
-        told[name] = one
-        print(f"{case.name}: {name} {one}, best {best}", flush=True)
-    return told
+            row |= {"over_sweep_time": round(took_s / sweep_s, 3), "in_time": result.in_time, "tried": tried}
+        figures[name] = row
+        print(f"{case.name}: {name} {row}, best {best}", flush=True)
+    return figures
 
 
 # ---- time to a target
 
 
 def seconds_to_target(batch: int, seed: int) -> float:
-    """Of training alone, until the test images are told as well as wanted; inf where MOST_EPOCHS do not suffice."""
+    """Seconds of training without evaluation until TARGET is reached; inf if not within MOST_EPOCHS."""
     chosen, dataset = device(), digits()
     torch.manual_seed(seed)
     model = cifarnet(10, dataset.channels, widths=WIDTHS).to(chosen.device)
@@ -251,18 +251,18 @@ def to_target(seeds: int) -> dict[str, object]:
     model = cifarnet(10, dataset.channels, widths=WIDTHS).to(device().device)
     batches = loader(dataset, "train", RATE_BATCH, device=device().device)
     job = target_job(model, batches, RATE_BATCH)
-    found = tune_batch_size(job, TimeToTarget(), least=LEAST, most=512)
+    result = tune_batch_size(job, TimeToTarget(), least=LEAST, most=512)
     job.close()
-    took: dict[int, list[float]] = {batch: [] for batch in sorted({*SIZES, found.batch})}
+    took: dict[int, list[float]] = {batch: [] for batch in sorted({*SIZES, result.batch})}
     for seed in range(seeds):
         for batch, seen in took.items():
             seen.append(seconds_to_target(batch, seed))
     medians = {batch: statistics.median(seen) for batch, seen in took.items()}
     best = min(medians, key=lambda b: medians[b])
     return {
-        "target_found_over_best": round(medians[found.batch] / medians[best], 3),
-        "target_found": found.batch,
-        "target_why": found.why,
+        "target_found_over_best": round(medians[result.batch] / medians[best], 3),
+        "target_found": result.batch,
+        "target_why": result.why,
         "target_best": best,
         "target_seconds": {b: [round(s, 2) if math.isfinite(s) else None for s in seen] for b, seen in took.items()},
     }
@@ -283,7 +283,7 @@ def main() -> int:
     each = {case.name: judged(case, arguments) for case in cases() if case.name in (arguments.cases or case.name)}
 
     def worst(name: str, key: str) -> float:
-        values = [told[name][key] for told in each.values()]
+        values = [figures[name][key] for figures in each.values()]
         return max(v["median"] if isinstance(v, dict) else v for v in values)
 
     figures: dict[str, object] = {

@@ -18,8 +18,8 @@ KASOKU = [sys.executable, "-m", "kasoku"]
 SHOTS = {"light": (1280, 900), "dark": (400, 900)}  # pixels of the window; the whole page is drawn
 
 
-def made(run: Path) -> Path:
-    """The page of a training that is made for it."""
+def training_page(run: Path) -> Path:
+    """Trains, and returns the page of the run."""
     recipe = str(ROOT / "recipes" / "digits_cnn_98.toml")
     settings = ["--set", "device.kind=cpu", "--set", "evaluate.every=0.5"]
     train = ["launch", "local", recipe, "--gpus-per-node", "2", *settings]
@@ -35,7 +35,7 @@ def main() -> None:
     if why:
         sys.exit(why)
     with tempfile.TemporaryDirectory() as folder, browser.chromium() as opened:
-        page = made(Path(folder) / "digits")
+        page = training_page(Path(folder) / "digits")
         for theme, (width, height) in SHOTS.items():
             with browser.Opened(opened, page, width=width, height=height, dark=theme == "dark") as shown:
                 shown.page.screenshot(path=ROOT / "docs" / f"report_{theme}.png", full_page=True)

@@ -1,19 +1,19 @@
-"""Draws docs/simulated_*.svg by the simulator beside what was published: as [000] Fig. 8, 9, 10 and [003]'s curve.
+"""Draws docs/simulated_*.svg: simulated and published curves, as [000] Fig. 8, 9, 10 and the curve of [003].
 
 Seconds on one core. Only points whose values can be read are drawn: [000] gives its best throughput as a number and the
 rest as pictures; the log of its team's MLPerf v0.6 entry gives the epochs (benchmarks/simulate_published.py).
 
-Note: of the epochs, how much longer the first one takes is no finding: it is in abci.toml, from the same log. How long
-it takes where NCCL starts within it, [000]'s baseline, is published as a picture only and not drawn.
+Note: the extra time of the first epoch is not a prediction: it is in abci.toml, from the same log. Its time if NCCL
+starts within it, [000]'s baseline, is published only as a picture and not drawn.
 
-Note: ABCI's points lie below its curves: that is the row which benchmarks/simulate_published.py misses, and no curve
-was moved towards it.
+Note: ABCI's points lie below its curves: benchmarks/simulate_published.py misses the same row, and no curve was
+adjusted.
 
-Note: [003] is drawn with what its slides leave open. They name AlexNet, K20X, one a node, up to 64, and neither the
-network nor the batch. Drawn are a batch of 256 (that of Caffe's AlexNet) and one of 1,024, shared by all GPUs, on one
+Note: the slides of [003] name AlexNet, K20X, one a node, up to 64, but neither the network nor the batch. So the figure
+assumes a batch of 256 (that of Caffe's AlexNet) and one of 1,024, shared by all GPUs, on one
 FDR InfiniBand link a node (6 GB/s) by the faster of ring and tree; an image takes what Caffe's own page has for K20
-(36.0 s for 5,120 images), less by the ratio of the two peaks, and a step nothing beside its images. The batches were
-chosen after the published points had been seen, so how near 256 comes to them is no prediction.
+(36.0 s for 5,120 images), divided by the ratio of the two peaks, and a step has no fixed part. The batches were
+chosen after the published points had been seen, so the agreement of 256 with them is no prediction.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAYS = {
     "one group after backward": Sharing(OneBucket(), algorithm="hierarchical"),
     "graded groups behind backward": Sharing(Graded(), algorithm="hierarchical"),
 }
-FIRST_S, EPOCH_S = 0.7445 + 0.6, 0.7445  # published: the first epoch and the others
+FIRST_S, EPOCH_S = 0.7445 + 0.6, 0.7445  # published: the first epoch and later ones
 K20X_MS = 36.0 / 5120 * 1e3 * 3.52 / 3.95  # an image of AlexNet
 SPEEDUPS = {16: (14.7, 14.7 / 1.46), 64: (27.0, 27.0 / 1.71)}  # published: with next-forward overlap, conventional
 
@@ -78,10 +78,10 @@ def batches(net: ModelCosts) -> None:
 
 def scaling(net: ModelCosts) -> None:
     """Throughput and efficiency over 1 to 2,048 GPUs."""
-    asked = sizes(load("abci"), 1, GPUS)
-    found = {name: scaled(Simulator(load("abci"), net, way), asked, images=40) for name, way in WAYS.items()}
-    rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in found.items()}
-    shares = {name: list(zip(asked, efficiency(steps), strict=True)) for name, steps in found.items()}
+    counts = sizes(load("abci"), 1, GPUS)
+    sweeps = {name: scaled(Simulator(load("abci"), net, way), counts, images=40) for name, way in WAYS.items()}
+    rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in sweeps.items()}
+    shares = {name: list(zip(counts, efficiency(steps), strict=True)) for name, steps in sweeps.items()}
     rates["published, [000]"], shares["published, arXiv 1903.12650"] = [(GPUS, 1.73e6)], [(GPUS, 0.77)]
     panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
     draw(DOCS / "simulated_scaling.svg", "ResNet-50 on ABCI, 40 images a GPU", panels, x_label="GPUs", x_log=True)
@@ -96,7 +96,7 @@ def k20x(net: ModelCosts) -> Cluster:
 
 
 def speedups(net: ModelCosts) -> None:
-    """[003]: the speed of many GPUs over one, conventional and with overlap also of the next forward."""
+    """[003]: the speedup over one GPU, conventional and with overlap of the next forward."""
     ways = {
         "after backward": Sharing(OneBucket(), wire_bytes=4),
         "behind both": Sharing(PerLayer(), next_forward=True, wire_bytes=4),

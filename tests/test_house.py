@@ -31,7 +31,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "distributed": 6640,
     "memory": 2795,
     "config": 1000,
-    "tune": 2700,
+    "tune": 2570,
     "simulate": 2230,
     "report": 2600,
     "training": 2160,

@@ -196,8 +196,8 @@ def test_what_one_rank_cannot_do_is_found_alone_while_none_waits_for_it():
         ({"low": 0.0}, "an empty range"),
         ({"steps": 9}, "steps=9: at least 10"),
         ({"rates": [0.0]}, "all rates are 0"),
-        ({"rates": [0.1, 0.2]}, "rates: 2 are given, the optimizer has 1 parameter groups"),
-        ({"rates": []}, "rates: 0 are given"),
+        ({"rates": [0.1, 0.2]}, "rates: 2 for 1 parameter groups"),
+        ({"rates": []}, "rates: 0 for 1 parameter groups"),
     ],
 )
 def test_what_makes_no_test_is_refused(given, pattern):

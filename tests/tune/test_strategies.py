@@ -135,7 +135,7 @@ def test_time_to_target_without_a_noise_scale_is_throughput_and_says_so():
     one, other = Planted(CURVES["a line"]), Planted(CURVES["a line"])
     found = TimeToTarget().search(one, one.limits())
     assert found.batch == Throughput().search(other, other.limits()).batch
-    assert "could not be seen" in found.why
+    assert "noise scale is unknown" in found.why
 
 
 def test_time_to_target_goes_by_a_curve_of_epochs_within_it():
@@ -145,9 +145,9 @@ def test_time_to_target_goes_by_a_curve_of_epochs_within_it():
     found = strategy.search(device, device.limits())
     assert min(device.tried) >= 16
     assert max(device.tried) <= 256
-    target_s = {b: strategy.takes(b, 0, None) * device.step_s(b) / b for b in range(16, 257)}
+    target_s = {b: strategy.epochs_at(b, 0, None) * device.step_s(b) / b for b in range(16, 257)}
     assert target_s[found.batch] <= 1.03 * min(target_s.values())
-    assert [strategy.takes(b, 0, None) for b in (16, 32, 64, 256)] == pytest.approx([10, 11, 12, 30])
+    assert [strategy.epochs_at(b, 0, None) for b in (16, 32, 64, 256)] == pytest.approx([10, 11, 12, 30])
 
 
 @pytest.mark.parametrize(

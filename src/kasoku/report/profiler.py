@@ -1,6 +1,6 @@
 """Profiles a few steps of a job: time and memory of each block, operators, FLOPs and bytes, idle time.
 
-Note: separate steps. Each measurement disturbs the step it is made in, so each has steps of its own: undisturbed steps
+Note: separate steps. Each measurement disturbs its step, so each has steps of its own: undisturbed steps
 for the ledger, then steps for block times, one for memory, one for FLOPs, bytes and saved activations, and traced ones.
 """
 

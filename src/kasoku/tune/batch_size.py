@@ -60,7 +60,7 @@ def tune_batch_size(
     `in_sandbox = False`.
 
     Where sizes are whole groups of VirtualRanks, a device splits a share that does not fit in memory into parts
-    (`Measurement.parts`), as few as fit; the largest part that fits is found by halving.
+    (`Measurement.parts`), as few as fit; parts are halved until they fit.
 
     Args:
         job: its loader can be iterated more than once. If it is not a loader of kasoku.data, its `state_dict`, torch's

@@ -18,14 +18,14 @@ from kasoku.config.toml import resolve, table
 from kasoku.core import Batch, InputError, Job
 from kasoku.tune.sandbox import Sandbox, endless, undisturbed
 
-_REMEMBERED = 0.9  # of the smoothed loss at each step
-_WORSE = 4.0  # times the least smoothed loss so far, and above where it began: diverged
-_LEAST_STEPS = 10
+_SMOOTHING = 0.9  # weight of the earlier steps in the smoothed loss
+_DIVERGED = 4.0  # times the least smoothed loss so far, and above the first loss: diverged
+_MIN_STEPS = 10
 
 
 @dataclass(frozen=True)
 class RateStep:
-    """One step of the test: what all rates were multiplied by, its loss, the loss smoothed over the steps so far."""
+    """One step of the test: the factor on all rates, its loss, and the loss smoothed over the steps so far."""
 
     factor: float
     loss: float
@@ -34,13 +34,13 @@ class RateStep:
 
 @dataclass(frozen=True)
 class RangeTest:
-    """What came of a rate range test; factors multiply the rate of every parameter group.
+    """The result of a range test; factors multiply the rate of every parameter group.
 
     Args:
-        samples: of the steps made, in order.
+        samples: the steps in order.
         diverged: the factor at which the loss diverged; None: it did not.
-        spent_s: seconds it took.
-        in_time: False where the budget ended it.
+        spent_s: seconds of the test.
+        in_time: False if the budget ended the test.
     """
 
     samples: tuple[RateStep, ...]
@@ -50,14 +50,14 @@ class RangeTest:
 
     @property
     def steepest(self) -> float | None:
-        """The factor at which the loss falls fastest along the logarithm of the rate; None where it never falls.
+        """The factor at which the loss falls fastest along the logarithm of the rate; None if it never falls.
 
-        By the means of as many losses before and after it, so that it lies where the fall is and not behind it.
+        Compares the mean losses of equally many steps before and after it, so that it is not behind the fall.
         """
         losses = [s.loss for s in self.samples if math.isfinite(s.loss)]
         near = max(2, len(losses) // 20)
         least = min(range(len(losses)), key=lambda i: self.samples[i].smoothed, default=0)
-        falls = [  # not beyond the least: what comes then goes up and down
+        falls = [  # not beyond the least loss, where losses fluctuate
             (sum(losses[i + 1 : i + 1 + near]) - sum(losses[i - near : i]), i)
             for i in range(near, min(len(losses) - near, least + 1))
         ]
@@ -66,7 +66,7 @@ class RangeTest:
 
     @property
     def suggested(self) -> float | None:
-        """The smaller of the steepest descent and a tenth of where it diverged; None where neither was tried."""
+        """The smaller of the steepest factor and a tenth of the factor of divergence; None if there is neither."""
         tenth = self.diverged / 10 if self.diverged else None
         if tenth is not None and tenth < self.samples[0].factor:
             return None  # it diverges from the start
@@ -136,37 +136,37 @@ def range_test(
     budget_s: float = math.inf,
     rates: Sequence[float] | None = None,
 ) -> RangeTest:
-    """Trains some steps at rates that rise geometrically, until the loss diverges; then all is put back.
+    """Trains at rates that rise geometrically until the loss diverges, then restores the job. Collective.
 
-    Weights, statistics, optimizer, data order, random states and what techniques keep are afterwards as before, bit
-    for bit, as a resumed run has them. Only what is counted goes on: the trace, the ledger of Timed, the loader's own
-    statistics; and Overlap keeps the groups that it planned meanwhile. On several ranks all call it, and all get the
-    same; one that fails leaves the others in the midst of a step, so call `try_alone` before.
+    Afterwards weights, statistics, optimizer, data order, random states and the state of techniques are as before, bit
+    for bit, as in a resumed run. Only counters are not restored: the trace, the ledger of Timed, the loader's
+    statistics; and Overlap keeps buckets that it planned during the test. All ranks get the same result. A rank that
+    fails leaves its peers within a step, so call `try_alone` first.
 
     Args:
         job: the training; its loader can be iterated more than once.
-        low: what the rates are multiplied by in the first step.
-        high: in the last.
-        steps: how many.
-        budget_s: ends it early.
-        rates: of each parameter group, at factor 1; those it has now by default.
+        low: the factor on all rates in the first step.
+        high: the factor in the last step.
+        steps: the number of steps.
+        budget_s: seconds after which the test ends.
+        rates: of each parameter group, at factor 1; the current ones by default.
 
     Raises:
         InputError: for an empty range, too few steps, rates that are 0 or not one for each group, and a loader without
             a batch.
 
-    Costs: a copy of the state while it runs.
-    Ref: Smith 2015 (arXiv 1506.01186), 3.3. It diverges where the smoothed loss is above four times its least and
-    above where it began.
+    Costs: a copy of the state during the test.
+    Ref: Smith 2015 (arXiv 1506.01186), 3.3. The loss has diverged when its smoothed value is above four times its least
+    and above the first loss.
     """
     if not 0 < low < high < math.inf:
-        raise InputError(f"rates x {low:g} to {high:g}: an empty range; low above 0 and below high is wanted")
-    if steps < _LEAST_STEPS:
-        raise InputError(f"steps={steps}: at least {_LEAST_STEPS}, or nothing can be seen")
+        raise InputError(f"rates x {low:g} to {high:g}: an empty range; low must be above 0 and below high")
+    if steps < _MIN_STEPS:
+        raise InputError(f"steps={steps}: at least {_MIN_STEPS} are wanted")
     groups = job.optimizer.param_groups
     own = [float(group["lr"]) for group in groups] if rates is None else list(rates)
     if len(own) != len(groups):
-        raise InputError(f"rates: {len(own)} are given, the optimizer has {len(groups)} parameter groups: one for each")
+        raise InputError(f"rates: {len(own)} for {len(groups)} parameter groups of the optimizer: one for each")
     if not any(own):
         raise InputError("all rates are 0 now: give the rates that the schedule multiplies")
     samples: list[RateStep] = []
@@ -178,29 +178,29 @@ def range_test(
             factor = low * (high / low) ** (step / (steps - 1))
             for group, rate in zip(job.optimizer.param_groups, own, strict=True):
                 group["lr"] = rate * factor
-            loss, over = _agreed(job, _stepped(job, batches), job.clock.now() - started > budget_s)
+            loss, over = _reduced(job, _step(job, batches), job.clock.now() - started > budget_s)
             samples.append(RateStep(factor, loss, _smoothed(samples, loss)))
             if _diverged(samples):
                 diverged = diverged or factor
-            if step and (over or diverged):  # at least two, or `Seeded` takes the batch after for a part of this step
+            if step and (over or diverged):  # at least two, or `Seeded` takes the next batch for a part of this step
                 break
     return RangeTest(tuple(samples), diverged, job.clock.now() - started, in_time=not over or diverged is not None)
 
 
 def try_alone(job: Job) -> None:
-    """One step of a copy that shares nothing with other ranks. Raises what a step raises; changes nothing."""
+    """Runs one step of a copy without other ranks. Raises the errors of a step; changes nothing in the job."""
     with undisturbed(job), closing(Sandbox(job)) as sandbox:
         alone = sandbox.at(sandbox.start)
         try:
             alone.model.train()
             with closing(endless(alone)) as batches:
-                _stepped(alone, batches)
+                _step(alone, batches)
         finally:
             alone.close()
 
 
-def _stepped(job: Job, batches: Iterator[Batch]) -> Tensor:
-    """One update; its loss."""
+def _step(job: Job, batches: Iterator[Batch]) -> Tensor:
+    """One update; returns its loss."""
     total = torch.zeros(())
     for _ in range(job.accumulate):
         x_NCHW, y_N = next(batches)
@@ -212,32 +212,29 @@ def _stepped(job: Job, batches: Iterator[Batch]) -> Tensor:
     return total / job.accumulate
 
 
-def _agreed(job: Job, loss: Tensor, over: bool) -> tuple[float, bool]:
-    """The mean loss over the ranks, and whether for any of them time is over."""
-    told = torch.stack([loss.float(), loss.new_tensor(float(over)).float()])
-    job.comm.all_reduce(told, op="mean").wait()
-    mean, share = told.tolist()
+def _reduced(job: Job, loss: Tensor, over: bool) -> tuple[float, bool]:
+    """The mean loss over the ranks, and whether time is over on any of them. Collective."""
+    message = torch.stack([loss.float(), loss.new_tensor(float(over)).float()])
+    job.comm.all_reduce(message, op="mean").wait()
+    mean, share = message.tolist()
     return mean, share > 0
 
 
 def _smoothed(samples: Sequence[RateStep], loss: float) -> float:
-    """The mean of the losses so far, the older the less they count."""
+    """The exponentially weighted mean of the losses so far."""
     n = len(samples)
-    before = samples[-1].smoothed * (1 - _REMEMBERED**n) if samples else 0.0
-    return (_REMEMBERED * before + (1 - _REMEMBERED) * loss) / (1 - _REMEMBERED ** (n + 1))
+    before = samples[-1].smoothed * (1 - _SMOOTHING**n) if samples else 0.0
+    return (_SMOOTHING * before + (1 - _SMOOTHING) * loss) / (1 - _SMOOTHING ** (n + 1))
 
 
 def _diverged(samples: Sequence[RateStep]) -> bool:
     last, least = samples[-1], min(s.smoothed for s in samples)
-    return not math.isfinite(last.loss) or last.smoothed > max(_WORSE * least, samples[0].loss)
+    return not math.isfinite(last.loss) or last.smoothed > max(_DIVERGED * least, samples[0].loss)
 
 
 @contextmanager
 def untouched(job: Job) -> Iterator[None]:
-    """Whatever is trained in the body, the job is afterwards as before, bit for bit: a copy of its state is put back.
-
-    Random states are `undisturbed`'s.
-    """
+    """Restores a copy of the job's state after the body, bit for bit; `undisturbed` restores random states."""
     job.drain()
     state = copy.deepcopy(job.state_dict())
     tensors = [(p, p.detach().clone(), p.grad, p.requires_grad) for p in job.model.parameters()]

@@ -13,8 +13,8 @@ from typing import Any
 from kasoku.core import Clock, InputError
 from kasoku.core.files import write_atomically
 
-STEPS, BRIEF = 20, 5  # of a size that are timed: in full, at a look
-LATE = "there is no time left for it"  # why a size was not tried; says nothing of the size
+STEPS, BRIEF = 20, 5  # timed steps of a size: in full, in a brief measurement
+LATE = "there is no time left for it"  # the reason of a size that was not tried
 _SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
 _MEDIAN = 1.2533  # standard error of a median, in sigma / sqrt(n)
 
@@ -103,7 +103,7 @@ class Limits:
         clock: the same on all ranks.
 
     Raises:
-        InputError: where there is no size in the range.
+        InputError: if there is no size in the range.
     """
 
     start: int
@@ -173,7 +173,7 @@ class BatchSizeResult:
 
     @property
     def sample(self) -> Measurement:
-        """The last one of the size found."""
+        """The last measurement of the chosen size."""
         return next(s for s in reversed(self.samples) if s.batch == self.batch and not s.failed)
 
     def as_json(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _finite_or_none(value: Any) -> Any:
 
 @dataclass
 class SizeSearch:
-    """The state of a search: all measurements so far. A size that failed bounds the others from above."""
+    """The state of a search: all measurements so far. Sizes above one that failed are not tried."""
 
     measure: Measure
     limits: Limits
@@ -205,11 +205,11 @@ class SizeSearch:
 
     def __post_init__(self) -> None:
         self.began_s = self.limits.clock.now()
-        self.failed: int | None = None  # the smallest size that did
-        self.late = False  # a size was left out for want of time
+        self.failed: int | None = None  # the smallest size that failed
+        self.late = False  # a size was not tried because time was short
 
     def take(self, batch: int) -> Measurement:
-        """Tries a size; one for which there is no time ends the search."""
+        """Measures a size; the search ends if there is no time for it."""
         sample = self.measure(batch)
         if sample.failed == LATE:
             self.late = True
@@ -220,7 +220,7 @@ class SizeSearch:
         return sample
 
     def again(self, batch: int) -> None:
-        """Measures a size anew, and forgets what was seen of it before."""
+        """Measures a size again and replaces its earlier measurement."""
         before = [s for s in self.samples if s.batch == batch]
         if self.take(batch).failed != LATE:
             for sample in before:
@@ -235,7 +235,7 @@ class SizeSearch:
 
     @property
     def good(self) -> list[Measurement]:
-        """The last sample of each size that did not fail, the smallest first. Raises InputError where all failed."""
+        """The last measurement of each size that ran, the smallest first. Raises InputError if all failed."""
         good = {s.batch: s for s in self.samples if not s.failed and s.batch < (self.failed or math.inf)}
         if not good:
             first = self.samples[0]
@@ -247,23 +247,23 @@ class SizeSearch:
 
     @property
     def first(self) -> Measurement:
-        """The first one that did not fail."""
+        """The first measurement that did not fail."""
         return next(s for s in self.samples if not s.failed)
 
     @property
     def last(self) -> Measurement | None:
-        """The last one that did not fail."""
+        """The last measurement that did not fail."""
         return next((s for s in reversed(self.samples) if not s.failed), None)
 
     @property
     def over(self) -> bool:
-        """Whether time is over; the first size is tried in any case."""
+        """Whether time is over; never before the first size."""
         return bool(self.samples) and (self.late or self.limits.over)
 
-    def found(
+    def result(
         self, batch: int, why: str, *, epochs: Callable[[int], float] | None = None, in_time: bool = True
     ) -> BatchSizeResult:
-        """The end of the search."""
+        """The result of the search."""
         if not in_time:
             why = f"time was over, the best so far: {why}"
         of_each = tuple(epochs(s.batch) for s in self.samples) if epochs else ()

@@ -1,18 +1,19 @@
-"""The search for the best size of a smooth curve with cliffs: few sizes, each where the most can be won.
+"""Searches the best size on a smooth curve with cliffs, with few measurements, each where most can be gained.
 
-Note: what a gap promises. Between two sizes tried, a step takes at least what the line through the smaller one and a
-size before it leads to. A cliff within the gap leaves that as it is: the best size then lies just below the cliff.
-Where no rate fell, it also takes at least what the line through the larger one and a size behind it leads back to: on
-a straight line nothing better lies between, on a bent one it may, near the bend. A line goes through sizes as far
-apart as the gap is wide, where there are such: two near each other would tell its slope badly. Above the largest size
-tried, it is the slope of a line a + c * b through the last three. A gap that promises too little is left alone; the one
-that promises most is tried next: by halves, and above by leaps, no further than where the line has almost all its rate.
+Note: bounds within a gap. Between two measured sizes, a step takes at least the time on the line through the smaller of
+them and a size below it. A cliff within the gap does not change that: the best size is then just below the cliff. If
+the rate does not fall across the gap, a step also takes at least the time on the line through the larger size and a
+size above it: on a straight line nothing in between is better, near a bend it may be. Lines go through sizes as far
+apart as the gap is wide, if there are such, since close sizes determine a slope badly. Above the largest size, the
+slope is that of a line a + c * b through the last three. Gaps with too little possible gain are not searched; the gap
+with the most is next: it is halved, and above the largest size the search leaps, but not beyond the size at which the
+line has almost its highest rate.
 
-Note: no more steps than a decision takes. A first look at a size is brief. When no gap promises enough, the size that
-seems best and the one that may still beat it by most are looked at again, in turns, so that what else happens on the
-machine meets both; until none may by much more than `least_gain`, or all that may have been measured in full, or so
-much time has gone into it that knowing better is not worth it (steps that halt now and then). A spread that is small by
-chance is not believed: sizes share the typical one.
+Note: no more steps than a decision needs. The first measurement of a size is brief. When no gap is left, the best size
+and the one that may exceed it by most are measured again in turns, so that other load on the machine affects both. This
+ends when no size may exceed the best by much more than `least_gain`, when all such sizes have all their steps, or when
+it has taken as long as the first measurements (for steps that stall at times). A spread that is small by chance is not
+trusted: every size has at least the typical spread.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from kasoku.tune.measurement import STEPS, Limits, Measurement, SizeSearch
 
 Worth = Callable[[int, float], float]  # (batch, step_s) -> the more the better
 Errors = dict[int, float]  # batch -> standard error of its step, as a share
-_LEAP = 4  # from one size to the next, going up
-_LINE = 3  # sizes that the line above goes through
-_POINTS = 32  # of a gap that are looked at
-_SAME = 0.005  # a smaller size may lose so much and be taken
-_SETTLED = 1.25  # times the least gain: where no other size may win more, it is settled
+_LEAP = 4  # the largest factor to the next size above
+_LINE = 3  # sizes of the line above the largest size
+_POINTS = 32  # of a gap at which gains are computed
+_SAME = 0.005  # the loss at which a smaller size is still preferred
+_SETTLED = 1.25  # times the least gain: the search is settled when no other size may gain more
 _SURE = 2  # standard errors
-_AGAIN = 1.0  # times what first looks took: for so long sizes are looked at again
+_AGAIN = 1.0  # time for repeated measurements, as a multiple of that for first ones
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(a, c) of y = a + c * x through at least two points of different x.
 
-    Ref: Theil 1950, Sen 1968: the median of the slopes of all pairs, then the median of what is left.
+    Ref: Theil 1950, Sen 1968: the median of the slopes of all pairs, then the median of the remainders.
     """
     slopes = [(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.combinations(points, 2)]
     slope = statistics.median(slopes)
@@ -46,7 +47,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def best_of(good: Sequence[Measurement], worth: Worth) -> Measurement:
-    """The smallest of the sizes that lose at most half a percent to the best; they come the smallest first."""
+    """The smallest of the sizes that lose at most half a percent to the best; `good` is in ascending order."""
     top = top_of(good, worth)
     least = (1 - _SAME) * worth(top.batch, top.step_s)
     return next(s for s in good if worth(s.batch, s.step_s) >= least)
@@ -58,9 +59,9 @@ def top_of(good: Sequence[Measurement], worth: Worth) -> Measurement:
 
 
 def search_sizes(tries: SizeSearch, worth: Callable[[], Worth], *, least_gain: float) -> tuple[Measurement, bool]:
-    """Tries sizes until none may win `least_gain` over the best; gives that, and whether time sufficed.
+    """Measures sizes until no other may gain `least_gain` over the best; returns the best, and whether time sufficed.
 
-    `worth()` is asked anew after each look, as what is known may have changed.
+    `worth()` is called after each measurement, since it may depend on all of them.
     """
     batch: int | None = tries.limits.first
     first_s = again_s = 0.0
@@ -78,9 +79,9 @@ def search_sizes(tries: SizeSearch, worth: Callable[[], Worth], *, least_gain: f
 
 
 def doubtful(good: Sequence[Measurement], worth: Worth, much: float) -> int | None:
-    """The size to look at again: the best, or one that may beat it by so `much` (a share), whichever is less known.
+    """The size to measure again: the best, or one that may exceed it by `much` (a share); the one with fewer steps.
 
-    None where no other may, or all that may are measured in full.
+    None if no other size may, or all that may have all their steps.
     """
     best, errors = best_of(good, worth), errors_of(good)
     value = worth(best.batch, best.step_s)
@@ -98,13 +99,13 @@ def doubtful(good: Sequence[Measurement], worth: Worth, much: float) -> int | No
 
 
 def errors_of(good: Sequence[Measurement]) -> Errors:
-    """What is taken for each size's error: its own, or what is typical for as many steps if that is more."""
+    """The error of each size: the larger of its own and of the typical error of as many steps."""
     typical = statistics.median(s.error * math.sqrt(max(1, s.steps)) for s in good)
     return {s.batch: max(s.error, typical / math.sqrt(max(1, s.steps))) for s in good}
 
 
 def next_size(tries: SizeSearch, worth: Worth, least_gain: float) -> int | None:
-    """The size to try next, or None."""
+    """The size to measure next, or None."""
     good = tries.good
     best = top_of(good, worth)
     wanted = worth(best.batch, best.step_s) * (1 + least_gain)
@@ -115,7 +116,7 @@ def next_size(tries: SizeSearch, worth: Worth, least_gain: float) -> int | None:
 
 
 def _between(good: Sequence[Measurement], i: int, worth: Worth, limits: Limits) -> tuple[float, int] | None:
-    """What the gap behind the i-th size promises, and the size to try in it; None for a narrow one."""
+    """The possible worth in the gap above the i-th size, and the size to measure there; None for a narrow gap."""
     left, right = good[i], good[i + 1]
     middle = math.sqrt(left.batch * right.batch)
     inside = [b for b in _rounded(middle, limits.multiple) if left.batch < b < right.batch]
@@ -127,14 +128,14 @@ def _between(good: Sequence[Measurement], i: int, worth: Worth, limits: Limits) 
     sizes = range(left.batch + stride, right.batch, stride)
     worths = {b: worth(b, least_s(b)) for b in sizes}
     top = max(worths, key=lambda b: worths[b], default=inside[0])
-    if worths and top + stride < right.batch:  # it rises and falls between them
+    if worths and top + stride < right.batch:  # the maximum is inside
         near = [b for b in _rounded(top, limits.multiple)[::-1] if left.batch < b < right.batch]
         return worths[top], (near or inside)[0]
     return worths.get(top, -math.inf), inside[0]
 
 
 def _least_between(good: Sequence[Measurement], i: int, worth: Worth) -> Callable[[int], float]:
-    """Seconds of a step that may be hoped for at a size within the gap behind the i-th; see the Note."""
+    """A lower bound on the seconds of a step within the gap above the i-th size; see the Note."""
     left, right, errors = good[i], good[i + 1], errors_of(good)
     chord, width = _chord(left, right), right.batch - left.batch
     noise = _SURE * math.hypot(errors[left.batch], errors[right.batch])
@@ -142,7 +143,7 @@ def _least_between(good: Sequence[Measurement], i: int, worth: Worth) -> Callabl
     if i:
         far = [s for s in good[:i] if left.batch - s.batch >= width]
         before = min(chord, _chord(far[-1] if far else good[0], left))
-    else:  # nothing below: half of a step is taken for what does not grow
+    else:  # nothing below: half of a step is assumed not to grow
         before = min(chord, left.step_s / left.batch / 2) if fell else chord
     behind = [s for s in good[i + 2 :] if s.batch - right.batch >= width] or good[-1:]
     after = math.inf if fell or i + 2 >= len(good) else max(chord, _chord(right, behind[0]))
@@ -155,7 +156,7 @@ def _least_between(good: Sequence[Measurement], i: int, worth: Worth) -> Callabl
 
 
 def _above(tries: SizeSearch, good: Sequence[Measurement], worth: Worth, least_gain: float) -> tuple[float, int] | None:
-    """What lies above the largest size that worked promises, and the size to try there."""
+    """The possible worth above the largest size that ran, and the size to measure there."""
     last, most = good[-1], tries.most
     if last.batch >= most:
         return None
@@ -168,7 +169,7 @@ def _above(tries: SizeSearch, good: Sequence[Measurement], worth: Worth, least_g
         worths = [worth(b, last.step_s + max(0.0, slope) * (b - last.batch)) for b in sizes]
         value = max(worths)
         reach = next(b for b, w in zip(sizes, worths, strict=True) if w >= value * (1 - least_gain / 2))
-    if tries.failed is not None:  # by halves, towards the one that failed
+    if tries.failed is not None:  # halves the gap to the size that failed
         reach = min(reach, (last.batch + tries.failed) // 2)
     wanted = min(reach, _LEAP * last.batch, most)
     below = [b for b in _rounded(wanted, tries.limits.multiple) if last.batch < b <= most]
@@ -182,7 +183,7 @@ def _chord(left: Measurement, right: Measurement) -> float:
 
 
 def _grains(multiple: int) -> list[int]:
-    """What sizes are multiples of, the coarsest first: 32, 16 and 8 images, as far as `multiple` permits."""
+    """The multiples to which sizes are rounded, the coarsest first: 32, 16 and 8, if `multiple` permits."""
     return [math.lcm(multiple, 32), math.lcm(multiple, 16), multiple * math.ceil(8 / multiple)]
 
 

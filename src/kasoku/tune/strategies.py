@@ -1,4 +1,4 @@
-"""How a minibatch is searched for; each strategy is deterministic given the samples, so all ranks agree."""
+"""Strategies of the batch-size search. Each depends on the measurements alone, so all ranks agree."""
 
 from __future__ import annotations
 
@@ -12,91 +12,91 @@ from kasoku.core import InputError
 from kasoku.tune.measurement import BatchSizeResult, Limits, Measure, Measurement, Needs, SizeSearch
 from kasoku.tune.size_search import search_sizes
 
-_CHECK = 5  # loops from one look at convergence to the next
-_LOOPS = 100
-_STEP = 10  # the most that a size grows by
+_CHECK_EVERY = 5  # loops between two tests of convergence
+_MAX_LOOPS = 100
+_MAX_STEP = 10  # multiples by which a size grows at most
 
 
 class Strategy(Protocol):
-    """Searches a size by measuring some."""
+    """Searches the best size by measuring some sizes."""
 
     @property
     def needs(self) -> Needs:
-        """What must be measured for it."""
+        """The measurements that the strategy needs."""
         ...
 
     def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
-        """Tries sizes within the limits; the best so far where time is over. Raises InputError where none can run."""
+        """Tries sizes within the limits; returns the best so far when time is over. Raises InputError if none runs."""
         ...
 
 
-class _Look(NamedTuple):
-    settled_by: float  # converged when this changes by little in five loops
+class _Assessment(NamedTuple):
+    settled_by: float  # the search has converged when this changes little in five loops
     grow: bool
-    loss: float  # out of time, the size of least loss is taken
+    loss: float  # when time is over, the size with the least loss is chosen
     why: str
 
 
 class _Growth:
-    """The searches of [002]: each loop the step grows by one multiple, to ten at most. They are baselines.
+    """The searches of [002], as baselines: in each loop the step grows by one multiple, to at most ten.
 
-    Ref: [002] 5, listings 2 and 3. The rule of growth was inferred from the results, and gives all sizes of listing 3.
-    TuneSettings the size shrinks is not known; here the step starts at one again at each turn.
+    Ref: [002] 5, listings 2 and 3. The rule of growth was inferred from the results, and yields all sizes of listing 3.
+    The rule by which the size shrinks is unknown; here the step starts at one again at each turn.
     """
 
     near: ClassVar[float]
 
     def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
-        """The size at which it converged, or the last one that worked; out of time, the best so far."""
-        tries, looks = SizeSearch(measure, limits), dict[int, _Look]()
+        """The size at convergence, or the last one that ran; when time is over, the best so far."""
+        tries, assessed = SizeSearch(measure, limits), dict[int, _Assessment]()
         size, step, grow, checked = limits.begin, 1, True, math.nan
-        for loop in range(_LOOPS + 1):
+        for loop in range(_MAX_LOOPS + 1):
             if tries.over:
-                batch = min((s.batch for s in tries.good), key=lambda b: looks[b].loss)
-                return tries.found(batch, looks[batch].why, in_time=False)
+                batch = min((s.batch for s in tries.good), key=lambda b: assessed[b].loss)
+                return tries.result(batch, assessed[batch].why, in_time=False)
             before, sample = size, tries.take(size)
             if tries.late:
                 continue
-            if sample.failed and looks:
+            if sample.failed and assessed:
                 break
             if sample.failed:
                 size = max(limits.first, size // 2 // limits.multiple * limits.multiple)
             else:
-                look = looks[size] = self._look(sample, tries.first, limits)
-                if loop % _CHECK == 0 or len(looks) == 1:
-                    if abs(look.settled_by - checked) <= self.near:
-                        return tries.found(size, f"{look.why}, converged in {loop} loops")
-                    checked = look.settled_by
-                step, grow = min(step + 1, _STEP) if look.grow == grow else 1, look.grow
+                assessment = assessed[size] = self._assess(sample, tries.first, limits)
+                if loop % _CHECK_EVERY == 0 or len(assessed) == 1:
+                    if abs(assessment.settled_by - checked) <= self.near:
+                        return tries.result(size, f"{assessment.why}, converged in {loop} loops")
+                    checked = assessment.settled_by
+                step, grow = min(step + 1, _MAX_STEP) if assessment.grow == grow else 1, assessment.grow
                 size = min(max(size + (step if grow else -step) * limits.multiple, limits.first), tries.most)
             if size == before:
                 break
         last, end = tries.last or tries.good[-1], tries.samples[-1]  # `good` raises where no size worked
         why = f"; batch {end.batch}: {end.failed}" if end.failed else f", after {len(tries.samples) - 1} loops"
-        return tries.found(last.batch, looks[last.batch].why + why)
+        return tries.result(last.batch, assessed[last.batch].why + why)
 
-    def _look(self, sample: Measurement, first: Measurement, limits: Limits) -> _Look:
+    def _assess(self, sample: Measurement, first: Measurement, limits: Limits) -> _Assessment:
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class GpuUsageMaximize(_Growth):
-    """Grows the batch until the device is used to `target`, 0 to 1. Utilization is not speed, as [002] found, too."""
+    """Grows the batch until the device is used to `target`, 0 to 1. Utilization is not speed, as [002] reports too."""
 
     target: float = 0.99
     near: ClassVar[float] = 5  # multiples
-    needs: ClassVar[Needs] = Needs(watch_s=1.0)  # after a second NVML has renewed its figure
+    needs: ClassVar[Needs] = Needs(watch_s=1.0)  # within a second NVML renews its figure
 
     def __post_init__(self) -> None:
         if not 0 < self.target <= 1:
             raise InputError(f"target={self.target}: a share above 0 and at most 1")
 
-    def _look(self, sample: Measurement, first: Measurement, limits: Limits) -> _Look:
+    def _assess(self, sample: Measurement, first: Measurement, limits: Limits) -> _Assessment:
         used = sample.utilisation
         if math.isnan(used):
-            raise InputError("GpuUsageMaximize: this device does not tell how much it is used: take Throughput")
+            raise InputError("GpuUsageMaximize: the utilization of this device is unknown: take Throughput")
         far = abs(used - self.target)
-        return _Look(sample.batch / limits.multiple, used < self.target, far, f"the device is used to {used:.0%}")
+        return _Assessment(sample.batch / limits.multiple, used < self.target, far, f"the device is used to {used:.0%}")
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class EpochTimeMinimize(_Growth):
     near: ClassVar[float] = 0.05  # of the first size's epoch
     needs: ClassVar[Needs] = Needs()
 
-    def _look(self, sample: Measurement, first: Measurement, limits: Limits) -> _Look:
+    def _assess(self, sample: Measurement, first: Measurement, limits: Limits) -> _Assessment:
         ratio = first.images_per_s / sample.images_per_s
-        return _Look(ratio, True, ratio, f"an epoch takes {ratio:.2f} times as long as with {first.batch}")
+        return _Assessment(ratio, True, ratio, f"an epoch takes {ratio:.2f} times as long as with {first.batch}")
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ class Throughput:
     """The size with the most images a second.
 
     Args:
-        least_gain: a size that promises less than this share is not tried.
+        least_gain: a size with a smaller expected gain (a share) is not tried.
 
-    Saves: most of an exhaustive sweep's time; see the Note in climb.py.
-    Costs: six steps each of four to ten sizes, and as many more of those between which it is not clear.
-    Maths: a step takes a + c * b seconds between cliffs. A size that loses at most half a percent to a larger
-        one is taken in its place.
+    Saves: most of an exhaustive sweep's time; see the Note in size_search.py.
+    Costs: six steps each of four to ten sizes, and as many more of sizes whose order is uncertain.
+    Maths: a step takes a + c * b seconds between cliffs. A smaller size that loses at most half a percent to a larger
+        one is chosen.
     """
 
     least_gain: float = 0.02
@@ -131,29 +131,29 @@ class Throughput:
 
     @property
     def needs(self) -> Needs:
-        """A brief look at most sizes."""
+        """Few steps of most sizes."""
         return Needs(brief=True)
 
     def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
         """The size with the most images a second."""
         tries = SizeSearch(measure, limits)
         best, in_time = search_sizes(tries, lambda: _rate, least_gain=self.least_gain)
-        return tries.found(best.batch, _most(best, tries), in_time=in_time)
+        return tries.result(best.batch, _most(best, tries), in_time=in_time)
 
 
 @dataclass(frozen=True)
 class TimeToTarget:
-    """The size that reaches the target soonest: images a second, over the images that it takes.
+    """The size that reaches the target soonest: images a second, divided by the number of images to the target.
 
     Args:
-        epochs: (batch, epochs to the target) of at least two sizes, the smallest first, where that is known: such as
-            the points of a recipe. Between them epochs are interpolated along the logarithm of the batch, and sizes
-            outside are not tried. None given: by the gradient noise scale, measured at the probe's steps.
-        least_gain: a size that promises less than this share is not tried.
+        epochs: (batch, epochs to the target) of at least two sizes, the smallest first, such as the points of a
+            recipe. Between them epochs are interpolated along the logarithm of the batch; sizes outside are not tried.
+            Empty: epochs follow from the gradient noise scale, measured at the timed steps.
+        least_gain: a size with a smaller expected gain (a share) is not tried.
 
     Maths: an image at batch B is worth (phi + B0) / (phi + B) of one at B0, with the noise scale phi; so epochs grow
-        like phi + B. The scale is the median of the later half of the looks, and grows as a training goes on: with it
-        the size found is rather too small than too large. Where it cannot be seen, images are all worth the same.
+        like phi + B. The scale is the median of the later half of the estimates. It grows during training, so the
+        chosen size is rather too small than too large. If it is unknown, all images are worth the same.
     Ref: McCandlish et al. 2018 (arXiv 1812.06162); the product: Pollux, Qiao et al. 2021 (arXiv 2008.12260).
     """
 
@@ -172,11 +172,11 @@ class TimeToTarget:
 
     @property
     def needs(self) -> Needs:
-        """The noise scale, where no curve is given."""
+        """The noise scale, unless the epochs are known."""
         return Needs(noise=not self.epochs, brief=True)
 
     def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
-        """The size with the most images a second, each counted by what it is worth."""
+        """The size with the most images a second, weighted by their worth."""
         if self.epochs:
             limits = replace(
                 limits, least=max(limits.least, self.epochs[0][0]), most=min(limits.most, self.epochs[-1][0])
@@ -184,16 +184,16 @@ class TimeToTarget:
         tries = SizeSearch(measure, limits)
 
         def epochs(batch: int) -> float:
-            return self.takes(batch, limits.start, _scale(tries.samples))
+            return self.epochs_at(batch, limits.start, _scale(tries.samples))
 
         def goodput(batch: int, step_s: float) -> float:
             return batch / step_s / epochs(batch)
 
         best, in_time = search_sizes(tries, lambda: goodput, least_gain=self.least_gain)
-        return tries.found(best.batch, self._why(best, tries), epochs=epochs, in_time=in_time)
+        return tries.result(best.batch, self._why(best, tries), epochs=epochs, in_time=in_time)
 
-    def takes(self, batch: int, start: int, scale: float | None) -> float:
-        """Epochs to the target by the curve; or in those of `start`, by the noise scale."""
+    def epochs_at(self, batch: int, start: int, scale: float | None) -> float:
+        """Epochs to the target; without known epochs, relative to those of `start`, by the noise scale."""
         if not self.epochs:
             return (scale + batch) / (scale + start) if scale is not None else 1.0
         for (low, before), (high, after) in itertools.pairwise(self.epochs):
@@ -205,14 +205,14 @@ class TimeToTarget:
     def _why(self, best: Measurement, tries: SizeSearch) -> str:
         rate = f"{best.images_per_s:,.0f} images/s"
         if self.epochs:
-            takes = self.takes(best.batch, 0, None)
-            seconds = takes * best.epoch_s(tries.limits.images)
-            return f"{rate} and {takes:.1f} epochs make {seconds:,.0f} s, the least of {len(tries.good)} sizes"
+            epochs = self.epochs_at(best.batch, 0, None)
+            seconds = epochs * best.epoch_s(tries.limits.images)
+            return f"{rate} and {epochs:.1f} epochs make {seconds:,.0f} s, the least of {len(tries.good)} sizes"
         scale = _scale(tries.samples)
         if scale is None:
-            return f"{_most(best, tries)}; the gradient noise scale could not be seen, so images count the same"
+            return f"{_most(best, tries)}; the gradient noise scale is unknown, so all images count the same"
         start = tries.limits.start
-        more = self.takes(best.batch, start, scale)
+        more = self.epochs_at(best.batch, start, scale)
         return (
             f"{rate} at {more:.2f} times the epochs of batch {start} (gradient noise scale {scale:,.0f} images), the "
             f"best of {len(tries.good)} sizes"
@@ -224,7 +224,7 @@ def _rate(batch: int, step_s: float) -> float:
 
 
 def _scale(samples: Sequence[Measurement]) -> float | None:
-    """The noise scale as it is known by now: each sample tells that of all up to it."""
+    """The latest noise scale, which is estimated from all measurements up to it."""
     return next((s.noise for s in reversed(samples) if s.noise is not None), None)
 
 
