@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # BatchNorm as torch.nn calls it, with the statistics and the reserve that its backward reads (2.13).
@@ -83,3 +84,13 @@ def unscale_and_check(grads: Sequence[Tensor], overflow: Tensor, inverse: Tensor
 def fused_sgd(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **settings: Any) -> None:
     """The kernel of torch.optim.SGD(fused=True), in place (2.13)."""
     torch._fused_sgd_(params, grads, buffers, **settings)
+
+
+@contextmanager
+def own_workers(loader: DataLoader[Any]) -> Iterator[None]:
+    """Within it a DataLoader starts workers of its own, which end with it; persistent ones are kept (2.13)."""
+    workers, loader._iterator = loader._iterator, None
+    try:
+        yield
+    finally:
+        loader._iterator = workers

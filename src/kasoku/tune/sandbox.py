@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from kasoku.core import Batch, InputError, Job, Solo, Technique
+from kasoku.core.torch_internals import own_workers
 from kasoku.data import Loader
 
 _EMPTY_PASSES = 2  # in a row, before a loader counts as empty: one that continues where it stopped may be at its end
@@ -306,11 +307,8 @@ def undisturbed(job: Job) -> Iterator[None]:
 def _as_it_is(plain: Any) -> Iterator[None]:
     """Keeps the workers of a torch DataLoader, and the skipped images of a loader of image files."""
     if isinstance(plain, DataLoader):
-        workers, plain._iterator = plain._iterator, None
-        try:
+        with own_workers(plain):
             yield
-        finally:
-            plain._iterator = workers  # those of the body end, since nothing refers to them
     elif isinstance(plain, Loader) and plain.skipped:
         with plain.skipped.unchanged():
             yield
