@@ -16,7 +16,6 @@ from kasoku.commands import CommandArguments, declare, option
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.report.html import RunRecord
-from kasoku.report.html.page import page
 from kasoku.report.html.timeline import chrome_trace
 from kasoku.report.significance import RunOutcome, compare
 from kasoku.training.run_folder import members_of
@@ -68,6 +67,8 @@ def run(arguments: ReportArguments) -> int:
         raise InputError("--compare: these runs are of one recipe; give two groups, as A1 A2 A3 -- B1 B2 B3")
     lines = verdicts(_with_own_names(groups))
     out = arguments.out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
+    from kasoku.report.html.page import page  # plotly and jinja2 take 0.4 s, and only this page needs them
+
     _write(out, page(runs, lines))
     for line in lines:
         print(line)
