@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.grids import covering
 from helpers.photos import photos_command
 from kasoku.cli import main
 from kasoku.config.recipe import load
@@ -52,9 +53,7 @@ def passed(comm: Comm, fails_at: int, rank: int, ahead: int) -> int:
     return 20
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("fails_at", [0, 1, 7, 19, 20])
+@pytest.mark.parametrize(("fails_at", "rank", "ahead"), covering([0, 1, 7, 19, 20], [0, 1, 2], [0, 1, 3]))
 def test_all_ranks_stop_before_the_batch_that_one_of_them_lacks(fails_at: int, rank: int, ahead: int) -> None:
     assert Threads(3).run(lambda comm: passed(comm, fails_at, rank, ahead)) == [fails_at] * 3
 
@@ -183,11 +182,11 @@ def shown(seed: int, batch: int, place: int) -> int:
     return int(order(40, seed, 0)[8 * batch + place])
 
 
-@pytest.mark.parametrize(("parts", "place"), [(1, 5), (2, 4), (2, 7)])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "where"), covering([0, 1], [(1, 5), (2, 4), (2, 7)], together=1))
 def test_a_source_gone_on_one_rank_has_all_save_the_last_whole_step(
-    tmp_path: Path, seed: int, parts: int, place: int
+    tmp_path: Path, seed: int, where: tuple[int, int]
 ) -> None:
+    parts, place = where
     whole, run, more = tmp_path / "whole", tmp_path / "run", (f"accumulate={parts}", f"seed={seed}")
     Threads(2).run(lambda comm: trained(comm, whole, *more))
     lost: list[Lost] = [{}, {"train": {shown(seed, 2, place): GoneError(LINE)}}]
