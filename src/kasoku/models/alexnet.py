@@ -6,7 +6,7 @@ from kasoku.models.check import check_counts
 
 
 class AlexNet(nn.Module):
-    """Five convolutions and three linear layers; `dropout` is the probability before the first two of those."""
+    """Five convolutions and three linear layers; `dropout` is the probability before the first two linear layers."""
 
     def __init__(self, num_classes: int, in_channels: int, dropout: float) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class AlexNet(nn.Module):
     def forward(self, images_NCHW: Tensor) -> Tensor:
         """Images to logits_NK."""
         x_NCHW = self.features(images_NCHW)
-        if x_NCHW.shape[-2:] != (6, 6):  # the pool is then the identity, without a deterministic backward on CUDA
+        if x_NCHW.shape[-2:] != (6, 6):  # at 6x6 the pool does nothing, and its backward on CUDA is not deterministic
             x_NCHW = self.avgpool(x_NCHW)
         logits_NK: Tensor = self.classifier(x_NCHW.flatten(1))
         return logits_NK

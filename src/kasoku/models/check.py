@@ -1,4 +1,4 @@
-"""Refuses a wrong count, a wrong option, or images that a network cannot take, before anything is trained."""
+"""Checks before training: counts, options, and whether a network takes images of a given size."""
 
 from collections.abc import Sequence
 
@@ -24,14 +24,14 @@ def check_option(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_fits(model: nn.Module, image_shape_CHW: Sequence[int], model_name: str) -> None:
-    """Run the model once on two images without data, and say what size it needs if that fails.
+    """Run the model once on the meta device; if that fails, raise an error that names the size it needs.
 
-    Nothing is computed and nothing of the model changes: parameters and buffers are replaced by tensors on the
-    meta device while it runs. A model that cannot run there (it reads values, or makes tensors on a device of
-    its own) passes unchecked. Call it before hooks are registered: they would run too.
+    Nothing is computed and the model does not change: meta tensors replace its parameters and buffers during the
+    run. A model that cannot run on the meta device (it reads values, or creates tensors on a fixed device) passes
+    unchecked. Call this before hooks are registered, since they would run too.
 
     Raises:
-        InputError: the images have too few pixels, another number of channels, or another size than it takes.
+        InputError: the model does not take images of this size or of this number of channels.
     """
     channels, height, width = image_shape_CHW
     why = _failure(model, channels, height, width)
@@ -44,7 +44,7 @@ def check_fits(model: nn.Module, image_shape_CHW: Sequence[int], model_name: str
     fitting = [size for size in USUAL_SIZES if _failure(model, channels, size, size) is None]
     if not fitting:
         raise InputError(f"{got}, nor any size from {USUAL_SIZES[0]} to {USUAL_SIZES[-1]}: {why}")
-    if len(fitting) < len([size for size in USUAL_SIZES if size >= fitting[0]]):  # a head made for one size
+    if len(fitting) < len([size for size in USUAL_SIZES if size >= fitting[0]]):  # the head is made for one size
         sizes = ", ".join(f"{size}x{size}" for size in fitting)
         raise InputError(f"{got}: it takes {sizes}; resize the images or choose another model")
     least = _smallest_fitting(model, channels, fitting[0])
@@ -52,7 +52,7 @@ def check_fits(model: nn.Module, image_shape_CHW: Sequence[int], model_name: str
 
 
 def _failure(model: nn.Module, channels: int, height: int, width: int) -> str | None:
-    """Why the model refuses this image size, in one line; None if it runs or cannot be tried without data."""
+    """The error of a run with this image size, in one line; None if it runs or cannot run on the meta device."""
     state = {
         name: torch.empty_like(tensor, device="meta")
         for named in (model.named_parameters(), model.named_buffers())

@@ -1,10 +1,10 @@
 """A small fast network for small images, after the published CIFAR-10 speed records (Jordan 2024, airbench).
 
 Note: why it learns fast
-    The first layer decorrelates 2x2 patches and is not trained: the data give its weights (`prepare`).
+    The first layer decorrelates 2x2 patches. Its weights are computed from training images (`prepare`), not trained.
     Every other convolution starts as the identity on its first channels, so the signal passes from the first step.
-    BatchNorm has no scale of its own and follows its statistics quickly, for runs of a few hundred steps.
-    The head starts with weights of unit variance and its logits are scaled down: a large rate then turns it gently.
+    BatchNorm has no scale. Its momentum is large, since running statistics must be right after a few hundred steps.
+    The head starts with weights of unit variance, and its logits are scaled down: a large rate turns it gently.
 """
 
 import torch
@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class Group(nn.Module):
-    """Convolution, half the size, then a second convolution; each with BatchNorm and the activation."""
+    """Two convolutions, each with BatchNorm and the activation; a max-pool after the first halves the size."""
 
     def __init__(self, channels_in: int, channels: int, activation: str, norm_momentum: float) -> None:
         super().__init__()
@@ -31,22 +31,21 @@ class Group(nn.Module):
         self.activation = ACTIVATIONS[activation]()
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Twice convolve, halving the size."""
         x_NCHW = self.activation(self.norm1(self.pool(self.conv1(x_NCHW))))
         out: Tensor = self.activation(self.norm2(self.conv2(x_NCHW)))
         return out
 
 
 class CifarNet(nn.Module):
-    """A fixed whitening layer, groups that each halve the size, the maximum over the image, a scaled linear layer.
+    """A fixed whitening layer, groups that each halve the size, a global max-pool, and a scaled linear layer.
 
     Args:
         num_classes: outputs of the head.
         in_channels: channels of the images.
-        widths: channels of each group; as many groups as widths.
+        widths: channels of the groups, one number for each group.
         activation: "gelu" or "relu".
-        norm_momentum: share of the new batch in BatchNorm's running statistics (torch's convention).
-        head_scale: factor on the logits; 0: 1 / the last width, for a head whose weights start with unit variance.
+        norm_momentum: weight of the new batch in BatchNorm's running statistics (torch's convention).
+        head_scale: factor on the logits; 0 stands for 1 / the last width, which suits weights of unit variance.
     """
 
     def __init__(
@@ -86,22 +85,22 @@ class CifarNet(nn.Module):
         return logits_NK
 
     def prepare(self, images_NCHW: Tensor) -> None:
-        """What the model needs of the data before training: a few thousand training images, normalised."""
+        """Set the whitening layer from a few thousand normalised training images, before training."""
         self.whiten(images_NCHW)
 
     @torch.no_grad()
     def whiten(self, images_NCHW: Tensor, eps: float = 5e-4) -> None:
         """Set the first layer so that it decorrelates the 2x2 patches of these images and gives them unit variance.
 
-        The second half of its channels is the negative of the first, so that the activation loses nothing.
-        The result does not depend on the global random state; signs of eigenvectors are fixed.
+        The second half of the filters is the negative of the first half, so that the activation loses no information.
+        The result uses no random numbers, and the signs of the eigenvectors are fixed.
 
         Args:
             images_NCHW: normalised float images.
-            eps: added to the eigenvalues: directions of less variance are not blown up to one.
+            eps: added to the eigenvalues, so that directions of less variance are not scaled up to unit variance.
 
         Raises:
-            InputError: another number of channels, no whole patch, not float.
+            InputError: the images have another number of channels, are smaller than a patch, or are not float.
         """
         channels = self.whitening.in_channels
         shape = tuple(images_NCHW.shape)
@@ -109,17 +108,17 @@ class CifarNet(nn.Module):
             raise InputError(f"images of shape {shape}: whitening takes N x {channels} x H x W, N a few thousand")
         if not images_NCHW.is_floating_point():
             raise InputError(f"images of {images_NCHW.dtype}: whitening takes normalised float images")
-        variance, vectors = torch.linalg.eigh(_patch_covariance(images_NCHW).cpu())  # ascending; a vector a column
+        variance, vectors = torch.linalg.eigh(_patch_covariance(images_NCHW).cpu())  # ascending; one column each
         variance, vectors = variance.flip(0).clamp(min=0), vectors.flip(1).T
         size = vectors.abs()
-        # Symmetric data give elements of equal size: the first of the large ones decides the sign, not rounding.
+        # Symmetric data give elements of equal size. The first large one decides the sign, so that rounding does not.
         large = (size > 0.9 * size.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
         filters = vectors * vectors.gather(1, large).sign() / (variance + eps).sqrt()[:, None]
         self.whitening.weight.copy_(torch.cat([filters, -filters]).view_as(self.whitening.weight))
 
 
 def _patch_covariance(images_NCHW: Tensor) -> Tensor:
-    """The covariance of the pixels of all patches: float32 over 256 images, float64 over all."""
+    """The covariance of the patches' pixels; sums are float32 within 256 images and float64 across them."""
     count, totals, squares = 0, [], []
     for start in range(0, len(images_NCHW), 256):
         patches_NPL = functional.unfold(images_NCHW[start : start + 256].float(), PATCH)

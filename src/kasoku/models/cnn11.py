@@ -1,7 +1,7 @@
 """The network of 11 convolutions of [001] (asynchronous training on 48 GPUs, ImageNet).
 
-The source gives the number of convolutions, the data set (ILSVRC2012) and nothing else of the network.
-Widths, BatchNorm and the linear head over the mean of the image are ours.
+The source gives only the number of convolutions and the data set (ILSVRC2012).
+Widths, BatchNorm and the linear head over the mean of the image are our choice.
 """
 
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kasoku.core.errors import InputError
 from kasoku.models.check import check_counts, check_option
 
-CONVS = (1, 2, 3, 3, 2)  # of each stage; a max-pool ends each but the last
+CONVS = (1, 2, 3, 3, 2)  # convolutions of each stage; a max-pool follows each stage but the last
 
 
 class CNN11(nn.Module):

@@ -1,4 +1,4 @@
-"""Fine-tuning as a technique: published weights in, the first blocks left as they are."""
+"""Fine-tuning as a technique: loads published weights and freezes the first blocks."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,11 +9,11 @@ from kasoku.models.weights import freeze, load
 
 @dataclass(frozen=True)
 class Pretrained(Technique):
-    """Starts from a file of published weights; the first `freeze` blocks keep them.
+    """Starts from a file of published weights and freezes the first `freeze` blocks.
 
     Saves: most of the epochs. Costs: nothing. Maths: a frozen block's BatchNorm keeps its statistics too.
     Ref: Yosinski et al. 2014 (arXiv 1411.1792).
-    Raises InputError for weights of another network; with another number of classes the head starts fresh.
+    Raises InputError for weights of another network. If only the number of classes differs, the head starts fresh.
     """
 
     stage: ClassVar[Stage] = Stage.MODEL
@@ -26,7 +26,7 @@ class Pretrained(Technique):
             raise InputError("weights: missing; the file to start from, .safetensors or a torch file of weights")
 
     def apply(self, job: Job) -> None:
-        """Loads and freezes; taking it off gives nothing back but the right to train."""
+        """Loads the weights and freezes the blocks; undo unfreezes the blocks but keeps the weights."""
         load(job.model, self.weights)
         trained = [p for p in job.model.parameters() if p.requires_grad]
         freeze(job.model, self.freeze)

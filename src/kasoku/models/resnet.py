@@ -6,12 +6,12 @@ from kasoku.models.check import check_counts, check_option
 
 
 def conv(channels_in: int, channels_out: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution without bias that keeps the size, but for its stride."""
+    """A convolution without bias, padded so that only the stride changes the size."""
     return nn.Conv2d(channels_in, channels_out, size, stride=stride, padding=size // 2, bias=False)
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: the block of ResNet-18 and 34."""
+    """Two 3x3 convolutions with a shortcut: the block of ResNet-18 and 34."""
 
     expansion = 1
 
@@ -25,7 +25,6 @@ class BasicBlock(nn.Module):
         self.downsample = downsample
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Add what the block computes to its input."""
         shortcut = x_NCHW if self.downsample is None else self.downsample(x_NCHW)
         x_NCHW = self.relu(self.bn1(self.conv1(x_NCHW)))
         x_NCHW = self.bn2(self.conv2(x_NCHW))
@@ -35,7 +34,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 beside a shortcut: the block of ResNet-50, 101 and 152."""
+    """A 3x3 convolution between two 1x1 convolutions, with a shortcut: the block of ResNet-50, 101 and 152."""
 
     expansion = 4
 
@@ -51,7 +50,6 @@ class Bottleneck(nn.Module):
         self.downsample = downsample
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Add what the block computes to its input."""
         shortcut = x_NCHW if self.downsample is None else self.downsample(x_NCHW)
         x_NCHW = self.relu(self.bn1(self.conv1(x_NCHW)))
         x_NCHW = self.relu(self.bn2(self.conv2(x_NCHW)))
@@ -70,7 +68,7 @@ class ResNet(nn.Module):
         num_classes: outputs of the head.
         in_channels: channels of the images.
         stem: "imagenet" (7x7 with stride 2, then max-pool: a quarter of the size) or "cifar" (3x3, full size).
-        zero_init_residual: start every block as its shortcut (the scale of its last normalisation is 0).
+        zero_init_residual: set the scale of each block's last BatchNorm to 0, so that the block starts as its shortcut.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from kasoku.models.check import check_counts, check_option
 
 WIDTHS = (64, 128, 256, 512, 512)
-# How many 3x3 convolutions each of the five stages has; a max-pool ends each stage.
+# The number of 3x3 convolutions in each of the five stages; a max-pool ends each stage.
 DEPTHS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 
 
@@ -58,8 +58,9 @@ class VGG(nn.Module):
     def forward(self, images_NCHW: Tensor) -> Tensor:
         """Images to logits_NK."""
         x_NCHW = self.features(images_NCHW)
-        if x_NCHW.shape[-2:] != (self.side, self.side):  # the pool is then the identity, without a deterministic
-            x_NCHW = self.avgpool(x_NCHW)  # backward on CUDA
+        # At equal size the pool does nothing, and its backward on CUDA is not deterministic.
+        if x_NCHW.shape[-2:] != (self.side, self.side):
+            x_NCHW = self.avgpool(x_NCHW)
         logits_NK: Tensor = self.classifier(x_NCHW.flatten(1))
         return logits_NK
 

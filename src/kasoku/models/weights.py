@@ -1,4 +1,4 @@
-"""Published weights into a model, and the first blocks of a model kept as they are: what fine-tuning needs."""
+"""Loads published weights into a model and freezes its first blocks, for fine-tuning."""
 
 import functools
 from pathlib import Path
@@ -11,31 +11,31 @@ from torch import Tensor, nn
 from kasoku.core.errors import InputError
 from kasoku.models.check import check_option
 
-WRAPPERS = ("state_dict", "model_state_dict", "model")  # where checkpoints keep the weights
-PREFIXES = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put before names
+WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which checkpoints keep the weights
+PREFIXES = ("module.", "_orig_mod.")  # that DistributedDataParallel and torch.compile put before names
 
 
 def load(model: nn.Module, path: str | Path, *, head: str = "replace") -> list[str]:
-    """Copy the weights of a file into the model; give the names of those that were left as they were.
+    """Copy the weights of a file into the model; return the names of the weights that were not loaded.
 
-    With head="replace", the model's last linear layer keeps its fresh values where the file has another number
-    of classes; with head="strict" that is an error. A torch file is read with weights_only: none of its code runs.
-    Files from before BatchNorm counted its batches load too. A model on the meta device is only compared.
+    With head="replace", the model's last linear layer keeps its initial values if the file has another number of
+    classes; with head="strict" that is an error. A torch file is read with weights_only, so none of its code runs.
+    BatchNorm's num_batches_tracked may be missing. A model on the meta device is compared, and nothing is copied.
 
     Raises:
-        InputError: no such file, damaged, more than tensors, or not this model's. The model is then unchanged.
+        InputError: the file is missing, damaged, of another model, or has more than tensors. The model is unchanged.
     """
     check_option("head", head, ("replace", "strict"))
     return fill(model, read(path), path, head=head)
 
 
 def read(path: str | Path) -> dict[str, Tensor]:
-    """The names and tensors of a file of weights, without what checkpoints wrap around them. Raises as `load`."""
+    """Read the state_dict in a file of weights or in a checkpoint. Raises as `load`."""
     return _plain_state(_read(Path(path)), Path(path))
 
 
 def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path, *, head: str = "replace") -> list[str]:
-    """What `load` does with what `read` gave; a model on the meta device is only compared."""
+    """Copy a state_dict from `read` into the model, as `load` does; messages name `path`."""
     own = model.state_dict()
     fresh = _fresh_head(model, state, own) if head == "replace" else []
     state = {name: tensor for name, tensor in state.items() if name not in fresh}
@@ -54,21 +54,21 @@ def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path, *, head: 
         return fresh
     try:
         model.load_state_dict(state, strict=False)
-    except RuntimeError as error:  # a layout or a device without values
+    except RuntimeError as error:  # a layout or a device that holds no values
         raise InputError(f"{path}: tensors that cannot be copied: {_line(error)}") from None
     return fresh
 
 
 def freeze(model: nn.Module, blocks: int) -> list[str]:
-    """Stop training the first blocks of a model; give the names of those blocks.
+    """Freeze the first blocks of a model; return the names of those blocks.
 
-    Blocks are the model's top-level parts with weights: a normalisation belongs to the part before it, and a
-    sequence with pools in it is cut after each pool. ResNet: stem, layer1 to layer4; VGG: five stages. The last
-    block, the head, always trains. Frozen normalisations stay in eval mode, so their running statistics keep their
-    values, in copies and pickles of the model too.
+    Blocks are the model's top-level modules with weights. A normalisation belongs to the block before it, and an
+    nn.Sequential with max-pools is split after each pool. ResNet has stem and layer1 to layer4; VGG has five stages.
+    The last block, the head, always trains. Frozen normalisations stay in eval mode, also in copies and pickles of
+    the model, so their running statistics do not change.
 
     Raises:
-        InputError: a number below 0, or beyond the blocks there are before the head.
+        InputError: `blocks` is below 0, or above the number of blocks before the head.
     """
     found = _blocks(model)
     names = ["+".join(block) for block in found]
@@ -112,13 +112,13 @@ def _read(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a foreign file: the readers raise a dozen kinds
+    except Exception as error:  # the readers raise many kinds of errors for foreign files
         wanted = "give a whole .safetensors file, or a torch file that holds a state_dict and nothing but tensors"
         raise InputError(f"{path}: cannot be read as weights ({_line(error)}); {wanted}") from None
 
 
 def _plain_state(content: Any, path: Path) -> dict[str, Tensor]:
-    """The names and tensors inside what checkpoints wrap around them."""
+    """The state_dict inside a checkpoint, without the prefixes of wrappers."""
     for wrapper in WRAPPERS:
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
@@ -132,7 +132,7 @@ def _plain_state(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _fresh_head(model: nn.Module, state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
-    """The names of the last linear layer if the file's differs in the number of classes and in nothing else."""
+    """The weights of the last linear layer, by name, if the file's differ only in the number of classes; else []."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     names = [name for name in own if linear and name.rpartition(".")[0] == linear[-1]]
     pairs = [(own[name].shape, state[name].shape) for name in names if name in state]
