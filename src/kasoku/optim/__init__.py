@@ -1,4 +1,4 @@
-"""How weights move: rules (sgd, adamw, muon), the rate's course, clipping, averages, the loss."""
+"""Optimizers (sgd, adamw, lars, muon), learning-rate schedules, clipping, weight averages, the loss."""
 
 from kasoku.optim.adamw import adamw
 from kasoku.optim.averaging import EMA, Lookahead

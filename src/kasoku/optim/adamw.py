@@ -16,12 +16,12 @@ def adamw(
     weight_decay: float = 0.01,
     decay_all: bool = False,
 ) -> torch.optim.AdamW:
-    """AdamW; weight decay not on biases and norm parameters.
+    """AdamW without weight decay on biases and norm parameters.
 
     Args:
         model: its parameters that require a gradient are trained.
-        lr: rate; a `Rate` technique multiplies it by its schedule.
-        betas: shares kept of the running means of the gradient and of its square.
+        lr: learning rate; a `Rate` technique multiplies it by its schedule.
+        betas: shares that a step keeps of the running means of the gradient and of its square.
         weight_decay: decoupled: w shrinks by lr * weight_decay * w.
         decay_all: decay biases and norm parameters as well.
 
@@ -29,7 +29,7 @@ def adamw(
         InputError: for a setting outside its range.
 
     Saves: time: one kernel for all tensors where torch has it.
-    Costs: two tensors of state a parameter, against one for SGD.
+    Costs: two state tensors for each parameter, where SGD has one.
     Ref: Loshchilov and Hutter 2019 (arXiv 1711.05101); torch.optim.AdamW.
     """
     inf = float("inf")

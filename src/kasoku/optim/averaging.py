@@ -1,9 +1,9 @@
-"""Averages of the weights: EMA beside the training, Lookahead inside it.
+"""Averages of the weights: EMA for evaluation, Lookahead for training.
 
-Note: averages that do not care who updates. Each parameter counts its own updates, in `after_update`; so a technique
-that updates the model in parts, early or late, gives the same averages as the plain step. Buffers (BatchNorm's
-statistics) are averaged once a step. An average starts as a copy at its first round, when weights loaded after
-`apply` are there.
+Note: partial updates. Each parameter counts its own updates, in `after_update`. So a technique that updates parts of
+the model at different times gives the same averages as a plain step. Buffers (BatchNorm's statistics) are averaged
+once a step. An average starts as a copy of the weights at its first round, so it includes weights that were loaded
+after `apply`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EMA(Technique):
 
     Args:
         decay: share of the average kept at each step; 0: the weights themselves.
-        every: steps between rounds; a round keeps decay^every, so decay means the same at any `every`.
+        every: steps between rounds, which update the average; a round keeps decay^every, so `decay` is always per step.
         warmup: keep at most (1 + n) / (10 + n) at round n, so that the first weights are forgotten soon.
 
     Saves: steps: an averaged model is as accurate as one trained longer at a lower rate.
@@ -46,7 +46,7 @@ class EMA(Technique):
         _check(self.decay, self.every)
 
     def apply(self, job: Job) -> None:
-        """Averages after each update and steps in at evaluation."""
+        """Averages after each update, and puts the averages into the model during evaluation."""
         _Average(job, every=self.every, share=self._share).install("ema")
 
     def _share(self, updates: int) -> float:
@@ -62,8 +62,8 @@ class Lookahead(Technique):
     Args:
         every: steps between rounds.
         decay: share of the slow weights kept at a round; 0 changes nothing.
-        power: 0: the same decay throughout; else it grows as decay * (progress / epochs)^power.
-        epochs: where a growing decay reaches its full value.
+        power: 0 keeps the decay constant; above 0, it grows as decay * (progress / epochs)^power.
+        epochs: the epoch at which a growing decay reaches its full value.
 
     Saves: steps: less noise at high rates.
     Costs: a copy of the weights, and a pass over them each round.
@@ -89,7 +89,7 @@ class Lookahead(Technique):
             )
 
     def apply(self, job: Job) -> None:
-        """Averages and sets back after every `every`-th update; evaluates the slow weights."""
+        """At every `every`-th update, averages and writes the average back; evaluation uses the slow weights."""
 
         def share(updates: int) -> float:
             if not self.power:
@@ -128,7 +128,7 @@ class _Average:
 
     @torch.no_grad()
     def advance(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """One update more of each of these tensors; a round for those whose turn it is."""
+        """Counts one more update of each of these tensors, and averages those that are due."""
         due: dict[int, list[tuple[str, Tensor]]] = {}
         for name, x in named:
             self.updates[name] = n = self.updates.get(name, 0) + 1
@@ -146,7 +146,7 @@ class _Average:
 
     @contextmanager
     def stepped_in(self) -> Iterator[None]:
-        """The averages in the model's place; no values are copied."""
+        """Swaps the averages into the model; no values are copied."""
         tensors = {**self.params, **self.buffers()}
         own = {name: tensors[name].data for name in self.averages}
         try:

@@ -13,10 +13,10 @@ class Clip(Technique):
     """Scales all gradients down together when their common norm exceeds a limit.
 
     Args:
-        norm: the limit, of the gradients of all parameters taken as one vector; inf changes nothing.
+        norm: the limit for the norm of all gradients, taken as one vector; inf never clips.
 
     Saves: runs that would diverge: a rare bad batch cannot throw the weights far.
-    Costs: a pass over the gradients; every gradient must be there before any update.
+    Costs: a pass over the gradients; no parameter is updated before all gradients are ready.
     Maths: g *= min(1, norm / |g|).
     Ref: Pascanu et al. 2013 (arXiv 1211.5063).
     """
@@ -31,7 +31,7 @@ class Clip(Technique):
             raise InputError(f"norm={self.norm}: above 0; leave the technique out to clip nothing")
 
     def apply(self, job: Job) -> None:
-        """Clips before each step, once every gradient is there."""
+        """Clips before each step, when all gradients are ready."""
         job.needs_all = True
         params = [p for p in job.model.parameters() if p.requires_grad]
 

@@ -1,4 +1,4 @@
-"""The learning rate's course."""
+"""The learning-rate schedule as a technique."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from kasoku.core import Constant, InputError, Job, Schedule, Stage, Technique
 class Rate(Technique):
     """Multiplies every parameter group's learning rate by a schedule of the progress in epochs.
 
-    A group that carries `decoupled=True` (LARS) has its weight decay multiplied by the schedule as well, but not by the
-    scale, since such a decay is not multiplied by the rate. A group that carries `until` (epochs) follows a straight
-    line from its own rate to 0 there instead; from then on its parameters are frozen, and backward leaves out what only
-    they needed.
-    The rate of a step is set when the step before it has ended (the first one's at once), as torch's schedulers do, so
-    that techniques that update parts of the model early or late all see it; it depends on the progress alone.
+    If a group has `decoupled=True` (LARS), the schedule also multiplies its weight decay. `scale` does not, since such
+    a decay is not multiplied by the learning rate. If a group has `until` (in epochs), its rate falls linearly to 0 at
+    that epoch, and the schedule does not apply. From then on its parameters are frozen, so backward skips the gradients
+    that only they need.
+    The rates of a step are set at the end of the step before (the first ones at once), as torch's schedulers do. So all
+    techniques see the same rates, even if they update parts of the model early or late. Rates depend only on progress.
 
     Args:
-        schedule: progress in epochs -> factor.
-        scale: factor on all rates throughout, such as batch / reference batch (the linear scaling rule).
+        schedule: function from the progress in epochs to a factor.
+        scale: constant factor on all rates, such as batch / reference batch (the linear scaling rule).
 
-    Momentum needs no correction where the rate stands outside of it, as in torch's SGD; LARS has a form for each.
+    Momentum needs no correction if the buffer does not contain the rate, as in torch's SGD; LARS supports both.
 
-    Saves: steps: a warm-up permits large rates and batches, a decay ends at a good minimum.
+    Saves: steps: warm-up permits large rates and batches, and decay leads to a good minimum.
     Costs: nothing that can be measured.
     Ref: Goyal et al. 2017 (arXiv 1706.02677), 2.2; [000] 4.1.2.
     """
@@ -42,7 +42,7 @@ class Rate(Technique):
             raise InputError(f"scale={self.scale}: above 0")
 
     def at(self, group: Mapping[str, Any], epoch: float) -> dict[str, float]:
-        """What a group's own settings become at `epoch`: its rate, and its weight decay where that follows."""
+        """The settings of a group at `epoch`: its rate, and its weight decay if that follows the schedule."""
         until = group.get("until", 0)
         factor = max(0.0, 1 - epoch / until) if until else self.schedule(epoch)
         decay = {"weight_decay": group["weight_decay"] * factor} if group.get("decoupled") else {}

@@ -1,8 +1,8 @@
-"""Muon: the filters' momentum is orthogonalised before it is applied; everything else takes Nesterov SGD.
+"""Muon: orthogonalised momentum for filters, Nesterov SGD for all other parameters.
 
-Note: what keeps a part's update equal to the whole's. All state lives in `state[p]`, and on CPU each filter is
-orthogonalised alone, so `job.update` on a part gives the bits of the whole step. On other devices filters of equal
-shape share one batched product, where fewer launches pay.
+Note: updates of a part of the model. All state lives in `state[p]`, and on a CPU each filter is orthogonalised alone.
+So `job.update` on some parameters gives the same bits as a whole step. On other devices, filters of equal shape share
+batched products, which saves kernel launches.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: small singular values rise f
 
 @dataclass(frozen=True)
 class Rest:
-    """What Muon's other parameters take: Nesterov SGD with rates of their own.
+    """Settings of the Nesterov SGD that updates all parameters but the filters.
 
-    Rates are of the mean gradient. Published rates for a loss summed over a batch are multiplied by that batch:
-    airbench's .053 and .67 at batch 2,000 are 106 and 1,340.
+    Rates are for the gradient of the mean loss. If a published rate is for a summed loss, multiply it by the batch:
+    airbench's .053 and .67 at batch 2,000 become 106 and 1,340.
 
     Args:
         bias_lr: rate of biases and norm parameters.
         head_lr: rate of the head (the last linear layer's weight).
         momentum: share of the velocity kept at each step.
-        weight_decay: share of a weight a step takes at full rate, before momentum (torch's weight decay times rate).
+        weight_decay: torch's weight decay times the rate: the share of a weight that a step subtracts, before momentum.
         decay_all: decay biases and norm parameters as well, not the head alone.
         whitening_epochs: epochs over which the rate of parameters named whiten... falls to 0; 0: they train as usual.
     """
@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
                 (self._step_filters if group["filters"] else self._step_rest)(params, group)
 
     def _velocity(self, params: list[Tensor], grads: list[Tensor], momentum: float) -> list[Tensor]:
-        """Nesterov's direction; moves the buffers."""
+        """Updates the momentum buffers; returns Nesterov's directions."""
         for p, g in zip(params, grads, strict=True):
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(g)
@@ -116,9 +116,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(x: Tensor, steps: int) -> Tensor:
-    """The nearest matrix with singular values near 1, in x's dtype: x is (..., rows, columns).
+    """An approximation of the nearest matrix whose singular values are 1, in x's dtype; x is (..., rows, columns).
 
-    Computed in bfloat16 on GPUs that have it, otherwise in float32 (on a CPU with AMX bfloat16 was not faster).
+    Computed in bfloat16 on GPUs that have it, otherwise in float32 (bfloat16 was not faster on a CPU with AMX).
     Ref: Newton-Schulz with the quintic of Jordan et al. 2024 (kellerjordan.github.io/posts/muon).
     """
     a, b, c = _QUINTIC
@@ -159,17 +159,17 @@ def muon(
 
     Args:
         model: its parameters that require a gradient are trained.
-        lr: rate of the filters (weights of two dimensions or more, but for the head).
-        momentum: of the filters.
+        lr: rate of the filters (weights of two dimensions or more, except the head).
+        momentum: share of the filters' velocity kept at each step.
         steps: Newton-Schulz iterations, 3 or 5.
         normalize: scale each filter bank to norm sqrt(output channels) before its update.
-        rest: what all other parameters take.
+        rest: settings for all other parameters.
 
     Raises:
         InputError: for a setting outside its range, or a model without filters.
 
-    Saves: steps: fewer epochs to the same accuracy than SGD.
-    Costs: 3 * steps matrix products a filter and step; independent of the batch.
+    Saves: steps: reaches the same accuracy in fewer epochs than SGD.
+    Costs: 3 * steps matrix products for each filter in each step, whatever the batch.
     Maths: v = momentum * v + g; w -= lr * U V' of the SVD U S V' of g + momentum * v, approximately.
     Ref: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); airbench94_muon for the normalised form.
     """

@@ -1,4 +1,4 @@
-"""How a model's parameters split into groups: which ones decay, and which no rule may touch."""
+"""Splits a model's parameters into groups with and without weight decay; checks settings of optimizers."""
 
 from torch import Tensor, nn
 
@@ -8,7 +8,7 @@ _FUSED = ("cpu", "cuda", "mps")  # devices where torch has fused steps
 
 
 def split(model: nn.Module, *, decay_all: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """The trainable parameters, (decayed, undecayed): biases and norm parameters (one dimension) do not decay.
+    """The trainable parameters as (decayed, undecayed); biases and norm parameters (one dimension) do not decay.
 
     Raises:
         InputError: for a model without a trainable parameter.
@@ -24,7 +24,7 @@ def split(model: nn.Module, *, decay_all: bool = False) -> tuple[list[Tensor], l
 
 
 def decay_groups(model: nn.Module, weight_decay: float, *, decay_all: bool) -> list[dict[str, object]]:
-    """Parameter groups for a torch optimizer: the decayed ones first; one group where nothing decays."""
+    """Parameter groups for a torch optimizer: the decayed ones first; one group if none decays."""
     decayed, undecayed = split(model, decay_all=decay_all or weight_decay == 0)
     groups: list[dict[str, object]] = [
         {"params": decayed, "weight_decay": weight_decay},
@@ -34,13 +34,13 @@ def decay_groups(model: nn.Module, weight_decay: float, *, decay_all: bool) -> l
 
 
 def has_fused(model: nn.Module) -> bool:
-    """True where torch steps these parameters in one kernel."""
+    """True if torch has a fused step for all these parameters."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     return all(p.device.type in _FUSED and p.is_floating_point() for p in trainable)
 
 
 def refuse_momentum_sgd(lr: float, momentum: float, *, nesterov: bool, weight_decay: float) -> None:
-    """Raises InputError for settings that momentum SGD and what is built on it cannot take."""
+    """Raises InputError for settings that optimizers with momentum SGD cannot take."""
     inf = float("inf")
     refuse_outside(lr=(lr, 0, inf), momentum=(momentum, 0, 1), weight_decay=(weight_decay, 0, inf))
     if nesterov and momentum == 0:
@@ -48,7 +48,7 @@ def refuse_momentum_sgd(lr: float, momentum: float, *, nesterov: bool, weight_de
 
 
 def refuse_outside(**ranges: tuple[float, float, float]) -> None:
-    """Raises InputError for the first setting that lies outside: name=(value, from, below)."""
+    """Raises InputError for the first setting outside its range: name=(value, minimum, exclusive maximum)."""
     for name, (value, low, high) in ranges.items():
         if not low <= value < high:
             limit = f"{low:g} or more" if high == float("inf") else f"from {low:g} to below {high:g}"

@@ -17,11 +17,11 @@ def sgd(
     weight_decay: float = 0.0,
     decay_all: bool = False,
 ) -> torch.optim.SGD:
-    """SGD with (Nesterov) momentum; weight decay not on biases and norm parameters.
+    """SGD with (Nesterov) momentum, without weight decay on biases and norm parameters.
 
     Args:
         model: its parameters that require a gradient are trained.
-        lr: rate of the mean gradient; a `Rate` technique multiplies it by its schedule.
+        lr: learning rate for the mean gradient; a `Rate` technique multiplies it by its schedule.
         momentum: share of the velocity kept at each step.
         nesterov: look one step ahead along the velocity.
         weight_decay: added to the gradient as weight_decay * w.

@@ -1,16 +1,16 @@
-"""The step of LARS in operations of torch: for CPUs, and for every device that has no Triton.
+"""The LARS step in torch operations, for CPUs and for devices without Triton.
 
-Note: one update, several ways to compute it. Whatever the form, a step is V = keep V + f g + d w and
-w = shrink w - out V, with f and d from the tensor's two norms (`Rule`). On a CPU torch's fused SGD does it while the
-tensor that was just measured is still in the cache. The composition of foreach operations reads no value back to the
-host. `lars_triton` is the third way.
+Note: one update, three implementations. In every form, a step is V = keep V + f g + d w and w = shrink w - out V; f and
+d follow from the tensor's two norms (`Rule`). On a CPU, torch's fused SGD computes it right after the norms, while the
+tensor is still in the cache. On devices without Triton, foreach operations compute it and read no value back
+to the host. `triton.py` has the third implementation.
 
-Note: the scale of the buffer. The fused SGD has one rate, outside its buffer. Ours belongs inside, so the CPU keeps
-u = V / s, with the number s in `state["scale"]`, and gives the kernel keep s / f for its momentum and out f for its
-rate. A state without a scale has s = 1; every way takes either, so a run may move between devices.
+Note: the scale of the buffer. The fused SGD applies its rate outside of its buffer; LARS needs it inside. So the CPU
+stores u = V / s, with the number s in `state["scale"]`, and calls the kernel with momentum keep s / f and rate out f.
+A state without a scale has s = 1. Every implementation reads both kinds, so a run may move between devices.
 
-Note: norms in float32 need care. torch.linalg.vector_norm of 10^7 random values on a CPU was 3.6e-4 too small,
-torch.dot 1.3e-4 (each vector lane keeps one running sum); rows of 2,048 first are right to 1e-7 at the same speed.
+Note: norms in float32. On a CPU, torch.linalg.vector_norm of 10^7 random values was 3.6e-4 too small, and torch.dot
+1.3e-4, since each vector lane keeps one running sum. Summing rows of 2,048 first is right to 1e-7 at the same speed.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from torch import Tensor
 from kasoku.core.hardware import is_dense
 from kasoku.core.torch_internals import fused_sgd
 
-_ROW = 2048  # values a running sum goes over
+_ROW = 2048  # values in one running sum
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a group does at this step, in numbers.
+    """The numbers of a group's update at this step.
 
     With f = rate * trust and d = d0 + d1 * f: step = f * g + d * w; V = keep * V + step;
     w = shrink * w - out * V, with nesterov w = shrink * w - out * (step + momentum * V).
 
     Args:
-        rate: of the gradient, inside the buffer.
-        out: from the buffer to the weights.
-        momentum: of Nesterov's look-ahead.
-        nesterov: whether there is one.
-        d0: the share of w in the step that does not follow f.
-        d1: the share that does.
-        shrink: what is left of w beside all that.
+        rate: factor on the gradient, inside the buffer.
+        out: factor on the buffer when it is subtracted from the weights.
+        momentum: factor of Nesterov's look-ahead.
+        nesterov: whether the step looks ahead.
+        d0: the part of d that does not depend on f.
+        d1: the part of d that is proportional to f.
+        shrink: factor on the weights before the step.
         decay: the weight decay in the trust ratio.
         eta: the trust coefficient; None: trust is 1.
-        eps: of the trust ratio.
+        eps: added to the denominator of the trust ratio.
     """
 
     rate: float
@@ -61,7 +61,7 @@ class Rule:
 
 
 class Move(NamedTuple):
-    """One parameter in a step: its gradient (laid out like it), its state, the share of the buffer that is kept."""
+    """The update of one parameter: its gradient (in its memory layout), its state, the share of the buffer to keep."""
 
     p: Tensor
     g: Tensor
@@ -74,7 +74,7 @@ class Move(NamedTuple):
 
 
 def step_cpu(moves: list[Move]) -> None:
-    """Each layer measured, then moved by torch's fused SGD; all other tensors in one call of it."""
+    """Measures and updates layers one by one with torch's fused SGD, and all other tensors in one call of it."""
     together: dict[tuple[int, float], list[Move]] = {}
     rest: list[Move] = []
     for move in moves:
@@ -92,7 +92,7 @@ def step_cpu(moves: list[Move]) -> None:
 
 
 def _fused(moves: list[Move], trust: float) -> bool:
-    """Moves tensors of one rule, scale and trust; False, and nothing done, where float32 could not hold V / f."""
+    """Updates tensors of equal rule, scale and trust; does nothing and returns False if float32 cannot hold V / f."""
     rule, f = moves[0].rule, moves[0].rule.rate * trust
     if not 1e-12 < f < 1e12:
         return False
@@ -104,8 +104,8 @@ def _fused(moves: list[Move], trust: float) -> bool:
     if rule.shrink != 1:
         torch._foreach_mul_(params, rule.shrink)
     if rule.nesterov:
-        # The look-ahead takes another factor than the buffer, so it is two steps: along the buffer, then along the
-        # gradient. The second decays weights that the first has moved; the first's rate makes up for that.
+        # The look-ahead has another factor than the buffer, so there are two steps: along the buffer, then along the
+        # gradient. The second decays weights that the first has changed; the rate of the first corrects for that.
         _sgd(params, grads, buffers, lr * rule.momentum / (1 - lr * decay), momentum, decay)
         _sgd(params, grads, [], lr, 0.0, decay)
     else:
@@ -118,7 +118,7 @@ def _fused(moves: list[Move], trust: float) -> bool:
 def _sgd(
     params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], lr: float, momentum: float, decay: float
 ) -> None:
-    """The fused SGD of torch, which fills the buffer at a first step, but not where its momentum is 0."""
+    """Calls torch's fused SGD. Its first step must fill the buffer, which it would not do with momentum 0."""
     first = bool(buffers) and momentum == 0
     fused_sgd(
         params,
@@ -161,7 +161,7 @@ def _norm(x: Tensor) -> float:
 
 
 def step_foreach(moves: list[Move]) -> None:
-    """Any device, dtype and layout; nothing is read back to the host."""
+    """Updates tensors of any device, dtype and layout; reads nothing back to the host."""
     rules: dict[int, list[Move]] = {}
     for move in moves:
         rules.setdefault(id(move.rule), []).append(move)
@@ -192,11 +192,11 @@ def _foreach(moves: list[Move], rule: Rule) -> None:
 
 
 def _factors(params: list[Tensor], grads: list[Tensor], rule: Rule) -> tuple[Any, Any]:
-    """The f and d of each tensor: numbers, or scalar tensors where they depend on norms."""
+    """The f and d of each tensor: numbers, or scalar tensors if they depend on norms."""
     n = len(params)
     if rule.eta is None:
         return [rule.rate] * n, [rule.d0 + rule.d1 * rule.rate] * n
-    wide = torch.float32 if params[0].device.type == "mps" else torch.float64  # all that has float64
+    wide = torch.float32 if params[0].device.type == "mps" else torch.float64  # all other devices have float64
     w, g = torch.stack(torch._foreach_norm([*params, *grads], 2, wide)).view(2, n)
     ratio = rule.eta * w / (g + rule.decay * w + rule.eps)
     f = rule.rate * torch.where((w == 0) | (g == 0), 1.0, ratio)

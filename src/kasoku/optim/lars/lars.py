@@ -1,4 +1,4 @@
-"""LARS: each layer's step is a share of its weights' norm, so that batches of tens of thousands of images train."""
+"""LARS: scales each layer's step to the norm of its weights, for batches of tens of thousands of images."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Form = Literal["mlperf", "pytorch", "mxnet"]
 
 @dataclass(frozen=True)
 class Trust:
-    """How a layer's rate follows its norms: trust = eta * |w| / (|g| + weight_decay * |w| + eps).
+    """The factor on a layer's learning rate: trust = eta * |w| / (|g| + weight_decay * |w| + eps).
 
     Args:
-        eta: the trust coefficient: about the share of its norm that a layer moves in a step, over the rate.
+        eta: the trust coefficient; a step changes a layer by about lr * eta of its norm.
         eps: keeps the ratio finite where gradients vanish.
-        form: how rate and trust enter the momentum; they agree while the rate is constant. "mlperf": inside, as they
-            are at the step. "pytorch": the trust inside, the rate outside. "mxnet": as mlperf, and the momentum is
-            multiplied by this rate over the last one.
-        decoupled: the decay's term is weight_decay * w itself, multiplied neither by rate nor by trust; a `Rate`
-            technique then gives weight_decay the schedule's course.
+        form: how the rate and the trust enter the momentum buffer; all forms agree while the rate is constant.
+            "mlperf": the buffer holds both. "pytorch": the buffer holds the trust, and the rate multiplies the buffer.
+            "mxnet": as mlperf, but the momentum is multiplied by this rate over the last one.
+        decoupled: the decay term is weight_decay * w, multiplied neither by the rate nor by the trust; a `Rate`
+            technique then applies its schedule to weight_decay as well.
     """
 
     eta: float = 1e-3
@@ -48,8 +48,8 @@ class Trust:
 class LARS(torch.optim.Optimizer):
     """Momentum SGD whose groups with `layerwise=True` scale each tensor's step to its norm.
 
-    Every setting is a key of the group, so that techniques may move it; every state is of one parameter. Weights are
-    read afresh in each step, so a write from outside, through `.data` too, needs no announcement.
+    All settings are keys of the parameter groups, so that techniques can change them. All state belongs to single
+    parameters. Each step reads the weights anew, so other code may write to them, also through `.data`.
 
     Args:
         params: parameter groups; each may set any of the keys below, and `layerwise`.
@@ -94,7 +94,7 @@ class LARS(torch.optim.Optimizer):
 
 
 def _prepare(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> float:
-    """Has the state of a parameter ready for a step; returns the share of its buffer that is kept."""
+    """Prepares the momentum buffer of a parameter for a step; returns the share of it that is kept."""
     buffer = state.get("momentum_buffer")
     if buffer is None:
         state["momentum_buffer"] = torch.zeros_like(p)
@@ -121,7 +121,7 @@ def lars(
 
     Args:
         model: its parameters that require a gradient are trained.
-        lr: rate of the mean gradient; a `Rate` technique multiplies it by its schedule.
+        lr: learning rate for the mean gradient; a `Rate` technique multiplies it by its schedule.
         momentum: share of the velocity kept at each step.
         nesterov: look one step ahead along the velocity.
         weight_decay: added to the gradient as weight_decay * w.
@@ -131,11 +131,11 @@ def lars(
         InputError: for a setting outside its range.
 
     Saves: steps: batches of tens of thousands of images reach the accuracy of small ones.
-    Costs: two norms a layer; on a CPU they fill the cache for the update, on CUDA a second read of w and g.
+    Costs: two norms a layer. On a CPU they leave w and g in the cache for the update; CUDA reads w and g twice.
     Maths: t = eta |w| / (|g| + weight_decay |w| + eps), 1 where |w| or |g| is 0; g' = g + weight_decay w.
         mlperf: m = momentum m - lr t g'; w += m (Nesterov: w += momentum m - lr t g').
         pytorch: v = momentum v + t g'; w -= lr v (Nesterov: lr (t g' + momentum v)).
-        mxnet: mlperf with momentum * lr / last lr in m, where there was a last lr above 0.
+        mxnet: mlperf with momentum * lr / last lr for momentum, if the last lr was above 0.
         decoupled: lr t g' becomes lr t g + weight_decay w; pytorch: v = momentum v + t g; w -= lr v + weight_decay w.
     Ref: You et al. 2017 (arXiv 1708.03888); the MLPerf reference; MXNet's LBSGD; [000] for the decoupled decay.
     """
@@ -167,7 +167,7 @@ def _rule(group: dict[str, Any]) -> Rule:
 
 
 def _step_triton(moves: list[Move]) -> None:
-    from kasoku.optim.lars import triton as lars_triton  # where triton is, and only then
+    from kasoku.optim.lars import triton as lars_triton  # only where triton is installed
 
     ours: list[Move] = []
     rest: list[Move] = []

@@ -1,12 +1,12 @@
-"""LARS on CUDA: three launches for any number of layers (six where some tensors allow no accesses of 16 bytes), and no
-value read back to the host.
+"""LARS on CUDA: three kernel launches for any number of layers, or six if some tensors allow no 16-byte accesses. No
+value is read back to the host.
 
-Note: how tensors of any number reach one kernel. A table on the device holds, for each tensor, its addresses, its size
-and its settings; it goes there in one copy from pinned memory. Each program of the first and the last kernel looks up
-which tensor its block of elements belongs to. Sums are of one block each, then of a tensor's blocks in order, in
-float64: the same bits at every run, and for a part of the tensors the same as for all of them.
+Note: many tensors in one kernel. A table on the device holds the addresses, the size and the settings of each tensor;
+one copy from pinned memory sends it. Each program of the first and the last kernel looks up the tensor that its block
+of elements belongs to. Sums are in float64: first within blocks, then over a tensor's blocks in order. So the bits are
+the same in every run, and do not depend on the other tensors of the step.
 
-It has not yet been seen on a GPU: the kernels ran in Triton's interpreter and were compiled for sm_80 and sm_90.
+The kernels have not yet run on a GPU: they ran in Triton's interpreter and were compiled for sm_80 and sm_90.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, misc, no-untyped-def, no-untyped-call, untyped-decorator"
@@ -30,11 +30,11 @@ _TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-_BLOCK = {"cuda": 4096, "cpu": 1 << 17}  # elements a program; the interpreter takes long for each program
-_Row = tuple[int, int, int, int, int, float]  # a tensor in the table: three addresses, size, rule; kept of V
+_BLOCK = {"cuda": 4096, "cpu": 1 << 17}  # elements of a program; the interpreter is slow, so it gets few programs
+_Row = tuple[int, int, int, int, int, float]  # a tensor in the table: three addresses, size, rule, keep
 
 
-# tl.sum is tl.reduce with _sum_combine, but compiled for itself, which Triton's interpreter cannot call.
+# Triton's interpreter cannot call tl.sum, a compiled function; it is tl.reduce with _sum_combine.
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -48,7 +48,7 @@ def _squares(  # noqa: PLR0913
     at = (block - tl.load(first + tensor)) * BLOCK + tl.arange(0, BLOCK)
     w_at = tl.load(table + tensor).to(tl.pointer_type(W)) + at
     g_at = tl.load(table + n + tensor).to(tl.pointer_type(G)) + at
-    if FULL:  # all that the compiler must know for accesses of 16 bytes
+    if FULL:  # lets the compiler use accesses of 16 bytes
         size = size // 8 * 8
         w_at = tl.multiple_of(w_at, 16)
         g_at = tl.multiple_of(g_at, 16)
@@ -86,7 +86,7 @@ def _trusts(table, values, first, partial, factors, n, layers, CHUNK: tl.constex
 def _move(  # noqa: PLR0913
     table, values, owner, first, factors, n, W: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # Velocity and weights of one block of a tensor; the last block first, which `_squares` has left in the cache.
+    # Updates V and w of one block of a tensor. Starts with the last block, which `_squares` left in the cache.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     tensor = tl.load(owner + block)
     size = tl.load(table + 3 * n + tensor)
@@ -116,15 +116,15 @@ def _move(  # noqa: PLR0913
 
 
 def takes(move: Move) -> bool:
-    """True for what the kernels can read: dense memory of the usual dtypes."""
+    """True if the kernels can read the tensors: dense memory of the dtypes in _TYPES."""
     return move.p.dtype in _TYPES and move.g.dtype in _TYPES and is_dense(move.p)
 
 
 def step(moves: list[Move]) -> None:
-    """One update of tensors of one device and one pair of dtypes.
+    """Updates tensors of one device and one pair of dtypes.
 
-    Tensors whose memory allows accesses of 16 bytes go apart from the rest; each goes the same way in any company,
-    since the order of a sum follows from it.
+    Tensors that allow 16-byte accesses have launches of their own. This depends on each tensor alone, since it fixes
+    the order of the tensor's sums.
     """
     rules: dict[int, tuple[int, Rule]] = {}
     parts: dict[bool, tuple[list[_Row], list[_Row]]] = {True: ([], []), False: ([], [])}
@@ -164,16 +164,16 @@ def _launch(kernel, programs: int, *args, **meta) -> None:
 
 
 def _settings(rule: Rule) -> tuple[float, ...]:
-    """What `_trusts` reads, then what `_move` reads."""
+    """The numbers of a rule: first those that `_trusts` reads, then those that `_move` reads."""
     trust = (rule.rate, rule.d0, rule.d1, rule.decay, rule.eta or 0.0, rule.eps)
     return (*trust, rule.out, rule.shrink, float(rule.nesterov), rule.momentum if rule.nesterov else 1.0)
 
 
 @lru_cache(maxsize=64)
 def _table(ints: tuple[tuple[int, ...], ...], reals: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
-    """A row each of addresses of w, g and V, of sizes and rules; then what is kept of each V; then the rules.
+    """The table on the device: rows of addresses of w, g and V, sizes, rules and keep factors; then the rules' numbers.
 
-    On the device; a table that was there in the last steps is not sent again, on the same stream.
+    The cache keeps tables of the last steps on the same stream, so that an unchanged table is not sent again.
     """
     numbers, bits = torch.tensor(ints, dtype=torch.int64), torch.tensor(reals, dtype=torch.float64).view(torch.int64)
     return _sent(torch.cat([numbers.view(-1), bits]), device)
@@ -183,7 +183,7 @@ def _table(ints: tuple[tuple[int, ...], ...], reals: tuple[float, ...], device: 
 def _blocks(
     sizes: tuple[int, ...], block: int, device: torch.device, stream: int
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Which tensor each block is of; each tensor's first block, on the device and here."""
+    """The tensor of each block; the first block of each tensor, on the device and on the host."""
     counts = torch.tensor([triton.cdiv(size, block) for size in sizes])
     owner = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
@@ -191,5 +191,5 @@ def _blocks(
 
 
 def _sent(host: Tensor, device: torch.device) -> Tensor:
-    """On the device without a wait: torch hands pinned memory out again only when the copy from it has ended."""
+    """Copies to the device without a wait; torch reuses the pinned memory only when the copy has ended."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
