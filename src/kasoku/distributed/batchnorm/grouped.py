@@ -1,8 +1,8 @@
 """BatchNorm over groups of images, on one device or across ranks, with a callback for the statistics.
 
-Note: how a norm is steered. The `forward` of a BatchNorm module is patched with `steered`, and what it obeys hangs on
-the module as `steer`: the size of a group, the ranks, and where each group's statistics go. A deep copy of the module
-finds that its `steer` belongs to another one and runs as torch's own.
+Note: patching. `steered` replaces the `forward` of a BatchNorm module and reads its settings from the attribute `steer`
+of the module: the size of a group, the ranks, and a callback for each group's statistics. A deep copy of the module
+sees that its `steer` belongs to another module, and runs torch's own forward.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Take = Callable[[Tensor, Tensor, int], None]  # (mean_C, variance_C (biased), va
 
 @dataclass(frozen=True)
 class Steer:
-    """What a BatchNorm module obeys in training.
+    """How a BatchNorm module groups images in training.
 
     Args:
         norm: the module it is for.
-        images: how many share statistics; 0: those of one forward. More than that: a group spans several ranks.
+        images: number that share statistics; 0: all of one forward; if more than those, a group spans several ranks.
         comm: the ranks.
         take: called with each group's statistics, in float32 or the buffers' type.
-        alone: a group stays within one forward of one rank, and may be smaller.
-        trace: where waiting for other ranks is noted.
+        alone: groups stay within one forward of one rank, and may be smaller.
+        trace: records the time spent waiting for other ranks.
     """
 
     norm: nn.Module
@@ -53,7 +53,7 @@ def norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def steered(norm: Any, x: Tensor) -> Tensor:
-    """The forward of a steered BatchNorm module; its running statistics stay as they are."""
+    """The forward of a steered BatchNorm module; its running statistics do not change."""
     steer: Steer = norm.steer
     if not norm.training or steer.norm is not norm:
         out: Tensor = type(norm).forward(norm, x)
@@ -114,7 +114,7 @@ def _across_ranks(norm: Any, x: Tensor, steer: Steer) -> Tensor:
 
 
 class _Across(torch.autograd.Function):
-    """BatchNorm of a group that spans `ranks` neighbouring ranks; each holds equally many images of it."""
+    """BatchNorm of a group on `ranks` neighbouring ranks, each with the same number of images."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ class _Across(torch.autograd.Function):
 
 
 def _of_group(x: Tensor, comm: Comm, ranks: int, trace: Trace | None) -> Tensor:
-    """X of the ranks of this rank's group, in rank order along a new first dimension."""
+    """Gathers x from the ranks of this rank's group, in rank order along a new first dimension."""
     every = x.new_empty((comm.size, *x.shape))
     work = comm.all_gather(every, x.contiguous())
     with trace.span("wait", "BatchNorm", bytes=every.nbytes) if trace else nullcontext():

@@ -1,4 +1,4 @@
-"""BatchNorm's statistics for evaluation, measured anew instead of averaged over old weights."""
+"""Measures BatchNorm's statistics before evaluation, instead of averaging them over old weights."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from kasoku.distributed.consensus import iterate_on_all_ranks
 
 @dataclass(frozen=True)
 class Recalibrate(Technique):
-    """Evaluates with BatchNorm statistics of the weights as they are: one pass over training images before.
+    """Measures BatchNorm's statistics for the current weights before evaluation, in a pass over training images.
 
-    Averages over the last updates lag behind the weights, the more so the fewer updates an epoch has. The pass runs
-    without dropout, each norm normalising by groups as in training (at most what a device takes at once). Training
+    Running averages lag behind the weights, and more so if an epoch has few updates. The pass runs without dropout.
+    Each norm normalises groups of images as in training, but no group is larger than the batch of a device. Training
     itself is not changed.
 
     Args:
-        images: how many training images; 0: all. kasoku's loaders give them in order and unvaried; of others, as many
-            batches of a new pass as cover them.
+        images: number of training images; 0: all. kasoku's loaders give them in order and without augmentation; other
+            loaders give the first batches of a new pass.
 
     Saves: accuracy at large batches (`evaluate.stale = true` in a recipe prints how much).
     Costs: a forward pass over the images at each evaluation.
     Maths: over all groups of all ranks, in float64: the mean weighted by counts, and the total variance
         (within groups and between them). Combined in rank order, so every rank has the same bits.
-    Ref: Akiba et al. 2017 (arXiv 1711.04325), 3.3; Wu and Johnson 2021 (arXiv 2105.07576), 3; unvaried images: Touvron
+    Ref: Akiba et al. 2017 (arXiv 1711.04325), 3.3; Wu and Johnson 2021 (arXiv 2105.07576), 3; no augmentation: Touvron
         et al. 2019 (arXiv 1906.06423).
     """
 
@@ -47,7 +47,7 @@ class Recalibrate(Technique):
             raise InputError(f"images={self.images}: how many to measure with, or 0 for all")
 
     def apply(self, job: Job) -> None:
-        """Puts the measuring around evaluation."""
+        """Measures before each evaluation and restores the running statistics after it."""
         if norms(job.model):
             job.around_evaluation(_Measured(job, self.images).stepped_in, renews_statistics=True)
 
@@ -61,11 +61,11 @@ class _Statistics:
         self.mean_C, self.squares_C = (torch.zeros(len(like), dtype=exact, device=like.device) for _ in range(2))
 
     def take(self, mean_C: Tensor, variance_C: Tensor, n: int) -> None:
-        """Adds a group of n values a channel."""
+        """Adds a group with n values in each channel."""
         self.add(self.n.new_full((1,), n), mean_C.to(self.n.dtype), variance_C.to(self.n.dtype) * n)
 
     def add(self, n: Tensor, mean_C: Tensor, squares_C: Tensor) -> None:
-        """Adds what another one has."""
+        """Adds the statistics of other values."""
         off_C, total = mean_C - self.mean_C, (self.n + n).clamp(min=1)
         self.mean_C += off_C * (n / total)
         self.squares_C += squares_C + off_C * off_C * (self.n * n / total)
@@ -78,9 +78,9 @@ class _Measured:
 
     @contextmanager
     def stepped_in(self) -> Iterator[None]:
-        """The measured statistics in the place of the running ones."""
+        """Replaces the running statistics by measured ones."""
         every = norms(self.job.model)
-        live = [norm for norm in every if norm.training] or every  # a frozen norm keeps what it was trained with
+        live = [norm for norm in every if norm.training] or every  # a frozen norm keeps its statistics
         measured = [x for pair in self._measure(live) for x in pair]
         buffers = [x for norm in live for x in (norm.running_mean, norm.running_var) if x is not None]
         old = [x.clone() for x in buffers]

@@ -1,4 +1,4 @@
-"""The numerics of many ranks on fewer devices."""
+"""Trains with the numerics of many ranks on fewer devices."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from kasoku.distributed.batchnorm.grouped import Steer, Take, norms, patches
 class VirtualRanks(Technique):
     """BatchNorm takes its statistics over groups of exactly `norm_batch` images, whatever the number of devices.
 
-    A batch of N * norm_batch images then trains as on N ranks, on however many devices: each group has the statistics
-    of a rank; gradients are means over all groups, since a batch that a device takes in parts is accumulated
-    (`loader.parts` and `Job(accumulate=...)` of the same number; with one group a part the memory does not depend on
-    N). The running statistics move once an update, by the mean of the groups' means and their total variance, the
-    same on every rank.
+    A batch of N * norm_batch images then trains as on N ranks, on any number of devices. Each group has its own
+    statistics, as a rank has. Gradients are means over all groups, because a device accumulates the parts of its batch
+    (give `loader.parts` and `Job(accumulate=...)` the same number). With one group a part, memory does not depend on N.
+    Each update moves the running statistics once, and equally on every rank, by the mean of the groups' means and by
+    their total variance.
 
     Args:
-        norm_batch: images that share statistics; more than a device takes at once: a group spans neighbouring ranks.
-            0: those that a device takes at once, which by itself does nothing; but ranks of unequal shares then keep
-            the same running statistics.
-        average: epochs that the running statistics remember; 0: each module's own momentum. So few updates an epoch
-            still forget old weights: momentum = 1 - exp(-1 / (average * updates an epoch)).
+        norm_batch: images that share statistics. If a device takes fewer at once, a group spans neighbouring ranks.
+            0: all images that a device takes at once. This is plain BatchNorm, but ranks with unequal shares of the
+            batch keep equal running statistics.
+        average: epochs that the running statistics average over, even if an epoch has few updates:
+            momentum = 1 - exp(-1 / (average * updates an epoch)). 0: each module's own momentum.
 
-    Saves: a cluster, to learn whether a batch converges; ranks of any number train to the same result.
-    Costs: several groups a forward: a copy of each normalised activation; groups that span ranks: two small
-        collectives a layer; on many ranks a small one an update.
-    Maths: g = mean over groups of g_group; the order of summation is that of the groups on each device, then of ranks.
-    Ref: [000] 4.1.1 (statistics are a process's own; averages fit for few updates); Goyal et al. 2017, 3.
+    Saves: a cluster: one device shows whether a large batch converges. All numbers of ranks give the same result.
+    Costs: a copy of each normalised activation if a forward has several groups; two small collectives a layer if groups
+        span ranks; two small collectives an update on several ranks.
+    Maths: g = mean over groups of g_group, summed over the groups of each device in order, then over ranks.
+    Ref: [000] 4.1.1 (each process has its own statistics; averages for few updates); Goyal et al. 2017, 3.
     """
 
     stage: ClassVar[Stage] = Stage.COMM
@@ -57,7 +57,7 @@ class VirtualRanks(Technique):
         return self.norm_batch
 
     def apply(self, job: Job) -> None:
-        """Steers the BatchNorm modules of the model."""
+        """Patches the BatchNorm modules of the model."""
         if not self.norm_batch and not self.average and not getattr(job.plain_loader, "shares", ()):
             return
         self._check(job)
@@ -69,7 +69,7 @@ class VirtualRanks(Technique):
             for name, value in patches(norm, steer).items():
                 job.patch(norm, name, value)
         job.undo(job.model.register_forward_hook(lambda *_: running.add()).remove)
-        job.before_step(running.move)  # ahead of what averages the model, statistics and all, after the step
+        job.before_step(running.move)  # before other techniques average the model and its statistics
 
     def _check(self, job: Job) -> None:
         batch, parts = getattr(job.plain_loader, "batch", 0), getattr(job.plain_loader, "parts", 1)
@@ -105,11 +105,11 @@ class VirtualRanks(Technique):
 class _RunningStatistics:
     """The sums of all groups' statistics since the last update, of all norms in one flat tensor.
 
-    Note: sums around the running mean. A group adds (mean - running mean) and variance + that squared. The sums are
-    linear, so ranks just add theirs; and what is squared is small, so the total variance keeps its digits.
+    Note: sums around the running mean. A group adds d = mean - running mean, and variance + d^2. Ranks can add such
+    sums, and d is small, so the total variance keeps its precision.
 
-    Note: few launches. In forward a group's statistics are only noted; when the model's forward has ended all of them
-    are added at once. Norms are updated together too, so an update takes about twenty launches for any number of them.
+    Note: few kernel launches. Forward only collects the statistics of groups; they are added together when the model's
+    forward has ended. All norms are also updated together, in about twenty launches whatever their number.
     """
 
     def __init__(self, job: Job, average: float, norm_batch: int) -> None:
@@ -124,7 +124,7 @@ class _RunningStatistics:
         self.flat = self.means[0].new_zeros(2 * channels, dtype=torch.float32)
         self.first, self.second = torch.split(self.flat, channels)
         sizes = torch.tensor(self.sizes, device=self.flat.device)
-        self.owner = torch.arange(modules, device=self.flat.device).repeat_interleave(sizes)  # of each channel
+        self.owner = torch.arange(modules, device=self.flat.device).repeat_interleave(sizes)  # the norm of each channel
         self.own: list[float | None] = []
         self.share = self.flat
 
@@ -138,7 +138,7 @@ class _RunningStatistics:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Adds what was noted in a forward, a group of each norm at a time: so the order is that of the groups."""
+        """Adds the statistics of a forward, one group of every norm at a time, so that groups are added in order."""
         rounds: list[dict[int, tuple[Tensor, Tensor]]] = []
         for i, mean_C, variance_C in self.noted:
             free = next((r for r in rounds if i not in r), None)
@@ -155,7 +155,7 @@ class _RunningStatistics:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Moves the running statistics by what was summed since the last update; no value is read by the host."""
+        """Updates the running statistics by the sums since the last update; the host reads no value."""
         self._refuse_early()
         counted = [self.norms[i].num_batches_tracked for i, n in enumerate(self.groups) if n]
         torch._foreach_add_([c for c in counted if c is not None], 1)
@@ -175,7 +175,7 @@ class _RunningStatistics:
         self.groups, self.values = [0] * len(self.norms), [0] * len(self.norms)
 
     def _refuse_early(self) -> None:
-        """A step after some of the parts would train on a smaller batch without a word."""
+        """Refuses a step after only some of the parts, which would silently train on a smaller batch."""
         job, seen = self.job, max(self.groups)
         batch = getattr(job.plain_loader, "batch", 0)
         own = batch // job.comm.size if isinstance(batch, int) else 0
@@ -190,7 +190,7 @@ class _RunningStatistics:
         return list(torch.split(flat, self.sizes))
 
     def _shares(self) -> Tensor:
-        """The share of the newest statistics, one a norm; sent to the device only when it changes."""
+        """The weight of the newest statistics for each norm; sent to the device only when it changes."""
         updates = len(self.job.loader) / self.job.accumulate  # type: ignore[arg-type]
         fixed = momentum(self.average, updates) if self.average else None
         own = [norm.momentum if fixed is None else fixed for norm in self.norms]
@@ -204,5 +204,5 @@ class _RunningStatistics:
 
 
 def momentum(average: float, updates: float) -> float:
-    """Share of the newest statistics, for averages that remember `average` epochs of `updates` updates each."""
+    """Weight of the newest statistics if averages cover `average` epochs of `updates` updates each."""
     return 1 - math.exp(-1 / (average * updates))

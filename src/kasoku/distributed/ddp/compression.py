@@ -1,4 +1,4 @@
-"""Averages a chunk of gradients over ranks: plainly, in fewer bytes, or node by node."""
+"""Averages chunks of gradients over ranks: uncompressed, compressed, or hierarchically over nodes."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ _WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Reduce(Protocol):
-    """A reducer at work between the ranks of one run."""
+    """A reducer that is bound to the ranks of one run."""
 
     def __call__(self, key: str, x: Tensor) -> Work:
-        """Starts the mean of x, a flat chunk of gradients, and returns at once; `wait()` leaves the mean in x.
+        """Starts to average x, a flat chunk of gradients, and returns at once; after `wait()`, x is the mean.
 
-        Every rank calls with the same keys and lengths in the same order, and waits before it calls with a key again.
+        A collective: all ranks use the same keys and lengths in the same order, and wait before they reuse a key.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: what is kept from step to step, by key."""
+        """The state that this rank keeps between steps, by key."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave on this rank; {} forgets all."""
+        """Restores the `state_dict` of this rank; {} clears the state."""
         ...
 
     def settle(self) -> None:
-        """Returns when nothing is under way; no thread is left."""
+        """Waits until no reduction is in progress and no thread runs."""
         ...
 
 
 @dataclass(frozen=True)
 class Reducer:
-    """How chunks of gradients are averaged: a configuration that `bind` puts to work."""
+    """The settings of a method that averages chunks of gradients; `bind` creates the reducer."""
 
     def bind(self, comm: Comm) -> Reduce:
-        """Puts it to work between the ranks of `comm`; called by all of them, in the same order."""
+        """Creates the reducer of this rank; a collective, which all ranks of `comm` call in the same order."""
         raise NotImplementedError(f"{type(self).__name__}.bind")
 
 
@@ -59,28 +59,28 @@ class Mean(Reducer):
     """
 
     def bind(self, comm: Comm) -> Reduce:
-        """One collective a call; nothing is kept."""
+        """Each call is one collective; no state is kept."""
         return _Mean(comm)
 
 
 @dataclass(frozen=True)
 class Wire(Reducer):
-    """Sends gradients in 16 bits, and adds what rounding took away to the next step's.
+    """Sends gradients in 16 bits, and adds the rounding errors to the next step's gradients.
 
     Args:
-        dtype: "bf16" has the range of fp32 and 8 digits; "fp16" has 11 digits and ends at 65,504: what lies above
-            arrives as inf, which loss scaling finds.
-        feedback: keep what rounding took away for the next step.
-        sums: "fp32": each rank adds its part of all gradients in fp32, and gives out its mean (an all-to-all and an
-            all-gather, as many bytes as a ring all-reduce). "wire": one all-reduce, which adds in the wire's type.
+        dtype: "bf16" has the range of fp32 and 8 significant bits; "fp16" has 11 bits and ends at 65,504. Larger values
+            arrive as inf, which loss scaling detects.
+        feedback: keep rounding errors for the next step.
+        sums: "fp32": each rank sums its part of all ranks' gradients in fp32 and sends the mean to all ranks (an
+            all-to-all and an all-gather, the bytes of a ring all-reduce). "wire": one all-reduce that sums in `dtype`.
 
     Saves: half the bytes of fp32.
-    Costs: memory, 8 bytes an element (the error in fp32, what is sent and what comes), 6 with "wire". The additions
-        of "wire" round where no feedback sees it: on 2 ranks that leaves half of what rounding takes, and in bf16
-        256 + 1 = 256, so that of many ranks that agree the later ones count for nothing. Where the loss scale
-        changes, the errors kept have the old one.
-    Maths: c = round(x + e); e = x + e - c, dropped where it is not finite; x = round(mean over ranks of c + f), with f
-        what that rounding took before. "wire": c = round(x / ranks + e); x = sum over ranks of c.
+    Costs: memory, 8 bytes an element (the error in fp32, a send and a receive buffer), 6 with "wire". The sums of
+        "wire" round without feedback: on 2 ranks, half of the rounding error remains. In bf16, 256 + 1 = 256, so if
+        many ranks have similar gradients, the later ones are lost. When the loss scale changes, the kept errors still
+        have the old scale.
+    Maths: c = round(x + e); e = x + e - c, or 0 if that is not finite; x = round(mean over ranks of c + f), with f the
+        error of that rounding in the last step. "wire": c = round(x / ranks + e); x = sum over ranks of c.
     Ref: Seide et al. 2014 (1-bit SGD: error feedback); Tang et al. 2019 (arXiv 1905.05957: on the mean as well).
     """
 
@@ -95,7 +95,7 @@ class Wire(Reducer):
             raise InputError(f'sums="{self.sums}": "fp32" or "wire"')
 
     def bind(self, comm: Comm) -> Reduce:
-        """Errors are kept by key, from zero."""
+        """Errors are kept by key and start at zero."""
         return _Wire(comm, self)
 
 
@@ -105,14 +105,14 @@ class LowRank(Reducer):
 
     Args:
         rank: columns of the thin matrices.
-        min_elements: smaller chunks, and those that two thin matrices would not make smaller, are averaged plainly.
-        seed: of the first guess; each key has its own, the same on all ranks.
+        min_elements: smaller chunks are averaged uncompressed, as are those that two thin matrices would not shrink.
+        seed: of the first Q, which is random for each key and equal on all ranks.
 
-    Saves: of n elements 2 * rank * sqrt(n) are sent: with rank 4, of 1 M elements 1 in 128.
-    Costs: accuracy, where few steps are left to send what was kept back; two collectives, three thin products and a QR
-        a piece; 8 bytes of memory an element (the error in fp32 and the product). A chunk is not a layer: what it has
-        of low rank shows less well in it than in the layers' own shapes. Equal bits on all ranks need ranks of a kind,
-        as each takes the product itself.
+    Saves: sends 2 * rank * sqrt(n) of n elements: with rank 4, 1 in 128 of 1 M elements.
+    Costs: accuracy, if few steps are left to send the kept errors; two collectives, three thin products and a QR a
+        chunk; 8 bytes of memory an element (the error in fp32 and the product). A chunk is not a layer, so its matrix
+        has less low-rank structure than the layers' own. The ranks get equal bits only on equal hardware, since each
+        computes the product itself.
     Maths: M = x + e; P = orthonormal(mean of M Q); e = M - P (M'P)'; Q = mean of M'P; x = P Q'. Q starts the next step.
     Ref: Vogels et al. 2019 (arXiv 1905.13727).
     """
@@ -132,15 +132,15 @@ class LowRank(Reducer):
 
 @dataclass(frozen=True)
 class Hierarchical(Reducer):
-    """Adds inside each node, then averages across nodes, where each rank has its part; then gathers inside the node.
+    """Reduce-scatters inside each node, averages each rank's part across nodes, then all-gathers inside the node.
 
     Args:
         node: ranks of a node, which have consecutive numbers; 0: as many as kasoku, torchrun or srun started on this
             machine ($LOCAL_WORLD_SIZE, or Slurm's variables).
-        across: how the parts are averaged across nodes: Mean, Wire or LowRank, for slow links.
+        across: the reducer across nodes: Mean, or Wire or LowRank for slow links.
 
-    Saves: of n bytes only n / node a rank go across nodes, in a ring of as many members as there are nodes.
-    Costs: two more collectives a piece; memory for a part, and for a whole where a length does not divide by node.
+    Saves: each rank sends only n / node of n bytes across nodes, in a ring with one member for each node.
+    Costs: two more collectives a chunk; memory for a part, and for a copy of the chunk if `node` does not divide it.
     Maths: x = mean over ranks of x, summed in another order.
     Ref: [000] and its MLPerf v0.6 entry; Jia et al. 2018 (arXiv 1807.11205); Mikami et al. 2018 (arXiv 1811.05233).
     """
@@ -153,7 +153,7 @@ class Hierarchical(Reducer):
             raise InputError(f"node={self.node}: ranks of a node, or 0 for what was started on this machine")
 
     def bind(self, comm: Comm) -> Reduce:
-        """Makes the groups of ranks. Mean where all are in one node, `across` alone where each has its own."""
+        """Creates the groups of ranks. Mean if all share one node, `across` alone if each has its own."""
         node = self.node or _ranks_of_node()
         if comm.size % node:
             raise InputError(f"Hierarchical: {comm.size} ranks in nodes of {node}: the nodes must be equal in size")
@@ -190,7 +190,7 @@ class _Kept(dict[str, dict[str, Tensor]]):
     """Tensors by name and key, allocated once; again when the shape or type of a key changes."""
 
     def at(self, name: str, key: str, shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The one kept, on the device of x; zeros at first."""
+        """The kept tensor, on the device of x; zeros at first."""
         tensor = self.setdefault(name, {}).get(key)
         if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
             tensor = torch.zeros(shape, dtype=dtype, device=x.device)
@@ -199,11 +199,11 @@ class _Kept(dict[str, dict[str, Tensor]]):
 
 
 class _Chained:
-    """What reducers share that keep something, or take several collectives."""
+    """Base class of reducers that keep state or need several collectives."""
 
     def __init__(self, comm: Comm, *, single: bool = False) -> None:
         self.comm = comm
-        self.kept = _Kept()  # what checkpoints hold
+        self.kept = _Kept()  # saved in checkpoints
         self.buffers = _Kept()
         self.runner = Runner(threads=comm.thread_safe and not single)
 
@@ -236,7 +236,7 @@ class _Wire(_Chained):
         n, size = x.numel(), self.comm.size
         if self._plain:
             sent = self.buffers.at("sent", key, (n,), x, self._dtype)
-            self._round(sent, "error", key, x, 1 / size)  # a mean from the start: the sum cannot leave the range
+            self._round(sent, "error", key, x, 1 / size)  # divided before the sum, which then stays in range
             yield self.comm.all_reduce(sent)
         else:
             part = -(-n // size)
@@ -251,7 +251,7 @@ class _Wire(_Chained):
         x.copy_(sent[:n])
 
     def _round(self, out: Tensor, name: str, key: str, x: Tensor, factor: float) -> None:
-        """Out = factor * x in the wire's type; what that takes away is kept."""
+        """Sets out = factor * x in the wire's dtype, and keeps the rounding error."""
         if not self._feedback:
             torch.mul(x, factor, out=out)
             return
@@ -280,9 +280,9 @@ class _LowRank(_Chained):
         m = error.view(rows, columns)
         torch.mm(m, q, out=p)
         yield self.comm.all_reduce(p, op="mean")
-        p.copy_(torch.linalg.qr(p).Q)  # of Householder: orthonormal also where P is zero, so a lost column comes back
+        p.copy_(torch.linalg.qr(p).Q)  # Householder QR is orthonormal even if P is 0, so a lost column comes back
         torch.mm(m.T, p, out=q)
-        m.addmm_(p, q.T, alpha=-1)  # what is left of its own: with the mean instead, what ranks differ by would pile up
+        m.addmm_(p, q.T, alpha=-1)  # minus its own product: with the mean's, differences of ranks would pile up
         error[n:] = 0
         error.nan_to_num_(0.0, 0.0, 0.0)
         yield self.comm.all_reduce(q, op="mean")
@@ -291,7 +291,7 @@ class _LowRank(_Chained):
         q.nan_to_num_(0.0, 0.0, 0.0)
 
     def _guess(self, key: str, columns: int, x: Tensor) -> Tensor:
-        """Q of the last step; at first from the seed and the key alone."""
+        """Q of the last step; at first random, from the seed and the key alone."""
         shape = (columns, self._settings.rank)
         if key not in self.kept.get("q", {}) or self.kept["q"][key].shape != shape:
             own = torch.Generator().manual_seed((self._settings.seed << 32) + zlib.crc32(key.encode()))
