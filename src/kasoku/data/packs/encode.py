@@ -1,4 +1,4 @@
-"""How an image is packed, as a JPEG file or as raw pixels, and how raw pixels are read."""
+"""Encodes images for packs, as JPEG files or as raw pixels, and reads raw pixels."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PLANES = re.compile(
 
 @dataclass(frozen=True)
 class Form:
-    """What images are packed as.
+    """The format of packed images.
 
     Attributes:
-        side: the shorter side that larger ones are shrunk to, in pixels; 0: as they are.
+        side: pixels of the shorter side to which larger images are reduced; 0: no change.
         format: jpeg or raw.
         quality: of JPEG files, 1 to 100.
     """
@@ -40,10 +40,10 @@ class Form:
             raise InputError(f"quality={self.quality}: 1 to 100")
 
     def encoded(self, source: bytes | np.ndarray, name: str) -> bytes:
-        """An image file's bytes, or pixels_HWC (uint8), as they are packed. Raises InputError for a damaged image."""
+        """Encodes an image file's bytes, or pixels_HWC (uint8). Raises InputError for a damaged image."""
         if isinstance(source, bytes):
             if self.side == 0 and self.format == "jpeg" and _baseline(source):
-                decode(source, 1, name=name)  # only whether it is whole, so at an eighth of its size
+                decode(source, 1, name=name)  # checks that it is whole; an eighth of its size is enough
                 return source
             pixels_HWC = decode(source, self.side, name=name)
         else:
@@ -53,16 +53,16 @@ class Form:
         return self._raw(pixels_HWC) if self.format == "raw" else self._jpeg(np.ascontiguousarray(pixels_HWC), name)
 
     def _raw(self, pixels_HWC: np.ndarray) -> bytes:
-        """Planes, so that a resize reads whole rows of one colour."""
+        """Encodes colour planes, so that a resize reads whole rows of one colour."""
         out = io.BytesIO()
         planes_CHW = np.ascontiguousarray(pixels_HWC.transpose(2, 0, 1))
         np.lib.format.write_array(out, planes_CHW, version=(1, 0), allow_pickle=False)
         return out.getvalue()
 
     def _jpeg(self, pixels_HWC: np.ndarray, name: str) -> bytes:
-        """With a marker every 64 pixels, so that a crop's blocks can be read without decoding those before them.
+        """Encodes JPEG with a restart marker every 64 pixels, so that a crop needs no decoding of earlier blocks.
 
-        The usual codes, not ones for this image: a few bytes more, and decoders have their tables ready.
+        Standard Huffman tables instead of optimised ones: a few bytes more, but decoders have the tables ready.
         """
         out = io.BytesIO()
         try:
@@ -77,7 +77,7 @@ class Form:
 def planes(data_B: np.ndarray, name: str) -> np.ndarray:
     """pixels_HWC (uint8) of raw pixels, a view of the planes in the bytes of an .npy file.
 
-    Errors: InputError with `name` for other bytes.
+    Errors: InputError, which names `name`, for other bytes.
     """
     head = _PLANES.match(data_B[:256].tobytes())
     if head is not None and head.end() == 10 + int.from_bytes(head[1], "little"):
@@ -88,11 +88,11 @@ def planes(data_B: np.ndarray, name: str) -> np.ndarray:
 
 
 def _baseline(data: bytes) -> bool:
-    """Whether these are the bytes of a baseline JPEG file: the kind of frame comes before the first scan."""
+    """Whether these bytes are a baseline JPEG file, by the frame header before the first scan."""
     at = 2
     while data[:2] == b"\xff\xd8" and at + 4 <= len(data) and data[at] == 0xFF:
         kind = data[at + 1]
-        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # those are tables and extensions
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # DHT, JPG and DAC are no frame headers
             return kind == 0xC0
         at += 1 if kind == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     return False

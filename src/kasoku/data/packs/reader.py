@@ -32,7 +32,7 @@ from kasoku.data.remote.store import Store, is_remote
 _SHARD = re.compile(r"(train|val)-\d{5,}\.tar")
 _PART = re.compile(r"(?:^|[^a-z])(training|train|validation|valid|val|testing|test)(?![a-z])")
 _PASSWORD = re.compile(r"(?<=://)[^/@]*@")
-_AT_ONCE = 16  # indices that are read at once: from far away each takes a few answers
+_AT_ONCE = 16  # indices that are read in parallel: a remote one takes several requests
 _MAPS = 256  # shards that stay mapped: each takes a file descriptor
 
 
@@ -40,7 +40,7 @@ _MAPS = 256  # shards that stay mapped: each takes a file descriptor
 class Shards:
     """One split as images in tar shards, read by any number of threads at once; labels_N int64.
 
-    Raw images of a local shard are views of the mapped file: their pages come from the disk as they are used.
+    Raw images of a local shard are views of the memory-mapped file, whose pages are read on first use.
     """
 
     store: Store
@@ -54,13 +54,13 @@ class Shards:
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """What it was called before it was packed; in foreign shards, the shard and the member."""
+        """The name of the image before it was packed; in foreign shards, the shard and the member."""
         return self.names[index]
 
     def read(self, index: int) -> bytes | np.ndarray:
-        """The bytes of an image file; of a raw image pixels_HWC (uint8), which lie in memory as planes.
+        """The bytes of an image file, or pixels_HWC (uint8, a view of colour planes) of a raw image.
 
-        Errors: InputError naming the image where it cannot be read, or came from far away and is not what was packed.
+        Errors: InputError, which names the image, if it cannot be read or a remote one has another checksum.
         """
         shard, offset, size, crc32, raw = self.place_N5[index].tolist()
         file, name = self.files[shard], self.names[index]
@@ -93,14 +93,14 @@ def shards(  # noqa: PLR0913
     cache_bytes: int = 64 * 2**30,
     max_bad_fraction: float = 0.001,
 ) -> Dataset:
-    """A pack of `kasoku pack`, or foreign, WebDataset-style tar shards, here or far away.
+    """A pack of `kasoku pack`, or foreign tar shards in WebDataset's style, local or remote.
 
-    Foreign shards: all .tar files below `root`; in each, beside each other under one key, an image (.jpg .jpeg .png
-    .webp .bmp, or .npy: uint8, 3 x height x width) and its class, a number: .cls, or "label" in .json. Files or
-    folders called train and val (validation, test) are the parts; without a validation part the share `validation` of
-    each class is split off, chosen by `seed`. Classes are called as classes.txt beside the shards says, else by number.
+    Foreign shards are all .tar files below `root`. A sample is a run of members with one key: an image (.jpg .jpeg
+    .png .webp .bmp, or .npy: uint8, 3 x height x width) and its class number (.cls, or "label" in .json). Files or
+    folders named train and val (validation, test) are the parts. Without a validation part, the share `validation` of
+    each class is split off, chosen by `seed`. classes.txt beside the shards names the classes; else they are numbers.
     `root` may name environment variables. `size`: side in pixels of the square that an image is decoded to.
-    `cache`: keeps the index of foreign shards, and what was read from far away, at most `cache_bytes` of it.
+    `cache`: the folder for indices of foreign shards and for remote data, at most `cache_bytes` of it.
     Errors: InputError for no shards, a file that is no tar archive, a damaged pack, a class without a name.
     """
     if size < 1:
@@ -126,7 +126,7 @@ def shards(  # noqa: PLR0913
 
 
 def opened(root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30) -> tuple[str, Store]:
-    """The folder or the address, as messages call it, and what reads below it. Raises InputError for no folder."""
+    """The name of the folder or address for messages, and its Store. Raises InputError if it is no folder."""
     if not root:
         raise InputError("data.root is not given: --set data.root=DIR, the folder or the address of the shards")
     where = os.path.expandvars(root)
@@ -142,7 +142,7 @@ def opened(root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30) -> tupl
 
 
 def pack_facts(store: Store) -> dict[str, Any] | None:
-    """What pack.json says; None without one. Raises Damaged where it cannot be used."""
+    """The contents of pack.json; None if there is none. Raises Damaged if it cannot be used."""
     try:
         data = store.read("pack.json")
     except GoneError:
@@ -165,13 +165,13 @@ def pack_facts(store: Store) -> dict[str, Any] | None:
             raise ValueError("a value that no pack has")
     except Damaged:
         raise
-    except Exception as error:  # whatever may be in a damaged file
+    except Exception as error:  # a damaged file may raise any error
         raise Damaged(f"pack.json: damaged ({one_line(str(error)) or type(error).__name__})") from error
     return facts
 
 
 def pack_index(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> Index:
-    """The index of one of the shards in pack.json. Raises Damaged where it does not fit the shard."""
+    """The index of one of the shards in pack.json. Raises Damaged if it does not fit the shard."""
     file, table = shard["file"], shard["file"].removesuffix(".tar") + ".npz"
     whole = store.size(file)
     if whole != shard["bytes"]:
@@ -200,7 +200,7 @@ def _own(top: str, store: Store, facts: dict[str, Any]) -> tuple[Shards, tuple[s
 
 
 def _joined(top: str, store: Store, files: list[str], known: list[Index], raw: bool | None = None) -> Shards:
-    """The images of all shards as one split. `raw`: whether pixels or files; None: as the members are called."""
+    """The images of all shards as one split. `raw`: whether they are raw pixels; None: by the members' suffixes."""
     names = tuple(itertools.chain.from_iterable(index.names for index in known))
     if not names:
         raise InputError(f"{top}: no whole sample (an image and its class) in its shards; give other shards")
@@ -214,12 +214,12 @@ def _joined(top: str, store: Store, files: list[str], known: list[Index], raw: b
     labels_N = torch.from_numpy(np.concatenate([index.label_N for index in known]))
     store.close()  # the indices' files need not stay open
     mapped = functools.lru_cache(_MAPS)(lambda file: _mapped(os.path.join(top, file)))
-    weakref.finalize(mapped, store.close).atexit = False  # with the last split; at exit threads may be reading
+    weakref.finalize(mapped, store.close).atexit = False  # with the last split; not at exit, when threads may read
     return Shards(store, tuple(files), np.stack(columns, 1).astype(np.int64), labels_N, names, mapped)
 
 
 def _mapped(path: str) -> np.ndarray:
-    """A file in memory, read-only; it is closed when the last view of it goes."""
+    """Maps a file into memory, read-only; it is closed with the last view of it."""
     try:
         with open(path, "rb") as file:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
@@ -254,7 +254,7 @@ def _foreign(top: str, store: Store, cache: str) -> tuple[Shards, tuple[str, ...
 
 
 def _part(file: str) -> str:
-    """Which part a shard belongs to by its name, or by that of the nearest folder: train, val, test or ""."""
+    """The part of a shard (train, val, test or ""), by its name or by that of the nearest folder."""
     for piece in reversed(file.lower().removesuffix(".tar").split("/")):
         if match := _PART.search(piece):
             return {"tr": "train", "va": "val", "te": "test"}[match[1][:2]]
@@ -262,13 +262,13 @@ def _part(file: str) -> str:
 
 
 def _wanted(files: list[str]) -> list[str]:
-    """Training shards, and those of the first other part there is; all where none is for training."""
+    """The training shards and those of the first other part; all shards if none is for training."""
     train, val, test = ([file for file in files if _part(file) == part] for part in ("train", "val", "test"))
     return train + (val or test) if train else files
 
 
 def _held_out(whole: Shards, validation: float, seed: int) -> np.ndarray:
-    """Which images are kept for validation: the share of each class, chosen as of an image folder."""
+    """A mask of the images held out for validation, chosen in each class as in an image folder."""
     names: dict[int, list[str]] = {}
     for name, label in zip(whole.names, whole.labels_N.tolist(), strict=True):
         names.setdefault(label, []).append(name)
@@ -277,10 +277,10 @@ def _held_out(whole: Shards, validation: float, seed: int) -> np.ndarray:
 
 
 def _indexed(top: str, store: Store, file: str, cache: str) -> Index:
-    """The index of one shard: from the cache, or its headers are read; a damaged one is built anew."""
+    """The index of one shard, from the cache or from its headers; a damaged index is built anew."""
     whole = store.size(file)
     version = store.version(file)
-    if not version:  # another file of the same size would not be noticed
+    if not version:  # a new file of the same size would not be noticed
         return walk(top, store, file)
     known = f"{top}\n{os.path.expandvars(store.root)}\n{file}\n{whole}\n{version}"
     key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]

@@ -1,8 +1,8 @@
-"""One tar shard: the index of what is in it, read from its headers.
+"""The index of one tar shard, read from its headers.
 
-Note: nothing is taken out of a shard
-An image is a range of its shard's bytes. What a member is called is a key and never a path, so one called ../../x or
-/etc/x does no harm; links, folders and devices are left out.
+Note: nothing is extracted from a shard
+An image is a range of its shard's bytes. A member's name is a key and never a path, so names such as ../../x or /etc/x
+do no harm. Links, folders and devices are left out.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ VERSION = 1  # of packs and their indices
 _SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "npy")
 _KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)  # up to the first dot, as WebDataset has it
 _RECORD = re.compile(rb"(\d{1,7}) ([^=\n]*)=")
-BLOCK_BYTES = 512  # what a tar file is counted in
-_AHEAD_BYTES = 8192  # read at each header: the label and the next header mostly lie in it
-_SMALL_BYTES = 2**20  # a label or a long name has fewer
+BLOCK_BYTES = 512  # the unit of a tar file
+_AHEAD_BYTES = 8192  # read at each header: mostly enough for the label and the next header
+_SMALL_BYTES = 2**20  # labels and long names are smaller
 _MOST_CLASSES = 2**20
-_PARSING = threading.Lock()  # ast reads numpy's headers, and before Python 3.11.8 threads share its depth (gh-106905)
+_PARSING = threading.Lock()  # numpy parses headers by ast, which is not thread-safe before Python 3.11.8 (gh-106905)
 _NO_DATA = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)
 
 
-class Damaged(Exception):  # noqa: N818 - never at a user: caught, and raised again with what to do
-    """A file is not what it was; the text says which and how."""
+class Damaged(Exception):  # noqa: N818 - internal: users get an InputError with advice
+    """A file is damaged or has changed; the text names the file and the fault."""
 
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Where the images of one shard lie in it (int64), what they are called, and what was left out of it and why."""
+    """Offsets and sizes of a shard's images (int64), their labels and names, and the reasons for samples left out."""
 
     offset_N: np.ndarray  # noqa: N815
     size_N: np.ndarray  # noqa: N815
@@ -47,7 +47,7 @@ class Index:
     crc32_N: np.ndarray  # noqa: N815
     names: tuple[str, ...]
     shard_bytes: int
-    sha256: str = ""  # of the shard; empty where its bytes were not read: then crc32_N says nothing either
+    sha256: str = ""  # of the shard; if its bytes were not read it is empty, and crc32_N is not known
     left_out: tuple[str, ...] = ()
 
     def dump(self) -> bytes:
@@ -68,7 +68,7 @@ class Index:
 
     @staticmethod
     def load(data: bytes) -> Index:
-        """What `dump` gave. Raises Damaged for anything else."""
+        """Reads the output of `dump`. Raises Damaged for anything else."""
         try:
             with _PARSING, np.load(io.BytesIO(data), allow_pickle=False) as stored:
                 if int(stored["version"]) != VERSION:
@@ -90,19 +90,19 @@ class Index:
 
 
 def one_line(text: str) -> str:
-    """The text, with a question mark for what would break a line or a terminal."""
+    """The text, with a question mark for each unprintable character."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def member(name: str, data: bytes) -> bytes:
-    """A file as it stands in a shard, whenever it is written: header, data, and zeros to the end of a block."""
+    """The bytes of a file in a shard, without a time: header, data, and zeros to the end of a block."""
     info = tarfile.TarInfo(name)
     info.size, info.mode = len(data), 0o644
     return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK_BYTES)
 
 
 def walk(top: str, store: Store, file: str) -> Index:
-    """The samples of a shard, by its headers. What is not whole is left out, and named in `left_out`.
+    """Indexes the samples of a shard by its headers. Incomplete ones are skipped and reported in `left_out`.
 
     Errors: InputError for a file that is no tar archive.
     """
@@ -137,7 +137,7 @@ def walk(top: str, store: Store, file: str) -> Index:
 
 
 class _Window:
-    """What was read last of a shard: headers and labels that lie close together are one read."""
+    """The last bytes read from a shard, so that one read covers headers and labels that lie close together."""
 
     def __init__(self, store: Store, file: str) -> None:
         self.store, self.file, self.whole = store, file, store.size(file)
@@ -158,14 +158,14 @@ class _Window:
 
 
 def _members(window: _Window) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and size of each regular file, as headers have it (ustar, pax, GNU). Raises Damaged at a fault."""
+    """Name, offset and size of each regular file, from the headers (ustar, pax, GNU). Raises Damaged at a fault."""
     at, extension = 0, dict[str, bytes]()  # of an extended header, for the next member
     while at < window.whole and (header := _header(window, at)) is not None:
         start, kind = at + BLOCK_BYTES, header.type
         extended = kind in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME)
         size = header.size if extended else int(extension.get("size", header.size))
         if kind in _NO_DATA:
-            size = 0  # nothing follows, whatever the header has
+            size = 0  # no data follows, whatever the header says
         if start + size > window.whole:
             raise window.lacking(start + size)
         if extended:
@@ -198,7 +198,7 @@ def _header(window: _Window, at: int) -> tarfile.TarInfo | None:
 
 
 def _pax(text: bytes) -> dict[str, bytes]:
-    """Path and size of the next member, from records "length key=value" with a line's end each."""
+    """Path and size of the next member, from lines "length key=value"."""
     extension, at = dict[str, bytes](), 0
     while record := _RECORD.match(text, at):
         stop = at + int(record[1])
@@ -212,7 +212,7 @@ def _pax(text: bytes) -> dict[str, bytes]:
 
 
 def _label(suffix: str, text: bytes) -> int | None:
-    """The class in a .cls or a .json member; None for none."""
+    """The class in a .cls or a .json member; None if it has none."""
     if suffix == "cls":
         label = int(text) if len(text) < 32 and text.strip().isdigit() else None
     else:

@@ -1,9 +1,9 @@
-"""Packs: a data set as tar shards that are read in long runs; making one, and checking that one is whole.
+"""Writes a data set as a pack, tar shards that are read sequentially, and verifies packs.
 
-Note: a run that was stopped goes on
-What goes into which shard is settled before the first is written: the order of the images, and how many a shard takes,
-estimated once and kept in pack.json. A shard gets its name when it is whole and on the disk, and its index after it, so
-what has an index is not made again. The bytes do not depend on the number of workers, nor on when a run was stopped.
+Note: a stopped run can be resumed
+The contents of all shards are fixed before the first one is written: the order of the images, and the images a shard,
+estimated once and kept in pack.json. A shard gets its name when it is complete on the disk, and its index after that,
+so a shard with an index is not written again. The bytes depend neither on the number of workers nor on interruptions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kasoku.data.packs.reader import opened, pack_facts, pack_index, shards
 from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member, one_line
 from kasoku.data.remote.store import Store, is_remote
 
-_SETTINGS = ("side", "format", "quality", "shard_bytes", "classes", "source")  # what a run that goes on has in common
+_SETTINGS = ("side", "format", "quality", "shard_bytes", "classes", "source")  # must not change when a run is resumed
 _ESTIMATED = 64  # images
 _END = bytes(2 * BLOCK_BYTES)  # of a tar file
 
@@ -54,14 +54,14 @@ def pack(  # noqa: PLR0913
     workers: int = 0,
     quiet: bool = False,
 ) -> str:
-    """Writes the images of a folder, of shards, or of an address of either, as a pack; returns what was packed.
+    """Packs the images of a folder or of shards, local or remote; returns a line of summary.
 
-    A pack is a folder of tar shards of about `shard_bytes`, in a fixed random order, each with an index, and pack.json.
-    Images are upright RGB, shrunk until their shorter side is `side` pixels (never enlarged; 0: as they are).
+    A pack is a folder with pack.json and tar shards of about `shard_bytes`, each with an index, in fixed random order.
+    Images are upright RGB, reduced until their shorter side is `side` pixels (never enlarged; 0: no change).
     `format`: JPEG of that `quality` (1 to 100; with side=0 a baseline JPEG file stays as it is), or raw pixels.
-    `workers`: threads, 0 for one a core; the pack is the same. A run that was stopped goes on in the same folder.
-    Errors: InputError for a target that holds something else or a pack with other settings, and for more than one bad
-    image in a thousand; fewer are left out, named, and listed in pack.json.
+    `workers`: threads, 0 for one a core; the pack is the same. To resume a stopped run, give the same folder.
+    Up to one bad image in a thousand is left out, named, and listed in pack.json.
+    Errors: InputError for more bad images, and for a target with other files or a pack with other settings.
     """
     form = Form(side, format, quality)
     for name, value, least in (("shard_bytes", shard_bytes, 1), ("workers", workers, 0)):
@@ -83,9 +83,9 @@ def pack(  # noqa: PLR0913
 
 
 def verify(target: str) -> str:
-    """Reads a whole pack, here or far away, and checks it against its checksums; returns how much it is.
+    """Reads a whole pack, local or remote, and checks its checksums; returns a line of summary.
 
-    Errors: InputError naming the first damaged shard, and the image in it.
+    Errors: InputError, which names the first damaged shard and the image in it.
     """
     top, store = opened(target, cache_bytes=0)
     try:
@@ -106,7 +106,7 @@ def verify(target: str) -> str:
 
 
 def _verified(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> int:
-    """How many images a shard has, all of it read. Raises Damaged."""
+    """Reads a whole shard and checks it; returns its number of images. Raises Damaged."""
     index, file = pack_index(store, facts, shard), shard["file"]
     digest, at = hashlib.sha256(), 0
     for row, name in enumerate(index.names):
@@ -136,7 +136,7 @@ class _Run:
     bad: list[str] = field(default_factory=list)
 
     def encoded(self, split: Encoded, rows: list[int]) -> Iterator[tuple[int, bytes | str]]:
-        """Images in the order of `rows`, encoded ahead by the pool: their bytes, or what is wrong with one."""
+        """Images in the order of `rows`, encoded ahead by the pool: the row, and the bytes or the error."""
         waiting: deque[tuple[int, Future[bytes | str]]] = deque()
         try:
             for row in rows:
@@ -159,7 +159,7 @@ class _Run:
             return one_line(str(error).partition(";")[0])
 
     def leave_out(self, reasons: tuple[str, ...]) -> None:
-        """Notes bad images. Raises InputError where they are too many."""
+        """Records bad images. Raises InputError if they are too many."""
         self.bad += reasons
         most = max(1, self.images // 1000)
         if len(self.bad) > most:
@@ -169,7 +169,7 @@ class _Run:
             )
 
     def shard(self, split: Encoded, file: str, first: int, rows: list[int]) -> Index:
-        """Writes a shard and its index, or finds them whole. first: number of its first image, for the keys."""
+        """Writes a shard and its index if they are not complete. first: number of its first image, for the keys."""
         path, table = self.home / file, self.home / file.replace(".tar", ".npz")
         try:
             index = Index.load(table.read_bytes())
@@ -210,7 +210,7 @@ class _Run:
 
 
 def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
-    """pack.json before the first shard; of a run that was stopped, that of before."""
+    """The contents of pack.json before the first shard is written, or those of the run to resume."""
     form, digests = run.form, dataset.index()
     facts: dict[str, Any] = {"version": VERSION, "whole": False, "name": dataset.name, "classes": [*dataset.classes]}
     facts |= {"channels": 3, "side": form.side, "format": form.format}
@@ -233,7 +233,7 @@ def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
 
 
 def _images_per_shard(run: _Run, dataset: Dataset, shard_bytes: int) -> int:
-    """How many images make about shard_bytes, by the first few that are packed."""
+    """Estimates the number of images in shard_bytes by encoding the first few."""
     train = cast(Encoded, dataset.train)
     rows = order(len(train), 0, 0)[:_ESTIMATED].tolist()
     images = [data for _, data in run.encoded(train, rows)]
@@ -272,7 +272,7 @@ def _write_facts(home: Path, facts: dict[str, Any]) -> None:
 
 @contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """The folder, created if need be; nobody else writes a pack into it meanwhile."""
+    """Creates the folder if needed, and locks it against other processes that pack."""
     if home.is_dir() and not (home / "pack.json").exists() and any(not p.name.startswith(".") for p in home.iterdir()):
         raise InputError(f"{home}: not empty, and no pack; give another folder")
     home.mkdir(parents=True, exist_ok=True)
@@ -291,7 +291,7 @@ def _bar(quiet: bool) -> Progress:
 
 
 def _dataset(source: str) -> Dataset:
-    """The data set at a folder or an address: shards where some are there, else image files."""
+    """The data set in a folder or at an address: shards if there are any, else image files."""
     where = os.path.expandvars(source)
     if is_remote(where):
         packed = any(file.endswith(".tar") for file in Store(where, cache_bytes=0).list())
@@ -299,4 +299,4 @@ def _dataset(source: str) -> Dataset:
         parts = [Path(where).expanduser() / part for part in ("", "train", "val", "validation", "test")]
         packed = any(next(part.glob("*.tar"), None) for part in parts)
         packed = packed and not any(file.suffix.lower() in SUFFIXES for file in parts[0].rglob("*"))
-    return shards(source, cache_bytes=0) if packed else folder(source, cache_bytes=0)  # each file is read but once
+    return shards(source, cache_bytes=0) if packed else folder(source, cache_bytes=0)  # each file is read only once

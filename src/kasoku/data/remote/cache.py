@@ -1,11 +1,11 @@
-"""What is kept on the local disk: lists that only save time, and files from far away.
+"""The cache on the local disk: file lists and indices, and the read parts of remote files.
 
-Note: what is kept of a remote file
-Two files: a sparse copy, into which bytes are written where they belong, and a log with a line (start, stop, crc32) for
-each piece of it, appended at once and only when the bytes are in the copy. So a sample of a shard costs its own bytes,
-once. A torn line, or bytes that a crash lost, cost another read and nothing else, and processes share the folder
-without locks. The name of both comes from the file's path, size, and etag or time of change: versions do not mix.
-Nothing is evicted: every sample is wanted once an epoch, in an order that changes; making room would only miss more.
+Note: two files for each remote file
+A sparse copy holds the bytes at their offsets. A log has a line (start, stop, crc32) for each piece, appended in one
+write after the bytes are in the copy. So a sample of a shard is downloaded once, without the rest of the shard. A torn
+line, or bytes lost in a crash, cost one more download and nothing else, and processes share the folder without locks.
+Both names are a hash of the file's path, size, and etag or time of change, so versions do not mix.
+Nothing is evicted: an epoch reads every sample once, in a new order, so eviction would only cause more misses.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from bisect import bisect_left, bisect_right
 from contextlib import suppress
 from pathlib import Path
 
-_PIECE_BYTES = 256 * 2**10  # the most that has one crc: to check a few bytes, the whole piece is read
+_PIECE_BYTES = 256 * 2**10  # maximum for one crc: to check a few bytes, the whole piece is read
 _BLOCK_BYTES = 4096
 _LINE = re.compile(rb"(\d{1,18}) (\d{1,18}) ([0-9a-f]{8})")
 
 
 def cache_folder(cache: str) -> Path:
-    """Where things are kept; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku."""
+    """The folder of the cache; if `cache` is empty, $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku."""
     own = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kasoku")
     return Path(cache or own).expanduser()
 
 
 def keep(path: Path, data: bytes) -> None:
-    """Keeps what only saves time, whole or not at all, by any process: a disk that is full is no error."""
+    """Writes a cache file atomically. Errors such as a full disk are ignored: the cache only saves time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
@@ -46,7 +46,7 @@ def keep(path: Path, data: bytes) -> None:
 
 
 class Copy:
-    """What is kept of one remote file (see the Note above), as far as this process knows."""
+    """The pieces of one remote file in the cache (see the Note above) that this process knows."""
 
     def __init__(self, stem: Path, size: int, room: Room) -> None:
         self._bytes, self._log, self._room = f"{stem}.bytes", f"{stem}.log", room
@@ -62,11 +62,11 @@ class Copy:
                 self._note(start, (stop - start) << 32 | crc)
 
     def read(self, start: int, stop: int) -> tuple[bytes, int]:
-        """The bytes from start on, at most to stop, that one sound piece holds; or none, and where they may end."""
+        """The bytes from start up to stop in one intact piece, and stop; or no bytes, and the end of the gap."""
         while True:
             with self._lock:
                 after = bisect_right(self._starts, start)
-                least = bisect_left(self._starts, max(0, start - _PIECE_BYTES))  # one that starts before ends before
+                least = bisect_left(self._starts, max(0, start - _PIECE_BYTES))  # earlier pieces end before start
                 for at in range(after - 1, least - 1, -1):
                     first, rest = self._starts[at], self._rests[at]
                     if first + (rest >> 32) > start:
@@ -82,7 +82,7 @@ class Copy:
             if len(data) << 32 | zlib.crc32(data) == rest:
                 return data[start - first : stop - first], stop
             with self._lock:
-                self._note(first, 0)  # damaged: a piece of no bytes
+                self._note(first, 0)  # damaged: marks the piece as empty
 
     def keep(self, first: int, data: bytes) -> None:
         """Writes bytes into the copy, then their pieces into the log, while there is room."""
@@ -90,7 +90,7 @@ class Copy:
         cuts = ((first + at, view[at : at + _PIECE_BYTES]) for at in range(0, len(view), _PIECE_BYTES))
         pieces = [(start, part, len(part) << 32 | zlib.crc32(part)) for start, part in cuts]
         with self._lock:
-            new = [piece for piece in pieces if not self._has(piece[0], piece[2])]  # another thread read the same
+            new = [piece for piece in pieces if not self._has(piece[0], piece[2])]  # another thread may have kept it
             if not new or not self._room.take(sum(len(part) for _, part, _ in new)):
                 return
             try:
@@ -100,8 +100,8 @@ class Copy:
                         file.seek(start)
                         file.write(part)
                 lines = (b"%d %d %08x\n" % (start, start + (rest >> 32), rest & 0xFFFFFFFF) for start, _, rest in new)
-                with open(self._log, "ab", buffering=0) as file:  # one write, which another process's does not split
-                    file.write(b"\n" + b"".join(lines))  # ends first a line that another process may have torn
+                with open(self._log, "ab", buffering=0) as file:  # one write: other processes cannot split it
+                    file.write(b"\n" + b"".join(lines))  # the first newline ends a line that another process tore
                 for start, _, rest in new:
                     self._note(start, rest)
             except OSError as error:
@@ -116,18 +116,18 @@ class Copy:
         if self._starts[at : at + 1] != array("Q", [start]):
             self._starts.insert(at, start)
             self._rests.insert(at, 0)
-        self._rests[at] = rest  # what was noted last holds
+        self._rests[at] = rest  # the latest entry is valid
 
 
 class Room:
-    """How much a folder takes, of all processes together: the file `used` grows by one byte for each block kept."""
+    """Limits the size of a folder for all processes: the file `used` grows by one byte for each block kept."""
 
     def __init__(self, folder: Path, limit_bytes: int, shown: str) -> None:
         self.folder, self._limit_bytes, self._shown = folder, limit_bytes, shown
         self._closed, self._lock = limit_bytes == 0, threading.RLock()
 
     def take(self, amount_bytes: int) -> bool:
-        """Takes room; False where there is none, or the folder cannot be written."""
+        """Reserves room; False if there is none, or the folder cannot be written."""
         used, blocks = self.folder / "used", -(-amount_bytes // _BLOCK_BYTES)
         with self._lock:
             if self._closed:
@@ -147,7 +147,7 @@ class Room:
             return False
 
     def close(self, reason: object) -> None:
-        """Takes nothing more; prints so once."""
+        """Stops the cache from growing, and prints that once."""
         with self._lock:
             if not self._closed:
                 line = f"{self.folder} takes no more ({reason}); the rest is read from {self._shown} each time"

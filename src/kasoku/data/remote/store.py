@@ -1,4 +1,4 @@
-"""Files below a root, on this machine or far away; what comes from far away is kept on the local disk."""
+"""Reads files below a root, local or remote; remote data is cached on the local disk."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import GoneError
 from kasoku.data.remote.cache import Copy, Room, cache_folder
 
-_REQUEST_BYTES = 8 * 2**20  # of a request: a large file on a slow line must not look like a stall
-_REQUEST_S = 20.0  # a request that takes longer ends, and is sent again
+_REQUEST_BYTES = 8 * 2**20  # maximum of a request: a large file on a slow line must not look like a stall
+_REQUEST_S = 20.0  # a longer request is cancelled and sent again
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _OPEN, _COPIES = 128, 4096  # local files that stay open; remote files whose log stays in memory
-_LISTING, _DEPTH = 8, 32  # folders listed at once; folders below each other (some sites answer to any address)
+_LISTING, _DEPTH = 8, 32  # folders listed in parallel; most nested folders (some sites answer any address)
 _VERSIONS = "ETag etag md5Hash LastModified Last-Modified last_modified mtime modificationTime modified updated created"
 
-_Paths = list[str]  # in a class with a method `list`
+_Paths = list[str]  # for classes with a method `list`
 _Facts = list[tuple[int, str] | None]
 
 
@@ -35,17 +35,17 @@ def is_remote(root: str) -> bool:
 
 
 class Store:
-    """Files below a root, on this machine or far away; what is read from far away is kept on the local disk.
+    """Reads files below a local or remote root, and caches remote data on the local disk.
 
     Args:
         root: a folder (it may name environment variables), or an address that fsspec knows (http:// s3:// gs:// hdfs://
             and more); credentials and endpoints come from fsspec's own settings.
-        cache: where remote files are kept; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
-        cache_bytes: how much of this root is kept there, by all processes together; what is there already counts.
-        patience_s: how long a request to a source that does not answer is repeated.
+        cache: the folder of the cache; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
+        cache_bytes: maximum cached for this root by all processes together, including earlier contents.
+        patience_s: how long a request is repeated if the source does not answer.
 
     `local`: whether the files are on this machine.
-    Errors: InputError for what is missing, a package too; GoneError for a source that refuses, or no longer answers.
+    Errors: InputError for a missing file, folder or package; GoneError for a source that refuses or does not answer.
     """
 
     def __init__(self, root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30, patience_s: float = 60.0) -> None:
@@ -72,7 +72,7 @@ class Store:
         return self._files.size(path) if isinstance(self._files, _Here) else self._known(self._files, path)[0]
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes start (0 or more) to stop (None: its end) of a file, fewer where it ends before; thread-safe."""
+        """Bytes start (0 or more) to stop (None: its end) of a file, fewer if the file is shorter; thread-safe."""
         if isinstance(self._files, _Here):
             return self._files.read(path, start, stop)
         size, version = self._known(self._files, path)
@@ -89,22 +89,22 @@ class Store:
         return b"".join(parts)
 
     def version(self, path: str) -> str:
-        """What changes with a file: its time of change, or a remote source's version, if any."""
+        """A text that changes with the file: its time of change, or the remote source's version, if any."""
         if isinstance(self._files, _Here):
             return str(os.stat(f"{self._files.shown}/{path}").st_mtime_ns)
         return self._known(self._files, path)[1]
 
     def facts(self, paths: Iterable[str]) -> _Facts:
-        """Size and version of each remote file; None where no list had them yet. Sends no request."""
+        """Size and version of each remote file; None if they are not known yet. Sends no request."""
         return [self._states.get(path) for path in paths]
 
     def learn(self, paths: Iterable[str], facts: Iterable[Sequence[Any] | None]) -> None:
-        """Takes the `facts` of another process's store of the same root, so that no request is sent for them."""
+        """Adds the `facts` of another process's store of the same root, which saves requests."""
         pairs = zip(paths, facts, strict=True)
         self._states.update((path, (int(fact[0]), str(fact[1]))) for path, fact in pairs if fact)
 
     def close(self) -> None:
-        """Closes the files that stayed open; nobody may be reading."""
+        """Closes the local files that stayed open; no thread may be reading."""
         while isinstance(self._files, _Here) and self._files.open:
             os.close(self._files.open.popitem()[1])
 
@@ -124,7 +124,7 @@ class Store:
 
 
 class _Here:
-    """A folder of this machine. The first files stay open: on a network disk, opening one takes as long as a read."""
+    """A local folder. The first files stay open, since opening a file on a network disk takes as long as a read."""
 
     def __init__(self, root: str) -> None:
         self.shown = os.path.expanduser(os.path.expandvars(root.removeprefix("file://"))).rstrip("/") or "/"
@@ -171,17 +171,17 @@ class _Far:
         self._web, self._patience_s = root.startswith(("http://", "https://")), patience_s
         try:
             self._system, top = importlib.import_module("fsspec.core").url_to_fs(root)
-            self._system.invalidate_cache()  # what an earlier store of this process listed
+            self._system.invalidate_cache()  # listings of an earlier store of this process
         except ImportError as error:
             missing = str(getattr(error.__cause__ or error, "name", None) or "fsspec").partition(".")[0]
             package = "'kasoku[remote]'" if self._web or missing == "fsspec" else missing
             raise InputError(f"root={self.shown}: {error}; run: pip install {package}") from error
-        except Exception as error:  # an unknown protocol, or whatever the source's own package raises
+        except Exception as error:  # an unknown protocol, or any error of the source's own package
             raise InputError(f"root={self.shown}: cannot be opened ({_plain(error)}); check the address") from error
         self._top = str(top).rstrip("/")
 
     def list(self) -> dict[str, dict[str, Any]]:
-        """The info of each file by its path. Not by fsspec's find(): it leaves out a folder it could not list."""
+        """The info of each file by its path. fsspec's find() would skip folders that it cannot list."""
         files, folders, seen = {}, [self._top], {self._top}
         with ThreadPoolExecutor(_LISTING, thread_name_prefix="kasoku-list") as pool:
             while folders:
@@ -197,14 +197,14 @@ class _Far:
         return files
 
     def info(self, path: str) -> dict[str, Any]:
-        """The info of a file. Raises InputError where it has no size."""
+        """The info of a file. Raises InputError if it has no size."""
         info: dict[str, Any] = self._ask(path, lambda limit_s: self._request(limit_s, "info", self._address(path)))
         if info.get("size") is None or info.get("type") == "directory":
             raise InputError(f"{self.shown}/{path}: not a file, or the source does not tell its size; leave it out")
         return info
 
     def read(self, path: str, start: int, stop: int, size: int) -> tuple[int, bytes]:
-        """Where the bytes begin, and the bytes: of the range, or of all the file where a server knows no ranges."""
+        """The offset of the bytes, and the bytes: the range, or the whole file if the server supports no ranges."""
 
         def attempt(limit_s: float) -> tuple[int, bytes]:
             data = bytes(self._request(limit_s, "cat_file", self._address(path), start=start, end=stop))
@@ -220,7 +220,7 @@ class _Far:
         return self._ask(where, lambda _: self._request(limit_s, "ls", folder or "/", detail=True))
 
     def _path(self, name: str) -> str:
-        """The path of a listed name relative to the root; empty for what is hidden, elsewhere, or a page's own link."""
+        """The path of a listed name relative to the root; empty for hidden files, other sites and a page's links."""
         path = name[len(self._top) + 1 :].rstrip("/")
         parts = (unquote(path, errors="surrogateescape") if self._web else path).split("/")
         hidden = any(not part or part.startswith(".") for part in parts) or len(parts) > _DEPTH
@@ -238,7 +238,7 @@ class _Far:
                 return attempt(max(1.0, min(_REQUEST_S, until - time.monotonic())))
             except Exception as error:  # each source's package has its own
                 status = getattr(error, "status", None) or getattr(error.__cause__, "status", None)
-                # fsspec takes whatever goes wrong with a web page's info() for a missing file, but names the cause
+                # fsspec reports all failures of a web page's info() as a missing file, but names the cause
                 missing = isinstance(error, FileNotFoundError) and not (self._web and error.__cause__)
                 if missing or status in (404, 410):
                     raise InputError(f"{where}: no such file or folder; check the address") from error
@@ -253,7 +253,7 @@ class _Far:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _request(self, limit_s: float, name: str, address: str, **options: Any) -> Any:
-        """What a method of fsspec returns. TimeoutError after limit_s: one that hangs delays nothing, not even exit."""
+        """Calls a method of fsspec. Raises TimeoutError after limit_s; a hanging call delays nothing, not even exit."""
         answer: Future[Any] = Future()
 
         def settle() -> None:
@@ -271,7 +271,7 @@ class _Far:
         try:
             return answer.result(limit_s)
         finally:
-            answer.cancel()  # of one that hangs: closes its connection
+            answer.cancel()  # if it hangs, closes its connection
 
 
 def _refuse(error: OSError) -> NoReturn:
@@ -279,7 +279,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _state(info: dict[str, Any]) -> tuple[int, str]:
-    """Size and version of a remote file: the best in fsspec's info(), empty without etag or time."""
+    """Size and version of a remote file; the version is the etag or time in fsspec's info(), or empty."""
     version = next((info[key] for key in _VERSIONS.split() if info.get(key)), "")
     return int(info["size"]), str(version.timestamp() if hasattr(version, "timestamp") else version)
 
