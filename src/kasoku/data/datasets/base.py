@@ -1,4 +1,4 @@
-"""What a data set is, in memory or as files, and the digits that come with the package."""
+"""Types of data sets, in memory or as files, and the digits that come with the package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kasoku.data.decode import jpeg
 from kasoku.data.decode.decode import upright
 from kasoku.data.loading.shuffle import order
 
-_PATIENCE_S = 60.0  # with a disk, perhaps a network's, that does not answer
+_PATIENCE_S = 60.0  # for retries while a disk, such as a network disk, does not answer
 _OF_THE_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
@@ -44,16 +44,16 @@ class Encoded(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> bytes | np.ndarray:
-        """The bytes of an image file, or pixels_HWC (uint8, RGB). Raises InputError with its name where it cannot."""
+        """The bytes of an image file, or pixels_HWC (uint8, RGB). Raises InputError with its name if it cannot."""
         ...
 
     def name(self, index: int) -> str:
-        """What messages call an image: class and file name."""
+        """The name of an image in messages: class and file name."""
         ...
 
 
 class GoneError(InputError):
-    """A source that no longer answers; not the fault of one image, so nothing is skipped."""
+    """A source no longer answers. No single image is at fault, so none is skipped."""
 
     gone = True
 
@@ -69,7 +69,7 @@ class Files:
         return len(self.paths)
 
     def read(self, index: int) -> bytes:
-        """The bytes of a file. Raises InputError where it cannot be read, GoneError where the disk is at fault."""
+        """The bytes of a file. Raises InputError if it cannot be read, GoneError if the disk is at fault."""
         until = time.monotonic() + _PATIENCE_S
         while True:
             try:
@@ -88,20 +88,20 @@ class Files:
             time.sleep(0.5)
 
     def name(self, index: int) -> str:
-        """Class and file name: folders may lie elsewhere on another host."""
+        """Class and file name, since the folder may have another path on another host."""
         return "/".join(self.paths[index].rsplit(os.sep, 2)[-2:])
 
 
 class Items:
-    """A data set of the user's own as a split: `dataset[i]` gives an image and its label.
+    """A split from your own data set, in which `dataset[i]` is an image and its label.
 
-    The image: the bytes or the path of a file, pixels (uint8, HWC or HW), a uint8 tensor (CHW), or a Pillow image.
+    An image is the bytes or the path of a file, pixels (uint8, HWC or HW), a uint8 tensor (CHW), or a Pillow image.
 
     Args:
         dataset: anything with len() and items.
         labels_N: the labels; else `dataset.targets` or `dataset.labels`; else every item is read once.
-        processes: how many read and decode, each with a copy of the data set; 0: threads, as for files. For a data set
-            whose own code takes long and holds the interpreter's lock.
+        processes: number of processes that read and decode, each with a copy of the data set; 0: threads, as for files.
+            Use processes if the data set's own code is slow and holds the GIL.
     """
 
     def __init__(self, dataset: Any, labels_N: Sequence[int] | torch.Tensor | None = None, *, processes: int = 0):
@@ -157,11 +157,11 @@ Split = Memory | Encoded
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A training and a test split, with what a model and its input need to know of them.
+    """A training and a test split, with the facts that a model and its input pipeline need.
 
-    `image_size` is (height, width); files are decoded to it. `mean` and `std`, a number a channel, are of pixel values
-    / 255: measured on the training images in memory, the usual ImageNet ones for files. A larger share of
-    images than `max_bad_fraction` (but more than one) that cannot be decoded ends a training.
+    `image_size` is (height, width), to which files are decoded. `mean` and `std` have one number a channel, for pixel
+    values / 255: measured for training images in memory, those of ImageNet for files. Training stops if more than the
+    share `max_bad_fraction` of the images, and more than one, cannot be decoded.
     """
 
     name: str
@@ -175,9 +175,9 @@ class Dataset:
     max_bad_fraction: float = 0.001
 
     def index(self) -> dict[str, str]:
-        """What it holds, in a few texts that ranks can compare: classes, a digest of labels and names, the decoder."""
+        """A summary that ranks can compare: classes, a digest of labels and names, the decoder."""
         facts = {"classes": ", ".join(self.classes), "train": _digest(self.train), "test": _digest(self.test)}
-        return facts if isinstance(self.train, Memory) else facts | {"decoder": jpeg.decoder()}  # bits depend on it
+        return facts if isinstance(self.train, Memory) else facts | {"decoder": jpeg.decoder()}  # pixels depend on it
 
 
 def _digest(split: Split) -> str:
@@ -189,7 +189,7 @@ def _digest(split: Split) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """How many training images a set has, of how many classes, channels and pixels a side, and how many to test on."""
+    """The size of a data set: training images, classes, channels, pixels a side, test images."""
 
     images: int
     classes: int
@@ -198,7 +198,7 @@ class Facts:
     tested: int
 
 
-PUBLISHED = {  # for a look ahead where the files are not
+PUBLISHED = {  # for predictions on machines without the files
     "kasoku.data.imagenet": Facts(1_281_167, 1000, 3, 224, 50_000),
     "kasoku.data.cifar10": Facts(50_000, 10, 3, 32, 10_000),
     "kasoku.data.cifar100": Facts(50_000, 100, 3, 32, 10_000),
@@ -210,7 +210,7 @@ PUBLISHED = {  # for a look ahead where the files are not
 def digits(seed: int = 0) -> Dataset:
     """Handwritten digits, 8x8 grey, 1,437 to train and 360 to test: comes with the package.
 
-    `seed` chooses the split, which has each digit in proportion.
+    `seed` chooses the split, which is stratified by digit.
     Source: E. Alpaydin, C. Kaynak (1998), Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
     doi:10.24432/C50P49, licence CC BY 4.0; the 1,797 images of its test part, the ones scikit-learn has.
     Changed by us: pixel values 0..16 are scaled to 0..255.
@@ -238,15 +238,15 @@ def in_memory(name: str, classes: Sequence[str], train: Memory, test: Memory) ->
     count = len(train) * height * width
     mean_C = sums_2C[0] / count
     std_C = np.sqrt(np.maximum(sums_2C[1] / count - mean_C**2, 0))
-    std_C[std_C == 0] = 255.0  # a channel that never changes stays as it is
+    std_C[std_C == 0] = 255.0  # a constant channel is not scaled up
     mean, std = tuple((mean_C / 255).tolist()), tuple((std_C / 255).tolist())
     return Dataset(name, tuple(classes), train, test, channels, (height, width), mean, std)
 
 
 def places(root: str, name: str, below: Sequence[str]) -> list[Path]:
-    """Folders that may hold the files of data set `name`: root and its subfolders `below`, those that exist.
+    """The existing folders that may hold the files of data set `name`: the root and its subfolders `below`.
 
-    Without a root it is looked for in $KASOKU_DATA/<name> and in $KASOKU_DATA itself.
+    If `root` is empty, the roots are $KASOKU_DATA/<name> and $KASOKU_DATA.
     """
     home = os.environ.get("KASOKU_DATA", "")
     if root:

@@ -142,7 +142,7 @@ def _read_python(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np
 
 
 def _names(layout: Layout, folder: Path, ending: str) -> list[str]:
-    """Class names beside the data, or plain numbers where that small file is missing."""
+    """The class names from the file beside the data, or numbers if it is missing."""
     path = folder / (layout.names[0] if ending else layout.names[1])
     names: list[str] = []
     if path.is_file() and ending:
@@ -154,9 +154,9 @@ def _names(layout: Layout, folder: Path, ending: str) -> list[str]:
 
 
 def unpickled(path: Path) -> dict[bytes, Any]:
-    """The dictionary in a CIFAR python file, with nothing called but what makes numpy arrays.
+    """Unpickles the dictionary in a CIFAR python file; it may only call functions that create numpy arrays.
 
-    Errors: InputError where the file asks for anything else, is damaged, or holds no dictionary.
+    Errors: InputError if the file asks for anything else, is damaged, or holds no dictionary.
     """
     try:
         stored = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
@@ -170,7 +170,7 @@ def unpickled(path: Path) -> dict[bytes, Any]:
 
 
 def _latin1(text: str, encoding: object) -> bytes:
-    """Stand-in for _codecs.encode, by which Python 3 writes bytes into old pickles."""
+    """Replaces _codecs.encode, with which Python 3 writes bytes into old pickle formats."""
     return text.encode("latin1")
 
 

@@ -1,4 +1,4 @@
-"""Official data sets from the internet: fetched with resume, checked, laid out as the readers want them."""
+"""Downloads official data sets: resumes, verifies, and lays out the files as the readers expect them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from kasoku.core.errors import InputError
 
 TRIES = 3
 BACKOFF_S = 1.0  # before the second try; twice as long before each further one
-SILENCE_S = 30.0  # of a server that sends nothing, then the try ends
-SUMS = "SHA256SUMS"  # beside what was unpacked; `sha256sum -c` reads it too
+SILENCE_S = 30.0  # a try ends if the server sends nothing for so long
+SUMS = "SHA256SUMS"  # in the unpacked folder; `sha256sum -c` reads it too
 _CHUNK_BYTES = 1 << 18
 _OTHER = "give --source, another address of the same files"
 _TRAIN_IMAGES, _TRAIN_LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
@@ -40,17 +40,17 @@ _TEST_IMAGES, _TEST_LABELS = "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyt
 
 @dataclass(frozen=True)
 class Release:
-    """How a data set is published and where kasoku's readers look for it."""
+    """The published files of a data set, and the folder in which kasoku's readers look for them."""
 
     reader: str
-    address: str  # where its files lie
-    folder: str  # below DIR: what holds its files, or what its one archive unpacks to
+    address: str  # of its files
+    folder: str  # below DIR: holds its files, or its unpacked archive
     files: dict[str, tuple[int, str]]  # name -> (bytes, SHA-256)
-    unpacked_bytes: int = 0  # of the archive, about; 0 for files that are read packed
+    unpacked_bytes: int = 0  # of the archive, about; 0 if the readers take compressed files
 
 
-# The authors publish an MD5 (CIFAR, Fashion-MNIST) or nothing. These SHA-256 are of the same files, as several
-# independent projects record them: a host is reached without encryption, and an MD5 says little against intent.
+# The authors publish an MD5 (CIFAR, Fashion-MNIST) or nothing. These SHA-256 are recorded for the same files by several
+# independent projects. They are needed because one host has no encryption, and MD5 does not stop deliberate changes.
 RELEASES = {
     "cifar10": Release(
         "kasoku.data.cifar10",
@@ -99,10 +99,10 @@ RELEASES = {
 
 
 def download(name: str, to: str, *, source: str = "", quiet: bool = False) -> str:
-    """Gets the official files of a data set into a folder; returns one line: where it lies, how to train on it.
+    """Downloads the official files of a data set; returns a line that says where they are and how to train on them.
 
-    What is there and right is not downloaded again; what broke off goes on where it stopped (FILE.part). Nothing has
-    its final name before it is whole. `source`: another address of the same files; empty: the official one.
+    Correct files are not downloaded again, and interrupted downloads resume (FILE.part). A file gets its final name
+    only when it is complete. `source`: another address of the same files; empty: the official one.
     Progress is shown on a terminal's standard error, unless `quiet`.
     Errors: InputError for an unknown name, an address that does not give the files, a wrong checksum, a damaged
     archive, a full disk, a folder that cannot be written, a file that another download writes.
@@ -124,11 +124,11 @@ def download(name: str, to: str, *, source: str = "", quiet: bool = False) -> st
         get, place = (_get_archive, home) if release.unpacked_bytes else (_get_files, home / release.folder)
         with bar:
             came_bytes = get(release, place, Fetch(base, bar))
-    except OSError as error:  # the disk's: those of the connection are ConnectionError (see _faults)
+    except OSError as error:  # of the disk: `_faults` turns those of the connection into ConnectionError
         text = f"{error.filename or home}: {error.strerror or error}"
         raise InputError(f"{text}; mend that or free some space, or give another --to") from error
     done = f"{_mb(came_bytes)} downloaded to {home}" if came_bytes else f"all there in {home}, nothing to download"
-    photos = release.reader == "kasoku.data.folder"  # reads one folder, and has none of its own in KASOKU_DATA
+    photos = release.reader == "kasoku.data.folder"  # takes the folder itself, and does not look in KASOKU_DATA
     setting = shlex.quote(f"data.root={home / release.folder if photos else home}")
     also = "" if photos else f" or KASOKU_DATA={shlex.quote(str(home))}"
     return f"{name}: {done}; train on it with data.use={release.reader} and --set {setting}{also}"
@@ -137,7 +137,7 @@ def download(name: str, to: str, *, source: str = "", quiet: bool = False) -> st
 def _get_archive(release: Release, home: Path, fetch: Fetch) -> int:
     """Gets and unpacks the one archive of a release; returns its bytes if it had to be downloaded, else 0.
 
-    An archive that lay there before is used and stays; one that was downloaded for this is removed.
+    An archive that was already there is used and kept; a downloaded one is removed.
     """
     folder, archive = home / release.folder, home / next(iter(release.files))
     if folder.exists() and not (folder / SUMS).is_file():
@@ -152,7 +152,7 @@ def _get_archive(release: Release, home: Path, fetch: Fetch) -> int:
 
 
 def _get_files(release: Release, place: Path, fetch: Fetch) -> int:
-    """Gets those files that are not there or not right; returns how many bytes they have, 0 for none."""
+    """Downloads the files that are missing or wrong; returns their size in bytes, 0 for none."""
     missing = {name: known for name, known in release.files.items() if not _is_right(place / name, *known)}
     place.mkdir(exist_ok=True)
     parts = [place / f"{name}.part" for name in missing]
@@ -168,13 +168,13 @@ def _get_files(release: Release, place: Path, fetch: Fetch) -> int:
 
 @dataclass
 class Fetch:
-    """Brings single files from below one address and shows how far they are."""
+    """Downloads single files from below one address, and shows the progress."""
 
     base: str
     bar: Progress
 
     def __call__(self, path: Path, size_bytes: int, sha256: str) -> None:
-        """Puts the file of that name at `path`, whole and right. What came before a fault stays beside it as .part.
+        """Downloads the file of that name to `path` and verifies it. After a fault, the received part stays as .part.
         Errors: InputError after TRIES faults, for a file of another length, for a wrong checksum.
         """
         part, address = path.with_name(f"{path.name}.part"), self.base + path.name
@@ -200,7 +200,7 @@ class Fetch:
                     part.unlink()
 
     def _try(self, address: str, out: io.FileIO, size_bytes: int, task: TaskID) -> None:
-        """Goes on where the part ends, or starts anew where the server does not know how."""
+        """Resumes at the end of the part, or starts again if the server cannot resume."""
         at = os.fstat(out.fileno()).st_size
         if at == size_bytes:
             return
@@ -226,7 +226,7 @@ class Fetch:
 
 @contextmanager
 def _faults(address: str) -> Iterator[None]:
-    """Raises faults of the connection as ConnectionError, apart from those of the disk: both are OSError."""
+    """Raises faults of the connection as ConnectionError, to tell them from disk faults: both are OSError."""
     try:
         yield
     except urllib.error.HTTPError as error:
@@ -236,12 +236,12 @@ def _faults(address: str) -> Iterator[None]:
             raise InputError(f"{address}: {text}; {_OTHER}") from error
         raise ConnectionError(text) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        cause = getattr(error, "reason", error)  # URLError wraps what happened
+        cause = getattr(error, "reason", error)  # URLError wraps the cause
         raise ConnectionError(str(cause) or type(cause).__name__) from error
 
 
 def _lock(out: io.FileIO) -> None:
-    """Keeps a second download from the same file; a disk that knows no locks goes without."""
+    """Locks the file against a second download; does nothing on a disk without locks."""
     try:
         fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -251,13 +251,13 @@ def _lock(out: io.FileIO) -> None:
 
 
 def _write(out: io.FileIO, left: memoryview) -> None:
-    """All of it: one call may write less, and a buffer would notice a full disk only when it is closed."""
+    """Writes all bytes: one call may write fewer, and a buffer would report a full disk only when closed."""
     while left:
         left = left[out.write(left) :]
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Unpacks beside the folder, then moves all in place at once; into a damaged folder, file by file."""
+    """Unpacks beside the folder, then renames it into place; repairs a damaged folder file by file."""
     temporary = folder.with_name(f".{folder.name}.unpacking")
     shutil.rmtree(temporary, ignore_errors=True)
     fresh = temporary / folder.name
@@ -276,14 +276,14 @@ def _unpack(archive: Path, folder: Path) -> None:
         for name in (*names, SUMS):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(fresh / name, folder / name)
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:  # among them: a path that leads out
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:  # also for a path that leads out
         raise InputError(f"{archive}: damaged or not the official one ({error}); remove it, or {_OTHER}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _is_intact(folder: Path) -> bool:
-    """Whether all that was unpacked is still there and the same."""
+    """Whether all unpacked files are still there and unchanged."""
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n")
     pairs = (line.partition("  ")[::2] for line in lines)
     return all((folder / name).is_file() and _sha256(folder / name) == sha256 for sha256, name in pairs)

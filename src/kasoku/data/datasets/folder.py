@@ -1,4 +1,4 @@
-"""Image folders: a folder a class, on this machine or far away."""
+"""Image folders with one folder for each class, local or remote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kasoku.data.remote.store import Store, is_remote
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-_LOOKED_FOR = 8  # files of each part that a rank looks for where another listed them
+_LOOKED_FOR = 8  # files of each part that a rank checks on its host, since rank 0 listed them
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class FarFiles:
 
 
 def imagenet(root: str, size: int = 224) -> Dataset:
-    """ImageNet (ILSVRC 2012): a folder with train/ and val/, in each a folder a class; 1,281,167 images, 1,000 classes.
+    """ImageNet (ILSVRC 2012), 1,281,167 images: a folder with train/ and val/, each with one folder for each class.
 
     `root` may name environment variables. `size`: side in pixels of the square that a file is decoded to.
     Errors: InputError as `folder`, and for a folder with other than 1,000 classes.
@@ -67,16 +67,16 @@ def folder(  # noqa: PLR0913
     cache_bytes: int = 64 * 2**30,
     max_bad_fraction: float = 0.001,
 ) -> Dataset:
-    """Image folder: JPEG, PNG, WebP or BMP files, a folder a class, with or without train/ and val/.
+    """Image folder: JPEG, PNG, WebP or BMP files in one folder for each class, with or without train/ and val/.
 
     root/<class>/<file>, or root/train/<class>/<file> and root/val/<class>/<file> (also validation/, test/). Without a
     validation part the share `validation` of each class is split off, chosen by `seed` and the file names alone.
-    `root` may name environment variables, and be an address as Store has it (s3://bucket/photos). `size`: side in
+    `root` may name environment variables, and may be an address for Store (s3://bucket/photos). `size`: side in
     pixels of the square that a file is decoded to. Hidden files and other types are left out.
-    `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku) keeps the list of files, so that only folders that
-    changed are listed again; of an address, which is listed at each start, the files that were read, at most
+    `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku) keeps the list of files, so that only changed folders are
+    listed again. An address is listed at each start; the cache keeps the files that were read from it, at most
     `cache_bytes` of them.
-    More bad images than the share `max_bad_fraction` (but more than one) end a training; fewer are skipped and named.
+    Bad images are skipped and named. Training stops at more than one, if they exceed the share `max_bad_fraction`.
     Errors: InputError for no class folder, a class folder with no image, a class that is only in the validation part.
     """
     if not root:
@@ -112,7 +112,7 @@ def folder(  # noqa: PLR0913
 
 
 def find_images(path: str | Path) -> list[Path]:
-    """The image files below a folder, sorted, without hidden ones; of a file, itself. Raises InputError for none."""
+    """The image files below a folder, sorted, without hidden ones; or the file itself. Raises InputError for none."""
     start = Path(path).expanduser()
     if start.is_file():
         return [start]
@@ -126,7 +126,7 @@ def find_images(path: str | Path) -> list[Path]:
 
 
 def held_out(name: str, files: list[str], validation: float, seed: int) -> set[str]:
-    """The share of one class that is kept for validation: at least one image, and at least one is left to train."""
+    """The files of a class to hold out for validation: at least one, if one is left for training."""
     count = min(max(1, round(len(files) * validation)), len(files) - 1)
     return set(
         sorted(
@@ -139,7 +139,7 @@ def held_out(name: str, files: list[str], validation: float, seed: int) -> set[s
 
 
 def _train_and_test(parts: Parts, top: str, validation: float, seed: int) -> list[tuple[str, Tree]]:
-    """The two parts of a tree; of a tree with one part, it twice, with the files to train on and to validate on."""
+    """The training and the validation part, each with its files; a single part is split in two."""
     if len(parts) == 2:
         (home, first), (away, second) = parts.items()
         unknown = sorted(set(second) - set(first))
@@ -168,7 +168,7 @@ def _far_files(store: Store, part: str, tree: Tree, classes: list[str]) -> FarFi
 
 
 def _far(store: Store, top: str) -> Listing:
-    """What is in a remote folder, with size and version of each image where the list has them (http's has not)."""
+    """Lists a remote folder, with size and version of each image if the source lists them (http does not)."""
     parts = arranged(look_in(store.list()), top)
     facts = store.facts(_far_paths(parts))
     return parts, facts if any(facts) else []
@@ -181,7 +181,7 @@ def _learn(store: Store, listing: Listing) -> None:
 
 
 def _far_paths(parts: Parts) -> list[str]:
-    """The images of a far folder as its store calls them."""
+    """The paths of the images in the store of a remote folder."""
     return [path for part, tree in parts.items() for path in _paths(f"{part}/" if part else "", tree, sorted(tree))]
 
 
@@ -195,10 +195,10 @@ def _labels(tree: Tree, classes: list[str]) -> torch.Tensor:
 
 
 def _check_here(top: str, listing: Listing) -> None:
-    """Looks for some of the files that rank 0 listed. Raises InputError where one is not on this host."""
+    """Looks for some of the files that rank 0 listed. Raises InputError if one is not on this host."""
     for part, tree in listing[0].items():
         names = sorted(tree)
         for name in names[:: -(-len(names) // _LOOKED_FOR)]:
-            path = f"{below(top, part)}/{name}/{tree[name][-1]}"  # the last: of a copy that broke off it is missing
+            path = f"{below(top, part)}/{name}/{tree[name][-1]}"  # the last: an interrupted copy lacks it
             if not os.path.lexists(path):
                 raise InputError(f"{path}: not on this host, though rank 0 has it; give all ranks the same data")

@@ -1,10 +1,10 @@
-"""Which image files a folder holds: only folders that changed are listed, and by one rank for all.
+"""Lists the image files of a folder: lists only folders that changed, and one rank lists for all.
 
-Note: what may be kept. A folder's list stands while its times of change and its inode are what they were before it was
-listed: adding, removing or renaming in it moves its own times. Not where they were younger than two seconds then, for
-a file system may count in such steps and a second change within one would not show; nor where it holds links, which
-lead elsewhere one day without a change here. Such a folder is listed again at the next start. So the result is always
-that of listing everything.
+Note: valid lists. A folder's list is reused while the folder's mtime, ctime and inode are those from before it was
+listed, since adding, removing or renaming an entry changes the times. Two kinds of folders are listed at every start:
+those that had changed less than two seconds before, since file systems may count time in such steps and would not show
+a second change within one; and those with links (except to images), whose targets can change elsewhere. So the result
+always equals that of listing everything.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Parts = dict[str, Tree]  # by folder: "" is the root itself; or train, and val, 
 Listing = tuple[Parts, list[Any]]  # and the facts that their store has of remote files, in the order of the tree
 Names = tuple[list[str], list[str]]  # a folder's own folders and image files, sorted, without hidden ones
 Look = Callable[[str], Names]  # gets a folder as its path below the root, "" for the root
-Entry = list[Any]  # what is kept of a folder: its stamp (empty: list it again), its folders, its image files
+Entry = list[Any]  # cached for a folder: its stamp (empty: list it again), its folders, its image files
 
 _VALIDATION = ("val", "validation", "test")
 _VERSION = f"2 {' '.join(SUFFIXES)}"
-_AT_ONCE = 8  # folders looked at at once: a folder on a network disk takes milliseconds to answer
+_AT_ONCE = 8  # folders listed in parallel: on a network disk each takes milliseconds
 _TICK_NS = 2_000_000_000  # the coarsest step in which a file system counts time
 
 
 def arranged(look: Look, root: str) -> Parts:
-    """The part to train on and the one to validate on, or the only one, in a tree that `look` reads.
+    """The training and the validation part, or the only part, of a tree that `look` reads.
 
-    `root` is what messages call it. Errors: InputError for no class folder, and for a class folder with no image.
+    `root` is its name in messages. Errors: InputError for no class folder, and for a class folder with no image.
     """
     subfolders = look("")[0]
     if "train" not in subfolders:
@@ -68,7 +68,7 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
         raise InputError(
             f"{home}: no class folders in it; expected {home}/<class>/<image>, a folder for each class{packed}"
         )
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-list") as pool:  # in time where folders are far away
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-list") as pool:  # in parallel: folders may be remote
         listed = list(pool.map(lambda name: look(f"{part}/{name}" if part else name)[1], names))
     for name, images in zip(names, listed, strict=True):
         if not images:
@@ -79,11 +79,11 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
 
 
 def look_in(paths: Iterable[str]) -> Look:
-    """How to look at a tree of which only the files' paths below its root are known ("/" between names)."""
+    """A `Look` at a tree that is given by the paths of its files below the root ("/" between names)."""
     images: Tree = {}
     for path in paths:
         parent, _, file = path.rpartition("/")
-        here = images.setdefault(parent, [])  # a folder also where it holds no image
+        here = images.setdefault(parent, [])  # a folder counts even without images
         if _is_image(file):
             here.append(file)
     folders: dict[str, set[str]] = {}
@@ -101,7 +101,7 @@ def _is_image(name: str) -> bool:
 
 
 def indexed(top: Path, cache: str = "") -> Parts:
-    """The parts of the tree at `top`, an absolute path; lists the folders that changed since they were listed last.
+    """The parts of the tree at `top`, an absolute path; lists only folders that changed since the last time.
 
     The list is kept in the folder `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku).
     Errors: InputError as `arranged`, and for a folder that cannot be listed.
@@ -116,7 +116,7 @@ def indexed(top: Path, cache: str = "") -> Parts:
 
 
 class _Disk:
-    """A tree on a disk; a folder that is as it was when it was listed is not listed again."""
+    """A tree on a disk; folders that did not change are not listed again."""
 
     def __init__(self, top: str, known: dict[str, Entry]) -> None:
         self.top, self.known = top, known
@@ -124,11 +124,11 @@ class _Disk:
         self.began_ns = time.time_ns()
 
     def look(self, sub: str) -> Names:
-        """The folders and images in top/sub. Raises InputError where it cannot be listed."""
+        """The folders and images in top/sub. Raises InputError if it cannot be listed."""
         path = below(self.top, sub)
         try:
-            state = os.stat(path)  # before it is listed: what changes meanwhile shows the next time
-            # besides the time of the last change those of what restores it, and of another folder put in its place
+            state = os.stat(path)  # before listing, so that a change meanwhile shows next time
+            # ctime shows a restored mtime, and the inode shows another folder in this place
             stamp = [state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
             entry = self.known.get(sub)
             if entry is None or entry[0] != stamp:
@@ -140,7 +140,7 @@ class _Disk:
 
     def _listed(self, path: str, stamp: list[int]) -> Entry:
         folders, images = [], []
-        # a file system that keeps no times has 0
+        # 0 if the file system keeps no times
         stands = stamp[0] > 0 and max(stamp[:2]) < self.began_ns - _TICK_NS
         with os.scandir(path) as entries:
             for entry in entries:
@@ -151,13 +151,13 @@ class _Disk:
                     folders.append(name)
                 elif _is_image(name):
                     images.append(name)
-                    continue  # a link to an image is one wherever it leads
+                    continue  # a link to an image counts as an image
                 stands = stands and not entry.is_symlink()
         return [stamp if stands else [], sorted(folders), sorted(images)]
 
 
 def _read(kept: Path, root: str) -> dict[str, Entry]:
-    """The kept entries by folder; none from a file that is missing, damaged, or of another version or root."""
+    """The cached entries by folder; {} if the file is missing, damaged, or of another version or root."""
     try:
         index = _unpacked(kept.read_bytes())
         entries: dict[str, Entry] = index["folders"]
@@ -170,7 +170,7 @@ def _read(kept: Path, root: str) -> dict[str, Entry]:
 
 
 def _packed(thing: Any) -> bytes:
-    return zlib.compress(json.dumps(thing).encode(), 1)  # names of files shrink to a sixth, and damage is noticed
+    return zlib.compress(json.dumps(thing).encode(), 1)  # shrinks file names to a sixth, and detects damage
 
 
 def _unpacked(stored: bytes) -> Any:
@@ -178,13 +178,13 @@ def _unpacked(stored: bytes) -> Any:
 
 
 class OneScan:
-    """Has rank 0 list image folders, and the other ranks take its lists.
+    """Rank 0 lists image folders and sends the lists to the other ranks.
 
-    Note: one message. Rank 0 builds its data set and notes each list; when that has ended, well or not, it broadcasts
-    all of them at once. The other ranks build theirs meanwhile, and wait only where they need a folder. So there is one
-    collective, however many folders a data set has and whichever rank fails; a data set without one waits for nothing.
-    Folders go by their root as the recipe has it, which may lie elsewhere on each host ($VARIABLES); a folder that rank
-    0 did not list, a rank lists for itself. The lists are dropped when the data set is built.
+    Note: one message. Rank 0 builds its data set and records each list. When it has finished or failed, it broadcasts
+    all lists at once. Meanwhile the other ranks build theirs, and wait only when they need a list. So there is one
+    collective, whatever the number of folders and whichever rank fails. A data set without folders waits for nothing.
+    A list is found by the root in the recipe, which may be another path on each host ($VARIABLES). If rank 0 has not
+    listed a folder, a rank lists it itself. The lists are dropped when the data set is built.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -195,7 +195,7 @@ class OneScan:
         self._shared: Future[None] = Future()
 
     def during(self, make: Callable[[], T]) -> T:
-        """make(), which builds this rank's data set; all call `broadcast` beside it, ranks above 0 perhaps before."""
+        """Runs make(), which builds the data set. All ranks call `broadcast` in parallel; those above 0 also before."""
         if self._comm.size == 1:
             return make()
         before = _ONE_SCAN.set(self)
@@ -221,11 +221,11 @@ class OneScan:
             received = _unpacked(message)
             self._listings, self._failed = received["listings"], received["failed"]
         self._shared.set_result(None)
-        if self._built.is_set():  # whichever comes last of this and the data set
+        if self._built.is_set():  # `during` has ended already
             self._listings.clear()
 
     def needed(self, f: Callable[[], T]) -> T:
-        """f(), which comes before `broadcast` or is part of it: if it fails, so does what waits for rank 0's lists."""
+        """Runs f(), which `broadcast` needs: if it fails, threads that wait for rank 0's lists fail too."""
         try:
             return f()
         except BaseException as error:
@@ -233,7 +233,7 @@ class OneScan:
             raise
 
     def listing(self, root: str, scan: Callable[[], Listing], take: Callable[[Listing], None]) -> Listing:
-        """Rank 0's list of a root. Raises InputError where its data set failed before."""
+        """Rank 0's list of a root. Raises InputError if its data set failed before."""
         if self._comm.rank == 0:
             self._listings[root] = scan()
             return self._listings[root]
@@ -251,13 +251,13 @@ _ONE_SCAN: ContextVar[OneScan | None] = ContextVar("kasoku_one_scan", default=No
 
 
 def once(root: str, scan: Callable[[], Listing], take: Callable[[Listing], None]) -> Listing:
-    """scan(); or rank 0's list of this root where ranks look together, once `take` raised nothing at it."""
+    """Returns scan(); inside a `OneScan`, rank 0's list of this root instead, after `take` accepted it."""
     one_scan = _ONE_SCAN.get()
     return one_scan.listing(root, scan, take) if one_scan else scan()
 
 
 def scanned_once(comm: Comm, make: Callable[[], T]) -> T:
-    """make() on every rank, where only rank 0 lists image folders; a collective, and nothing runs beside it."""
+    """Runs make() on every rank while only rank 0 lists image folders; a collective, without extra threads."""
     if comm.size == 1:
         return make()
     scan = OneScan(comm)

@@ -18,7 +18,7 @@ _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Sh
 
 
 def mnist(root: str = "") -> Dataset:
-    """MNIST: 60,000 + 10,000 handwritten digits, 28x28 grey. `root` as of idx; empty means $KASOKU_DATA/mnist."""
+    """MNIST: 60,000 + 10,000 handwritten digits, 28x28 grey. `root` as in idx; empty means $KASOKU_DATA/mnist."""
     return idx(root, tuple(map(str, range(10))), name="mnist")
 
 
@@ -30,7 +30,7 @@ def fashion_mnist(root: str = "") -> Dataset:
 def idx(root: str = "", classes: Sequence[str] = (), *, name: str = "idx") -> Dataset:
     """Grey images in four IDX files (train-images-idx3-ubyte, ... as MNIST has them), each plain or .gz.
 
-    `root` holds the files, or a folder raw/ or `name` that does. Without `classes` the labels say how many there are.
+    `root` holds the files, or a folder raw/ or `name` that does. Without `classes`, the labels give their number.
     Errors: InputError for a missing, truncated or damaged file, unequal counts, and a label out of range.
     """
     tried = places(root, name, ("raw", name))
@@ -77,7 +77,7 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
                 )
             shape = tuple(int(size) for size in np.frombuffer(head, ">u4", offset=4))
             count = int(np.prod(shape, dtype=object))
-            body = file.read(count + 1)  # one more than there should be: also makes gzip check its sum
+            body = file.read(count + 1)  # one more than expected: also makes gzip check its sum
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path}: truncated or damaged gzip file ({error}); get it again") from error
     except (OSError, MemoryError, OverflowError) as error:
