@@ -1,4 +1,4 @@
-"""What a page shows: the record of a run, and line charts. Nothing here needs plotly or jinja2."""
+"""The contents of a page: the record of a run, and line charts. Nothing here needs plotly or jinja2."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of one run. Seconds; accuracies from 0 to 1.
+    """The data of one run. Times are in seconds, accuracies from 0 to 1.
 
     Attributes:
         name: the run's name on the page.
         recipe: its resolved recipe, as a document.
         result: its result.json; empty if there is none yet.
-        metrics: the lines of its metrics.jsonl, each with `step`, `epoch` and `time_s`; `seconds` of the training.
+        metrics: the lines of its metrics.jsonl, each with `step`, `epoch` and `time_s`, and mostly `seconds`.
         parts: the contents of ledger.json, timeline.json, tuning.json and classes.json, as far as they exist.
         buckets: its gradient buckets, as text; empty if the run has one rank or kept none.
         machine: the hardware and the device setup.
@@ -33,7 +33,6 @@ class RunRecord:
 
     @property
     def seed(self) -> int:
-        """The seed of the recipe."""
         return int(self.recipe.get("seed", 0))
 
     @property

@@ -47,7 +47,7 @@ HOVER = {"hovertemplate": "%{customdata}<extra></extra>"}
 _MAX_POINTS = 2000  # of a curve
 _MAX_RANKS = 16  # bars of a ledger
 _MAX_LEGEND_RUNS = 6
-_MIN_SHARE = 5e-4  # of a ledger, for a row to be drawn
+_MIN_SHARE = 5e-4  # rows with a smaller share of a ledger are not drawn
 _MAX_SPANS, _MAX_LANES = 6000, 48  # of a timeline
 _MAX_CLASSES = 40
 _MAX_CLASSES_WITH_COUNTS = 14  # more would leave no room for numbers in the cells
@@ -65,7 +65,7 @@ class Chart:
 
 
 def plain(text: object, max_letters: int = 0) -> str:
-    """Text that plotly shows letter by letter; cut to `max_letters` (0: not cut)."""
+    """Escapes text, so that plotly shows it literally; cuts it to `max_letters` (0: not cut)."""
     letters = str(text)
     if max_letters and len(letters) > max_letters:
         letters = letters[: max_letters - 1] + "…"
@@ -75,7 +75,7 @@ def plain(text: object, max_letters: int = 0) -> str:
 def new_figure(
     traces: Sequence[Any], height: int, x: Mapping[str, Any], y: Mapping[str, Any], **layout: Any
 ) -> go.Figure:
-    """A figure in the style of the page: `height` in pixels, as wide as its place, the legend above."""
+    """A figure in the style of the page: `height` in pixels, as wide as its container, the legend above."""
     axis = {"automargin": True, "zeroline": False, "title_standoff": 8}
     legend = {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"}
     margin = {"l": 8, "r": 12, "t": 8, "b": 8}
@@ -178,7 +178,7 @@ def _panel(panel: Panel, order: Sequence[str], x_label: str, *, x_log: bool) -> 
 
 
 def row_colour(row: str, rows: Sequence[str]) -> str:
-    """The colour of a ledger's row or of a kind of span; a grey for rows that are no part of a step."""
+    """The colour of a ledger's row or of a kind of span; a grey for rows outside the steps."""
     rest = [other for other in rows if other not in _ROW_COLOURS]
     return _ROW_COLOURS.get(row) or _GREYS[rest.index(row) % len(_GREYS)]
 
@@ -265,7 +265,7 @@ def _span_hover(span: SpanRecord) -> str:
 
 
 def confusion_counts(document: Mapping[str, Any]) -> list[Counter[int]]:
-    """For each class, how many of its images were predicted as which class."""
+    """For each class, the number of its images that were predicted as each class."""
     counts: list[Counter[int]] = [Counter() for _ in document["classes"]]
     for label, predicted, n in document["confusion"]:
         counts[label][predicted] += n

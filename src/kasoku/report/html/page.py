@@ -1,4 +1,4 @@
-"""Renders the page: runs, or line charts, as one HTML file that holds all it shows and loads nothing."""
+"""Renders runs or line charts as one self-contained HTML file, which loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARTS = {
     "tuning": "tuning of the batch (tuning.json)",
     "classes": "accuracy by class, confusion, worst images (classes.json)",
 }
-_MAX_PAIRS = 10  # of classes that are mistaken for each other
+_MAX_PAIRS = 10  # of true and predicted class, in the table of mistakes
 _EMPTY: dict[str, Any] = {"colours": [], "comparisons": [], "summary": None, "shared": None, "runs": []}
 _DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
 
@@ -34,7 +34,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # column names, rows
 
 @dataclass
 class _RunView:
-    """The section of one run; `parts` holds, by name, what the template shows of each file."""
+    """The section of one run; `parts` holds the template's data for each file, by name."""
 
     name: str
     machine: str
@@ -127,7 +127,7 @@ def _ledgers(runs: Sequence[RunRecord]) -> Chart | None:
 
 
 def _ledger_key(chart: Chart, *, seconds: bool) -> list[tuple[str, str]]:
-    """(colour, text) of each row of a ledger, outside the figure, where it has room; with the first bar's seconds."""
+    """(colour, text) of each row of a ledger, for a legend outside the figure; `seconds` adds the first bar's."""
     bars = chart.figure.data
     total = sum(bar.x[0] for bar in bars) or 1.0
     values = [f" {bar.x[0]:.2f} s ({bar.x[0] / total:.0%})" if seconds else "" for bar in bars]

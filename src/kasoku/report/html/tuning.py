@@ -53,7 +53,7 @@ def tuning(key: str, document: Mapping[str, Any]) -> Chart:
 
 
 def _ticks(sizes: Sequence[int]) -> list[int]:
-    """The sizes that have room for their numbers on a log axis."""
+    """The sizes to label on a log axis: those far enough apart for their numbers."""
     least = (sizes[-1] / sizes[0]) ** (1 / _MAX_TICKS)  # ratio of two neighbours
     ticks = [sizes[0]]
     ticks += [size for size in sizes[1:-1] if size >= ticks[-1] * least and sizes[-1] >= size * least]
@@ -61,7 +61,7 @@ def _ticks(sizes: Sequence[int]) -> list[int]:
 
 
 def _throughput(name: str, samples: Sequence[Mapping[str, Any]], **style: Any) -> Any:
-    """Images/s of samples, with intervals from those of their step times."""
+    """A trace of images/s, with intervals that follow from those of the step times."""
     rates = [_rate(s) for s in samples]
     ends = [(s["batch"] / (s.get("low_s") or math.inf), s["batch"] / (s.get("high_s") or math.inf)) for s in samples]
     up = [max(0.0, high - rate) for (high, _), rate in zip(ends, rates, strict=True)]
