@@ -3,7 +3,7 @@
 Note: why it learns fast
     The first layer decorrelates 2x2 patches. Its weights are computed from training images (`prepare`), not trained.
     Every other convolution starts as the identity on its first channels, so the signal passes from the first step.
-    BatchNorm has no scale. Its momentum is large, since running statistics must be right after a few hundred steps.
+    BatchNorm has no trained scale. Its momentum is large: running statistics must be right after a few hundred steps.
     The head starts with weights of unit variance, and its logits are scaled down: a large rate turns it gently.
 """
 

@@ -20,7 +20,7 @@ _PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class Layout:
-    """One official distribution: its folders, its files, and what is in them."""
+    """One official distribution: its folders, its files, and their contents."""
 
     name: str
     folders: tuple[str, ...]
