@@ -1,13 +1,13 @@
-"""A training's plain objects, the moments at which techniques act, and the few verbs they need.
+"""The plain objects of a training, the moments at which techniques act, and the methods they use.
 
 Note: a technique that takes gradients also updates their parameters. If it updates a part of the model outside
 `optimizer.step()`, it saves `job.hyper()` in `before_step` (a scheduler may change the rates before the late update),
 sets `p.grad = None` for the gradients that it took, so that the user's own `step()` skips them, and calls
-`job.update(part, hyper)` when the part may be written. Code outside calls `job.drain()` before it reads parameters.
+`job.update(part, hyper)` when the part may be changed. Other code calls `job.drain()` before it reads parameters.
 
-Note: inside a step. The step hooks of torch fire twice when an optimizer's `step` calls `super().step()`; the depth is
-counted, so that ours run once. `before_step` runs the hooks of the technique applied last first: techniques that
-communicate (applied last) have finished before those that read whole gradients (clipping) start.
+Note: inside a step. Torch's step hooks fire twice if an optimizer's `step` calls `super().step()`, so the depth of the
+calls is counted and ours run once. `before_step` runs the hooks of the technique applied last first: techniques that
+communicate are applied last, and have finished before one that reads all gradients (clipping) starts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Job:
 
     Args:
         model: a plain module.
-        optimizer: a torch optimizer, or a function model -> optimizer (called after MODEL techniques were applied).
+        optimizer: a torch optimizer, or a function model -> optimizer (called on first use, after MODEL techniques).
         loader: yields (x, y) on the device; one pass is one epoch.
         loss: (outputs, y) -> scalar.
         comm: the collectives between ranks; one rank by default.
@@ -84,7 +84,7 @@ class Job:
         self._optimizer: Optimizer | None = None
         self._depth = 0
         self._stepping: list[Tensor] = []
-        self._backwards: dict[Tensor, int] = {}  # of each parameter since the last step
+        self._backwards: dict[Tensor, int] = {}  # how many each parameter has had since the last step
         self._progress = EpochProgress()
         self._kept = KeptState()
         self._on_gradient: list[Callable[[Tensor], None]] = []
@@ -140,7 +140,7 @@ class Job:
     # ---- moments
 
     def gradient_ready(self, f: Callable[[Tensor], None]) -> None:
-        """Calls f(p) when the gradient of parameter p is whole: after the last accumulated backward reached it."""
+        """Calls f(p) when the gradient of parameter p is complete: added up over all `accumulate` backward passes."""
         if not self._on_gradient:
             for p in self.model.parameters():
                 if p.requires_grad:
@@ -154,7 +154,7 @@ class Job:
         self._on_step.append(f)
 
     def after_update(self, f: Callable[[Sequence[Tensor]], None]) -> None:
-        """Calls f(params) after an update with the updated parameters: all of them, or a part."""
+        """Calls f(params) after an update. `params`: the parameters that it changed, all of the model or some."""
         _ = self.optimizer
         self._on_update.append(f)
 
@@ -172,14 +172,14 @@ class Job:
         self.undo(self.plain_loader.configure(**settings))
 
     def around_evaluation(self, f: Around, *, renews_statistics: bool = False) -> None:
-        """Evaluates inside f(), which swaps in averaged weights or new statistics and puts the old ones back."""
+        """Evaluates inside the context f(), which sets averaged weights or new statistics, then the old ones again."""
         self._on_evaluate.append((renews_statistics, f))
 
     def on_drain(self, f: Callable[[], None]) -> None:
         """Calls f() before parameters are read from outside; f finishes pending updates."""
         self._on_drain.append(f)
 
-    # ---- verbs
+    # ---- methods
 
     def apply(self, *techniques: Technique) -> Job:
         """Applies techniques, sorted by stage. Raises InputError for two that cannot be combined."""
@@ -201,19 +201,19 @@ class Job:
 
         Args:
             params: parameters with their gradients in `p.grad`.
-            hyper: an earlier result of `hyper()`; None: the settings as they are now.
+            hyper: the settings to use, saved earlier by `hyper()`; None: those of now.
 
         Raises:
-            InputError: for a rule with state outside `state[p]`, which a part would change for all.
+            InputError: for an optimizer with state outside `state[p]`, which this would change for all parameters.
         """
         self.updated(partial_step(self.optimizer, set(params), hyper))
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of one batch: `optimizer.step()` then sees the mean over `accumulate` of them."""
+        """The backward pass of one batch; its loss is divided by `accumulate`, so that a step takes the mean."""
         (loss / self.accumulate if self.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
 
     def updated(self, params: Sequence[Tensor]) -> None:
-        """Runs the `after_update` hooks; techniques that update parameters without `update` call it."""
+        """Runs the `after_update` hooks. Techniques that update parameters without `update` call it."""
         if params:
             for f in self._on_update:
                 f(params)
@@ -230,7 +230,7 @@ class Job:
         self._progress.since = since
 
     def set_progress(self, epochs: float) -> None:
-        """Sets `progress`, where other ranks train as well without waiting for this one."""
+        """Sets `progress`: asynchronous ranks count the epochs of all ranks together."""
         self._progress.since = (self.steps, epochs)
 
     def drain(self) -> None:
@@ -242,7 +242,7 @@ class Job:
     def evaluation(self, *, renew_statistics: bool = True) -> Iterator[nn.Module]:
         """The model to evaluate: drained, in eval mode, with averaged weights where a technique has them.
 
-        `renew_statistics`: False leaves out each `around_evaluation` that renews them, to measure what it is worth.
+        `renew_statistics`: False skips each `around_evaluation` that renews BatchNorm's, to measure its effect.
         """
         self.drain()
         modes = [(m, m.training) for m in self.model.modules()]
@@ -260,7 +260,7 @@ class Job:
             yield self.model
 
     def keep(self, name: str, stateful: Stateful) -> None:
-        """Puts a part's state into every checkpoint under `name`."""
+        """Puts the state of an object into every checkpoint, as `name`."""
         self._kept.add(name, stateful)
         self.undo(lambda: self._kept.parts.pop(name))
 
@@ -270,7 +270,7 @@ class Job:
         self.undo(lambda: self.documents.pop(name))
 
     def kept(self, name: str) -> Any:
-        """The part that `keep` added under this name."""
+        """The object that `keep` added as `name`."""
         return self._kept.parts[name]
 
     def patch(self, thing: object, name: str, value: object) -> None:
@@ -307,7 +307,7 @@ class Job:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores that state; techniques must be applied first. Raises InputError if they differ."""
+        """Restores what `state_dict` returned. Apply the techniques first; raises InputError if they are other ones."""
         self._kept.check(state["kept"])
         theirs, ours = (
             [(len(group["params"]), sorted(group)) for group in groups]
@@ -324,7 +324,7 @@ class Job:
         if state["loader"]:  # after the techniques, which may set its length
             self.plain_loader.load_state_dict(state["loader"])
 
-    # ---- inside
+    # ---- private
 
     def _gradient(self, p: Tensor) -> None:
         self._backwards[p] = self._backwards.get(p, 0) + 1

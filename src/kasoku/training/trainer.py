@@ -40,18 +40,18 @@ from kasoku.training.validation import Validation
 class Trainer:
     """A training from its first batch, or from a checkpoint, to its result; a context manager.
 
-    Note: two kinds of training. Ranks that take each batch together have a sync point after every step, ranks that do
-    not wait for each other (Asynchronous) only now and then. The batch source is all that differs.
+    Note: two kinds of training. Synchronous ranks meet after every step, ranks that do not wait for each other
+    (Asynchronous) only now and then: each meeting is a sync point. Only the batch source differs.
 
-    Note: many ranks. All ranks do what communicates after the same steps: they read losses, evaluate, save and stop at
-    a sync point. Rank 0 has the run folder; what fails there, fails on all ranks.
+    Note: many ranks. All ranks average losses, evaluate, save and stop at the same sync point. Only rank 0 writes the
+    run folder; an error there is raised on all ranks.
 
     Args:
         training: the result of `build`.
         run: the run folder, locked; None on all ranks but 0.
-        started: when the process started, on the job's clock (`process_start()`).
+        started: when the process started, in seconds of the job's clock (`process_start()`).
         resume: continue from the newest good checkpoint in the folder.
-        quiet: no bar, no lines.
+        quiet: shows no progress bar and prints no lines.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Trainer:
         self.validation = Validation(self.state, self.metrics)
         source = AsyncSource if is_asynchronous(training.recipe, self.job.comm.size) else SyncSource
         self.source: AsyncSource | SyncSource = source(self.state, self.metrics, self.own_request)
-        self.caught: Sequence[str] = ()  # the signals that this rank caught
+        self.caught: Sequence[str] = ()  # names of the signals that this rank caught
         self.stopped: str | None = None  # the signal that ends the training, once all ranks know of it
 
     def __enter__(self) -> Self:
@@ -81,14 +81,14 @@ class Trainer:
 
     @property
     def images(self) -> int:
-        """Images taken so far, with those of the step under way."""
+        """Images trained on so far, including those of a step that is not complete."""
         return self.state.progress.images + self.metrics.images_begun
 
     def steps(self, caught: Sequence[str]) -> Iterator[None]:
         """The training loop. It yields after each batch, so that several trainings can take turns. Collective.
 
         Args:
-            caught: collects the signals of this process; see `signals`.
+            caught: the list to which `signals` adds the signals of this process.
         """
         job, source, metrics, self.caught = self.job, self.source, self.metrics, caught
         while not self.ended:
@@ -110,7 +110,7 @@ class Trainer:
                 self._sync()
 
     def _sync(self) -> None:
-        """A sync point: evaluates and saves where that is due. Collective; drains if it does either."""
+        """A sync point: evaluates and saves if that is due. Collective; drains if it does either."""
         request = self.source.sync()
         self.validation.run_if_due()
         self.stopped = request.stop or None
@@ -118,7 +118,7 @@ class Trainer:
             self.checkpointing.save()
 
     def own_request(self) -> Request:
-        """What this rank requests of all ranks."""
+        """What this rank asks all ranks to do: save, stop."""
         return Request(save=self.checkpointing.is_time(), stop=self.caught[0] if self.caught else "")
 
     def finish(self) -> Result:
@@ -139,13 +139,13 @@ def fit(
 ) -> Result:
     """Trains to the end, the target, or a signal. Collective: all ranks stop after the same step; drains.
 
-    The arguments are those of Trainer; on several ranks the job's comm takes tensors on the CPU too (torch.distributed:
-    with gloo).
+    The arguments are those of Trainer. On several ranks the job's comm must also take CPU tensors (torch.distributed:
+    gloo, on GPUs beside nccl).
 
     Raises:
         DivergedError: with the step, the last good checkpoint and the likely cause.
-        InputError: when the folder cannot be written any more; when a source is gone, after a checkpoint (without
-            virtual ranks BatchNorm's running statistics may contain parts of a step that was begun; all else is exact).
+        InputError: if the run folder cannot be written; if the data source is gone, after a checkpoint (exact, but
+            without virtual ranks BatchNorm's running statistics may include batches of an incomplete step).
     """
     with Trainer(training, run, started=started, resume=resume, quiet=quiet) as trainer, signals() as caught:
         try:
@@ -168,15 +168,15 @@ def build(
     start: Start | None = None,
     shares: Sequence[int] = (),
 ) -> Training:
-    """Builds all that a training needs; tasks of the start-up overlap. Collective; does not drain.
+    """Builds all that a training needs; independent parts of it run at the same time. Collective; does not drain.
 
     Args:
         recipe: what to train.
         comm: the ranks; one by default.
-        dataset: the recipe's data, if it was read before.
+        dataset: the recipe's data set, if it was read before.
         train_loader: the training loader, if several trainings share one.
-        start: the tasks that were started before, e.g. to find the other ranks.
-        shares: images of a batch that each rank takes; empty: equally many.
+        start: tasks of the start-up that already run, e.g. finding the other ranks.
+        shares: how many images of a batch each rank takes; empty: all the same number.
 
     Raises:
         InputError: if the parts do not fit each other.
@@ -208,9 +208,9 @@ def build(
 
 
 def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Dataset | None) -> Chosen:
-    """Starts to read the data and to connect the ranks; returns the device, which all ranks have chosen.
+    """Starts to read the data and to connect the ranks; returns this rank's device once all ranks have one.
 
-    The ranks connect while rank 0 lists image folders; then it broadcasts its lists.
+    The ranks connect while rank 0 lists the files of image folders; then it broadcasts the lists.
     """
     here = place() if comm.size > 1 else Place()
     scan = OneScan(comm)
@@ -223,7 +223,7 @@ def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Da
         return scan.needed(lambda: run_on_all_ranks(comm, choice))
 
     def communicator() -> None:
-        """Opens the connections that the training's collectives will take."""
+        """Opens the connections that the training's collectives will use."""
         techniques = (*derived_techniques(recipe, comm.size), *recipe.techniques)
         channels = sum(technique.channels for technique in techniques)
         scan.needed(lambda: comm.warm(chosen.device, channels=channels))
@@ -232,27 +232,27 @@ def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Da
     data_first = start.overlap or comm.rank == 0
     if data_first:
         start.add("data", data)
-    imports = recipe.device.deterministic or recipe.device.compile  # more of torch: one import after the other
+    imports = recipe.device.deterministic or recipe.device.compile  # import more of torch: not beside another import
     chosen = start.do("device", device, after=("compiler",) if imports else ())
     if recipe.device.compile:
         start.add("inductor", lambda: import_module("torch._inductor.compile_fx"), after=("compiler",))
     if comm.size > 1:
         start.add("communicator", communicator)
         start.add("index", scan.broadcast, after=("communicator",))
-    if not data_first:  # tasks run one after the other: by now rank 0 has broadcast its lists
+    if not data_first:  # without overlap: by now rank 0 has broadcast its lists
         start.add("data", data)
     return chosen
 
 
 def _network(data: Dataset, *, recipe: Recipe) -> nn.Module:
-    """The network with its first weights. No other task may draw from torch's own generator meanwhile."""
+    """The network with its first weights. No other task may draw from torch's global generator meanwhile."""
     torch.manual_seed(recipe.seed)
     shape = {"in_channels": data.channels, "image_size": data.image_size[0]}
     return checked(recipe.model(num_classes=len(data.classes), **shape), nn.Module, "model")
 
 
 def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, chosen: Chosen) -> nn.Module:
-    """The network as it trains: checked against the images, prepared with some of them, on the device."""
+    """The network on the device: it fits the shape of the images, and its `prepare`, if any, has seen some of them."""
     check_fits(network, (data.channels, *data.image_size), recipe.model.use)
     prepare: Any = getattr(network, "prepare", None)
     if prepare is not None:
@@ -276,7 +276,7 @@ def _loaders(
 def _apply_techniques(job: Job, classes: int, *, recipe: Recipe, chosen: Chosen, shares: Sequence[int]) -> None:
     """Applies the techniques that follow from the device and the ranks, and those of the recipe. Collective."""
     if is_asynchronous(recipe, job.comm.size):
-        shares = ()  # a rank takes the next share when it is ready
+        shares = ()  # a rank takes the next part of the data when it is ready
     derived = derived_techniques(recipe, job.comm.size, uneven=bool(shares))
     uneven = [Shares(tuple(shares))] if shares else []
     own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *derived, *uneven]
