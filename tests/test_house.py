@@ -40,19 +40,13 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is
     "core/job.py:Job": "one interface of moments and verbs; progress, patches and state are parts of it",
-}
-NOT_YET: dict[str, int] = {  # offenders that are still there: these numbers only fall
-    "imports go down, without cycles": 0,
-    "small files, functions and classes": 1,
-    "no class name twice, no file names that differ only by an ending": 3,
-    "what others must know of a technique is declared on its class": 1,
-    "private names of other modules, ours or torch's, are used in core/torch_internals.py only": 4,
-    "docstrings of public functions of packages that communicate": 0,
+    "distributed/async_sgd/peers.py:Peers": "the threads and the state of one failure detector, guarded by one lock",
 }
 CORE_IMPORTS = {"torch", "safetensors"} | sys.stdlib_module_names
 ENDINGS = ("ning", "ned", "ner", "ing", "ed", "er", "s")
-# documented in spite of the underscore: torch's foreach operations, os._exit, namedtuple._replace, and _BatchNorm
-PRIVATE = re.compile(r"_(?!foreach_|exit$|replace$|BatchNorm$)[a-zA-Z]")
+# documented in spite of the underscore: torch's foreach operations, os._exit, namedtuple._replace and _BatchNorm;
+# and Triton's sum of two values, as its interpreter runs no tl.sum inside a kernel
+PRIVATE = re.compile(r"_(?!foreach_|exit$|replace$|BatchNorm$|sum_combine$)[a-zA-Z]")
 COLLECTIVE_PACKAGES = ("distributed", "training", "tune")
 
 
@@ -94,7 +88,7 @@ def path_of(dotted: str) -> Path | None:
 
 def assert_none(offenders: Iterable[str], rule: str) -> None:
     lines = list(offenders)
-    assert len(lines) <= NOT_YET.get(rule, 0), "\n".join([rule, *lines])
+    assert not lines, "\n".join([rule, *lines])
 
 
 def wrong_import(file: Path, name: str) -> str:

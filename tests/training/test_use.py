@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from helpers.photos import coloured_photos
 from kasoku import data, models
 from kasoku.cli import main
-from kasoku.training.trained import load
+from kasoku.training.trained_run import load
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = ROOT / "recipes" / "digits_cnn_98.toml"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kasoku.commands import CommandArguments, declare, option
-from kasoku.training.trained import evaluate_runs
+from kasoku.training.trained_run import evaluate_runs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kasoku.commands import CommandArguments, declare, option
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
-from kasoku.training.trained import Trained, load
+from kasoku.training.trained_run import Trained, load
 
 SUFFIXES = {"safetensors": "safetensors", "torch-export": "pt2", "onnx": "onnx"}
 

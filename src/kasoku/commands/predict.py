@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kasoku.commands import CommandArguments, declare, option
-from kasoku.training.trained import predict
+from kasoku.training.trained_run import predict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -240,7 +240,7 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
 
 def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     from kasoku.report.dry_run import preview
-    from kasoku.training import ensemble, trained
+    from kasoku.training import ensemble, trained_run
     from kasoku.training.run_folder import members_of
 
     run_on_all_ranks(comm, lambda: _check_members(comm.size))
@@ -262,7 +262,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     if stopped:
         _print_stopped(stopped[0], folder)
         return STOPPED
-    return 0 if arguments.quiet else trained.evaluate_runs(paths, None)
+    return 0 if arguments.quiet else trained_run.evaluate_runs(paths, None)
 
 
 def _check_members(ranks: int) -> None:

@@ -22,7 +22,7 @@ from kasoku.data import Dataset
 from kasoku.device import Chosen
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.report import environment
-from kasoku.training import checkpoint
+from kasoku.training import checkpoint_files
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 
@@ -76,14 +76,14 @@ class RunFolder:
 
     def save(self, step: int, model: nn.Module, state: dict[str, Any], *, keep: int = 2) -> None:
         """Writes a checkpoint after `step` updates and removes all but the newest `keep`."""
-        checkpoint.save(self.path, step, model, state, keep=keep)
+        checkpoint_files.save(self.path, step, model, state, keep=keep)
 
-    def newest(self, *, warn: Callable[[str], None]) -> checkpoint.Checkpoint | None:
+    def newest(self, *, warn: Callable[[str], None]) -> checkpoint_files.Checkpoint | None:
         """The newest good checkpoint, or None; damaged ones are reported through `warn` and renamed."""
         for part in (self.path / "checkpoints").glob(".part-*"):
             warn(f"checkpoint {part} was half written: passed over, removed")
             shutil.rmtree(part, ignore_errors=True)
-        good = checkpoint.newest(self.path, warn=warn)
+        good = checkpoint_files.newest(self.path, warn=warn)
         for folder in (self.path / "checkpoints").glob("step-*"):
             if good is None or folder.name > good.folder.name:
                 folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))

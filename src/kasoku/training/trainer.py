@@ -29,7 +29,7 @@ from kasoku.optim import Rate
 from kasoku.report import Timed
 from kasoku.training.async_source import AsyncSource
 from kasoku.training.batches import SyncSource
-from kasoku.training.checkpointing import Checkpointing, resume_from_checkpoint
+from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint
 from kasoku.training.control import Request, signals
 from kasoku.training.metrics import Metrics, skipped_images
 from kasoku.training.run_folder import RunFolder

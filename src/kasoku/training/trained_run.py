@@ -21,7 +21,7 @@ from kasoku.core import InputError, Job
 from kasoku.core.files import load_weights
 from kasoku.data import Dataset, Files, find_images, folder, loader, normalise, read_image
 from kasoku.device import Chosen, choose
-from kasoku.training.checkpoint import newest
+from kasoku.training.checkpoint_files import newest
 from kasoku.training.evaluation import averaged, tally
 from kasoku.training.run_folder import allow_own_modules, members_of
 
