@@ -38,6 +38,7 @@ def odd_files(real_data):
 
 
 @pytest.mark.data
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow warns of some of them, and decodes them
 def test_every_odd_file_is_decoded_to_the_right_pixels_or_refused_by_name(real_data):
     files = odd_files(real_data)
     assert len(files) > 30
