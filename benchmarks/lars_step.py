@@ -29,7 +29,7 @@ from kasoku.optim import LARS, lars
 LR, DECAY, MOMENTUM = 1e-3, 5e-5, 0.9  # small, so that a thousand steps leave the weights finite
 COPIES, WARM = 10, 3
 AHEAD_CYCLES = 20_000_000  # about 10 ms
-ours = sys.modules["kasoku.optim.lars"]  # the module; kasoku.optim.lars is the function
+ours = sys.modules["kasoku.optim.lars.lars"]  # the module; kasoku.optim.lars is the function
 
 
 class Naive(torch.optim.Optimizer):
