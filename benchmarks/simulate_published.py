@@ -30,7 +30,7 @@ import torch
 
 from common import finish
 from kasoku.distributed import Fixed, Graded, OneBucket, Policy
-from kasoku.distributed.ddp.bucketing import ready_order
+from kasoku.distributed.ddp.bucket_plan import ready_order
 from kasoku.distributed.ddp.cost_model import BucketPlan, Sized
 from kasoku.models import resnet50
 from kasoku.report import print_table

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kasoku.core import Job
 from kasoku.core.blocks import blocks
 from kasoku.distributed import Fixed, Graded, OneBucket, Overlap, PerLayer, Planned, Policy
-from kasoku.distributed.ddp.bucketing import search
+from kasoku.distributed.ddp.bucket_plan import search
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, LinkModel, Sized, UnitTimes, forecast
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.distributed.ddp.step_times import shares

@@ -25,7 +25,7 @@ from kasoku.distributed import (
     Reducer,
     Wire,
 )
-from kasoku.distributed.ddp.bucketing import search
+from kasoku.distributed.ddp.bucket_plan import search
 from kasoku.distributed.ddp.cost_model import LinkModel
 from kasoku.models import cifar_resnet18
 from kasoku.optim import sgd

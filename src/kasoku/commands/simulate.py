@@ -19,7 +19,7 @@ from kasoku.config.toml import tables
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.distributed import Asynchronous
-from kasoku.distributed.ddp.bucketing import table
+from kasoku.distributed.ddp.bucket_plan import table
 from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
 from kasoku.report.html.page import draw, page

@@ -20,7 +20,7 @@ from kasoku.data import Facts
 from kasoku.device import Graphs
 from kasoku.distributed import OneBucket, Overlap, Policy
 from kasoku.distributed.batchnorm.grouped import norms
-from kasoku.distributed.ddp.bucketing import Graded
+from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
 from kasoku.simulate.compressed import exchanges, flat

@@ -1,6 +1,6 @@
 """Simulates one step of data-parallel training on a cluster: its time, item by item, and its timeline.
 
-Note: one recursion. The groups and their order come from the policies of `distributed.ddp.bucketing`, as in `Overlap`.
+Note: one recursion. Groups and their order come from the policies of `distributed.ddp.bucket_plan`, as in `Overlap`.
 Times and timelines come from `cost_model.forecast`, with which `Overlap` on a virtual clock agrees to 1e-12
 (tests/distributed). Asynchronous ranks send no all-reduces: see `async_exchange`. Gradients may be sent in fewer bytes
 than they have in memory: see `compressed`.
@@ -16,7 +16,7 @@ from typing import Any
 from kasoku.core import InputError, Span
 from kasoku.distributed import Asynchronous, Reducer
 from kasoku.distributed.async_sgd.quantization import CODECS
-from kasoku.distributed.ddp.bucketing import Graded, OneBucket, Planned, Policy, search
+from kasoku.distributed.ddp.bucket_plan import Graded, OneBucket, Planned, Policy, search
 from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, LinkModel, Sized, UnitTimes, forecast
 from kasoku.simulate import async_exchange, collectives, compressed, compute_model
 from kasoku.simulate.cluster import Cluster

@@ -21,7 +21,7 @@ from kasoku.distributed.async_sgd.exchange import Exchange
 from kasoku.distributed.async_sgd.exchange_settings import ExchangeSettings
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.ddp.all_reduce import start_equal
-from kasoku.distributed.ddp.bucketing import Graded, Policy
+from kasoku.distributed.ddp.bucket_plan import Graded, Policy
 from kasoku.distributed.ddp.overlap import Overlap
 
 

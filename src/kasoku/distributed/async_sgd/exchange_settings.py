@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kasoku.distributed.async_sgd.quantization import Codec
-from kasoku.distributed.ddp.bucketing import Policy
+from kasoku.distributed.ddp.bucket_plan import Policy
 
 
 @dataclass(frozen=True)

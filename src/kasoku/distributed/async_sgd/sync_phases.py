@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import InputError, Job
-from kasoku.distributed.ddp.bucketing import Policy
+from kasoku.distributed.ddp.bucket_plan import Policy
 from kasoku.distributed.ddp.engine import Engine
 
 

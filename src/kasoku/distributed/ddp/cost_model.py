@@ -235,9 +235,3 @@ class _Streams:
         if self.spans is not None and self.now > start:
             name = what if isinstance(what, str) else f"bucket {what}"
             self.spans.append(Span(kind, name, start, self.now, bytes=size))
-
-
-# the earlier names, until all callers have the new ones
-Plan = BucketPlan
-Link = LinkModel
-Unit = UnitTimes

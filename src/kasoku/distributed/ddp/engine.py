@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Hyper, InputError, Job
-from kasoku.distributed.ddp.bucketing import Planned, Policy, table
+from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
+from kasoku.distributed.ddp.bucket_plan import Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reduce, Reducer
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel
-from kasoku.distributed.ddp.gradient_buckets import Bucket, BucketLayout
 from kasoku.distributed.ddp.layer_index import LayerIndex
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.distributed.ddp.all_reduce import start_equal
-from kasoku.distributed.ddp.bucketing import Planned, Policy, table
+from kasoku.distributed.ddp.bucket_plan import Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reducer
 from kasoku.distributed.ddp.engine import Engine
 from kasoku.distributed.ddp.step_profiler import StepProfiler

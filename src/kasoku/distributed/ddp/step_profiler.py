@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Work
-from kasoku.distributed.ddp.bucketing import MIB, Planned, cut, search
+from kasoku.distributed.ddp.bucket_plan import MIB, Planned, cut, search
 from kasoku.distributed.ddp.compression import Reduce
 from kasoku.distributed.ddp.cost_model import Sized
 from kasoku.distributed.ddp.engine import Engine, StepListener
