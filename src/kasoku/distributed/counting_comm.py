@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,23 +20,11 @@ from torch import Tensor
 from kasoku.core import Clock, Comm, Wall, Work
 
 T = TypeVar("T")
-Label = tuple[str, int, object]  # a collective's name, its elements (-1: unknown), their type
+Label = tuple[str, int, object, int]  # a collective's name, its elements (-1: unknown), their type, its number
 Names = Callable[[Sequence[int]], str]  # of ranks
 # What a rank does, as the first byte of its heartbeat.
 STARTING, STEPPING, BUSY, STALLED = b"n", b"r", b"b", b"s"
 _KEPT = 64  # labels of the last collectives
-
-
-class Heartbeat(Protocol):
-    """Reports an Activity to the other ranks."""
-
-    def close(self, failed: str) -> None:
-        """Announces the end of this rank, or its failure."""
-        ...
-
-    def wait_for_verdict(self) -> None:
-        """Waits as long as it may take to name a death."""
-        ...
 
 
 class Activity:
@@ -51,9 +39,9 @@ class Activity:
         self.hang_timeout_s = hang_timeout_s
         self._clock = clock or Wall()
         self.steps = 0
-        self.counts: list[_Count] = []
+        self.counts: list[CountingComm] = []
         self.spans: list[str] = []  # of busy, the innermost last
-        self.heartbeat: Heartbeat | None = None
+        self.heartbeat: Any = None  # a StoreHeartbeat, which reports this to the other ranks
         self._last_step, self._busy_until = self._clock.now(), math.inf
         self._durations_s: deque[float] = deque(maxlen=64)
 
@@ -113,83 +101,6 @@ class Activity:
         return {"step": self.steps, "busy": [*self.spans], "idle_s": round(idle_s, 1), "counts": counts}
 
 
-class _Count:
-    """The collectives of one channel, counted."""
-
-    __slots__ = ("activity", "finished", "labels", "name", "started", "waiting")
-
-    def __init__(self, activity: Activity) -> None:
-        self.activity = activity
-        self.name = f" on channel {len(activity.counts)}" if activity.counts else ""
-        self.started = self.finished = 0
-        self.labels: list[Label] = [("", -1, None)] * _KEPT  # by number, modulo
-        self.waiting: _CountedWork | None = None
-        activity.counts.append(self)
-
-    def start(self, what: str, x: Tensor | None = None) -> int:
-        """Counts a collective and returns its number."""
-        number = self.started + 1
-        self.labels[number % _KEPT] = (what, -1, None) if x is None else (what, x.numel(), x.dtype)
-        self.started = number
-        return number
-
-    def report(self, *, labels: bool) -> dict[str, Any]:
-        waiting, low = self.waiting, max(1, self.started - _KEPT + 1)
-        known = [*range(low, self.started + 1)] if labels else [n for n in (self.started, self.finished) if n >= low]
-        return {
-            "started": self.started,
-            "finished": self.finished,
-            "waits": _text(waiting.label or self.labels[waiting.number % _KEPT], waiting.number) if waiting else "",
-            "labels": {str(n): _text(self.labels[n % _KEPT], n) for n in known},
-        }
-
-
-def _text(label: Label, number: int) -> str:
-    what, elements, dtype = label
-    size = f" of {elements} {str(dtype).removeprefix('torch.')}" if elements >= 0 else ""
-    return f"{what} #{number}{size}" if number else f"{what}{size}"
-
-
-class _CountedWork:
-    """A collective under way. If it fails, it waits for the verdict first: usually another rank is the cause."""
-
-    __slots__ = ("count", "inner", "label", "number")
-
-    def __init__(self, inner: Work, count: _Count, number: int, label: Label | None = None) -> None:
-        self.inner, self.count, self.number, self.label = inner, count, number, label
-
-    def done(self) -> bool:
-        return self.inner.done()
-
-    def wait(self) -> None:
-        count = self.count
-        noted = self.number > 0 or threading.current_thread() is threading.main_thread()  # server threads always wait
-        if noted:
-            count.waiting = self
-        try:
-            self.inner.wait()
-        except RuntimeError:
-            count.activity.wait_for_verdict()
-            raise
-        if noted:
-            count.waiting = None
-        if self.number > count.finished:
-            count.finished = self.number
-
-
-class _BlockingCall:
-    """A call that waits by itself, as a Work."""
-
-    def __init__(self, f: Callable[[], object]) -> None:
-        self.f = f
-
-    def done(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        self.f()
-
-
 class CountingComm(Comm):
     """A Comm that counts its collectives, so that a line can name the stragglers; `activity` takes the steps.
 
@@ -199,53 +110,114 @@ class CountingComm(Comm):
     def __init__(self, inner: Comm, activity: Activity) -> None:
         self.inner, self.activity = inner, activity
         self.rank, self.size, self.clock, self.thread_safe = inner.rank, inner.size, inner.clock, inner.thread_safe
-        self._count = _Count(activity)
+        self.name = f" on channel {len(activity.counts)}" if activity.counts else ""
+        self.started = self.finished = 0
+        self._labels: list[Label] = [("", -1, None, 0)] * _KEPT  # by number, modulo
+        self._waiting: Label | None = None
+        activity.counts.append(self)
 
-    def _begin(self, f: Callable[[], Work], number: int, label: Label | None = None) -> Work:
+    def report(self, *, labels: bool) -> dict[str, Any]:
+        """The counts, the collective that this rank waits for, and the last collectives by number."""
+        waiting, low = self._waiting, max(1, self.started - _KEPT + 1)
+        known = [*range(low, self.started + 1)] if labels else [n for n in (self.started, self.finished) if n >= low]
+        return {
+            "started": self.started,
+            "finished": self.finished,
+            "waits": _text(waiting) if waiting else "",
+            "labels": {str(n): _text(self._labels[n % _KEPT]) for n in known},
+        }
+
+    def _count(self, what: str, x: Tensor | None = None) -> Label:
+        number = self.started + 1
+        label = (what, -1, None, number) if x is None else (what, x.numel(), x.dtype, number)
+        self._labels[number % _KEPT] = label
+        self.started = number
+        return label
+
+    def _start(self, label: Label, f: Callable[[], Work]) -> Work:
         try:
-            return _CountedWork(f(), self._count, number, label)
+            return _CountedWork(f(), self, label)
         except RuntimeError:
             self.activity.wait_for_verdict()
             raise
 
+    @contextmanager
+    def waiting(self, label: Label) -> Iterator[None]:
+        """Notes that this rank waits. If the wait fails, waits for the verdict: usually another rank is the cause."""
+        number = label[3]
+        noted = number > 0 or threading.current_thread() is threading.main_thread()  # server threads always wait
+        if noted:
+            self._waiting = label
+        try:
+            yield
+        except RuntimeError:
+            self.activity.wait_for_verdict()
+            raise
+        if noted:
+            self._waiting = None
+        self.finished = max(self.finished, number)
+
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
-        return self._begin(lambda: self.inner.all_reduce(x, op=op), self._count.start("all_reduce", x))
+        return self._start(self._count("all_reduce", x), lambda: self.inner.all_reduce(x, op=op))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        return self._begin(lambda: self.inner.reduce_scatter(out, x), self._count.start("reduce_scatter", x))
+        return self._start(self._count("reduce_scatter", x), lambda: self.inner.reduce_scatter(out, x))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._begin(lambda: self.inner.all_gather(out, x), self._count.start("all_gather", out))
+        return self._start(self._count("all_gather", out), lambda: self.inner.all_gather(out, x))
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        return self._begin(lambda: self.inner.all_to_all(out, x), self._count.start("all_to_all", x))
+        return self._start(self._count("all_to_all", x), lambda: self.inner.all_to_all(out, x))
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
-        return self._begin(lambda: self.inner.send(x, to=to, tag=tag), 0, (f"send to rank {to}", x.numel(), x.dtype))
+        label = (f"send to rank {to}", x.numel(), x.dtype, 0)
+        return self._start(label, lambda: self.inner.send(x, to=to, tag=tag))
 
     def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
-        label = (f"receive from rank {source}", x.numel(), x.dtype)
-        return self._begin(lambda: self.inner.receive(x, source=source, tag=tag), 0, label)
+        label = (f"receive from rank {source}", x.numel(), x.dtype, 0)
+        return self._start(label, lambda: self.inner.receive(x, source=source, tag=tag))
 
     def broadcast_object(self, thing: T, *, root: int = 0) -> T:
-        return self._call("broadcast_object", lambda: self.inner.broadcast_object(thing, root=root))
+        with self.waiting(self._count("broadcast_object")):
+            return self.inner.broadcast_object(thing, root=root)
 
     def gather_objects(self, thing: T) -> list[T]:
-        return self._call("gather_objects", lambda: self.inner.gather_objects(thing))
-
-    def _call(self, what: str, f: Callable[[], T]) -> T:
-        result: list[T] = []
-        _CountedWork(_BlockingCall(lambda: result.append(f())), self._count, self._count.start(what)).wait()
-        return result[0]
+        with self.waiting(self._count("gather_objects")):
+            return self.inner.gather_objects(thing)
 
     def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
-        return self._call("sub", lambda: self.inner.sub(groups))
+        with self.waiting(self._count("sub")):
+            return self.inner.sub(groups)
 
     def warm(self, device: torch.device, *, channels: int = 0) -> None:
-        self._call("warm", lambda: self.inner.warm(device, channels=channels))
+        with self.waiting(self._count("warm")):
+            self.inner.warm(device, channels=channels)
 
     def channel(self, *, patient: bool = False) -> CountingComm:
-        return CountingComm(self._call("channel", lambda: self.inner.channel(patient=patient)), self.activity)
+        with self.waiting(self._count("channel")):
+            return CountingComm(self.inner.channel(patient=patient), self.activity)
+
+
+class _CountedWork:
+    """A collective or a message under way."""
+
+    __slots__ = ("comm", "inner", "label")
+
+    def __init__(self, inner: Work, comm: CountingComm, label: Label) -> None:
+        self.inner, self.comm, self.label = inner, comm, label
+
+    def done(self) -> bool:
+        return self.inner.done()
+
+    def wait(self) -> None:
+        with self.comm.waiting(self.label):
+            self.inner.wait()
+
+
+def _text(label: Label) -> str:
+    what, elements, dtype, number = label
+    size = f" of {elements} {str(dtype).removeprefix('torch.')}" if elements >= 0 else ""
+    return f"{what} #{number}{size}" if number else f"{what}{size}"
 
 
 _ABSENT: dict[str, Any] = {"started": 0, "finished": 0, "waits": "", "labels": {}}
@@ -265,12 +237,9 @@ def describe_stragglers(reports: Sequence[Mapping[str, Any]], names: Names) -> s
             waiting = [rank for rank in ahead if counts[rank]["waits"] == label]
             does = f"{names([waiting[0]])} waits in" if waiting else f"{names([ahead[0]])} has started"
             candidates.append((not waiting, f"{names(late)} {_have(late)} not joined {label}{channel}, which {does}"))
-    return min(candidates)[1] if candidates else _describe_equal(reports, names)
-
-
-def _describe_equal(reports: Sequence[Mapping[str, Any]], names: Names) -> str:
-    """The same if all ranks have started the same collectives."""
-    waits: dict[int, str] = {}
+    if candidates:
+        return min(candidates)[1]
+    waits: dict[int, str] = {}  # all ranks have started the same collectives
     for rank, report in enumerate(reports):
         for channel, count in report["counts"].items():
             if count["waits"]:

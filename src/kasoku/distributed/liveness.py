@@ -1,9 +1,9 @@
 """The failure detector: names a rank that died or hangs, and decides how the other ranks continue.
 
-Note: two policies. Under `kasoku train`, a death or a hang ends all ranks (EndAll), with one line on each and exit
+Note: two policies. Under `kasoku train`, a death or a hang ends all ranks, with one line on each and exit
 code 4; a launcher starts them again, and they resume from the last checkpoint. A training loop of the user's own with
-Asynchronous goes on without the dead rank (GoOn), as its collectives are the user's. A comm that a Watchdog started
-has the first policy, any other the second.
+Asynchronous goes on without the dead rank, as its collectives are the user's. A comm that a Watchdog started has the
+first policy, any other the second (async_sgd/peers.py: Peers.lose).
 
 Note: two transports. A Watchdog's heartbeats go through a store, two requests a rank and beat. A thread of each rank
 writes a heartbeat under the rank's own key, over a connection of its own, so it does not stop while the training waits
@@ -31,7 +31,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -52,22 +52,20 @@ class LostRankError(RuntimeError):
 
 
 class Detector:
-    """Judges from heartbeats which ranks are dead and whether the ranks hang. It has no thread, clock or connection.
+    """Judges from heartbeats which ranks are dead. It has no thread, clock or connection.
 
     Args:
         ranks: to watch.
         patience: a rank is dead after this many beats without a new heartbeat from it.
-        now: the time.
         grouped: if one rank is dead, ranks that have been silent for one beat less are dead too, so that ranks that
             die together are named together.
     """
 
-    def __init__(self, ranks: Sequence[int], patience: int, now: float = 0.0, *, grouped: bool = False) -> None:
+    def __init__(self, ranks: Sequence[int], patience: int, *, grouped: bool = False) -> None:
         self.ranks, self.patience = [*ranks], patience
         self.last = dict.fromkeys(self.ranks, b"")  # heartbeats
         self.silent = dict.fromkeys(self.ranks, 0)  # beats of our own since a rank's last new heartbeat
         self._company = int(grouped)
-        self._last_busy = now  # until then the other ranks waited for a reason
 
     def beat(self) -> None:
         """Counts a beat of our own."""
@@ -78,13 +76,6 @@ class Detector:
         """Takes in a new heartbeat."""
         self.last[rank], self.silent[rank] = heartbeat, 0
 
-    def read(self, heartbeats: Sequence[bytes]) -> None:
-        """Takes in one reading of all ranks; a heartbeat that was read before is not new."""
-        self.beat()
-        for rank, heartbeat in zip(self.ranks, heartbeats, strict=True):
-            if heartbeat != self.last[rank]:
-                self.heard(rank, heartbeat)
-
     def living(self) -> list[int]:
         """The ranks that have not been silent for too long."""
         return [rank for rank in self.ranks if self.silent[rank] < self.patience - self._company]
@@ -94,53 +85,6 @@ class Detector:
         ended = {rank for rank, last in self.last.items() if last[:1] in (ENDED, INFORMED)}
         silent = [rank for rank in self.ranks if rank not in {*self.living(), *ended}]
         return silent if any(self.silent[rank] >= self.patience for rank in silent) else []
-
-    def hangs(self, own: bytes, now: float, limit_s: float) -> bool:
-        """Whether a rank is stalled and none has been busy for `limit_s`; `own`: the state of the rank that watches."""
-        states = {own, *(heartbeat[:1] for heartbeat in self.last.values())}
-        if states & {STARTING, BUSY}:
-            self._last_busy = now
-        return STALLED in states and now - self._last_busy >= limit_s
-
-
-class Membership(Protocol):
-    """The ranks that a policy acts on."""
-
-    def remove(self, rank: int, why: str) -> None:
-        """Goes on without a rank."""
-
-    def fail(self, error: Exception) -> None:
-        """Ends all waits; from then on every call raises `error`."""
-
-
-class GoOn:
-    """The policy of a user's own loop: the other ranks go on without a dead one. A hang is not detected."""
-
-    def died(self, ranks: Membership, rank: int, why: str) -> None:
-        """Acts on a death; called once a rank."""
-        ranks.remove(rank, why)
-
-
-class EndAll:
-    """The policy of `kasoku train`: the watchdog's verdict ends this process; nothing recovers meanwhile."""
-
-    def __init__(self, activity: Activity) -> None:
-        self._activity = activity
-
-    def died(self, ranks: Membership, rank: int, why: str) -> None:
-        """Acts on a death; called once a rank."""
-
-        def wait_for_verdict() -> None:
-            self._activity.wait_for_verdict()
-            ranks.fail(LostRankError(f"rank {rank} died: {why}"))  # the watchdog has seen nothing
-
-        threading.Thread(target=wait_for_verdict, name="kasoku waits for the verdict", daemon=True).start()
-
-
-def policy_of(comm: Comm) -> GoOn | EndAll:
-    """How the ranks of a comm take a death: EndAll if a Watchdog watches over them."""
-    activity: Activity | None = comm.activity
-    return GoOn() if activity is None or activity.heartbeat is None else EndAll(activity)
 
 
 def end_process(line: str) -> None:
@@ -183,23 +127,19 @@ class Watchdog:
         """
         activity = Activity(self.hang_timeout_s, comm.clock)
         if comm.size > 1:
-            heartbeat = StoreHeartbeat(self, activity, comm, _connect(store), "{}:{}".format(*store))
-            heartbeat.start()
-            activity.heartbeat = heartbeat
+            host, port = store
+            client = dist.TCPStore  # type: ignore[attr-defined]
+            try:
+                connected = client(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+            except RuntimeError as error:
+                line = " ".join(str(error).split())[:200]
+                raise InputError(
+                    f"the store at {host}:{port} does not answer ({line}): give host and port of rank 0's TCPStore "
+                    "(MASTER_ADDR, MASTER_PORT)"
+                ) from error
+            activity.heartbeat = StoreHeartbeat(self, activity, comm, connected, f"{host}:{port}")
+            activity.heartbeat.start()
         return CountingComm(comm, activity)
-
-
-class KeyValueStore(Protocol):
-    """The three requests of a `torch.distributed.TCPStore` that the heartbeats need."""
-
-    def set(self, key: str, value: str) -> None:
-        """Stores a value."""
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of several keys."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Replaces `expected` by `desired`, if it is stored; returns the value afterwards."""
 
 
 class StoreHeartbeat:
@@ -209,11 +149,11 @@ class StoreHeartbeat:
         settings: of the watch.
         activity: of this rank's training.
         comm: of the ranks; gives the clock.
-        store: that all ranks share.
+        store: a `torch.distributed.TCPStore` that all ranks share, or its set, multi_get and compare_set.
         address: of the store, for messages.
     """
 
-    def __init__(self, settings: Watchdog, activity: Activity, comm: Comm, store: KeyValueStore, address: str) -> None:
+    def __init__(self, settings: Watchdog, activity: Activity, comm: Comm, store: Any, address: str) -> None:
         self.settings, self.activity, self.store, self.address = settings, activity, store, address
         self.rank, self.clock = comm.rank, comm.clock
         name = f"kasoku/{comm.broadcast_object(uuid.uuid4().hex)}"  # a store may outlive a training
@@ -222,7 +162,8 @@ class StoreHeartbeat:
         self.process = f"host {socket.gethostname()}, pid {os.getpid()}"
         patience = round(settings.dead_s / settings.beat_s)
         watched = range(1, comm.size) if self.rank == 0 else [0]
-        self.detector = Detector(watched, patience, self.clock.now(), grouped=True)
+        self.detector = Detector(watched, patience, grouped=True)
+        self._last_busy = self.clock.now()  # until then the other ranks waited for a reason
         self.beats = self.answers = 0
         self.failed = ""
         self.closing, self.over, self.reported = threading.Event(), threading.Event(), threading.Lock()
@@ -233,16 +174,17 @@ class StoreHeartbeat:
 
     def start(self) -> None:
         """Starts the two threads: one beats and watches, one notices a silent store."""
-        for f in (self._watch, self._guard):
-            threading.Thread(target=f, name=f"kasoku {f.__name__.strip('_')}", daemon=True).start()
 
-    def _watch(self) -> None:
-        for pause_s in self.watch():
-            time.sleep(pause_s) if self.closing.is_set() else self.closing.wait(pause_s)
+        def watch() -> None:
+            for pause_s in self.watch():
+                time.sleep(pause_s) if self.closing.is_set() else self.closing.wait(pause_s)
 
-    def _guard(self) -> None:
-        for pause_s in self.guard():
-            self.over.wait(pause_s)
+        def guard() -> None:
+            for pause_s in self.guard():
+                self.over.wait(pause_s)
+
+        for f in (watch, guard):
+            threading.Thread(target=f, name=f"kasoku {f.__name__}", daemon=True).start()
 
     def watch(self) -> Iterator[float]:
         """Beats and watches until the end; yields how many seconds to wait before it is resumed."""
@@ -300,10 +242,17 @@ class StoreHeartbeat:
 
     def judge(self, heartbeats: Sequence[bytes]) -> str:
         """The line for the fault that these heartbeats show; empty if there is none."""
-        self.detector.read(heartbeats)
-        if dead := self.detector.dead():
-            return self.death(dead, self.detector.last[dead[0]])
-        if self.rank > 0 or not self.detector.hangs(self.activity.state(), self.clock.now(), self.activity.limit_s):
+        detector, now = self.detector, self.clock.now()
+        detector.beat()
+        for rank, heartbeat in zip(detector.ranks, heartbeats, strict=True):
+            if heartbeat != detector.last[rank]:
+                detector.heard(rank, heartbeat)
+        if dead := detector.dead():
+            return self.death(dead, detector.last[dead[0]])
+        states = {self.activity.state(), *(heartbeat[:1] for heartbeat in heartbeats)}
+        if states & {STARTING, BUSY}:
+            self._last_busy = now
+        if self.rank > 0 or STALLED not in states or now - self._last_busy < self.activity.limit_s:
             return ""
         reports = [self.activity.report(), *(json.loads(heartbeat[1:]) for heartbeat in heartbeats)]
         idle_s = max(report["idle_s"] for report in reports)
@@ -361,16 +310,3 @@ class StoreHeartbeat:
     def wait_for_verdict(self) -> None:
         """Waits as long as it may take to name a death."""
         self.over.wait(self.settings.dead_s + 5 * self.settings.beat_s)
-
-
-def _connect(address: tuple[str, int]) -> Any:  # a KeyValueStore
-    try:
-        host, port = address
-        client = dist.TCPStore  # type: ignore[attr-defined]
-        return client(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
-    except RuntimeError as error:
-        line = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"the store at {address[0]}:{address[1]} does not answer ({line}): give host and port of rank 0's TCPStore "
-            "(MASTER_ADDR, MASTER_PORT)"
-        ) from error

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Comm, InputError, Work
-from kasoku.distributed.liveness import ENDED, Detector, policy_of
+from kasoku.distributed.counting_comm import Activity
+from kasoku.distributed.liveness import ENDED, Detector, LostRankError
 
 BEAT_S, DEAD_S = 1.0, 5.0
 _SLOWEST_S = 10.0  # the pause between beats of many ranks; three of them in silence are a death
@@ -128,7 +129,8 @@ class Peers:
         # Of the current attempt of a sync point (survivors.py): its number, its ranks, and the deaths before it.
         self.attempt, self.attempt_ranks, self.attempt_deaths = 0, list[int](), 0
         self.first_attempt = 0
-        self._policy = policy_of(comm)
+        activity: Activity | None = comm.activity
+        self._watched = activity if activity is not None and activity.heartbeat is not None else None
         self._beat_s = min(_SLOWEST_S, BEAT_S * max(1.0, comm.size / 8))  # as each rank sends to all the rest
         self._dead_s = max(DEAD_S, 3 * self._beat_s)
         self._detector = Detector([], 1)
@@ -136,7 +138,7 @@ class Peers:
         self._attempted: list[Pending] = []
         self._listening: dict[int, threading.Thread] = {}
         self._failure: Exception | None = None
-        self._suspects: set[int] = set()  # dead, as the policy knows
+        self._suspects: set[int] = set()  # taken for dead; `dead` are those that this rank goes on without
         self._ended = False
         self._ending = threading.Event()
 
@@ -231,15 +233,24 @@ class Peers:
     # ---- deaths
 
     def lose(self, rank: int, why: str) -> None:
-        """Takes a rank for dead, unless it ended before; the policy of the comm decides what happens then."""
+        """Takes a rank for dead, unless it ended before: goes on without it, or ends where a Watchdog watches."""
         with self.changed:
             ended = rank == self.comm.rank or self.reports[rank][1]
             if rank in self._suspects or self._failure or ended:
                 return
             self._suspects.add(rank)
-        self._policy.died(self, rank, why)
 
-    def remove(self, rank: int, why: str) -> None:
+        def wait_for_verdict(watched: Activity) -> None:
+            watched.wait_for_verdict()  # usually it ends the process; nothing recovers meanwhile
+            self.fail(LostRankError(f"rank {rank} died: {why}"))
+
+        if self._watched is None:
+            self._remove(rank, why)
+        else:
+            name = "kasoku waits for the verdict"
+            threading.Thread(target=wait_for_verdict, args=(self._watched,), name=name, daemon=True).start()
+
+    def _remove(self, rank: int, why: str) -> None:
         """Goes on without a rank: ends the waits for it and informs the other ranks."""
         with self.changed:
             self.dead[rank] = why
