@@ -20,6 +20,7 @@ class ClipValue(Technique):
     """Keeps every element of every gradient within +-limit."""
 
     stage: ClassVar[Stage] = Stage.STEP
+    needs_whole_gradients: ClassVar[bool] = True
 
     limit: float = 0.01
 
@@ -29,7 +30,6 @@ class ClipValue(Technique):
 
     def apply(self, job: Job) -> None:
         """Acts when the loop calls `optimizer.step()`, after gradients were averaged over ranks and unscaled."""
-        job.needs_all = True
 
         def clip() -> None:
             for p in job.model.parameters():

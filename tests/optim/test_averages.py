@@ -107,7 +107,7 @@ def test_clip_bounds_the_common_norm():
     found = []
     job.after_update(lambda params: found.append(torch.cat([p.grad.flatten() for p in params]).norm().item()))
     train(job, 3)
-    assert job.needs_all
+    assert job.needs_whole_gradients
     assert found == pytest.approx([0.01] * 3, rel=1e-3)
 
 

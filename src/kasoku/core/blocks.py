@@ -2,24 +2,15 @@
 
 from torch import nn
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList)
 
-
-def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The model's blocks with their dotted names, in order of definition.
+def blocks(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The model's blocks with their dotted names after `prefix`, in order of definition.
 
     A child of the model is a block; a container (Sequential, ModuleList) whose children are modules with children of
     their own (a stage of residual blocks) is opened instead.
     """
     result: list[tuple[str, nn.Module]] = []
-
-    def visit(prefix: str, module: nn.Module) -> None:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if isinstance(child, _CONTAINERS) and any(len(list(c.children())) for c in child.children()):
-                visit(path + ".", child)
-            else:
-                result.append((path, child))
-
-    visit("", model)
+    for name, child in model.named_children():
+        stage = isinstance(child, nn.Sequential | nn.ModuleList) and any(len(list(c.children())) for c in child)
+        result += blocks(child, f"{prefix}{name}.") if stage else [(f"{prefix}{name}", child)]
     return result

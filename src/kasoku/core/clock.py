@@ -11,14 +11,12 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Seconds on this clock; only differences mean anything."""
-        ...
 
 
 class Wall:
     """The real clock (time.perf_counter)."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary moment."""
         return time.perf_counter()
 
 

@@ -19,11 +19,9 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Returns when the result may be read; may be called again."""
-        ...
 
     def done(self) -> bool:
         """True when `wait()` would return at once."""
-        ...
 
 
 class Comm(Protocol):
@@ -44,42 +42,33 @@ class Comm(Protocol):
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
         """Every rank's x becomes the sum (or "mean", "max") over ranks."""
-        ...
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         """Out becomes this rank's part of the sum over ranks; x has size * len(out) elements."""
-        ...
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         """Out becomes the parts x of all ranks, in rank order."""
-        ...
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
         """Sends x to one rank, which receives it by the same tag."""
-        ...
 
     def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
         """Receives the messages of `source` with this tag, in the order in which they were sent."""
-        ...
 
     def broadcast_object(self, thing: T, *, root: int = 0) -> T:
         """The root's object, on every rank; waits."""
-        ...
 
     def gather_objects(self, thing: T) -> list[T]:
         """Every rank's object in rank order, on every rank; waits."""
-        ...
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
         """Out becomes part `rank` of every rank's x, in rank order; x has `size` equal parts."""
-        ...
 
     def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
         """The ranks of this rank's group, with a queue of their own.
 
         All ranks pass the same groups, which are disjoint and hold every rank, in the same order of calls.
         """
-        ...
 
     def channel(self, *, patient: bool = False) -> Comm:
         """The same ranks with a queue of its own: its collectives do not wait for those of this one.

@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,6 @@ import torch
 from torch import Tensor
 
 from kasoku.core.torch_internals import cpu_computes_bf16
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def computes_bf16(device: torch.device) -> bool:
@@ -45,10 +44,21 @@ def is_dense(x: Tensor) -> bool:
     return True
 
 
-def cores(cgroup: Path = _CGROUP) -> int:
+def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """The cores of the process's affinity mask, or fewer where a cgroup (a container) limits its time."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min(allowed, _quota(cgroup))))
+    allowed: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:  # version 2: "max 100000" or "150000 100000"
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:  # version 1: -1 is no limit
+            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu/cpu.cfs_period_us").read_text()
+        except OSError:
+            return int(allowed)
+    with suppress(ValueError):
+        if int(quota) > 0:
+            allowed = min(allowed, int(quota) / int(period))
+    return max(1, math.ceil(allowed))
 
 
 def resident_bytes() -> int:
@@ -57,17 +67,3 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
-
-
-def _quota(cgroup: Path) -> float:
-    try:  # version 2: "max 100000" or "150000 100000"
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        return math.inf if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:  # version 1: -1 is no limit
-        quota_us = int((cgroup / "cpu/cpu.cfs_quota_us").read_text())
-        period_us = int((cgroup / "cpu/cpu.cfs_period_us").read_text())
-        return quota_us / period_us if quota_us > 0 else math.inf
-    except (OSError, ValueError):
-        return math.inf

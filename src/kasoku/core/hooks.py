@@ -16,8 +16,3 @@ def ignores_values(hook: F) -> F:
     """
     hook.ignores_values = True  # type: ignore[attr-defined]
     return hook
-
-
-def declares_no_values(hook: Any) -> bool:
-    """Whether a hook was declared by `ignores_values`."""
-    return getattr(hook, "ignores_values", False) is True

@@ -12,25 +12,35 @@ communicate are applied last, and have finished before one that reads all gradie
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from kasoku.core.clock import Clock
 from kasoku.core.comm import Comm, Solo
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.job_state import EpochProgress, KeptState, Patches, Stateful
 from kasoku.core.partial_step import Hyper, partial_step
 from kasoku.core.technique import Technique
 from kasoku.core.trace import Trace
 
 Batch = tuple[Tensor, Tensor]
 Around = Callable[[], AbstractContextManager[object]]
+
+
+class Stateful(Protocol):
+    """An object whose state a checkpoint can hold, as plain values and tensors."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain values and tensors."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Restores the state that `state_dict` returned."""
 
 
 class Batches:
@@ -56,6 +66,12 @@ class Job:
         loss: (outputs, y) -> scalar.
         comm: the collectives between ranks; one rank by default.
         accumulate: backward passes before each `optimizer.step()`.
+
+    Attributes:
+        steps: optimizer steps so far.
+        needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
+        patched: (object, name, old value) of each attribute that `patch` has set; ... stands for no old value.
+        first_hook: number of torch's next hook when the job was built: techniques register that one and later ones.
     """
 
     def __init__(
@@ -75,9 +91,12 @@ class Job:
         self.loader = loader
         self.comm: Comm = comm or Solo()
         self.accumulate = accumulate
-        self.trace = Trace(self.comm.clock, rank=self.comm.rank)
-        self.patches = Patches()
-        self.needs_all = False  # set by techniques that need all gradients before any update
+        self.clock = self.comm.clock
+        self.trace = Trace(self.clock, rank=self.comm.rank)
+        self.steps = 0
+        self.needs_whole_gradients = False
+        self.patched: list[tuple[object, str, object]] = []
+        self.first_hook: int = RemovableHandle.next_id
         self.applied: list[Technique] = []
         self.documents: dict[str, Callable[[], object]] = {}
         self._make_optimizer = optimizer
@@ -85,8 +104,9 @@ class Job:
         self._depth = 0
         self._stepping: list[Tensor] = []
         self._backwards: dict[Tensor, int] = {}  # how many each parameter has had since the last step
-        self._progress = EpochProgress()
-        self._kept = KeptState()
+        self._since = (0, 0.0)  # steps and epochs when the length of an epoch last changed
+        self._kept: dict[str, Stateful] = {}
+        self._undo = ExitStack()
         self._on_gradient: list[Callable[[Tensor], None]] = []
         self._on_step: list[Callable[[], None]] = []
         self._on_update: list[Callable[[Sequence[Tensor]], None]] = []
@@ -114,23 +134,10 @@ class Job:
         return getattr(self.loader, "plain", self.loader)
 
     @property
-    def clock(self) -> Clock:
-        """The clock of this job."""
-        return self.comm.clock
-
-    @property
     def progress(self) -> float:
         """Epochs so far, by the number of steps: the argument of every Schedule."""
-        return self._progress.epochs(self.accumulate, len(self.loader))  # type: ignore[arg-type]
-
-    @property
-    def steps(self) -> int:
-        """Steps so far."""
-        return self._progress.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._progress.steps = steps
+        steps, epochs = self._since
+        return epochs + (self.steps - steps) * self.accumulate / max(1, len(self.loader))  # type: ignore[arg-type]
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter, to be changed in place; empty while there is no optimizer or state."""
@@ -192,6 +199,7 @@ class Job:
                 name, late = type(technique).__name__, type(self.applied[-1]).__name__
                 raise InputError(f"technique {name} comes before {late}: give both to one call of apply")
         for technique in ordered:
+            self.needs_whole_gradients |= technique.needs_whole_gradients
             technique.apply(self)
             self.applied.append(technique)
         return self
@@ -206,13 +214,13 @@ class Job:
         Raises:
             InputError: for an optimizer with state outside `state[p]`, which this would change for all parameters.
         """
-        self.updated(partial_step(self.optimizer, set(params), hyper))
+        self.run_after_update(partial_step(self.optimizer, set(params), hyper))
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of one batch; its loss is divided by `accumulate`, so that a step takes the mean."""
         (loss / self.accumulate if self.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
 
-    def updated(self, params: Sequence[Tensor]) -> None:
+    def run_after_update(self, params: Sequence[Tensor]) -> None:
         """Runs the `after_update` hooks. Techniques that update parameters without `update` call it."""
         if params:
             for f in self._on_update:
@@ -227,11 +235,11 @@ class Job:
         """Keeps `progress` as it is while the body changes the loader's length or `accumulate`."""
         since = (self.steps, self.progress)
         yield
-        self._progress.since = since
+        self._since = since
 
     def set_progress(self, epochs: float) -> None:
         """Sets `progress`: asynchronous ranks count the epochs of all ranks together."""
-        self._progress.since = (self.steps, epochs)
+        self._since = (self.steps, epochs)
 
     def drain(self) -> None:
         """Finishes all pending updates; call it before reading parameters."""
@@ -245,14 +253,9 @@ class Job:
         `renew_statistics`: False skips each `around_evaluation` that renews BatchNorm's, to measure its effect.
         """
         self.drain()
-        modes = [(m, m.training) for m in self.model.modules()]
-
-        def put_back() -> None:
-            for module, training in modes:
-                module.training = training
-
         with ExitStack() as stack, torch.no_grad():
-            stack.callback(put_back)
+            for module in self.model.modules():
+                stack.callback(setattr, module, "training", module.training)
             for renews_statistics, f in self._on_evaluate:
                 if renew_statistics or not renews_statistics:
                     stack.enter_context(f())
@@ -261,8 +264,10 @@ class Job:
 
     def keep(self, name: str, stateful: Stateful) -> None:
         """Puts the state of an object into every checkpoint, as `name`."""
-        self._kept.add(name, stateful)
-        self.undo(lambda: self._kept.parts.pop(name))
+        if name in self._kept:
+            raise ValueError(f"keep({name!r}): the name is taken; give the part another one")
+        self._kept[name] = stateful
+        self.undo(lambda: self._kept.pop(name))
 
     def document(self, name: str, build: Callable[[], object]) -> None:
         """Adds a JSON file to the run folder; it is built when the training ends."""
@@ -271,26 +276,33 @@ class Job:
 
     def kept(self, name: str) -> Any:
         """The object that `keep` added as `name`."""
-        return self._kept.parts[name]
+        return self._kept[name]
 
     def patch(self, thing: object, name: str, value: object) -> None:
         """Sets an attribute until `close()`."""
-        self.patches.set(thing, name, value)
+        own = vars(thing) if hasattr(thing, "__dict__") else {}
+        self.patched.append((thing, name, own.get(name, ...)))
+        if name in own:
+            self.undo(functools.partial(setattr, thing, name, own[name]))
+        else:
+            self.undo(lambda: delattr(thing, name))
+        setattr(thing, name, value)
 
     def undo(self, f: Callable[[], object]) -> None:
         """Calls f() at `close()`, last first."""
-        self.patches.undo(f)
+        self._undo.callback(f)
 
     def close(self) -> None:
         """Drains, removes all techniques, and leaves the user's objects as they were before the job."""
         if self._optimizer is not None:
             self.drain()
-        self.patches.close()
+        self._undo.close()
+        self.patched.clear()
         for hooks in (self._on_gradient, self._on_step, self._on_update, self._on_stepped, self._on_drain):
             hooks.clear()
         self._on_evaluate.clear()
         self.applied.clear()
-        self.needs_all = False
+        self.needs_whole_gradients = False
 
     # ---- checkpoints
 
@@ -300,15 +312,17 @@ class Job:
         loader = self.plain_loader
         return {
             "steps": self.steps,
-            "since": list(self._progress.since),
+            "since": list(self._since),
             "optimizer": self.optimizer.state_dict(),
             "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
-            "kept": self._kept.state_dict(),
+            "kept": {name: part.state_dict() for name, part in self._kept.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. Apply the techniques first; raises InputError if they are other ones."""
-        self._kept.check(state["kept"])
+        kept = state["kept"]
+        if set(kept) != set(self._kept):
+            raise InputError(f"checkpoint keeps {sorted(kept)}, this job keeps {sorted(self._kept)}: use its recipe")
         theirs, ours = (
             [(len(group["params"]), sorted(group)) for group in groups]
             for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
@@ -319,8 +333,9 @@ class Job:
         for p, values in self.optimizer.state.items():
             values.update({k: laid_out_like(p, x) for k, x in values.items()})
         self.steps = state["steps"]
-        self._progress.since = (int(state["since"][0]), float(state["since"][1]))
-        self._kept.load_state_dict(state["kept"])
+        self._since = (int(state["since"][0]), float(state["since"][1]))
+        for name, part in self._kept.items():
+            part.load_state_dict(kept[name])
         if state["loader"]:  # after the techniques, which may set its length
             self.plain_loader.load_state_dict(state["loader"])
 
@@ -350,6 +365,6 @@ class Job:
         self._depth -= 1
         if self._depth == 0:
             self.steps += 1
-            self.updated(self._stepping)
+            self.run_after_update(self._stepping)
             for f in self._on_stepped:
                 f()

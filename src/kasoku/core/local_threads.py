@@ -113,22 +113,17 @@ class _ThreadComm(Comm):
             del self._shared.collectives["all", number]
         return name, collective
 
-    def _collective(self, what: str, x: Tensor, out: Tensor, *, op: str, pick: Callable[[Tensor], Tensor]) -> Work:
-        if op not in ("sum", "mean", "max", "gather"):
-            raise InputError(f'all_reduce(op="{op}"): one of "sum", "mean", "max"')
-
-        def finish(parts: list[Tensor]) -> Tensor:
-            if op == "gather":
-                return torch.cat(parts)
-            if op == "max":
-                return torch.stack(parts).amax(0)
-            total = parts[0].clone()
-            for part in parts[1:]:
-                total += part
-            return total / self.size if op == "mean" else total
-
+    def _collective(
+        self,
+        what: str,
+        x: Tensor,
+        out: Tensor,
+        combine: Callable[[list[Tensor]], Tensor],
+        pick: Callable[[Tensor], Tensor] = lambda whole: whole,
+    ) -> Work:
+        """Starts a collective: `combine` makes the result of all ranks, `pick` takes this rank's part of it."""
         label = f"{what} of {x.numel()} {str(x.dtype).removeprefix('torch.')}"
-        name, collective = self._join(label, x.detach().reshape(-1).clone(), finish)
+        name, collective = self._join(label, x.detach().reshape(-1).clone(), combine)
 
         def read() -> None:
             with torch.no_grad():
@@ -137,15 +132,20 @@ class _ThreadComm(Comm):
         return _ThreadWork(self, name, lambda: collective.finished, read)
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
-        return self._collective(f"all_reduce {op}", x, x, op=op, pick=lambda total: total)
+        if op not in ("sum", "mean", "max"):
+            raise InputError(f'all_reduce(op="{op}"): one of "sum", "mean", "max"')
+        return self._collective(f"all_reduce {op}", x, x, lambda parts: _reduced(parts, op))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        n = out.numel()
-        part = slice(self.rank * n, (self.rank + 1) * n)
-        return self._collective("reduce_scatter", x, out, op="sum", pick=lambda total: total[part])
+        return self._collective("reduce_scatter", x, out, _reduced, lambda x: x.tensor_split(self.size)[self.rank])
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._collective("all_gather", x, out, op="gather", pick=lambda total: total)
+        return self._collective("all_gather", x, out, torch.cat)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return self._collective(
+            "all_to_all", x, out, torch.cat, lambda x: x.view(self.size, self.size, -1)[:, self.rank]
+        )
 
     def _message(self, sender: int, receiver: int, tag: int) -> tuple[str, _Collective, Callable[[], object]]:
         route = f"{sender}->{receiver}" + (f" by tag {tag}" if tag else "")
@@ -171,12 +171,6 @@ class _ThreadComm(Comm):
 
         return _ThreadWork(self, name, lambda: message.finished, read)
 
-    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        def pick(gathered: Tensor) -> Tensor:
-            return gathered.view(self.size, self.size, -1)[:, self.rank]
-
-        return self._collective("all_to_all", x, out, op="gather", pick=pick)
-
     def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
         number = self._counts["sub"] = self._counts.get("sub", -1) + 1
         mine = tuple(next(ranks for ranks in groups if self.rank in ranks))
@@ -185,16 +179,25 @@ class _ThreadComm(Comm):
         comm.block = self.block  # type: ignore[method-assign]  # the turn goes to a rank of any group
         return comm
 
-    def gather_objects(self, thing: T) -> list[T]:
-        name, collective = self._join("gather_objects", thing, list)
+    def _objects(self, what: str, thing: T) -> list[T]:
+        name, collective = self._join(what, thing, list)
         self.block(name, lambda: collective.finished)
         return list(collective.result)
 
+    def gather_objects(self, thing: T) -> list[T]:
+        return self._objects("gather_objects", thing)
+
     def broadcast_object(self, thing: T, *, root: int = 0) -> T:
-        name, collective = self._join(f"broadcast_object from rank {root}", thing, lambda parts: parts[root])
-        self.block(name, lambda: collective.finished)
-        result: T = collective.result
-        return result
+        return self._objects(f"broadcast_object from rank {root}", thing)[root]
+
+
+def _reduced(parts: list[Tensor], op: str = "sum") -> Tensor:
+    if op == "max":
+        return torch.stack(parts).amax(0)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total / len(parts) if op == "mean" else total
 
 
 class Threads:

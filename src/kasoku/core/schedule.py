@@ -41,7 +41,6 @@ class Constant(Schedule):
     """1 throughout (after the warm-up)."""
 
     def after(self, epoch: float) -> float:
-        """1."""
         return 1.0
 
 
@@ -53,7 +52,6 @@ class StepDecay(Schedule):
     gamma: float = 0.1
 
     def after(self, epoch: float) -> float:
-        """The product of the steps passed."""
         return float(self.gamma ** sum(epoch >= m for m in self.milestones))
 
 
@@ -85,7 +83,6 @@ class Polynomial(_Until):
     power: float = 2.0
 
     def after(self, epoch: float) -> float:
-        """The polynomial; `end` from `epochs` on."""
         return float((1 - self.end) * (1 - self.passed(epoch)) ** self.power + self.end)
 
 
@@ -94,7 +91,6 @@ class Linear(_Until):
     """Straight from 1 down to `end` at `epochs`."""
 
     def after(self, epoch: float) -> float:
-        """The line; `end` from `epochs` on."""
         return 1 + (self.end - 1) * self.passed(epoch)
 
 
@@ -103,7 +99,6 @@ class Cosine(_Until):
     """Half a cosine from 1 down to `end` at `epochs`. Ref: Loshchilov and Hutter 2017 (arXiv 1608.03983)."""
 
     def after(self, epoch: float) -> float:
-        """The half wave; `end` from `epochs` on."""
         return self.end + (1 - self.end) * (1 + math.cos(math.pi * self.passed(epoch))) / 2
 
 
@@ -120,7 +115,6 @@ class ArcCotangent(Schedule):
     decay: float = 5.0
 
     def after(self, epoch: float) -> float:
-        """The curve at `epoch`."""
         d = epoch - self.turn
         if d > 0:
             d *= 2

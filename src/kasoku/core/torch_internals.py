@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,6 +16,9 @@ _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_ba
 # BatchNorm as torch.nn calls it, with the statistics and the reserve that its backward reads (2.13).
 batch_norm: Any = torch.ops.aten._batch_norm_impl_index
 batch_norm_backward: Any = torch.ops.aten._batch_norm_impl_index_backward
+fused_sgd: Any = torch._fused_sgd_  # the kernel of torch.optim.SGD(fused=True), in place (2.13)
+# (gradients, overflow, factor): multiplies them by it; sets overflow to 1 where one of them is not finite (2.13).
+unscale_and_check: Any = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def version(x: Tensor) -> int:
@@ -74,16 +77,6 @@ def cpu_computes_bf16() -> bool:
 def compiler_config() -> Any:
     """The settings of torch.compile's tracer, such as `recompile_limit` (2.13)."""
     return torch._dynamo.config
-
-
-def unscale_and_check(grads: Sequence[Tensor], overflow: Tensor, inverse: Tensor) -> None:
-    """Multiplies gradients by `inverse`; sets `overflow` to 1 where one of them is not finite (2.13)."""
-    torch._amp_foreach_non_finite_check_and_unscale_(list(grads), overflow, inverse)
-
-
-def fused_sgd(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **settings: Any) -> None:
-    """The kernel of torch.optim.SGD(fused=True), in place (2.13)."""
-    torch._fused_sgd_(params, grads, buffers, **settings)
 
 
 @contextmanager

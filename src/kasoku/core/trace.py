@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,13 +25,6 @@ class Span:
     bytes: int = 0
 
 
-class _Transfer(NamedTuple):
-    name: str
-    start: float
-    bytes: int
-    work: Work
-
-
 class Trace:
     """The spans of one rank, the last `keep` of them.
 
@@ -46,7 +38,7 @@ class Trace:
         self.spans: deque[Span] = deque(maxlen=keep)
         self.follower: Follower = lambda *_: None
         self._open = [""]
-        self._transfers: deque[_Transfer] = deque()
+        self._transfers: deque[tuple[str, float, int, Work]] = deque()  # name, start, bytes, work
 
     def add(self, kind: str, name: str, *, start: float, stop: float, bytes: int = 0) -> None:
         """Adds a span that was timed elsewhere."""
@@ -77,7 +69,7 @@ class Trace:
         On a GPU nothing is noted, since the host does not know when a transfer ends.
         """
         if not (x.is_cuda or work.done()):  # done: there is no other rank
-            self._transfers.append(_Transfer(name, self.clock.now(), x.nbytes, work))
+            self._transfers.append((name, self.clock.now(), x.nbytes, work))
         return work
 
     def poll_transfers(self) -> None:
@@ -85,6 +77,6 @@ class Trace:
 
         Transfers end in the order of their starts, more or less.
         """
-        while self._transfers and self._transfers[0].work.done():
-            done = self._transfers.popleft()
-            self.add("transfer", done.name, start=done.start, stop=self.clock.now(), bytes=done.bytes)
+        while self._transfers and self._transfers[0][-1].done():
+            name, start, size, _ = self._transfers.popleft()
+            self.add("transfer", name, start=start, stop=self.clock.now(), bytes=size)

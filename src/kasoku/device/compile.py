@@ -9,6 +9,7 @@ share code and a deep copy of the model runs its own weights.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shutil
 import types
@@ -55,7 +56,9 @@ class Compile(Technique):
             raise InputError('Compile(backend="inductor") needs a C++ compiler on a CPU: install g++')
         if self.backend == "inductor" and "cuda" in kinds and importlib.util.find_spec("triton") is None:
             raise InputError('Compile(backend="inductor") needs triton on a GPU: pip install triton')
-        _raise_limit(job)
+        config = compiler_config()
+        job.undo(functools.partial(setattr, config, "recompile_limit", config.recompile_limit))
+        config.recompile_limit = max(config.recompile_limit, _LIMIT)
         compiled: dict[type, Callable[..., Any]] = {}
         for _, block in blocks(job.model) or [("", job.model)]:
             if not any(True for _ in block.parameters()):
@@ -70,10 +73,3 @@ class Compile(Technique):
     def _compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         function: Callable[..., Any] = torch.compile(forward, backend=self.backend, dynamic=False)
         return function
-
-
-def _raise_limit(job: Job) -> None:
-    config = compiler_config()
-    before = config.recompile_limit
-    config.recompile_limit = max(before, _LIMIT)
-    job.undo(lambda: setattr(config, "recompile_limit", before))

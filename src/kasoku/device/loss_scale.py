@@ -48,7 +48,6 @@ class LossScale(Technique):
     def apply(self, job: Job) -> None:
         """Scales behind the loss; unscales and checks after communication, before clipping."""
         scaler = _Scaler(job, self)
-        job.needs_all = True
         job.patch(job, "loss", scaler.loss)
         job.before_step(scaler.unscale)
         job.keep("loss_scale", scaler)

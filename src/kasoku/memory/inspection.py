@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
-from kasoku.core.hooks import declares_no_values
 from kasoku.core.torch_internals import module_hooks
 from kasoku.memory.fx_trace import attributes_of, changed, decides, graph_of, with_own_forward
 from kasoku.memory.graph import LayerGraph, ValueShape
@@ -83,7 +82,7 @@ class LayerProxy(BoundToModel):
     @property
     def hooked(self) -> bool:
         """Whether a hook may read or change the inputs or outputs of its layers."""
-        return not all(declares_no_values(hook) for module in self.submodules for hook in module_hooks(module))
+        return not all(getattr(hook, "ignores_values", False) for m in self.submodules for hook in module_hooks(m))
 
     def run_segment(self, segment: Segment, x: Tensor) -> Tensor:
         """Runs all layers of the segment; the following layers then pass its output on."""

@@ -73,7 +73,7 @@ class LinearInBackward(BoundToModel):
         momentum.addmm_(dy_NK.to(weight.dtype).t(), x_NC.to(weight.dtype))
         weight.add_(momentum, alpha=-float(group["lr"]))
         self.stepper.free_gradient(weight)
-        job.updated([weight])
+        job.run_after_update([weight])
 
 
 def install(job: Job, stepper: StepInBackward) -> list[LinearInBackward]:

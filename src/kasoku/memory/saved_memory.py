@@ -160,7 +160,7 @@ class Planner(BoundToModel):
         images = (x.shape[1:], x.dtype, x.device, x.requires_grad, channels_last, autocast_type(x))
         hooked = tuple(proxy.hooked for proxy in self.proxies)
         linears = tuple(linear.group is not None for linear in self.linears)
-        steps = (self.job.needs_all, self.job.accumulate, self._steps_in_backward, linears)
+        steps = (self.job.needs_whole_gradients, self.job.accumulate, self._steps_in_backward, linears)
         return images, modes, learns, hooked, steps
 
     @property
@@ -206,7 +206,7 @@ def larger(job: Job, x: Tensor, factor: float = 2.0) -> str:
     channels_last = x.is_contiguous(memory_format=torch.channels_last)
     images = x.new_zeros((round(len(x) * factor), *x.shape[1:]))
     images = images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-    freed = not job.needs_all and job.comm.size == 1
+    freed = not job.needs_whole_gradients and job.comm.size == 1
     network = inspect_network(job, proxies, images, how=Numerics(), gradients_freed=freed)
     try:
         plan = network.choose(network.plain_bytes(len(x)))

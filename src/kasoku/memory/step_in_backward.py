@@ -34,7 +34,7 @@ class StepInBackward:
     @property
     def active(self) -> bool:
         """Whether gradients are used as they arrive; known after all techniques are applied."""
-        if self.job.needs_all or self.job.comm.size > 1:
+        if self.job.needs_whole_gradients or self.job.comm.size > 1:
             return False
         if self.by_parameter is None:
             rule = type(self.job.optimizer)

@@ -32,7 +32,6 @@ class Clip(Technique):
 
     def apply(self, job: Job) -> None:
         """Clips before each step, when all gradients are ready."""
-        job.needs_all = True
         params = [p for p in job.model.parameters() if p.requires_grad]
 
         def clip() -> None:

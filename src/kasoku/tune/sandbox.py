@@ -1,7 +1,7 @@
 """A sandbox: a copy of a job whose steps cost as much as the job's own and change nothing in the job.
 
 Note: what is copied. Techniques attach closures to the model, and these refer to the job. So the model and the
-optimizer's state are copied without them (`Job.patches`), and the techniques are applied to the copy, except those that
+optimizer's state are copied without them (`Job.patched`), and the techniques are applied to the copy, except those that
 declare `in_sandbox = False`. The model's layout, weights and frozen parameters are copied with it. LowResolution and
 GrowBatch are left out, because the search is for images and batches of full size. The copy has no other ranks: no step
 waits for one, so a failing rank delays no other.
@@ -41,7 +41,7 @@ def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
     memo: dict[int, Any] = {}
     plain = _without_patches(job, memo)
     for module in job.model.modules():
-        for _, hook in _of_techniques(module, job.patches.first_hook):
+        for _, hook in _of_techniques(module, job.first_hook):
             _exclude(hook, memo)
     model: nn.Module = copy.deepcopy(job.model, memo)
     for (key, name), old in plain.items():
@@ -52,17 +52,17 @@ def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
         else:
             setattr(memo[key], name, copy.deepcopy(old, memo))
     for module in model.modules():
-        numbers = {number for number, _ in _of_techniques(module, job.patches.first_hook)}
+        numbers = {number for number, _ in _of_techniques(module, job.first_hook)}
         for hooks in _hooks(module):
             for number in numbers & hooks.keys():
                 del hooks[number]
-    return model, _copied_optimizer(job.optimizer, memo, job.patches.first_hook)
+    return model, _copied_optimizer(job.optimizer, memo, job.first_hook)
 
 
 def _without_patches(job: Job, memo: dict[int, Any]) -> dict[tuple[int, str], object]:
     """(id of a module, attribute) -> its value before any technique; excludes its current value from the copy."""
     first: dict[tuple[int, str], object] = {}
-    for thing, name, old in job.patches.attributes:
+    for thing, name, old in job.patched:
         if isinstance(thing, nn.Module):
             first.setdefault((id(thing), name), old)
             _exclude(vars(thing).get(name), memo)
@@ -136,7 +136,7 @@ class Sandbox:
             for own, twin in zip(_tensors(job.model), _tensors(self.model), strict=True):
                 twin.copy_(own)
                 memo[id(own)] = twin
-        self.optimizer = _copied_optimizer(job.optimizer, memo, job.patches.first_hook)
+        self.optimizer = _copied_optimizer(job.optimizer, memo, job.first_hook)
         self.steps = 0
 
     def close(self) -> None:
@@ -150,9 +150,7 @@ class Sandbox:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * share
         job = self.job
-        original: Iterator[Any] = (
-            old for thing, name, old in job.patches.attributes if thing is job and name == "loss"
-        )
+        original: Iterator[Any] = (old for thing, name, old in job.patched if thing is job and name == "loss")
         loss = next(original, job.loss)  # without patches of techniques
         alone, parts = Solo(job.clock), self.parts(batch)
         loader = self._loader(batch, parts)

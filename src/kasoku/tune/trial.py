@@ -152,8 +152,8 @@ class Trial:
     def _noise_here(self, job: Job, batches: Iterator[Batch]) -> NoiseEstimate | None:
         """Compares the gradients of a few batches with their mean, at the same weights."""
         parts = GradientParts([p for p in job.model.parameters() if p.requires_grad])
-        images, needs_all = 0, job.needs_all
-        job.needs_all = True  # whole gradients, none used as it arrives
+        images, needs_whole = 0, job.needs_whole_gradients
+        job.needs_whole_gradients = True  # whole gradients, none used as it arrives
         try:
             for _ in range(_NOISE_PASSES):
                 x_NCHW, y_N = next(batches)
@@ -161,7 +161,7 @@ class Trial:
                 job.loss(job.model(x_NCHW), y_N).backward()  # type: ignore[no-untyped-call]
                 parts.add()
         finally:
-            job.needs_all = needs_all
+            job.needs_whole_gradients = needs_whole
         return parts.noise(images)
 
     # ---- time

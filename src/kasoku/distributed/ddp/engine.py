@@ -101,7 +101,7 @@ class Engine:
         saving: Any = job.model.register_state_dict_pre_hook
         job.undo(saving(lambda *_: self.drain()).remove)
         job.undo(self.reduce.settle)
-        if job.needs_all and self.late:
+        if job.needs_whole_gradients and self.late:
             self.late = False
             self.print_once("Overlap: a technique needs all gradients before any update, so it waits for all of them")
 
