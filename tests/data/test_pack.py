@@ -358,9 +358,9 @@ def test_a_pack_that_does_not_fit_its_own_index_is_refused(photos, tmp_path):
         shutil.copy(tmp_path / "p" / "train-00001.npz", tmp_path / "p" / name)
 
     for change, name, told in (
-        (flip, "train-00000.npz", r"train-00000\.npz: not what was packed"),
-        (swap, "train-00000.npz", r"train-00000\.npz: not what was packed"),
-        (cut, "train-00000.tar", r"train-00000\.tar: 3,000 bytes, [\d,]+ were packed"),
+        (flip, "train-00000.npz", r"train-00000\.npz: has changed since it was packed"),
+        (swap, "train-00000.npz", r"train-00000\.npz: has changed since it was packed"),
+        (cut, "train-00000.tar", r"train-00000\.tar: 3,000 bytes, but it was packed with [\d,]+"),
     ):
         change(name)
         for read, hint in ((shards, "run `kasoku pack --verify /"), (verify, "run the same `kasoku pack`")):
@@ -399,7 +399,9 @@ def test_of_a_pack_far_away_each_image_read_is_checked(photos, tmp_path, monkeyp
         byte = file.read(1)[0]
         file.seek(offset + 200)
         file.write(bytes([byte ^ 1]))
-    with pytest.raises(InputError, match=rf"^{d.train.name(3)}: not what train-\d+\.tar had"):
+    with pytest.raises(
+        InputError, match=rf"^{d.train.name(3)}: its bytes in train-\d+\.tar are cut off or have changed"
+    ):
         d.train.read(3)
 
 

@@ -50,25 +50,16 @@ class Form:
             height, width = source.shape[:2]
             scale = self.side / min(height, width) if 0 < self.side < min(height, width) else 1.0
             pixels_HWC = fitted(source, (0, 0, width, height), (round(height * scale), round(width * scale)))
-        return self._raw(pixels_HWC) if self.format == "raw" else self._jpeg(np.ascontiguousarray(pixels_HWC), name)
-
-    def _raw(self, pixels_HWC: np.ndarray) -> bytes:
-        """Encodes colour planes, so that a resize reads whole rows of one colour."""
         out = io.BytesIO()
-        planes_CHW = np.ascontiguousarray(pixels_HWC.transpose(2, 0, 1))
-        np.lib.format.write_array(out, planes_CHW, version=(1, 0), allow_pickle=False)
-        return out.getvalue()
-
-    def _jpeg(self, pixels_HWC: np.ndarray, name: str) -> bytes:
-        """Encodes JPEG with a restart marker every 64 pixels, so that a crop needs no decoding of earlier blocks.
-
-        Standard Huffman tables instead of optimised ones: a few bytes more, but decoders have the tables ready.
-        """
-        out = io.BytesIO()
+        if self.format == "raw":  # colour planes, so that a resize reads whole rows of one colour
+            planes_CHW = np.ascontiguousarray(pixels_HWC.transpose(2, 0, 1))
+            np.lib.format.write_array(out, planes_CHW, version=(1, 0), allow_pickle=False)
+            return out.getvalue()
+        # A restart marker every 64 pixels, so that a crop needs no decoding of earlier blocks. Standard Huffman tables
+        # instead of optimised ones: a few bytes more, but decoders have the tables ready.
+        image = Image.fromarray(np.ascontiguousarray(pixels_HWC))
         try:
-            Image.fromarray(pixels_HWC).save(
-                out, "JPEG", quality=self.quality, subsampling="4:2:0", restart_marker_blocks=4
-            )
+            image.save(out, "JPEG", quality=self.quality, subsampling="4:2:0", restart_marker_blocks=4)
         except OSError as error:
             raise InputError(f"{name}: cannot be written as JPEG ({error}); remove the image") from error
         return out.getvalue()

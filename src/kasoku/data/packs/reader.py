@@ -74,7 +74,8 @@ class Shards:
             raise InputError(f"{name}: {error}") from error
         if len(data) != size or (crc32 >= 0 and not self.store.local and zlib.crc32(data) != crc32):
             raise InputError(
-                f"{name}: not what {file} had; fetch it anew (`kasoku pack --verify` finds all such images)"
+                f"{name}: its bytes in {file} are cut off or have changed; fetch that file again "
+                "(`kasoku pack --verify` finds all such images)"
             )
         return planes(np.frombuffer(data, np.uint8), name) if raw else data
 
@@ -116,8 +117,12 @@ def shards(  # noqa: PLR0913
         raise InputError(f"{top}/{damaged}; run `kasoku pack --verify {top}`") from damaged
     away_K = np.array([_part(file) != "train" for file in whole.files])
     test_N = away_K[whole.place_N5[:, 0]]
-    if test_N.all() or not test_N.any():
-        test_N = _held_out(whole, validation, seed)
+    if test_N.all() or not test_N.any():  # all of one part: split off a share of each class, as in an image folder
+        names: dict[int, list[str]] = {}
+        for image, label in zip(whole.names, whole.labels_N.tolist(), strict=True):
+            names.setdefault(label, []).append(image)
+        held = set[str]().union(*(held_out(str(label), some, validation, seed) for label, some in names.items()))
+        test_N = np.array([image in held for image in whole.names])
     if not test_N.any():
         raise InputError(f"{top}: no class has two images, so none can be split off for validation; add val-*.tar")
     train, test = whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N))
@@ -132,10 +137,8 @@ def opened(root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30) -> tupl
     where = os.path.expandvars(root)
     if is_remote(where):
         return _PASSWORD.sub("", root).rstrip("/"), Store(where, cache=cache, cache_bytes=cache_bytes)
-    top = Path(where.removeprefix("file://")).expanduser()
-    if not top.is_dir():
-        raise InputError(f"root={root}: no such folder; give the folder that holds the shards")
-    return str(top.resolve()), Store(str(top.resolve()), cache=cache, cache_bytes=cache_bytes)
+    top = str(Path(where.removeprefix("file://")).expanduser().resolve())
+    return top, Store(top)
 
 
 # ---- packs of our own
@@ -153,16 +156,15 @@ def pack_facts(store: Store) -> dict[str, Any] | None:
         facts: dict[str, Any] = json.loads(data)
         if facts["version"] != VERSION:
             raise Damaged(f"pack.json: of version {facts['version']}, this kasoku reads {VERSION}")
-        good = bool(facts["classes"]) and all(isinstance(text, str) for text in (facts["name"], *facts["classes"]))
-        good = good and facts["format"] in ("jpeg", "raw") and isinstance(facts["whole"], bool)
-        good = good and all(type(count) is int for count in (facts["images_per_shard"], *facts["counts"].values()))
-        good = good and facts["images_per_shard"] > 0
+        texts, counts = [facts["name"], *facts["classes"]], [facts["images_per_shard"], *facts["counts"].values()]
+        good = bool(facts["classes"]) and facts["format"] in ("jpeg", "raw") and isinstance(facts["whole"], bool)
         for shard in facts["shards"]:
             good = good and bool(_SHARD.fullmatch(shard["file"]))
-            good = good and all(isinstance(shard[digest], str) for digest in ("sha256", "index_sha256"))
-            good = good and all(type(shard[count]) is int and shard[count] >= 0 for count in ("images", "bytes"))
-        if not good:
-            raise ValueError("a value that no pack has")
+            texts += shard["sha256"], shard["index_sha256"]
+            counts += shard["images"], shard["bytes"]
+        good = good and all(isinstance(text, str) for text in texts)
+        if not (good and all(type(count) is int and count >= 0 for count in counts) and facts["images_per_shard"]):
+            raise ValueError("a name, count or checksum in it is not valid")
     except Damaged:
         raise
     except Exception as error:  # a damaged file may raise any error
@@ -175,17 +177,14 @@ def pack_index(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> In
     file, table = shard["file"], shard["file"].removesuffix(".tar") + ".npz"
     whole = store.size(file)
     if whole != shard["bytes"]:
-        raise Damaged(f"{file}: {whole:,} bytes, {shard['bytes']:,} were packed")
+        raise Damaged(f"{file}: {whole:,} bytes, but it was packed with {shard['bytes']:,}")
     data = store.read(table)
     if hashlib.sha256(data).hexdigest() != shard["index_sha256"]:
-        raise Damaged(f"{table}: not what was packed")
-    try:
-        index = Index.load(data)
-    except Damaged as damaged:
-        raise Damaged(f"{table}: {damaged}") from damaged
+        raise Damaged(f"{table}: has changed since it was packed")
+    index = Index.load(data)
     fits = (index.shard_bytes, len(index.names), index.sha256) == (whole, shard["images"], shard["sha256"])
     if not fits or (index.label_N >= len(facts["classes"])).any():
-        raise Damaged(f"{table}: not the index of this {file}")
+        raise Damaged(f"{table}: does not fit {file} or the classes in pack.json")
     return index
 
 
@@ -213,18 +212,19 @@ def _joined(top: str, store: Store, files: list[str], known: list[Index], raw: b
     )
     labels_N = torch.from_numpy(np.concatenate([index.label_N for index in known]))
     store.close()  # the indices' files need not stay open
-    mapped = functools.lru_cache(_MAPS)(lambda file: _mapped(os.path.join(top, file)))
+
+    @functools.lru_cache(_MAPS)
+    def mapped(file: str) -> np.ndarray:
+        """Maps a shard into memory, read-only; it is closed with the last view of it."""
+        path = os.path.join(top, file)
+        try:
+            with open(path, "rb") as opened:
+                return np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: cannot be read ({error}); mend or remove the file") from error
+
     weakref.finalize(mapped, store.close).atexit = False  # with the last split; not at exit, when threads may read
     return Shards(store, tuple(files), np.stack(columns, 1).astype(np.int64), labels_N, names, mapped)
-
-
-def _mapped(path: str) -> np.ndarray:
-    """Maps a file into memory, read-only; it is closed with the last view of it."""
-    try:
-        with open(path, "rb") as file:
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); mend or remove the file") from error
 
 
 # ---- foreign shards
@@ -233,7 +233,9 @@ def _mapped(path: str) -> np.ndarray:
 def _foreign(top: str, store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
     """All images of tar shards without pack.json, and the classes' names."""
     listed = store.list()
-    files = _wanted([file for file in listed if file.lower().endswith(".tar")])
+    files = [file for file in listed if file.lower().endswith(".tar")]
+    train, val, test = ([file for file in files if _part(file) == part] for part in ("train", "val", "test"))
+    files = train + (val or test) if train else files  # without training shards they are split by `validation`
     if not files:
         raise InputError(f"{top}: no pack.json and no .tar file in it; give the folder of the shards")
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-index") as pool:
@@ -259,21 +261,6 @@ def _part(file: str) -> str:
         if match := _PART.search(piece):
             return {"tr": "train", "va": "val", "te": "test"}[match[1][:2]]
     return ""
-
-
-def _wanted(files: list[str]) -> list[str]:
-    """The training shards and those of the first other part; all shards if none is for training."""
-    train, val, test = ([file for file in files if _part(file) == part] for part in ("train", "val", "test"))
-    return train + (val or test) if train else files
-
-
-def _held_out(whole: Shards, validation: float, seed: int) -> np.ndarray:
-    """A mask of the images held out for validation, chosen in each class as in an image folder."""
-    names: dict[int, list[str]] = {}
-    for name, label in zip(whole.names, whole.labels_N.tolist(), strict=True):
-        names.setdefault(label, []).append(name)
-    held = set[str]().union(*(held_out(str(label), some, validation, seed) for label, some in names.items()))
-    return np.array([name in held for name in whole.names])
 
 
 def _indexed(top: str, store: Store, file: str, cache: str) -> Index:

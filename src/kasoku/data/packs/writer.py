@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kasoku.core.errors import InputError
-from kasoku.core.files import write_atomically
+from kasoku.core.files import write_atomically, write_text
 from kasoku.core.hardware import cores
 from kasoku.data.datasets.base import Dataset, Encoded, GoneError
 from kasoku.data.datasets.folder import folder
@@ -71,11 +71,13 @@ def pack(  # noqa: PLR0913
         raise InputError(f"{target}: a pack is written to a folder of this machine; copy it from there")
     home = Path(os.path.expandvars(target)).expanduser()
     dataset = _dataset(source)
-    threads = workers or cores()
+    threads, images = workers or cores(), len(dataset.train) + len(dataset.test)
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal)
+    task = bar.add_task("packing", total=images)
     try:
-        with ThreadPoolExecutor(threads, thread_name_prefix="kasoku-pack") as pool, _locked(home), _bar(quiet) as bar:
-            images = len(dataset.train) + len(dataset.test)
-            task = bar.add_task("packing", total=images)
+        with ThreadPoolExecutor(threads, thread_name_prefix="kasoku-pack") as pool, _locked(home), bar:
             run = _Run(form, home, pool, min(4 * threads, 256), images, lambda: bar.advance(task))
             return _finished(run, dataset, _begun(run, dataset, shard_bytes))
     except OSError as error:
@@ -137,10 +139,19 @@ class _Run:
 
     def encoded(self, split: Encoded, rows: list[int]) -> Iterator[tuple[int, bytes | str]]:
         """Images in the order of `rows`, encoded ahead by the pool: the row, and the bytes or the error."""
+
+        def encode(row: int) -> bytes | str:
+            try:
+                return self.form.encoded(split.read(row), split.name(row))
+            except GoneError:
+                raise
+            except InputError as error:
+                return one_line(str(error).partition(";")[0])
+
         waiting: deque[tuple[int, Future[bytes | str]]] = deque()
         try:
             for row in rows:
-                waiting.append((row, self.pool.submit(self._encoded, split, row)))
+                waiting.append((row, self.pool.submit(encode, row)))
                 if len(waiting) == self.window:
                     first, future = waiting.popleft()
                     yield first, future.result()
@@ -149,14 +160,6 @@ class _Run:
         finally:
             for _, future in waiting:
                 future.cancel()
-
-    def _encoded(self, split: Encoded, row: int) -> bytes | str:
-        try:
-            return self.form.encoded(split.read(row), split.name(row))
-        except GoneError:
-            raise
-        except InputError as error:
-            return one_line(str(error).partition(";")[0])
 
     def leave_out(self, reasons: tuple[str, ...]) -> None:
         """Records bad images. Raises InputError if they are too many."""
@@ -180,33 +183,32 @@ class _Run:
                 return index
         except (OSError, Damaged):
             pass
-        written: list[Index] = []
-        write_atomically(path, lambda part: written.append(self._written(part, split, first, rows)))
-        write_atomically(table, lambda part: part.write_bytes(written[0].dump()))
-        return written[0]
-
-    def _written(self, path: Path, split: Encoded, first: int, rows: list[int]) -> Index:
         suffix = "jpg" if self.form.format == "jpeg" else "npy"
-        rows_4, names, bad, at, digest = [], [], [], 0, hashlib.sha256()
-        with open(path, "wb") as out:
-            for key, (row, data) in enumerate(self.encoded(split, rows), first):
-                self.advance()
-                if isinstance(data, str):
-                    bad.append(data)
-                    self.leave_out((data,))
-                    continue
-                label = int(split.labels_N[row])
-                rows_4.append((at + BLOCK_BYTES, len(data), label, zlib.crc32(data)))
-                names.append(one_line(split.name(row)))
-                sample = member(f"{key:08d}.{suffix}", data) + member(f"{key:08d}.cls", str(label).encode())
-                out.write(sample)
-                digest.update(sample)
-                at += len(sample)
-            out.write(_END)
-        digest.update(_END)
+        rows_4, names, bad, digest = [], [], [], hashlib.sha256()
+
+        def write(part: Path) -> None:
+            with open(part, "wb") as out:
+                for key, (row, data) in enumerate(self.encoded(split, rows), first):
+                    self.advance()
+                    if isinstance(data, str):
+                        bad.append(data)
+                        self.leave_out((data,))
+                        continue
+                    label = int(split.labels_N[row])
+                    rows_4.append((out.tell() + BLOCK_BYTES, len(data), label, zlib.crc32(data)))
+                    names.append(one_line(split.name(row)))
+                    sample = member(f"{key:08d}.{suffix}", data) + member(f"{key:08d}.cls", str(label).encode())
+                    out.write(sample)
+                    digest.update(sample)
+                out.write(_END)
+                digest.update(_END)
+
+        write_atomically(path, write)
         offset_N, size_N, label_N, crc32_N = np.array(rows_4, np.int64).reshape(-1, 4).T
-        whole = at + len(_END)
-        return Index(offset_N, size_N, label_N, crc32_N, tuple(names), whole, digest.hexdigest(), tuple(bad))
+        shard_bytes, sha256 = path.stat().st_size, digest.hexdigest()
+        index = Index(offset_N, size_N, label_N, crc32_N, tuple(names), shard_bytes, sha256, tuple(bad))
+        write_atomically(table, lambda part: part.write_bytes(index.dump()))
+        return index
 
 
 def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
@@ -221,7 +223,12 @@ def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
     except Damaged as damaged:
         raise InputError(f"{run.home}/{damaged}; give an empty folder, or remove what is in it") from damaged
     if before is None:
-        facts["images_per_shard"] = _images_per_shard(run, dataset, shard_bytes)
+        train = cast(Encoded, dataset.train)
+        images = [data for _, data in run.encoded(train, order(len(train), 0, 0)[:_ESTIMATED].tolist())]
+        bytes_each = [len(member("", data)) + len(member("", b"0")) for data in images if isinstance(data, bytes)]
+        if not bytes_each:
+            raise InputError(f"{dataset.name}: no image can be packed: {_named([str(data) for data in images])}")
+        facts["images_per_shard"] = max(1, shard_bytes * len(bytes_each) // sum(bytes_each))
         _write_facts(run.home, facts)
         return facts
     for name in _SETTINGS:
@@ -230,17 +237,6 @@ def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
             differ = f"has a pack with {name}={old}, asked for is {name}={new}"
             raise InputError(f"{run.home}: {differ}; give the same settings or another folder")
     return facts | {name: before[name] for name in ("name", "images_per_shard")}
-
-
-def _images_per_shard(run: _Run, dataset: Dataset, shard_bytes: int) -> int:
-    """Estimates the number of images in shard_bytes by encoding the first few."""
-    train = cast(Encoded, dataset.train)
-    rows = order(len(train), 0, 0)[:_ESTIMATED].tolist()
-    images = [data for _, data in run.encoded(train, rows)]
-    bytes_each = [len(member("", data)) + len(member("", b"0")) for data in images if isinstance(data, bytes)]
-    if not bytes_each:
-        raise InputError(f"{dataset.name}: no image can be packed: {_named([str(data) for data in images])}")
-    return max(1, shard_bytes * len(bytes_each) // sum(bytes_each))
 
 
 def _finished(run: _Run, dataset: Dataset, facts: dict[str, Any]) -> str:
@@ -267,7 +263,7 @@ def _named(bad: list[str]) -> str:
 
 
 def _write_facts(home: Path, facts: dict[str, Any]) -> None:
-    write_atomically(home / "pack.json", lambda part: part.write_text(json.dumps(facts, indent=1) + "\n"))
+    write_text(home / "pack.json", json.dumps(facts, indent=1) + "\n")
 
 
 @contextmanager
@@ -282,12 +278,6 @@ def _locked(home: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise InputError(f"{home}: another process is packing into it; wait for it") from error
         yield
-
-
-def _bar(quiet: bool) -> Progress:
-    console = Console(stderr=True, highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
 
 
 def _dataset(source: str) -> Dataset:
