@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from kasoku.commands import CommandArguments, arguments_of
+from kasoku.commands import CommandArguments, arguments_of, declare
 
 VERBS = {  # verb: (module of kasoku.commands, help)
     "train": ("train", "train from a recipe, or on a folder of photos"),
@@ -73,7 +73,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     for verb, (module, line) in VERBS.items():
         subparser = verbs.add_parser(verb, help=line)
         if words and words[0] == verb:
-            import_module(f"kasoku.commands.{module}").add_options(subparser)
+            command = import_module(f"kasoku.commands.{module}")
+            if verb == "launch":
+                places = subparser.add_subparsers(metavar="WHERE", required=True)
+                for place, (run, place_line) in command.SUBCOMMANDS.items():
+                    declare(places.add_parser(place, help=place_line), run)
+            else:
+                declare(subparser, command.run)
     return parser.parse_args(words)
 
 

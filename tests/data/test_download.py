@@ -8,7 +8,9 @@ import tarfile
 import threading
 import time
 from dataclasses import replace
+from functools import wraps
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 
 import pytest
 
@@ -513,10 +515,13 @@ def test_progress_is_shown_on_a_terminal_only_and_not_when_quiet(server, cifar_b
     ],
 )
 def test_an_interruption_says_what_stays(monkeypatch, capsys, command, stays):
+    verb = import_module(f"kasoku.commands.{command[0]}")
+
+    @wraps(verb.run)  # whose annotation says which options there are
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"kasoku.commands.{command[0]}.run", interrupted)
+    monkeypatch.setattr(verb, "run", interrupted)
     assert cli.main(command) == 130
     assert capsys.readouterr().err == f"kasoku: interrupted at once; {stays}\n"
 

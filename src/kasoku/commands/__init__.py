@@ -3,10 +3,11 @@
 from kasoku.commands.options import (
     CommandArguments,
     RecipeArguments,
+    argument,
     arguments_of,
     declare,
     option,
     set_option,
 )
 
-__all__ = ["CommandArguments", "RecipeArguments", "arguments_of", "declare", "option", "set_option"]
+__all__ = ["CommandArguments", "RecipeArguments", "argument", "arguments_of", "declare", "option", "set_option"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kasoku.commands import CommandArguments, declare, option
+from kasoku.commands import CommandArguments, argument, option
 from kasoku.data.datasets.download import download
 
 
@@ -14,16 +13,11 @@ from kasoku.data.datasets.download import download
 class DataArguments(CommandArguments):
     """The arguments of `kasoku data`."""
 
-    name: str = option(metavar="NAME", help="cifar10, cifar100, mnist, fashion-mnist or imagenette")
-    to: str = option("--to", required=True, metavar="DIR", help="the folder for the data")
-    source: str = option("--source", default="", metavar="URL", help="another address of the same files")
-    quiet: bool = option("--quiet", action="store_true", help="no progress bar")
+    name: str = argument(metavar="NAME", help="cifar10, cifar100, mnist, fashion-mnist or imagenette")
+    to: str = option(required=True, metavar="DIR", help="the folder for the data")
+    source: str = option(default="", metavar="URL", help="another address of the same files")
+    quiet: bool = option(default=False, help="no progress bar")
     if_interrupted: ClassVar[str] = "what was downloaded so far stays, and the same command goes on there"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku data`."""
-    declare(parser, DataArguments, run)
 
 
 def run(arguments: DataArguments) -> int:

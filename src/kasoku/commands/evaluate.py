@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from kasoku.commands import CommandArguments, declare, option
+from kasoku.commands import CommandArguments, argument, option
 from kasoku.training.trained_run import evaluate_runs
 
 
@@ -14,15 +13,8 @@ from kasoku.training.trained_run import evaluate_runs
 class EvaluateArguments(CommandArguments):
     """The arguments of `kasoku eval`."""
 
-    runs: tuple[Path, ...] = option(nargs="+", type=Path, metavar="RUN")
-    data: Path | None = option(
-        "--data", type=Path, metavar="DIR", help="other test images: a folder with one folder a class"
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku eval`."""
-    declare(parser, EvaluateArguments, run)
+    runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
+    data: Path | None = option(metavar="DIR", help="other test images: a folder with one folder a class")
 
 
 def run(arguments: EvaluateArguments) -> int:

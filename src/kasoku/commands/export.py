@@ -6,7 +6,6 @@ returns logits_NK.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kasoku.commands import CommandArguments, declare, option
+from kasoku.commands import CommandArguments, argument, option
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.training.trained_run import Trained, load
@@ -28,14 +27,9 @@ SUFFIXES = {"safetensors": "safetensors", "torch-export": "pt2", "onnx": "onnx"}
 class ExportArguments(CommandArguments):
     """The arguments of `kasoku export`."""
 
-    trained: Path = option(type=Path, metavar="RUN")
-    format: str = option("--format", choices=tuple(SUFFIXES), required=True)
-    out: Path | None = option("--out", type=Path, metavar="FILE", help="where to (default: in the run folder)")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku export`."""
-    declare(parser, ExportArguments, run)
+    trained: Path = argument(metavar="RUN")
+    format: str = option(choices=tuple(SUFFIXES), required=True)
+    out: Path | None = option(metavar="FILE", help="where to (default: in the run folder)")
 
 
 def run(arguments: ExportArguments) -> int:

@@ -6,39 +6,35 @@ A script or manifest says `--continue`: submitted or started again it goes on fr
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from kasoku.commands import RecipeArguments, declare, option
+from kasoku.commands import RecipeArguments, option
 from kasoku.config.recipe import Recipe
 from kasoku.config.sharing import check_share
 from kasoku.core import InputError
-from kasoku.core.files import write_atomically
+from kasoku.core.files import write_text
 from kasoku.core.hardware import cores
 from kasoku.distributed.cluster_jobs import KubernetesSpec, SlurmSpec, manifest, sbatch
 from kasoku.distributed.environment import Place
 from kasoku.distributed.local_launch import spawn, train_arguments
 
 PORT = 29500
-_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchArguments(RecipeArguments):
     """The arguments that `kasoku launch` has everywhere."""
 
-    nodes: int = option("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
-    gpus_per_node: int | None = option(
-        "--gpus-per-node", type=int, metavar="G", help="a process each (default: all; elsewhere 8)"
-    )
-    out: Path | None = option("--out", type=Path, metavar="DIR", help="the run folder, which all nodes see")
+    nodes: int = option(default=1, metavar="N", help="machines (default: 1)")
+    gpus_per_node: int | None = option(metavar="G", help="a process each (default: all; elsewhere 8)")
+    out: Path | None = option(metavar="DIR", help="the run folder, which all nodes see")
     if_interrupted: ClassVar[str] = "a checkpoint written before stands"
 
 
@@ -46,57 +42,39 @@ class LaunchArguments(RecipeArguments):
 class LocalArguments(LaunchArguments):
     """The arguments of `kasoku launch local`."""
 
-    node: int | None = option("--node", type=int, metavar="I", help="which of the nodes this is (default: 0)")
-    master: str | None = option(
-        "--master", metavar="HOST", help="the host of node 0 (default: MASTER_ADDR, or this one)"
-    )
-    port: int | None = option("--port", type=int, metavar="P", help="free on node 0 (default: MASTER_PORT, or any)")
-    go_on: bool = option("--continue", action="store_true", help="go on with the run in --out, as it is, if any")
-    quiet: bool = option("--quiet", action="store_true", help="no progress bar")
+    node: int | None = option(metavar="I", help="which of the nodes this is (default: 0)")
+    master: str | None = option(metavar="HOST", help="the host of node 0 (default: MASTER_ADDR, or this one)")
+    port: int | None = option(metavar="P", help="free on node 0 (default: MASTER_PORT, or any)")
+    go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
+    quiet: bool = option(default=False, help="no progress bar")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterArguments(LaunchArguments):
     """The arguments that `kasoku launch` has where it writes a file for a cluster."""
 
-    name: str | None = option("--name", help="of the job (default: the recipe's)")
-    write: Path | None = option("--write", type=Path, metavar="FILE", help="where to (default: standard output)")
+    name: str | None = option(help="of the job (default: the recipe's)")
+    write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmArguments(ClusterArguments):
     """The arguments of `kasoku launch slurm`."""
 
-    port: int | None = option("--port", type=int, metavar="P", help="of rank 0 (default: from the job's number)")
-    cpus_per_gpu: int = option(
-        "--cpus-per-gpu", type=int, default=SlurmSpec.cpus_per_gpu, metavar="C", help="(default: %(default)s)"
-    )
-    partition: str | None = option("--partition", metavar="NAME", help="(default: the cluster's)")
-    account: str | None = option("--account", metavar="NAME", help="(default: yours)")
-    time: str = option("--time", default=SlurmSpec.time, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
+    port: int | None = option(metavar="P", help="of rank 0 (default: from the job's number)")
+    cpus_per_gpu: int = option(default=SlurmSpec.cpus_per_gpu, metavar="C", help="(default: %(default)s)")
+    partition: str | None = option(metavar="NAME", help="(default: the cluster's)")
+    account: str | None = option(metavar="NAME", help="(default: yours)")
+    time: str = option(default=SlurmSpec.time, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesArguments(ClusterArguments):
     """The arguments of `kasoku launch kubernetes`."""
 
-    image: str = option(
-        "--image", default=KubernetesSpec.image, help="a container image with kasoku in it (default: %(default)s)"
-    )
-    mount: tuple[str, ...] = option(
-        "--mount", action="append", metavar="CLAIM:DIR", help="a volume claim for the run, the data, ..."
-    )
-    port: int = option("--port", type=int, default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares `kasoku launch local | slurm | kubernetes` and their options."""
-    places = parser.add_subparsers(metavar="WHERE", required=True)
-    local = places.add_parser("local", help="start this machine's ranks, a process a GPU (or on the CPU)")
-    declare(local, LocalArguments, run_local)
-    declare(places.add_parser("slurm", help="write an sbatch script"), SlurmArguments, run_slurm)
-    kubernetes = places.add_parser("kubernetes", help="write a manifest: Indexed Job, headless Service, recipe")
-    declare(kubernetes, KubernetesArguments, run_kubernetes)
+    image: str = option(default=KubernetesSpec.image, help="a container image with kasoku in it (default: %(default)s)")
+    mount: tuple[str, ...] = option(default=(), metavar="CLAIM:DIR", help="a volume claim for the run, the data, ...")
+    port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
 
 
 def run_local(arguments: LocalArguments) -> int:
@@ -123,17 +101,14 @@ def run_local(arguments: LocalArguments) -> int:
     port = _from(arguments.port, "MASTER_PORT", PORT if arguments.nodes > 1 else 0)
     _check_port(port, 0 if arguments.nodes == 1 else 1)
     places = [Place(node * each + i, arguments.nodes * each, i, each) for i in range(each)]
-    options = ["--quiet"] if arguments.quiet else []
-    command = [*train_arguments(arguments.recipe, arguments.set, arguments.out, go_on=arguments.go_on), *options]
-    address = master or "127.0.0.1"
-    return spawn(command, places, address=address, port=port, started=arguments.started)
+    command = [*train_arguments(arguments.recipe, arguments.set, arguments.out, go_on=arguments.go_on)]
+    command += ["--quiet"] if arguments.quiet else []
+    return spawn(command, places, address=master or "127.0.0.1", port=port, started=arguments.started)
 
 
 def run_slurm(arguments: SlurmArguments) -> int:
     """Writes an sbatch script; returns the exit code."""
-    recipe = arguments.load()
-    each = _shape(arguments, recipe, 8)
-    _check_port(PORT if arguments.port is None else arguments.port, 1)
+    job = _cluster_job(arguments, 63)
     names = (("partition", arguments.partition, r"[\w.,-]+"), ("account", arguments.account, r"[\w.-]+"))
     for option_name, name, pattern in names:
         if name is not None and not re.fullmatch(pattern, name):
@@ -141,14 +116,8 @@ def run_slurm(arguments: SlurmArguments) -> int:
     if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}", arguments.time):
         raise InputError(f'--time "{arguments.time}": D-HH:MM:SS, HH:MM:SS or minutes')
     spec = SlurmSpec(
-        name=_name(arguments, 63),
-        recipe=arguments.recipe,
-        nodes=arguments.nodes,
-        each=each,
-        on_gpus=recipe.device.kind != "cpu",
-        set=arguments.set,
+        **job,
         out=arguments.out,
-        port=arguments.port,
         time=arguments.time,
         cpus_per_gpu=arguments.cpus_per_gpu,
         partition=arguments.partition,
@@ -159,35 +128,41 @@ def run_slurm(arguments: SlurmArguments) -> int:
 
 def run_kubernetes(arguments: KubernetesArguments) -> int:
     """Writes a manifest; returns the exit code."""
-    recipe = arguments.load()
-    each = _shape(arguments, recipe, 8)
-    _check_port(arguments.port, 1)
+    job = _cluster_job(arguments, 63 - len(f"-{arguments.nodes - 1}"))  # a pod's host is called NAME-INDEX
     if not re.fullmatch(r"[\w][\w./:@-]*", arguments.image, re.ASCII):
         raise InputError(f'--image "{arguments.image}": the name of an image is wanted, as registry/name:tag')
     for mount in arguments.mount:
         claim, _, path = mount.partition(":")
-        if not (_is_name(claim) and path.startswith("/") and ":" not in path):
+        # a claim has the name of a DNS subdomain (RFC 1123), as all objects of Kubernetes
+        is_name = len(claim) <= 253 and all(
+            map(re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?").fullmatch, claim.split("."))
+        )
+        if not (is_name and path.startswith("/") and ":" not in path):
             raise InputError(f"--mount {mount}: CLAIM:DIR is wanted, a claim's name and an absolute folder")
-    name = _name(arguments, 63 - len(f"-{arguments.nodes - 1}"))  # a pod's host is called NAME-INDEX
-    out = arguments.out or Path("/runs") / name
-    mounted = [Path(mount.partition(":")[2]) for mount in arguments.mount]
-    if not any(out.is_relative_to(path) for path in mounted):
+    out = arguments.out or Path("/runs") / job["name"]
+    if not any(out.is_relative_to(mount.partition(":")[2]) for mount in arguments.mount):
         print(
             f"kasoku: {out} is lost with its pod: give a volume claim, as --mount CLAIM:{out.parent}", file=sys.stderr
         )
-    spec = KubernetesSpec(
-        name=name,
-        recipe=arguments.recipe,
-        nodes=arguments.nodes,
-        each=each,
-        on_gpus=recipe.device.kind != "cpu",
-        set=arguments.set,
-        out=out,
-        port=arguments.port,
-        image=arguments.image,
-        mount=arguments.mount,
+    return _write(
+        manifest(KubernetesSpec(**job, out=out, image=arguments.image, mount=arguments.mount)), arguments.write
     )
-    return _write(manifest(spec), arguments.write)
+
+
+def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: int) -> dict[str, Any]:
+    """The fields that a job has on each cluster. Raises InputError for a name or a port that clusters do not take."""
+    recipe = arguments.load()
+    each = _shape(arguments, recipe, 8)
+    _check_port(PORT if arguments.port is None else arguments.port, 1)
+    from_recipe = re.sub(r"[^a-z0-9]+", "-", arguments.recipe.stem.lower()).strip("-")
+    name = arguments.name if arguments.name is not None else from_recipe
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > longest_name:
+        raise InputError(
+            f'--name "{name}": lowercase letters, digits and "-", from a letter to a letter or digit, at most '
+            f"{longest_name} characters (RFC 1123); give such a name"
+        )
+    job = {"name": name, "recipe": arguments.recipe, "nodes": arguments.nodes, "each": each, "set": arguments.set}
+    return {**job, "on_gpus": recipe.device.kind != "cpu", "port": arguments.port}
 
 
 def _shape(arguments: LaunchArguments, recipe: Recipe, default: int) -> int:
@@ -201,23 +176,6 @@ def _shape(arguments: LaunchArguments, recipe: Recipe, default: int) -> int:
         raise InputError(f"batch={recipe.batch}: fewer images than {arguments.nodes * each} ranks; raise batch")
     check_share(recipe, arguments.nodes * each)
     return each
-
-
-def _name(arguments: ClusterArguments, longest: int) -> str:
-    """The job's name. Raises InputError where clusters would not take it."""
-    from_recipe = re.sub(r"[^a-z0-9]+", "-", arguments.recipe.stem.lower()).strip("-")
-    name = arguments.name if arguments.name is not None else from_recipe
-    if not _LABEL.fullmatch(name) or len(name) > longest:
-        raise InputError(
-            f'--name "{name}": lowercase letters, digits and "-", from a letter to a letter or digit, at most '
-            f"{longest} characters (RFC 1123); give such a name"
-        )
-    return name
-
-
-def _is_name(text: str) -> bool:
-    """Whether it is a DNS subdomain name (RFC 1123), as objects of Kubernetes have."""
-    return len(text) <= 253 and all(re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", part) for part in text.split("."))
 
 
 def _check_port(port: int, least: int) -> None:
@@ -238,5 +196,12 @@ def _write(text: str, file: Path | None) -> int:
     if file is None:
         print(text, end="")
     else:
-        write_atomically(file, lambda part: part.write_text(text))
+        write_text(file, text)
     return 0
+
+
+SUBCOMMANDS = {  # word: (function, help)
+    "local": (run_local, "start this machine's ranks, a process a GPU (or on the CPU)"),
+    "slurm": (run_slurm, "write an sbatch script"),
+    "kubernetes": (run_kubernetes, "write a manifest: Indexed Job, headless Service, recipe"),
+}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import tomllib
 import typing
@@ -14,13 +13,8 @@ from rich.table import Table
 from torch.optim import Optimizer
 
 from kasoku import core, data, device, distributed, memory, models, optim
-from kasoku.commands import CommandArguments, declare
+from kasoku.commands import CommandArguments
 from kasoku.core import Schedule, Technique
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares that `kasoku list` has no options."""
-    declare(parser, CommandArguments, run)
 
 
 def run(arguments: CommandArguments) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
 
 if TYPE_CHECKING:
     from kasoku.config.recipe import Recipe
@@ -15,36 +15,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandArguments:
-    """The arguments of a command. `if_interrupted` tells the user what an interruption leaves behind."""
+    """The arguments of a command: its options are fields. `if_interrupted`: what an interruption leaves behind."""
 
     words: tuple[str, ...] = ()  # of the command line, after `kasoku`
     started: float = 0.0  # when the command was typed, on the clock of time.perf_counter
     if_interrupted: ClassVar[str] = "nothing was written"
+    description: ClassVar[str | None] = None  # at the head of its help
 
 
-def option(*flags: str, **settings: Any) -> Any:
-    """A field that is read from the command line; `settings` are those of argparse's `add_argument`.
+def argument(**settings: Any) -> Any:
+    """A field that is a positional argument; `settings` are those of argparse's `add_argument`."""
+    default: Any = None if settings.get("nargs") == "?" else MISSING
+    return field(default=default, metadata={"flag": "", "settings": settings})
 
-    Without flags it is a positional argument of the field's name.
+
+def option(flag: str = "", *, default: Any = None, **settings: Any) -> Any:
+    """A field that is an option, called `flag` or as the field; `settings` are those of argparse's `add_argument`.
+
+    Its default says how it is written: False is a switch, and () an option that may be given several times.
     """
-    action, optional = settings.get("action"), flags or settings.get("nargs") == "?"
-    if settings.get("required") or not optional:
-        default: Any = MISSING
+    if settings.get("required"):
+        default = MISSING
+    elif default is False:
+        settings["action"] = "store_true"
+    elif default == ():
+        settings["action"] = "append"
     else:
-        default = {"append": (), "store_true": False}.get(action or "", settings.get("default"))
-    return field(default=default, metadata={"flags": flags, "settings": settings})
+        settings["default"] = default
+    return field(default=default, metadata={"flag": flag or "--", "settings": settings})
 
 
 def set_option() -> Any:
     """`--set`, which all commands that read a recipe have."""
-    return option("--set", action="append", metavar="PATH=VALUE", help="change a setting of the recipe")
+    return option(default=(), metavar="PATH=VALUE", help="change a setting of the recipe")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeArguments(CommandArguments):
     """The arguments of a command that reads a recipe."""
 
-    recipe: Path = option(type=Path, help="a recipe file (TOML)")
+    recipe: Path = argument(help="a recipe file (TOML)")
     set: tuple[str, ...] = set_option()
 
     def load(self, *settings: str) -> Recipe:
@@ -55,25 +65,31 @@ class RecipeArguments(CommandArguments):
         return load(self.recipe, [*self.set, *settings])
 
 
-def declare(parser: argparse.ArgumentParser, kind: type[Any], run: Callable[[Any], int]) -> None:
-    """Has a parser read the fields of `kind`, whose instances are the arguments of `run`."""
+def declare(parser: argparse.ArgumentParser, run: Callable[[Any], int]) -> None:
+    """Has a parser read the fields of the dataclass that `run` takes; their annotations say of which type they are."""
+    kind = get_type_hints(run)["arguments"]
+    types = get_type_hints(kind)
+    parser.description = kind.description
     for each in fields(kind):
-        if each.metadata:
-            flags, settings = each.metadata["flags"], each.metadata["settings"]
-            if flags:
-                parser.add_argument(*flags, dest=each.name, **settings)
-            else:
-                parser.add_argument(each.name, **settings)
+        if not each.metadata:
+            continue
+        flag, settings = each.metadata["flag"], dict(each.metadata["settings"])
+        known = [t for t in (get_args(types[each.name]) or (types[each.name],)) if t in (int, float, Path)]
+        if known:
+            settings["type"] = known[0]
+        if flag == "--":
+            flag += each.name.replace("_", "-")
+        if flag:
+            parser.add_argument(flag, dest=each.name, **settings)
+        else:
+            parser.add_argument(each.name, **settings)
     parser.set_defaults(kind=kind, run=run)
 
 
 def arguments_of(parsed: argparse.Namespace, words: Sequence[str], started: float) -> CommandArguments:
     """The dataclass of what a parser read."""
     kind: type[CommandArguments] = parsed.kind
-    values = {each.name: getattr(parsed, each.name) for each in fields(kind) if each.metadata}
-    known = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    lists = {
-        each.name for each in fields(kind) if each.metadata and each.metadata["settings"].get("action") == "append"
-    }
-    known |= {name: () for name in lists if known[name] is None}
-    return kind(**known, words=tuple(words), started=started)
+    read = {each.name: getattr(parsed, each.name) for each in fields(kind) if each.metadata}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
+    given = {name: value for name, value in given.items() if value is not None}
+    return kind(**given, words=tuple(words), started=started)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from kasoku.commands import CommandArguments, declare, option
+from kasoku.commands import CommandArguments, argument, option
 from kasoku.core import InputError
 from kasoku.data.packs.writer import pack, verify
 
@@ -15,22 +14,15 @@ from kasoku.data.packs.writer import pack, verify
 class PackArguments(CommandArguments):
     """The arguments of `kasoku pack`."""
 
-    source: str | None = option(nargs="?", metavar="SRC", help="a folder of images, or tar shards; or their address")
-    target: str | None = option(nargs="?", metavar="DST", help="the folder for the pack")
-    side: int = option("--side", type=int, default=256, help="shorter side in pixels; 0: as it is (default: 256)")
-    format: Literal["jpeg", "raw"] = option(
-        "--format", choices=("jpeg", "raw"), default="jpeg", help="raw: pixels (default: jpeg)"
-    )
-    quality: int = option("--quality", type=int, default=90, help="of JPEG (default: 90)")
-    workers: int = option("--workers", type=int, default=0, help="threads (default: one a core)")
-    verify: str | None = option("--verify", metavar="DIR", help="check that a pack is whole, by its checksums")
-    quiet: bool = option("--quiet", action="store_true", help="no progress bar")
+    source: str | None = argument(nargs="?", metavar="SRC", help="a folder of images, or tar shards; or their address")
+    target: str | None = argument(nargs="?", metavar="DST", help="the folder for the pack")
+    side: int = option(default=256, help="shorter side in pixels; 0: as it is (default: 256)")
+    format: Literal["jpeg", "raw"] = option(choices=("jpeg", "raw"), default="jpeg", help="raw: pixels (default: jpeg)")
+    quality: int = option(default=90, help="of JPEG (default: 90)")
+    workers: int = option(default=0, help="threads (default: one a core)")
+    verify: str | None = option(metavar="DIR", help="check that a pack is whole, by its checksums")
+    quiet: bool = option(default=False, help="no progress bar")
     if_interrupted: ClassVar[str] = "the shards that are whole stay, and the same command goes on there"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku pack`."""
-    declare(parser, PackArguments, run)
 
 
 def run(arguments: PackArguments) -> int:
@@ -39,17 +31,8 @@ def run(arguments: PackArguments) -> int:
     if a.verify and not (a.source or a.target):
         print(verify(a.verify))
     elif a.source and a.target and not a.verify:
-        print(
-            pack(
-                a.source,
-                a.target,
-                side=a.side,
-                format=a.format,
-                quality=a.quality,
-                workers=a.workers,
-                quiet=a.quiet,
-            )
-        )
+        form: dict[str, Any] = {"side": a.side, "format": a.format, "quality": a.quality}
+        print(pack(a.source, a.target, **form, workers=a.workers, quiet=a.quiet))
     else:
         raise InputError("kasoku pack: SRC DST to pack, or --verify DIR to check a pack")
     return 0

@@ -6,7 +6,6 @@ times that are expected, item by item. `kasoku plan --compare RUN` compares them
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kasoku.commands import CommandArguments, declare, option, set_option
+from kasoku.commands import CommandArguments, argument, option, set_option
 from kasoku.config.recipe import dumps, load, own_folders
 from kasoku.config.updates import updates
 from kasoku.core import InputError
@@ -45,27 +44,16 @@ _ITEMS = {
 class PlanArguments(CommandArguments):
     """The arguments of `kasoku plan`."""
 
-    recipe: Path | None = option(nargs="?", type=Path, help="a recipe file (TOML)")
+    recipe: Path | None = argument(nargs="?", help="a recipe file (TOML)")
     set: tuple[str, ...] = set_option()
-    cluster: str | None = option("--cluster", metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
-    deadline: str = option("--deadline", default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
-    budget: str = option("--budget", default="", metavar="USD", help="the fastest within 100USD")
-    fastest: bool = option("--fastest", action="store_true", help="the fastest, whatever it costs")
-    compare: Path | None = option(
-        "--compare", type=Path, metavar="RUN", help="compare a run with the plan of its recipe"
-    )
-    noise_scale: float | None = option("--noise-scale", type=float, metavar="B", help="of gradients, by kasoku tune")
-    profile: tuple[str, ...] = option(
-        "--profile", action="append", metavar="DIR:IMAGES", help="times of kasoku profile at a batch"
-    )
-    out: Path | None = option(
-        "--out", type=Path, metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)"
-    )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku plan`."""
-    declare(parser, PlanArguments, run)
+    cluster: str | None = option(metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
+    deadline: str = option(default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
+    budget: str = option(default="", metavar="USD", help="the fastest within 100USD")
+    fastest: bool = option(default=False, help="the fastest, whatever it costs")
+    compare: Path | None = option(metavar="RUN", help="compare a run with the plan of its recipe")
+    noise_scale: float | None = option(metavar="B", help="of gradients, by kasoku tune")
+    profile: tuple[str, ...] = option(default=(), metavar="DIR:IMAGES", help="times of kasoku profile at a batch")
+    out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)")
 
 
 def run(arguments: PlanArguments) -> int:

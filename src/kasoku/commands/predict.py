@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from kasoku.commands import CommandArguments, declare, option
+from kasoku.commands import CommandArguments, argument
 from kasoku.training.trained_run import predict
 
 
@@ -14,13 +13,8 @@ from kasoku.training.trained_run import predict
 class PredictArguments(CommandArguments):
     """The arguments of `kasoku predict`."""
 
-    trained: Path = option(type=Path, metavar="RUN")
-    images: tuple[Path, ...] = option(nargs="+", type=Path, metavar="IMAGE|DIR")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku predict`."""
-    declare(parser, PredictArguments, run)
+    trained: Path = argument(metavar="RUN")
+    images: tuple[Path, ...] = argument(nargs="+", metavar="IMAGE|DIR")
 
 
 def run(arguments: PredictArguments) -> int:

@@ -7,13 +7,12 @@ training writes them (of the profiled steps alone), and trace.json for chrome://
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kasoku.commands import RecipeArguments, declare, option
+from kasoku.commands import RecipeArguments, option
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.core.hardware import cores
@@ -31,16 +30,9 @@ _SHOWN = 12  # rows of a table
 class ProfileArguments(RecipeArguments):
     """The arguments of `kasoku profile`."""
 
-    steps: int = option("--steps", type=int, default=10, metavar="N", help="steps of each measurement (default: 10)")
-    out: Path | None = option(
-        "--out", type=Path, metavar="DIR", help="the folder for the results (default: runs/NAME-N)"
-    )
+    steps: int = option(default=10, metavar="N", help="steps of each measurement (default: 10)")
+    out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
     if_interrupted: ClassVar[str] = "no run was changed"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku profile`."""
-    declare(parser, ProfileArguments, run)
 
 
 def run(arguments: ProfileArguments) -> int:

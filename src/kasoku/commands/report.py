@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -10,9 +9,9 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from kasoku.commands import CommandArguments, declare, option
+from kasoku.commands import CommandArguments, argument, option
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.report.html import RunRecord
@@ -30,23 +29,16 @@ Group = tuple[str, Sequence[RunRecord]]  # a name, and runs of one recipe
 class ReportArguments(CommandArguments):
     """The arguments of `kasoku report`."""
 
-    runs: tuple[Path, ...] = option(nargs="+", type=Path, metavar="RUN")
-    out: Path | None = option(
-        "--out", type=Path, metavar="FILE", help="the page (default: report.html; of one run, in its folder)"
-    )
-    compare: bool = option("--compare", action="store_true", help="refuse runs that are not of two groups")
+    runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
+    out: Path | None = option(metavar="FILE", help="the page (default: report.html; of one run, in its folder)")
+    compare: bool = option(default=False, help="refuse runs that are not of two groups")
     trace: Path | None = option(
-        "--trace", type=Path, metavar="FILE", help="write a run's timeline for Chrome or Perfetto (and --out, if given)"
+        metavar="FILE", help="write a run's timeline for Chrome or Perfetto (and --out, if given)"
     )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku report`."""
-    parser.description = (
+    description: ClassVar[str] = (
         "Runs of two recipes are compared over their seeds: A1 A2 A3 -- B1 B2 B3, or all of them in any order, by "
         "recipe."
     )
-    declare(parser, ReportArguments, run)
 
 
 def run(arguments: ReportArguments) -> int:

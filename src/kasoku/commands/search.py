@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kasoku.commands import RecipeArguments, declare, option
+from kasoku.commands import RecipeArguments, option
 from kasoku.config.recipe import dumps
 from kasoku.core import InputError
 from kasoku.core.hardware import cores
@@ -35,22 +34,11 @@ _SHOWN = 10  # trials in the table that is printed
 class SearchArguments(RecipeArguments):
     """The arguments of `kasoku search`."""
 
-    space: Path = option(
-        "--space", type=Path, required=True, metavar="FILE", help="TOML: path = {low, high, log, step} or {choices}"
-    )
-    trials: int = option(
-        "--trials", type=int, required=True, metavar="N", help="the number of trials, with those of earlier parts"
-    )
-    jobs: int = option("--jobs", type=int, default=1, metavar="K", help="trainings at once (default: 1)")
-    out: Path | None = option(
-        "--out", type=Path, metavar="DIR", help="the folder of the search; if it holds one, that goes on"
-    )
+    space: Path = option(required=True, metavar="FILE", help="TOML: path = {low, high, log, step} or {choices}")
+    trials: int = option(required=True, metavar="N", help="the number of trials, with those of earlier parts")
+    jobs: int = option(default=1, metavar="K", help="trainings at once (default: 1)")
+    out: Path | None = option(metavar="DIR", help="the folder of the search; if it holds one, that goes on")
     if_interrupted: ClassVar[str] = "finished trials stay, and the same command with --out goes on there"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku search`."""
-    declare(parser, SearchArguments, run)
 
 
 def run(arguments: SearchArguments) -> int:

@@ -6,14 +6,13 @@ sweep.html (throughput and efficiency over the number of GPUs).
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kasoku.commands import RecipeArguments, declare, option
+from kasoku.commands import RecipeArguments, option
 from kasoku.config.technique_choice import techniques_for
 from kasoku.config.toml import tables
 from kasoku.core import InputError
@@ -37,25 +36,14 @@ _MS = 1e3
 class SimulateArguments(RecipeArguments):
     """The arguments of `kasoku simulate`."""
 
-    cluster: str = option("--cluster", required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
-    gpus: int | None = option("--gpus", type=int, metavar="N", help="how many (default: all of a node)")
-    batch: int | None = option(
-        "--batch", type=int, metavar="B", help="of the recipe, over all GPUs (default: the recipe's)"
-    )
-    allreduce: str = option("--allreduce", default="", metavar="NAME", help="ring, tree, ... (default: the fastest)")
-    profile: tuple[str, ...] = option(
-        "--profile", action="append", metavar="DIR:IMAGES", help="times of kasoku profile at a batch"
-    )
-    sweep: str = option("--sweep", default="", metavar="gpus=A:B", help="draw scaling curves")
-    what_if: tuple[str, ...] = option(
-        "--what-if", action="append", metavar="CHANGES", help="such as network*2,latency/2"
-    )
-    out: Path | None = option("--out", type=Path, metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku simulate`."""
-    declare(parser, SimulateArguments, run)
+    cluster: str = option(required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
+    gpus: int | None = option(metavar="N", help="how many (default: all of a node)")
+    batch: int | None = option(metavar="B", help="of the recipe, over all GPUs (default: the recipe's)")
+    allreduce: str = option(default="", metavar="NAME", help="ring, tree, ... (default: the fastest)")
+    profile: tuple[str, ...] = option(default=(), metavar="DIR:IMAGES", help="times of kasoku profile at a batch")
+    sweep: str = option(default="", metavar="gpus=A:B", help="draw scaling curves")
+    what_if: tuple[str, ...] = option(default=(), metavar="CHANGES", help="such as network*2,latency/2")
+    out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
 
 
 def run(arguments: SimulateArguments) -> int:

@@ -6,7 +6,6 @@ imports it, and nothing here does before.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kasoku.commands import CommandArguments, declare, option, set_option
+from kasoku.commands import CommandArguments, argument, option, set_option
 from kasoku.config.recipe import Recipe, dumps, load, own_folders
 from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks, version_facts
@@ -36,35 +35,20 @@ CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root
 class TrainArguments(CommandArguments):
     """The arguments of `kasoku train`."""
 
-    recipe: Path | None = option(nargs="?", type=Path, help="a recipe file (TOML)")
+    recipe: Path | None = argument(nargs="?", help="a recipe file (TOML)")
     set: tuple[str, ...] = set_option()
-    out: Path | None = option("--out", type=Path, metavar="DIR", help="the run folder (default: runs/NAME-N)")
-    resume: Path | None = option("--resume", type=Path, metavar="DIR", help="go on with the run in DIR")
-    go_on: bool = option("--continue", action="store_true", help="go on with the run in --out, as it is, if any")
-    data: Path | None = option(
-        "--data", type=Path, metavar="DIR", help="without a recipe: a folder with one folder a class"
-    )
-    weights: Path | None = option(
-        "--weights", type=Path, metavar="FILE", help="with --data: published weights to start from"
-    )
-    freeze: int = option(
-        "--freeze", type=int, default=0, metavar="K", help="with --weights: do not train the first K blocks"
-    )
-    members: int = option("--members", type=int, default=0, metavar="K", help="train K members of an ensemble")
-    vary: tuple[str, ...] = option(
-        "--vary", action="append", metavar="PATH=V1,V2,...", help="with --members: a value for each"
-    )
-    dry_run: bool = option("--dry-run", action="store_true", help="only print what the recipe would do")
-    plot: Path | None = option(
-        "--plot", type=Path, metavar="FILE", help="draw rate, weight decay, momentum over epochs (HTML)"
-    )
-    quiet: bool = option("--quiet", action="store_true", help="no progress bar")
+    out: Path | None = option(metavar="DIR", help="the run folder (default: runs/NAME-N)")
+    resume: Path | None = option(metavar="DIR", help="go on with the run in DIR")
+    go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
+    data: Path | None = option(metavar="DIR", help="without a recipe: a folder with one folder a class")
+    weights: Path | None = option(metavar="FILE", help="with --data: published weights to start from")
+    freeze: int = option(default=0, metavar="K", help="with --weights: do not train the first K blocks")
+    members: int = option(default=0, metavar="K", help="train K members of an ensemble")
+    vary: tuple[str, ...] = option(default=(), metavar="PATH=V1,V2,...", help="with --members: a value for each")
+    dry_run: bool = option(default=False, help="only print what the recipe would do")
+    plot: Path | None = option(metavar="FILE", help="draw rate, weight decay, momentum over epochs (HTML)")
+    quiet: bool = option(default=False, help="no progress bar")
     if_interrupted: ClassVar[str] = "a checkpoint written before stands"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku train`."""
-    declare(parser, TrainArguments, run)
 
 
 def run(arguments: TrainArguments) -> int:

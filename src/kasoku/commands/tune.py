@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import math
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kasoku.commands import RecipeArguments, declare, option
+from kasoku.commands import RecipeArguments, option
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.config.sharing import gpus_for
 from kasoku.config.toml import read
@@ -39,19 +38,14 @@ _STEPS = 100  # of the range test
 class TuneArguments(RecipeArguments):
     """The arguments of `kasoku tune`."""
 
-    what: str = option("--what", choices=("minibatch", "lr"), default="minibatch", help="(default: %(default)s)")
+    what: str = option(choices=("minibatch", "lr"), default="minibatch", help="(default: %(default)s)")
     strategy: str = option(
-        "--strategy", default=_STRATEGIES[0], metavar="NAME", help=f"{', '.join(_STRATEGIES)} (default: the first)"
+        default=_STRATEGIES[0], metavar="NAME", help=f"{', '.join(_STRATEGIES)} (default: the first)"
     )
-    budget: float = option("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="(default: %(default)g)")
-    range: str | None = option("--range", metavar="LOW:HIGH", help="of the batch, or of the optimizer's lr")
-    out: Path | None = option("--out", type=Path, metavar="DIR", help="write tuning.json there")
+    budget: float = option(default=BUDGET_S, metavar="SECONDS", help="(default: %(default)g)")
+    range: str | None = option(metavar="LOW:HIGH", help="of the batch, or of the optimizer's lr")
+    out: Path | None = option(metavar="DIR", help="write tuning.json there")
     if_interrupted: ClassVar[str] = "nothing was changed"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `kasoku tune`."""
-    declare(parser, TuneArguments, run)
 
 
 def run(arguments: TuneArguments) -> int:
