@@ -15,8 +15,8 @@ from torch import Tensor
 from kasoku.core import InputError
 from kasoku.distributed.async_sgd import peers as peers_module
 from kasoku.distributed.async_sgd import survivors
-from kasoku.distributed.async_sgd.peers import LostError, Peers
-from kasoku.distributed.async_sgd.survivors import Table, on_survivors
+from kasoku.distributed.async_sgd.peers import LostError, Peers, Pending
+from kasoku.distributed.async_sgd.survivors import Survivors, Table, on_survivors
 from kasoku.distributed.counting_comm import Activity
 from kasoku.distributed.liveness import LostRankError
 
@@ -179,7 +179,7 @@ def test_a_broken_connection_is_a_death_at_once_and_all_hear_of_it():
 
 def test_a_rank_that_was_given_up_ends_and_nothing_it_waits_for_comes():
     with cluster(3) as (ranks, _, _, _):
-        waits = ranks[2].pending(0, [Comes(torch.zeros(1), queue.SimpleQueue())])
+        waits = ranks[2].wait_for(Pending(0, [Comes(torch.zeros(1), queue.SimpleQueue())]))
         ranks[0].lose(2, "a test says so")
         until(lambda: ranks[2].failed)
         with pytest.raises(LostError, match="rank 0 is dead"):
@@ -190,13 +190,13 @@ def test_a_rank_that_was_given_up_ends_and_nothing_it_waits_for_comes():
 
 def test_what_is_waited_for_of_a_dead_rank_is_lost():
     with cluster(2) as (ranks, _, _, _):
-        waits = ranks[0].pending(1, [Comes(torch.zeros(1), queue.SimpleQueue())])
+        waits = ranks[0].wait_for(Pending(1, [Comes(torch.zeros(1), queue.SimpleQueue())]))
         assert not waits.over.is_set()
         ranks[0].lose(1, "a test says so")
         with pytest.raises(LostError, match="rank 1 is dead"):
             waits.wait()
         with pytest.raises(LostError):
-            ranks[0].pending(1, []).wait()
+            ranks[0].wait_for(Pending(1, [])).wait()
 
 
 def _sums(peers: Peers, begun: threading.Event, *, when: str) -> Any:
@@ -214,14 +214,14 @@ def _sums(peers: Peers, begun: threading.Event, *, when: str) -> Any:
 @pytest.mark.parametrize("when", ["before", "between", "meanwhile", "early"])
 def test_survivors_meet_without_the_dead(when: str, monkeypatch: pytest.MonkeyPatch):
     results: dict[int, Any] = {}
-    begin = survivors.begin
 
-    def begun_between(peers: Peers) -> None:
-        begin(peers)
-        if when == "between" and peers.comm.rank == 1 and len(peers.living) == 4:
-            peers.lose(3, "a test says so")
+    class Between(Survivors):
+        def __init__(self, comm: Any, peers: Peers) -> None:
+            super().__init__(comm, peers)
+            if when == "between" and comm.rank == 1 and len(peers.living) == 4:
+                peers.lose(3, "a test says so")
 
-    monkeypatch.setattr(survivors, "begin", begun_between)
+    monkeypatch.setattr(survivors, "Survivors", Between)
     begun = threading.Event()
 
     with cluster(4) as (ranks, _, _, _):
@@ -269,7 +269,7 @@ def test_ranks_that_a_watchdog_watches_never_go_on_without_a_dead_one():
         warnings.simplefilter("error")
         for rank in ranks:
             rank.start()
-        waits = ranks[0].pending(1, [Comes(torch.zeros(1), queue.SimpleQueue())])
+        waits = ranks[0].wait_for(Pending(1, [Comes(torch.zeros(1), queue.SimpleQueue())]))
         mail.cut.add(1)
         for _ in range(int(peers_module.DEAD_S / peers_module.BEAT_S) + 1):
             time.beat(0, 2)

@@ -25,7 +25,7 @@ from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE
 from kasoku.distributed.async_sgd.peers import LostError
 from kasoku.distributed.async_sgd.shared_memory import Segments
 from kasoku.distributed.async_sgd.shared_weights import SharedWeights
-from kasoku.distributed.async_sgd.survivors import Everybody, mean_buffers
+from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import Momentum, SyncPhases
 from kasoku.distributed.async_sgd.transport import Roles, transport
 from kasoku.distributed.async_sgd.update_transfer import UpdateTransfer
@@ -180,7 +180,7 @@ class Exchange:
         """A sync point: finishes all exchanges; all ranks have equal weights then."""
         model, weights = self.job.model, self.weights
         if self.sync_phases.active:
-            _copy_buffers(model, mean_buffers(model, Everybody(self.comm), trains=True, workers=self.comm.size))
+            _copy_buffers(model, mean_buffers(model, Table(self.comm), trains=True, workers=self.comm.size))
             self._begin()
             return
         self._start()
@@ -199,7 +199,7 @@ class Exchange:
         if len(living) < len({*weights.owners, *weights.workers}):
             self._earlier_staleness = self.staleness
             self.weights = self._divide(weights.roles_among(living))
-            self.transport.replace_handler(self.weights.server, self.weights.roles)
+            self.transport.replace_server(self.weights.server, self.weights.roles)
         self._begin()
         self._started, self._entered, self.weights.server.dealt = False, False, None
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kasoku.distributed.async_sgd.quantization import Codec
-from kasoku.distributed.async_sgd.transport import Head
 
+Head = Sequence[int]  # of a request or a reply: a request's kind, and up to three more numbers
 UPDATE, CLOCK, SHARE = 1, 2, 3  # kinds of requests
 RESTS = 2**62  # the clock of a worker that has ended or died: no bound waits for it
 _STRETCH = 1 << 16  # elements: 256 KiB
@@ -80,7 +80,7 @@ class ParameterShard:
 
 
 class ParameterServer:
-    """The RequestHandler of asynchronous ranks: the owned shards and, on the first owner, the clocks and data shares.
+    """Answers the requests of all ranks: has the owned shards and, on the first owner, the clocks and data shares.
 
     Args:
         shards: one for each group, or None where this rank owns nothing of the group.
@@ -116,7 +116,7 @@ class ParameterServer:
                 shard.staleness.clear()
 
     def size(self, head: Head) -> tuple[int, torch.dtype]:
-        """The update's size, which is the reply's too; requests of other kinds have no body."""
+        """Elements and type of an update, which are the reply's too; requests of other kinds have no body."""
         shard = self.shards[head[1]] if head[0] == UPDATE else None
         return (shard.code.elements(len(shard.weights)), shard.code.dtype) if shard else (0, torch.float32)
 
@@ -130,7 +130,7 @@ class ParameterServer:
         return head[1] <= min(self.clocks.values()) + self._ahead or head[1] == RESTS
 
     def answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
-        """Applies an update, or hands out a share of the data; `ready` has noted a clock already."""
+        """The reply's header; reads `body` and fills `out`, which may share memory with `body`."""
         if head[0] == SHARE:
             return (self._next(head[1]),)
         shard = self.shards[head[1]] if head[0] == UPDATE else None

@@ -40,17 +40,33 @@ class LostError(RuntimeError):
 
 
 class Pending:
-    """A wait for messages to or from one rank."""
+    """A wait for messages to or from one rank.
 
-    def __init__(self, rank: int, works: Sequence[Work]) -> None:
-        self.rank, self.works, self.arrived = rank, works, False
+    Args:
+        rank: the rank at the other end.
+        works: the messages, which keep their tensors alive.
+        reply: the header of a reply, which is one of the messages.
+        arrived: whether they have arrived already.
+    """
+
+    def __init__(self, rank: int, works: Sequence[Work], reply: Tensor | None = None, *, arrived: bool = False) -> None:
+        self.rank, self.works, self.arrived, self._reply = rank, works, arrived, reply
         self.over = threading.Event()
+        if arrived:
+            self.over.set()
 
-    def wait(self) -> None:
-        """Raises LostError if the messages will not arrive."""
+    @property
+    def done(self) -> bool:
+        """Whether `wait()` would return, or raise, at once."""
+        return self.over.is_set()
+
+    def wait(self) -> list[int]:
+        """The reply's header. Raises LostError if the messages will not arrive."""
         self.over.wait()
         if not self.arrived:
             raise LostError(self.rank)
+        header: list[int] = [] if self._reply is None else self._reply.tolist()
+        return header
 
 
 class WaitThreads:
@@ -200,19 +216,17 @@ class Peers:
 
     # ---- waits
 
-    def pending(self, rank: int, works: Sequence[Work], *, small: bool = False, syncs: bool = False) -> Pending:
-        """Starts to wait for these in a thread, in order.
+    def wait_for(self, pending: Pending, *, small: bool = False, syncs: bool = False) -> Pending:
+        """Starts to wait in a thread for the messages, in order.
 
         Args:
-            rank: the rank at the other end.
-            works: messages to it and from it.
+            pending: the messages.
             small: do not wait for longer messages first.
             syncs: they belong to this attempt of a sync point, and are lost with any rank that dies.
         """
-        pending = Pending(rank, works)
         with self.changed:
             self.check()
-            if rank in self.dead or (syncs and len(self.dead) > self.attempt_deaths):
+            if pending.rank in self.dead or (syncs and len(self.dead) > self.attempt_deaths):
                 pending.over.set()
             else:
                 if syncs:
@@ -289,7 +303,7 @@ class Peers:
                     work = self.small.send(report, to=rank, tag=BEAT)
                 except RuntimeError:
                     continue  # the thread that listens to it will notice
-                self._waits.add(Pending(rank, [work, Held(report)]), _LONG)  # a dead rank's is kept for ever
+                self._waits.add(Pending(rank, [work]), _LONG)  # a dead rank's is kept for ever
 
     def _keep_beating(self) -> None:
         """The main function of a thread."""
@@ -321,16 +335,3 @@ class Peers:
                 self.lose(dead, f"rank {rank} says so")
             if ended:
                 return None
-
-
-class Held:
-    """Keeps a tensor alive while it is sent."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def wait(self) -> None:
-        pass
-
-    def done(self) -> bool:
-        return True

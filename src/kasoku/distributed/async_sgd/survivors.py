@@ -9,64 +9,52 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm
-from kasoku.distributed.async_sgd.peers import SYNC, LostError, Peers
+from kasoku.distributed.async_sgd.peers import SYNC, LostError, Peers, Pending
 
 T = TypeVar("T")
 
 
-class Table(Protocol):
-    """The ranks of a sync point and their collectives."""
+class Table:
+    """The ranks of a sync point and their collectives; here all ranks of a Comm."""
 
-    ranks: list[int]
+    def __init__(self, comm: Comm) -> None:
+        self.comm, self.ranks = comm, list(range(comm.size))
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> None:
         """Every rank's flat x becomes the sum or "max" over the ranks."""
-        ...
+        self.comm.all_reduce(x, op=op).wait()
 
     def gather(self, thing: Any) -> list[Any]:
         """Every rank's object, which JSON must be able to hold, in the order of ranks."""
-        ...
+        return self.comm.gather_objects(thing)
 
 
-class Everybody:
-    """All ranks of a Comm, by its collectives."""
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm, self.ranks = comm, list(range(comm.size))
-
-    def all_reduce(self, x: Tensor, *, op: str = "sum") -> None:
-        self._comm.all_reduce(x, op=op).wait()
-
-    def gather(self, thing: Any) -> list[Any]:
-        return self._comm.gather_objects(thing)
-
-
-class Survivors:
+class Survivors(Table):
     """The ranks of one attempt; raises LostError if one of them dies meanwhile."""
 
     def __init__(self, comm: Comm, peers: Peers) -> None:
-        self._comm, self._peers, self.ranks = comm, peers, peers.attempt_ranks
+        self.comm, self._peers, self.ranks = comm, peers, peers.attempt_ranks
         self._tag = SYNC + peers.attempt_deaths
 
     def swap(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Sends to each other rank and receives from it, and waits for all."""
         pending = []
         for rank in self.ranks:
-            if rank != self._comm.rank:
+            if rank != self.comm.rank:
                 x, out = outgoing[rank], incoming[rank]
                 try:
-                    works = [self._comm.send(x, to=rank, tag=self._tag)] if len(x) else []
-                    works += [self._comm.receive(out, source=rank, tag=self._tag)] if len(out) else []
+                    works = [self.comm.send(x, to=rank, tag=self._tag)] if len(x) else []
+                    works += [self.comm.receive(out, source=rank, tag=self._tag)] if len(out) else []
                 except RuntimeError as error:
                     self._peers.lose(rank, "its connection broke")
                     raise LostError(rank) from error
-                pending.append(self._peers.pending(rank, works, syncs=True))
+                pending.append(self._peers.wait_for(Pending(rank, works), syncs=True))
         for wait in pending:
             wait.wait()
 
@@ -74,10 +62,10 @@ class Survivors:
         """Each rank sums one part, in the order of ranks, and sends the sum to all."""
         cuts = [len(x) * i // len(self.ranks) for i in range(len(self.ranks) + 1)]
         parts = {rank: x[a:b] for rank, a, b in zip(self.ranks, cuts, cuts[1:], strict=False)}
-        mine = parts[self._comm.rank]
+        mine = parts[self.comm.rank]
         incoming = {rank: torch.empty_like(mine) for rank in self.ranks}
         self.swap(parts, incoming)
-        incoming[self._comm.rank].copy_(mine)
+        incoming[self.comm.rank].copy_(mine)
         mine.zero_() if op == "sum" else mine.copy_(incoming[self.ranks[0]])
         for rank in self.ranks:
             mine.add_(incoming[rank]) if op == "sum" else torch.maximum(mine, incoming[rank], out=mine)
@@ -87,9 +75,9 @@ class Survivors:
         """Lengths are sent first, then the text."""
         text = torch.frombuffer(bytearray(json.dumps(thing).encode()), dtype=torch.uint8)
         sizes = {rank: torch.tensor([len(text)]) for rank in self.ranks}
-        self.swap(dict.fromkeys(self.ranks, sizes[self._comm.rank].clone()), sizes)
+        self.swap(dict.fromkeys(self.ranks, sizes[self.comm.rank].clone()), sizes)
         texts = {rank: torch.zeros(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
-        texts[self._comm.rank] = text
+        texts[self.comm.rank] = text
         self.swap(dict.fromkeys(self.ranks, text), texts)
         return [json.loads(bytes(texts[rank].tolist())) for rank in self.ranks]
 
@@ -110,30 +98,17 @@ def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> tuple[T, 
 
     f is called again after each death, so it must only read.
     """
-    while True:
-        begin(peers)
-        table = Survivors(comm, peers)
-        try:
-            result = f(table)
-        except LostError:
-            continue
-        if completed(peers):
-            return result, table.ranks
 
-
-def begin(peers: Peers) -> None:
-    """Begins an attempt once all living ranks report the same dead ranks."""
+    def wait(ready: Callable[[], bool]) -> None:
+        peers.beat()
+        with peers.changed:
+            peers.changed.wait_for(lambda: peers.failed or ready())
+        peers.check()
 
     def same() -> bool:
+        """Whether all living ranks report the same dead ranks."""
         peers.begin_attempt()
         return all(peers.reports[rank][2:] == peers.flags for rank in peers.living_peers)
-
-    _wait(peers, same)
-
-
-def completed(peers: Peers) -> bool:
-    """Whether an attempt that is complete here is complete on all living ranks."""
-    peers.attempt = peers.first_attempt + peers.attempt_deaths
 
     def done() -> bool:
         return all(peers.reports[rank][0] >= peers.attempt for rank in peers.living_peers)
@@ -142,12 +117,14 @@ def completed(peers: Peers) -> bool:
         reports = [peers.reports[rank] for rank in peers.living_peers]
         return any(attempt < peers.attempt and sum(dead) > peers.attempt_deaths for attempt, _, *dead in reports)
 
-    _wait(peers, lambda: done() or failed())
-    return done()
-
-
-def _wait(peers: Peers, ready: Callable[[], bool]) -> None:
-    peers.beat()
-    with peers.changed:
-        peers.changed.wait_for(lambda: peers.failed or ready())
-    peers.check()
+    while True:
+        wait(same)
+        table = Survivors(comm, peers)
+        try:
+            result = f(table)
+        except LostError:
+            continue
+        peers.attempt = peers.first_attempt + peers.attempt_deaths  # it is complete here
+        wait(lambda: done() or failed())
+        if done():
+            return result, table.ranks

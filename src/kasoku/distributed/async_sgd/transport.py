@@ -14,67 +14,32 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kasoku.core import Comm, Work
-from kasoku.distributed.async_sgd.peers import Held, LostError, Peers, Pending
+from kasoku.distributed.async_sgd.parameter_server import Head, ParameterServer
+from kasoku.distributed.async_sgd.peers import LostError, Peers, Pending
 from kasoku.distributed.async_sgd.shared_memory import PLACE, Segments
-from kasoku.distributed.async_sgd.survivors import Everybody, Table, on_survivors
+from kasoku.distributed.async_sgd.survivors import Table, on_survivors
 
 ASK, REPLY = 2, 3  # tags of requests and replies, which share a channel; 1 is a heartbeat's
-FIELDS = 4  # numbers of a header: the kind of message, and up to three more
-HEADER = FIELDS + 2 * PLACE  # with the addresses of both bodies in shared memory, or zeros where the bytes are sent
+FIELDS = 4  # numbers of a Head, at most
+HEADER = FIELDS + 2 * PLACE  # and the addresses of both bodies in shared memory, or zeros where the bytes are sent
 BYE = 0  # the kind of message that ends the requests of a rank
 _OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of this process; other errors are the peer's
 T = TypeVar("T")
-Head = Sequence[int]
 Roles = tuple[Sequence[int], Sequence[int]]  # the workers, which send requests, and the owners, which answer them
 Block = Callable[[str, Callable[[], bool]], None]  # (the reason, until)
-
-
-class RequestHandler(Protocol):
-    """Answers the requests of all other ranks."""
-
-    def size(self, head: Head) -> tuple[int, torch.dtype]:
-        """Elements and type of the request's body, and of the reply's; 0: no body."""
-
-    def answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
-        """The reply's header; reads `body` and fills `out`, which may share memory with `body`."""
-
-    def ready(self, rank: int, head: Head) -> bool:
-        """Whether the request can be answered yet."""
-
-    def rank_died(self, rank: int) -> None:
-        """Called once for each dead rank."""
-
-
-class PendingReply:
-    """A request whose reply has not been read yet."""
-
-    def __init__(self, pending: Pending | None, reply: Tensor) -> None:
-        self._pending, self._reply = pending, reply
-
-    @property
-    def done(self) -> bool:
-        """Whether `wait()` would return, or raise, at once."""
-        return self._pending is None or self._pending.over.is_set()
-
-    def wait(self) -> list[int]:
-        """The reply's header; its body is in `out` then. Raises LostError if the callee is dead."""
-        if self._pending is not None:
-            self._pending.wait()
-        reply: list[int] = self._reply.tolist()
-        return reply
 
 
 class InProcess:
     """Ranks of one process that take turns: the callee's handler is called directly."""
 
-    def __init__(self, comm: Comm, handler: RequestHandler) -> None:
-        self._comm, self._handlers = comm, comm.gather_objects(handler)
+    def __init__(self, comm: Comm, server: ParameterServer) -> None:
+        self._comm, self._servers = comm, comm.gather_objects(server)
         self.dead: dict[int, str] = {}
         self._block: Block = comm.block
 
@@ -84,11 +49,11 @@ class InProcess:
     def check(self) -> None:
         pass  # a failure is raised where it happens
 
-    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> PendingReply:
+    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Pending:
         """Sends a request to rank `to` once it can be answered."""
-        handler, rank = self._handlers[to], self._comm.rank
-        self._block(f"a reply of rank {to}", lambda: handler.ready(rank, head))
-        return PendingReply(None, torch.tensor([*handler.answer(rank, head, body, out)]))
+        server, rank = self._servers[to], self._comm.rank
+        self._block(f"a reply of rank {to}", lambda: server.ready(rank, head))
+        return Pending(to, [], torch.tensor([*server.answer(rank, head, body, out)]), arrived=True)
 
     def finish_requests(self) -> None:
         """Waits until all ranks have sent their last request."""
@@ -96,7 +61,7 @@ class InProcess:
 
     def at_sync_point(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
         """The result of f over all ranks, and the list of these."""
-        return f(Everybody(self._comm)), list(range(self._comm.size))
+        return f(Table(self._comm)), list(range(self._comm.size))
 
     def stop(self) -> None:
         self._comm.gather_objects(None)
@@ -107,63 +72,58 @@ class NetworkTransport:
 
     Args:
         comm: a channel of its own.
-        handler: answers the requests of the other ranks.
+        server: answers the requests of the other ranks.
         roles: of all ranks.
         segments: this rank's shared memory.
     """
 
-    def __init__(self, comm: Comm, handler: RequestHandler, roles: Roles, segments: Segments) -> None:
+    def __init__(self, comm: Comm, server: ParameterServer, roles: Roles, segments: Segments) -> None:
         self._comm, self._segments = comm, segments
-        self.replace_handler(handler, roles)
         self._threads: list[tuple[int, threading.Thread]] = []
         self._errors: list[BaseException] = []
         self.peers = Peers(comm, self._rank_died)
         self.dead = self.peers.dead
         self.changed = threading.Condition()
+        self.replace_server(server, roles)
 
-    def replace_handler(self, handler: RequestHandler, roles: Roles) -> None:
-        """Replaces the handler and the roles, from the next `start` on."""
+    def replace_server(self, server: ParameterServer, roles: Roles) -> None:
+        """Replaces the server and the roles, from the next `start` on."""
         workers, owners = roles
-        self._handler, rank = handler, self._comm.rank
-        self._callers = [worker for worker in workers if worker != rank and rank in owners]
-        self._callees = [owner for owner in owners if owner != rank and rank in workers]
+        self._server, rank = server, self._comm.rank
         self._first_owner = next(iter(owners), rank)
-
-    def _channels(self, to: int) -> list[bool]:
-        """The channels for requests to rank `to`; True: the one for requests without a body."""
-        return [False, True] if to == self._first_owner else [False]
-
-    def _channel(self, small: bool) -> Comm:
-        return self.peers.small if small else self._comm
+        one, both = [self._comm], [self._comm, self.peers.small]
+        channels = {owner: both if owner == self._first_owner else one for owner in owners}
+        self._callers = [(worker, x) for worker in workers if worker != rank for x in channels.get(rank, ())]
+        self._callees = [(owner, x) for owner in owners if owner != rank and rank in workers for x in channels[owner]]
 
     def start(self) -> None:
         """Starts the threads that answer requests."""
         self.peers.start()
         self._threads = [
-            (rank, threading.Thread(target=self._serve, args=(rank, small), name=f"kasoku answers {rank}", daemon=True))
-            for rank in self._callers
+            (rank, threading.Thread(target=self._serve, args=(rank, x), name=f"kasoku answers {rank}", daemon=True))
+            for rank, x in self._callers
             if rank not in self.dead
-            for small in self._channels(self._comm.rank)
         ]
         for _, thread in self._threads:
             thread.start()
 
-    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> PendingReply:
+    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Pending:
         """Sends a request to rank `to`; until its reply, `body` must not be changed, nor `out` read.
 
         The callee may use `body` as working memory, so its content is undefined afterwards.
         """
         self.check()
         if to == self._comm.rank:
-            return PendingReply(None, torch.tensor([*self._answer(to, head, body, out)]))
+            return Pending(to, [], torch.tensor([*self._answer(to, head, body, out)]), arrived=True)
         request, reply = torch.zeros(HEADER, dtype=torch.int64), torch.zeros(HEADER, dtype=torch.int64)
         request[: len(head)] = torch.tensor(head)
-        places = self._places(to, body, out)
-        request[FIELDS : FIELDS + len(places)] = torch.tensor(places)
         small = to == self._first_owner and not (len(body) or len(out))
-        if places:
-            body, out = body[:0], out[:0]
-        channel = self._channel(small)
+        if to in self._segments.near and len(body):
+            places = [self._segments.place(x) for x in (body, out)]
+            if all(places):
+                request[FIELDS:] = torch.tensor(places).view(-1)
+                body, out = body[:0], out[:0]
+        channel = self.peers.small if small else self._comm
         works: list[Work] = []
         try:
             if to not in self.dead:
@@ -171,7 +131,7 @@ class NetworkTransport:
                 works += [channel.receive(x, source=to, tag=REPLY) for x in (reply, out) if len(x)]
         except RuntimeError:
             self.peers.lose(to, "its connection broke")
-        return PendingReply(self.peers.pending(to, [*works, Held(request)], small=small), reply)
+        return self.peers.wait_for(Pending(to, works, reply), small=small)
 
     def check(self) -> None:
         """Raises InputError if the other ranks took this one for dead, or the error of an answering thread."""
@@ -179,19 +139,14 @@ class NetworkTransport:
         if self._errors:
             raise self._errors[0]
 
-    def _places(self, to: int, body: Tensor, out: Tensor) -> list[int]:
-        """The addresses of both, if rank `to` can map their memory."""
-        places = [self._segments.place(x) for x in (body, out)] if to in self._segments.near and len(body) else [()]
-        return [number for place in places for number in place] if all(places) else []
-
     def finish_requests(self) -> None:
         """Announces the last request, and answers other ranks' requests until their last. Raises as `check` does."""
         self.check()
         bye, pending = torch.zeros(HEADER, dtype=torch.int64), []
-        for rank, small in [(to, small) for to in self._callees for small in self._channels(to)]:
+        for rank, channel in self._callees:
             try:
-                sent = self._channel(small).send(bye, to=rank, tag=ASK)
-                pending += [self.peers.pending(rank, [sent, Held(bye)], small=small)]
+                farewell = Pending(rank, [channel.send(bye, to=rank, tag=ASK)])
+                pending.append(self.peers.wait_for(farewell, small=channel is self.peers.small))
             except RuntimeError:
                 self.peers.lose(rank, "its connection broke")
         for farewell in pending:
@@ -212,26 +167,51 @@ class NetworkTransport:
         self._segments.forget()
 
     def _rank_died(self, rank: int) -> None:
-        self._handler.rank_died(rank)
+        self._server.rank_died(rank)
         with self.changed:
             self.changed.notify_all()
 
     def _answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
-        if not self._handler.ready(rank, head):
+        if not self._server.ready(rank, head):
             with self.changed:
                 self.changed.notify_all()  # other requests may wait for this one
-                self.changed.wait_for(lambda: self._errors or self._handler.ready(rank, head))
-            if not self._handler.ready(rank, head):
+                self.changed.wait_for(lambda: self._errors or self._server.ready(rank, head))
+            if not self._server.ready(rank, head):
                 raise self._errors[0]
-        reply = self._handler.answer(rank, head, body, out)
+        reply = self._server.answer(rank, head, body, out)
         with self.changed:
             self.changed.notify_all()
         return reply
 
-    def _serve(self, rank: int, small: bool) -> None:
-        """The main function of a thread: answers one rank until its last request or its death."""
+    def _serve(self, rank: int, channel: Comm) -> None:
+        """The main function of a thread: answers one rank until its last request or its death.
+
+        Receives a request into one buffer while the previous reply is sent from the other.
+        """
+        header, buffers = torch.zeros(HEADER, dtype=torch.int64), [_Buffer(), _Buffer()]
         try:
-            self._serve_all(rank, self._channel(small), [_Buffer(), _Buffer()])
+            while True:
+                buffers.reverse()
+                buffer = buffers[0]
+                with _errors_are_deaths(rank):
+                    channel.receive(header, source=rank, tag=ASK).wait()
+                    head = header.tolist()
+                    buffer.clear()
+                    if head[0] == BYE:
+                        return buffers[1].clear()
+                    n, dtype = self._server.size(head)
+                    near = head[FIELDS] > 0
+                    body = out = bytes_sent = buffer.of(0 if near else n, dtype)
+                    if len(body):
+                        channel.receive(body, source=rank, tag=ASK).wait()
+                    if near and rank not in self.dead:
+                        body, out = (self._segments.at(x, n, dtype) for x in (head[FIELDS:-PLACE], head[-PLACE:]))
+                if rank in self.dead:  # its update no longer counts
+                    raise LostError(rank)
+                reply = self._answer(rank, head[:FIELDS], body, out)
+                buffer.reply[: len(reply)] = torch.tensor(reply)
+                with _errors_are_deaths(rank):
+                    buffer.sends = [channel.send(x, to=rank, tag=REPLY) for x in (buffer.reply, bytes_sent) if len(x)]
         except LostError:
             self.peers.lose(rank, "its connection broke")
         except BaseException as error:
@@ -239,32 +219,6 @@ class NetworkTransport:
                 self._errors.append(error)
                 self.changed.notify_all()
             self.peers.end()
-
-    def _serve_all(self, rank: int, channel: Comm, buffers: list[_Buffer]) -> None:
-        """Receives a request into one buffer while the previous reply is sent from the other."""
-        header = torch.zeros(HEADER, dtype=torch.int64)
-        while True:
-            buffers.reverse()
-            buffer = buffers[0]
-            with _errors_are_deaths(rank):
-                channel.receive(header, source=rank, tag=ASK).wait()
-                head = header.tolist()
-                buffer.clear()
-                if head[0] == BYE:
-                    return buffers[1].clear()
-                n, dtype = self._handler.size(head)
-                near = head[FIELDS] > 0
-                body = out = bytes_sent = buffer.of(0 if near else n, dtype)
-                if len(body):
-                    channel.receive(body, source=rank, tag=ASK).wait()
-                if near and rank not in self.dead:
-                    body, out = (self._segments.at(x, n, dtype) for x in (head[FIELDS:-PLACE], head[-PLACE:]))
-            if rank in self.dead:  # its update no longer counts
-                raise LostError(rank)
-            reply = self._answer(rank, head[:FIELDS], body, out)
-            buffer.reply[: len(reply)] = torch.tensor(reply)
-            with _errors_are_deaths(rank):
-                buffer.sends = [channel.send(x, to=rank, tag=REPLY) for x in (buffer.reply, bytes_sent) if len(x)]
 
 
 @contextmanager
@@ -301,6 +255,6 @@ class _Buffer:
         return self._bytes[:size].view(dtype)
 
 
-def transport(comm: Comm, handler: RequestHandler, roles: Roles, segments: Segments) -> Any:
+def transport(comm: Comm, server: ParameterServer, roles: Roles, segments: Segments) -> Any:
     """InProcess where ranks take turns in one process, else NetworkTransport; collective."""
-    return NetworkTransport(comm, handler, roles, segments) if comm.thread_safe else InProcess(comm, handler)
+    return NetworkTransport(comm, server, roles, segments) if comm.thread_safe else InProcess(comm, server)

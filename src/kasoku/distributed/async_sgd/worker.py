@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kasoku.distributed.async_sgd.peers import Pending
 from kasoku.distributed.async_sgd.quantization import Codec
-from kasoku.distributed.async_sgd.transport import PendingReply
 
 _MOST_LOCAL_STEPS = 16  # between two exchanges, however long an exchange takes
 
@@ -152,7 +152,7 @@ class WorkerGroup:
             self.request, self.reply = (zeros(size, dtype=code.dtype) for _ in range(2))
         self.version_used = dict.fromkeys(self.pieces, 0)
         self.version_read = dict(self.version_used)
-        self.pending: dict[int, PendingReply] = {}
+        self.pending: dict[int, Pending] = {}
         self.orphans: list[slice] = []
         self.sent_at = 0
 
