@@ -27,7 +27,7 @@ from kasoku.data import (
     sample,
 )
 from kasoku.data.augment.basic import stored_side
-from kasoku.data.loading import decode_tasks, file_executor
+from kasoku.data.loading import file_executor, workers
 
 VARIED = Augment(flip="alternating", translate=1, cutout=2)
 CROPPED = Augment(flip="random", translate=3, crop="random_resized")
@@ -244,7 +244,7 @@ def test_batches_do_not_depend_on_the_number_of_threads(photos, threads, cache_b
 def counted(monkeypatch):
     """The names of the images that are decoded from now on."""
     seen = []
-    for module, what in ((file_executor, "decode"), (decode_tasks, "crop")):
+    for module, what in ((file_executor, "decode"), (workers, "crop")):
         real = getattr(module, what)
 
         def noted(*a, real=real, **named):

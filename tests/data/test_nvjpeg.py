@@ -321,7 +321,7 @@ def test_an_image_that_only_decoding_shows_to_be_bad_is_skipped_too(photos, monk
 
 def test_a_batch_that_the_gpu_has_still_to_decode_may_still_fail():
     done = Future()
-    done.set_result({})
+    done.set_result((np.zeros((1, 8, 8, 3), np.uint8), {}))
     for jpegs, good in ((None, True), (nvjpeg.Jpegs(SIZE, CPU), False)):
         assert PendingBatch(torch.zeros(1), torch.zeros(1), [slice(0, 1)], [done], jpegs).good is good
 
@@ -405,9 +405,9 @@ def test_as_a_technique_it_sets_the_loader_until_the_job_is_closed(photos, monke
     batches = loader(photos, "train", 4)
     job = Job(torch.nn.Flatten(), torch.optim.SGD([torch.zeros(1)], 0.1), loader=batches)
     job.apply(Decoding("nvjpeg"))
-    assert batches.pipeline.decode.decoder == "nvjpeg"
+    assert batches.pipeline.decoder == "nvjpeg"
     job.close()
-    assert batches.pipeline.decode.decoder == "cpu"
+    assert batches.pipeline.decoder == "cpu"
 
 
 def test_as_a_technique_it_is_refused_in_one_line(photos):

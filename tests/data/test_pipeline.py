@@ -64,7 +64,7 @@ def test_a_pipeline_of_files_prints_its_stages(photos):
 
 def test_a_pipeline_in_memory_prints_its_stages():
     job = Job(torch.nn.Flatten(), sgd, loader=loader(digits(), "train", 96, parts=2, fill=True)).apply(RandAugment(1))
-    vary = job.loader.pipeline.augmentation.vary
+    vary = job.loader.pipeline.vary
     assert str(job.loader) == "\n".join(
         [
             "digits: 1,437 images of the train split",
@@ -92,7 +92,7 @@ def test_test_images_are_printed_in_order_and_as_they_are(photos):
     ]
 
 
-def test_every_setting_of_every_stage_can_be_changed_by_its_name():
+def test_every_setting_of_a_pipeline_can_be_changed_by_its_name():
     plain = Pipeline(digits(), "train")
     assert plain.settings.keys() == OTHER.keys()
     for name, value in OTHER.items():
@@ -101,16 +101,16 @@ def test_every_setting_of_every_stage_can_be_changed_by_its_name():
     assert plain.with_(**OTHER).settings == OTHER
 
 
-def test_a_setting_that_no_stage_has_is_refused():
+def test_a_setting_that_a_pipeline_lacks_is_refused():
     with pytest.raises(TypeError, match=r"thread: no setting of a pipeline; these are: seed, shuffled, .*threads"):
         loader(digits(), "train", 8, thread=1)
 
 
-def test_a_pipeline_and_its_stages_cannot_be_written_to():
+def test_a_pipeline_cannot_be_written_to():
     pipeline = Pipeline(digits(), "train")
-    for thing, name in ((pipeline, "shard"), (pipeline.shard, "batch"), (pipeline.decode, "threads")):
+    for name in ("dataset", "batch", "threads"):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(thing, name, None)
+            setattr(pipeline, name, None)
     with pytest.raises(AttributeError):
         loader(digits(), "train", 8).batch = 9
 

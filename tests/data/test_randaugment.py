@@ -197,7 +197,7 @@ def test_images_for_tests_and_statistics_are_not_varied():
     source, plain = job_on(RandAugment()).loader, job_on().loader
     assert torch.equal(torch.cat([x for x, _ in source.survey()]), torch.cat([x for x, _ in plain.survey()]))
     plain_test = loader(source.dataset, "test", 60)
-    test = plain_test.with_(vary=source.pipeline.augmentation.vary)
+    test = plain_test.with_(vary=source.pipeline.vary)
     assert torch.equal(next(iter(test))[0], next(iter(plain_test))[0])
 
 
@@ -237,9 +237,9 @@ def test_ranks_see_what_one_rank_would():
 
 def test_close_gives_the_loader_back():
     job = job_on(RandAugment())
-    assert job.loader.pipeline.augmentation.vary is not None
+    assert job.loader.pipeline.vary is not None
     job.close()
-    assert job.loader.pipeline.augmentation.vary is None
+    assert job.loader.pipeline.vary is None
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def test_processes_that_read_for_copies_end_with_them():
     sandbox.close()
     assert job.plain_loader.executor._processes is None
     with pytest.raises(RuntimeError, match="after shutdown"):
-        processes.submit(len, ())
+        processes.submit([0], [None], (8, 8))
 
 
 # ---- a copy that diverged

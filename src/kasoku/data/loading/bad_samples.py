@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from kasoku.core.errors import InputError
@@ -36,7 +36,7 @@ class Skipped:
             if len(self.met) > most:
                 raise InputError(
                     f"more than {most} of {self.images:,} images cannot be decoded (max_bad_fraction="
-                    f"{self.fraction:g}): {_summary([self.reasons[i] for i in sorted(self.met)])}; mend them, or go on "
+                    f"{self.fraction:g}): {self.summary(self.met)}; mend them, or go on "
                     "without more of them: data.max_bad_fraction=0.1"
                 )
 
@@ -55,9 +55,10 @@ class Skipped:
         finally:
             self.reasons, self.met = reasons, met
 
-    def summary(self) -> str:
-        """The first of them, in a line."""
-        return _summary([reason for _, reason in sorted(self.reasons.items())])
+    def summary(self, images: Collection[int] | None = None) -> str:
+        """The reasons of the first ten of them, in a line; all that are noted by default."""
+        shown = sorted(self.reasons if images is None else images)
+        return "; ".join([*(self.reasons[i] for i in shown[:10]), *(["..."] if len(shown) > 10 else [])])
 
     def state_dict(self) -> dict[int, str]:
         """Which images, and of the first thousand why."""
@@ -65,7 +66,3 @@ class Skipped:
 
     def load_state_dict(self, state: dict[int, str]) -> None:
         self.reasons.update(state)
-
-
-def _summary(reasons: list[str]) -> str:
-    return "; ".join([*reasons[:10], *(["..."] if len(reasons) > 10 else [])])

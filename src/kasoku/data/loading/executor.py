@@ -77,7 +77,7 @@ class MemoryExecutor(Executor):
         self._images_NHWC, self._labels_N = split.images_NHWC.to(device), split.labels_N.to(device)
 
     def run(self, pipeline: Pipeline, epoch: int, numbers: Numbers, trace: Trace | None) -> RawBatches:
-        for index_N in pipeline.indices(epoch, numbers, pipeline.to_device.device):
+        for index_N in pipeline.indices(epoch, numbers, pipeline.device):
             yield self._images_NHWC.index_select(0, index_N), self._labels_N.index_select(0, index_N), index_N
 
 
@@ -98,13 +98,10 @@ class SharedExecutor(Executor):
     def run(self, pipeline: Pipeline, epoch: int, numbers: Numbers, trace: Trace | None) -> RawBatches:
         for number, _ in numbers:
             if (epoch, number) not in self._kept:
-                self._decode(pipeline, epoch, number, trace)
+                if self._next != (epoch, number):
+                    self._running = self._executor.run(pipeline, epoch, pipeline.numbers(number), trace)
+                self._kept[epoch, number] = next(self._running)
+                self._next = (epoch, number + 1)
+                while len(self._kept) > _KEEP:
+                    self._kept.popitem(last=False)
             yield self._kept[epoch, number]
-
-    def _decode(self, pipeline: Pipeline, epoch: int, number: int, trace: Trace | None) -> None:
-        if self._next != (epoch, number):
-            self._running = self._executor.run(pipeline, epoch, pipeline.numbers(number), trace)
-        self._kept[epoch, number] = next(self._running)
-        self._next = (epoch, number + 1)
-        while len(self._kept) > _KEEP:
-            self._kept.popitem(last=False)

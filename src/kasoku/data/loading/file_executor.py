@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +20,10 @@ from kasoku.data.datasets.base import Encoded, GoneError, Items
 from kasoku.data.decode import nvjpeg
 from kasoku.data.decode.decode import decode
 from kasoku.data.loading.bad_samples import Skipped
-from kasoku.data.loading.decode_tasks import Bad, bad_images, decode_chunk, result, start_process, submit_to_process
 from kasoku.data.loading.device_prefetch import DevicePrefetch, Moving
 from kasoku.data.loading.executor import Executor, Numbers, RawBatch, RawBatches
 from kasoku.data.loading.pipeline import Pipeline
-from kasoku.data.loading.workers import Autotuner, Pool, ProcessPool, ThreadPool
+from kasoku.data.loading.workers import Autotuner, Bad, Chunk, Pool, ProcessPool, ThreadPool, decode_chunk, result
 
 _AHEAD = 2  # batches that are decoded while one is used
 _CHUNK = 16  # images a thread takes at a time
@@ -50,23 +48,32 @@ class FileExecutor(Executor):
         self._owns_processes = True
 
     def run(self, pipeline: Pipeline, epoch: int, numbers: Numbers, trace: Trace | None) -> RawBatches:
-        pipeline.check_decoder()
+        nvjpeg.check(pipeline.decoder, pipeline.device)
         pool = self._pool(pipeline)
         try:
             yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, numbers))
         finally:
-            if pool is not self._processes:
+            if isinstance(pool, ThreadPool):
                 pool.close()
 
     def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
         """Reads this rank's images of the next batch; those that are kept it decodes."""
         if isinstance(self.split, Items):
             return
-        batch = pipeline.indices(epoch, islice(pipeline.numbers(first), pipeline.shard.parts))
+        batch = pipeline.indices(epoch, islice(pipeline.numbers(first), pipeline.parts))
         read = self.cached if pipeline.keeps_decoded else self.split.read
-        pool = ThreadPool(max(1, min(cores(), 32) // pipeline.decode.cores_shared_by))
+
+        def try_to_read(index: int) -> None:
+            try:
+                read(index)
+            except GoneError:
+                raise
+            except InputError:
+                pass  # counted and named with its batch
+
+        pool = ThreadPool(max(1, min(cores(), 32) // pipeline.cores_shared_by))
         try:
-            tasks = [pool.submit(_try, read, index) for index in torch.cat(list(batch)).tolist()]
+            tasks = [pool.submit(try_to_read, index) for index in torch.cat(list(batch)).tolist()]
             for task in tasks:
                 task.result()
         finally:
@@ -97,32 +104,24 @@ class FileExecutor(Executor):
         return source
 
     def tune(self, pool: Pool, batch_s: float, waited_s: float) -> None:
-        """After a batch: has another number of threads tried now and then."""
-        if self._autotuner:
+        """After a batch: has another number of threads tried now and then, unless the number is set."""
+        if self._autotuner and isinstance(pool, ThreadPool):
             pool.resize(self._autotuner.batch(batch_s, waited_s))
             self.stats.workers = self._autotuner.size
 
     def _pool(self, pipeline: Pipeline) -> Pool:
-        threads, device = pipeline.decode.threads, pipeline.to_device.device
-        own = threads or max(1, cores() // pipeline.decode.cores_shared_by)
         if isinstance(self.split, Items) and self.split.processes:
             self.stats.workers = self.split.processes
-            self._processes = self._processes or ProcessPool(self.split.processes, start_process, self.split)
+            self._processes = self._processes or ProcessPool(self.split)
             return self._processes
+        if pipeline.threads:
+            self.stats.workers, self._autotuner = pipeline.threads, None
+            return ThreadPool(pipeline.threads)
         if self._autotuner is None:
-            most = min(_MOST, 4 * own)
-            self._autotuner = Autotuner(min(own, most), most, shared=device.type == "cpu")
-        self.stats.workers = threads or self._autotuner.size
+            own = max(1, cores() // pipeline.cores_shared_by)
+            self._autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
+        self.stats.workers = self._autotuner.size
         return ThreadPool(self.stats.workers)
-
-
-def _try(read: Callable[[int], object], index: int) -> None:
-    try:
-        read(index)
-    except GoneError:
-        raise
-    except InputError:
-        pass  # counted and named with its batch
 
 
 class _Iteration:
@@ -131,30 +130,43 @@ class _Iteration:
     def __init__(self, executor: FileExecutor, pipeline: Pipeline, epoch: int, pool: Pool, trace: Trace | None) -> None:
         self.executor, self.pipeline, self.epoch, self.pool, self.trace = executor, pipeline, epoch, pool, trace
         self.split, self.stats, self.skipped = executor.split, executor.stats, executor.skipped
-        self.size, self.device = pipeline.dataset.image_size, pipeline.to_device.device
+        self.size, self.device = pipeline.dataset.image_size, pipeline.device
         self.read = executor.cached if pipeline.keeps_decoded else executor.split.read
         self.prefetch = DevicePrefetch(self.device, trace)
 
     def batches(self, indices: Iterator[torch.Tensor]) -> RawBatches:
+        """The batches of these indices. Nothing but `moving` refers to a batch that was sent to the device.
+
+        Note: copies ahead. Where copying goes on beside computing, a batch that is ready is sent to the device before
+        its turn; a failure is raised at the batch's turn.
+        """
         waiting: deque[PendingBatch] = deque()
-        in_flight = InFlight(self._send, ahead=self.prefetch.stream is not None)
+        moving: deque[Moving] = deque()
+        failure: InputError | None = None  # of the batch after those that are moving
+        ahead = self.prefetch.stream is not None
         request_s = time.perf_counter()
         try:
-            more = True
-            while more or waiting or in_flight.left:
-                while more and len(waiting) <= _AHEAD:
-                    index_N = next(indices, None)
-                    more = index_N is not None
-                    if index_N is not None:
-                        waiting.append(self._submit(index_N))
-                waited_s = self._wait(() if in_flight.left else waiting)
-                in_flight.start(waiting)
-                if self.pipeline.shard.size > 1:
-                    self.executor.safe_batches = in_flight.safe(waiting)
-                yield self.prefetch.arrive(in_flight.moving.popleft())
+            while True:
+                while len(waiting) <= _AHEAD and (index_N := next(indices, None)) is not None:
+                    waiting.append(self._submit(index_N))
+                if not (waiting or moving or failure):
+                    return
+                waited_s = self._wait(() if moving or failure else waiting)
+                if not moving:
+                    if failure:
+                        raise failure
+                    moving.append(self._send(waiting.popleft()))
+                if ahead and not failure and waiting and waiting[0].ready:
+                    try:
+                        moving.append(self._send(waiting.popleft()))
+                    except InputError as error:
+                        failure = error
+                if self.pipeline.size > 1:
+                    good = () if failure else takewhile(lambda batch: batch.good, waiting)
+                    self.executor.safe_batches = len(moving) - 1 + sum(1 for _ in good)
+                yield self.prefetch.arrive(moving.popleft())
                 now_s = time.perf_counter()
-                if not self.pipeline.decode.threads:
-                    self.executor.tune(self.pool, now_s - request_s, waited_s)
+                self.executor.tune(self.pool, now_s - request_s, waited_s)
                 request_s = now_s
         finally:
             for chunk in (chunk for batch in waiting for chunk in batch.chunks):
@@ -169,9 +181,9 @@ class _Iteration:
         step = max(1, min(_CHUNK, -(-len(index) // max(1, self.stats.workers))))
         cuts = [slice(start, start + step) for start in range(0, len(index), step)]
         if isinstance(self.pool, ProcessPool):
-            chunks = [submit_to_process(self.pool, index[cut], crops[cut], self.size) for cut in cuts]
+            chunks = [self.pool.submit(index[cut], crops[cut], self.size) for cut in cuts]
             return PendingBatch(images_NHWC, index_N, cuts, chunks)
-        jpegs = nvjpeg.Jpegs(self.size, self.device) if self.pipeline.decode.decoder == "nvjpeg" else None
+        jpegs = nvjpeg.Jpegs(self.size, self.device) if self.pipeline.decoder == "nvjpeg" else None
         name, submit = self.split.name, self.pool.submit
         tasks = [submit(decode_chunk, out_NHWC[cut], index[cut], crops[cut], self._source, name, jpegs) for cut in cuts]
         return PendingBatch(images_NHWC, index_N, cuts, tasks, jpegs)
@@ -207,10 +219,10 @@ class _Iteration:
         self.stats.images += len(batch.index_N)
         bad: Bad = {}
         for cut, chunk in zip(batch.cuts, batch.chunks, strict=True):
-            output = result(chunk)
-            if isinstance(output, tuple):  # of a process
-                batch.images_NHWC[cut] = torch.from_numpy(output[0])
-            bad |= {cut.start + row: reason for row, reason in bad_images(output).items()}
+            decoded_NHWC, errors = result(chunk)
+            if isinstance(self.pool, ProcessPool):
+                batch.images_NHWC[cut] = torch.from_numpy(decoded_NHWC)
+            bad |= {cut.start + row: error for row, error in errors.items()}
         if batch.jpegs:
             bad |= batch.jpegs.decode(batch.index_N, batch.images_NHWC)
         shown_N, train = batch.index_N, self.pipeline.train
@@ -232,7 +244,7 @@ class _Iteration:
         for step in range(1, len(self.split)):
             other = (index + step) % len(self.split)
             crops = self.pipeline.crops(torch.tensor([other]), self.epoch)
-            bad = decode_chunk(out_HWC[None], [other], crops, self._source, self.split.name)
+            _, bad = decode_chunk(out_HWC[None], [other], crops, self._source, self.split.name)
             if not bad:
                 return other
             self.skipped.add(other, bad[0])
@@ -246,7 +258,7 @@ class PendingBatch:
     images_NHWC: torch.Tensor  # noqa: N815
     index_N: torch.Tensor  # noqa: N815
     cuts: list[slice]
-    chunks: list[Future[Any]]
+    chunks: list[Future[Chunk]]
     jpegs: nvjpeg.Jpegs | None = None
 
     @property
@@ -256,34 +268,4 @@ class PendingBatch:
     @property
     def good(self) -> bool:
         """Decoded, every image of it; what the GPU decodes may still fail."""
-        return self.ready and not self.jpegs and not any(c.exception() or bad_images(c.result()) for c in self.chunks)
-
-
-class InFlight:
-    """Batches on their way to the device; nothing else refers to them. A failure is raised at the batch's turn."""
-
-    def __init__(self, send: Callable[[PendingBatch], Moving], *, ahead: bool) -> None:
-        self.moving: deque[Moving] = deque()
-        self._send, self._ahead = send, ahead
-        self._failed: InputError | None = None  # why there is none after those
-
-    @property
-    def left(self) -> bool:
-        return bool(self.moving or self._failed)
-
-    def start(self, waiting: deque[PendingBatch]) -> None:
-        """Sends one at least; where it can go on beside computing, one more if it is ready."""
-        if not self.moving:
-            if self._failed:
-                raise self._failed
-            self.moving.append(self._send(waiting.popleft()))
-        if self._ahead and not self._failed and waiting and waiting[0].ready:
-            try:
-                self.moving.append(self._send(waiting.popleft()))
-            except InputError as error:
-                self._failed = error
-
-    def safe(self, waiting: deque[PendingBatch]) -> int:
-        """How many cannot fail any more, after the next one."""
-        behind = () if self._failed else takewhile(lambda batch: batch.good, waiting)
-        return len(self.moving) - 1 + sum(1 for _ in behind)
+        return self.ready and not self.jpegs and not any(c.exception() or c.result()[1] for c in self.chunks)

@@ -14,7 +14,7 @@ from kasoku.core.comm import Comm
 from kasoku.core.errors import InputError
 from kasoku.core.trace import Trace
 from kasoku.data.augment.basic import Augment, normalise, stored_side
-from kasoku.data.datasets.base import Dataset, Encoded, GoneError, Memory
+from kasoku.data.datasets.base import Dataset, GoneError, Memory
 from kasoku.data.decode.decode import read_image
 from kasoku.data.loading.bad_samples import Skipped
 from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor, Stats
@@ -36,21 +36,23 @@ def loader(
     `batch` is global: each rank of comm gets its contiguous share of it. Iterating gives (x_NCHW normalised, y_N int64)
     on the device for one epoch, or for what is left of it. Print it to see its pipeline.
 
-    `settings` are those of the stages in kasoku.data.loading.pipeline: seed, parts, fill, augment, threads, cache_bytes
+    `settings` are those of kasoku.data.Pipeline: seed, parts, fill, augment, threads, cache_bytes
     and more. Raises InputError for a batch that is too large or not a multiple of the ranks.
     """
     if split not in ("train", "test"):
         raise InputError(f"split={split}: train or test")
     rank, size = (comm.rank, comm.size) if comm else (0, 1)
-    place = torch.device(device)
     pipeline = Pipeline(dataset, split)
-    pipeline = pipeline.with_(
-        **{"images": len(pipeline.source), "batch": batch, "rank": rank, "size": size, "device": place, **settings}
-    )
-    pipeline.check_batch()
     source = pipeline.source
+    given = {"images": len(source), "batch": batch, "rank": rank, "size": size, "device": torch.device(device)}
+    pipeline = pipeline.with_(**given | settings)
+    if batch < 1 or (pipeline.train and batch > pipeline.images):
+        limit = f"at most {pipeline.images} images, all there are to train on" if batch > 0 else "at least 1 image"
+        raise InputError(f"batch={batch}: {limit}; choose another batch")
+    if batch % pipeline.size:
+        raise InputError(f"batch={batch}: not a multiple of {pipeline.size} ranks, which share it; choose one that is")
     if isinstance(source, Memory):
-        return Loader(pipeline, MemoryExecutor(source, place))
+        return Loader(pipeline, MemoryExecutor(source, pipeline.device))
     skipped = Skipped(len(source), dataset.max_bad_fraction)
     return Loader(pipeline, FileExecutor(source, skipped, side=stored_side(min(dataset.image_size))))
 
@@ -64,18 +66,15 @@ class Deal:
 
     def __init__(self, next_share: Callable[[], int | None]) -> None:
         self.last = 0
+        self.ahead: deque[int] = deque()  # numbers of shares that are being decoded
         self._next_share = next_share
-        self._ahead: deque[int] = deque()  # numbers of shares that are being decoded
 
     def numbers(self, size: int) -> Iterator[tuple[int, int]]:
         """Batch and rank of each share that this rank takes."""
-        self._ahead.clear()
+        self.ahead.clear()
         while (share := self._next_share()) is not None:
-            self._ahead.append(share)
+            self.ahead.append(share)
             yield divmod(share, size)
-
-    def hand_out(self) -> None:
-        self.last = self._ahead.popleft()
 
 
 def _of(path: str) -> Any:
@@ -100,24 +99,23 @@ class Loader:
     dataset: Dataset = _of("pipeline.dataset")
     train: bool = _of("pipeline.train")
     own_batch: int = _of("pipeline.own_batch")
-    seed: int = _of("pipeline.shuffle.seed")
-    images: int = _of("pipeline.shuffle.images")
-    batch: int = _of("pipeline.shard.batch")
-    parts: int = _of("pipeline.shard.parts")
-    shares: tuple[int, ...] = _of("pipeline.shard.shares")
-    rank: int = _of("pipeline.shard.rank")
-    size: int = _of("pipeline.shard.size")
-    device: torch.device = _of("pipeline.to_device.device")
-    augment: Augment = _of("pipeline.augmentation.augment")
+    seed: int = _of("pipeline.seed")
+    images: int = _of("pipeline.images")
+    batch: int = _of("pipeline.batch")
+    parts: int = _of("pipeline.parts")
+    shares: tuple[int, ...] = _of("pipeline.shares")
+    rank: int = _of("pipeline.rank")
+    size: int = _of("pipeline.size")
+    device: torch.device = _of("pipeline.device")
+    augment: Augment = _of("pipeline.augment")
     stats: Stats = _of("executor.stats")
     skipped: Skipped | None = _of("executor.skipped")
     safe_batches: int = _of("executor.safe_batches")
 
-    def __init__(
-        self, pipeline: Pipeline, executor: Executor, *, epoch: int = 0, position: int = 0, trace: Trace | None = None
-    ) -> None:
-        self.pipeline, self.executor, self.trace = pipeline, executor, trace
-        self.epoch, self.position = epoch, position
+    def __init__(self, pipeline: Pipeline, executor: Executor) -> None:
+        self.pipeline, self.executor = pipeline, executor
+        self.epoch, self.position = 0, 0
+        self.trace: Trace | None = None
         self.index_N = torch.zeros(0, dtype=torch.int64)
         self.deal: Deal | None = None
 
@@ -131,12 +129,16 @@ class Loader:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What is left of this epoch."""
         pipeline, epoch, number, deal = self.pipeline, self.epoch, self.position, self.deal
-        pipeline.check_parts()
+        batch, ranks, parts = pipeline.batch, pipeline.size, pipeline.parts
+        if not pipeline.shares and batch % (ranks * parts):
+            raise InputError(
+                f"batch={batch}: not a multiple of {ranks} ranks x {parts} parts, which share it; choose one that is"
+            )
         if pipeline.train:
             pipeline.check_augment()
         transform, count = pipeline.transform(), len(pipeline)
-        vary = pipeline.augmentation.vary if pipeline.train else None
-        numbers = deal.numbers(pipeline.shard.size) if deal else pipeline.numbers(number)
+        vary = pipeline.vary if pipeline.train else None
+        numbers = deal.numbers(ranks) if deal else pipeline.numbers(number)
         with closing(self.executor.run(pipeline, epoch, numbers, self.trace)) as batches:
             for images_NHWC, y_N, index_N in batches:  # enumerate() would keep the last one
                 number += 1
@@ -145,7 +147,7 @@ class Loader:
                 x_NCHW = transform(images_NHWC, index_N, epoch)
                 del images_NHWC  # its memory goes to a batch that is decoded meanwhile
                 if deal:
-                    deal.hand_out()
+                    deal.last = deal.ahead.popleft()
                 else:
                     self.epoch, self.position = (epoch + 1, 0) if number == count else (epoch, number)
                 self.index_N = index_N
@@ -212,8 +214,12 @@ class Loader:
 
     def with_(self, **settings: Any) -> Loader:
         """Another loader at the same place, with other settings, which decodes and skips together with this one."""
-        pipeline = self.pipeline.with_(**settings)
-        return Loader(pipeline, self.executor, epoch=self.epoch, position=self.position, trace=self.trace)
+        return self._copy(self.pipeline.with_(**settings), self.executor)
+
+    def _copy(self, pipeline: Pipeline, executor: Executor) -> Loader:
+        twin = Loader(pipeline, executor)
+        twin.epoch, twin.position, twin.trace = self.epoch, self.position, self.trace
+        return twin
 
     def survey(self, images: int = 0) -> Loader:
         """A loader of the first `images` training images (0: all) in order, each once, unvaried, for statistics.
@@ -229,20 +235,18 @@ class Loader:
             fill=False,
             min_last=2 * self.size,  # no rank is left with one image, which has no variance
         )
-        return Loader(pipeline, self.executor.unshared, trace=self.trace)
+        survey = Loader(pipeline, self.executor.unshared)
+        survey.trace = self.trace
+        return survey
 
     def members(self, count: int) -> list[Loader]:
         """Loaders that give the same batches; each batch is decoded once while they keep step."""
         shared = SharedExecutor(self.executor)
-        return [
-            Loader(self.pipeline, shared, epoch=self.epoch, position=self.position, trace=self.trace)
-            for _ in range(count)
-        ]
+        return [self._copy(self.pipeline, shared) for _ in range(count)]
 
     def sandbox(self) -> Loader:
         """The same images in the same order, read without a trace in this loader; to be closed."""
-        pipeline, executor = self.pipeline.with_(shares=()), self.executor.unshared.fork()
-        return Loader(pipeline, executor, epoch=self.epoch, position=self.position, trace=self.trace)
+        return self._copy(self.pipeline.with_(shares=()), self.executor.unshared.fork())
 
     # ---- workers
 
@@ -263,20 +267,18 @@ def sample(dataset: Dataset, n: int, device: torch.device | str = "cpu") -> torc
     """
     part, n = dataset.train, min(n, len(dataset.train))
     if isinstance(part, Memory):
-        images_NHWC = part.images_NHWC[:n]
-    else:
-        images_NHWC = torch.stack([_readable(dataset, part, row * len(part) // n) for row in range(n)])
-    return normalise(images_NHWC.to(device), dataset.mean, dataset.std)
-
-
-def _readable(dataset: Dataset, part: Encoded, index: int) -> torch.Tensor:
-    """An image, or the next one that can be decoded."""
-    for other in range(index, index + len(part)):
-        at = other % len(part)
-        try:
-            return read_image(part.read(at), dataset.image_size, name=part.name(at))
-        except GoneError:
-            raise
-        except InputError:
-            pass  # counted and named by the loader
-    raise InputError(f"{dataset.name}: no image in it can be decoded; give another data set")
+        return normalise(part.images_NHWC[:n].to(device), dataset.mean, dataset.std)
+    images = []
+    for row in range(n):
+        first = row * len(part) // n
+        for at in (*range(first, len(part)), *range(first)):  # an image, or the next one that can be decoded
+            try:
+                images.append(read_image(part.read(at), dataset.image_size, name=part.name(at)))
+                break
+            except GoneError:
+                raise
+            except InputError:
+                pass  # counted and named by the loader
+        else:
+            raise InputError(f"{dataset.name}: no image in it can be decoded; give another data set")
+    return normalise(torch.stack(images).to(device), dataset.mean, dataset.std)

@@ -1,4 +1,4 @@
-"""Workers that read and decode images: threads or processes, their number tuned while training goes on."""
+"""Workers that read and decode images: threads, their number tuned while training goes on, or processes."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ import functools
 import math
 import multiprocessing
 import os
+import pickle
 import platform
 import queue
+import signal
 import statistics
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from typing import Any, ParamSpec, Protocol, TypeVar
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from kasoku.core.errors import InputError
+from kasoku.data.datasets.base import GoneError, Items
+from kasoku.data.decode.decode import crop
+from kasoku.data.decode.nvjpeg import Jpegs
+from kasoku.data.loading.pipeline import Crop
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Bad = dict[int, str]  # row of a chunk -> what is wrong with its image
+Chunk = tuple[np.ndarray, Bad]  # some images of a batch, decoded
 
 _PERIOD = 8  # batches between two decisions, at first
 _RARE = 512  # at last
 _GAIN = 0.98  # batches come in less than this share of the time: a change was worth it
 _M_ARENA_MAX, _ARENAS = -8, 2  # malloc.h
 _WAITING = 0.05  # of the time of a batch: the input is what is waited for
-
-
-class Pool(Protocol):
-    """Workers that take tasks in order."""
-
-    def submit(self, f: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]: ...
-
-    def resize(self, size: int) -> None: ...
-
-    def close(self) -> None:
-        """Ends all workers; tasks not begun are not done."""
-        ...
-
-
-_POOLS: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 _END_S = 1.0  # that is waited for threads when Python ends
+_POOLS: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
+_SPLIT: list[Items] = []  # of a process that decodes
 
 
 @atexit.register
@@ -119,22 +120,79 @@ def _share_arenas() -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
 
 
+def decode_chunk(
+    out_NHWC: np.ndarray,
+    index: list[int],
+    crops: list[Crop],
+    read: Callable[[int], bytes | np.ndarray],
+    name: Callable[[int], str],
+    jpegs: Jpegs | None = None,
+) -> Chunk:
+    """Crops images into out_NHWC; returns it, and what is wrong with those that cannot be read or decoded.
+
+    A source that is gone is no bad image: GoneError is raised.
+    """
+    bad: Bad = {}
+    for row, (image, box) in enumerate(zip(index, crops, strict=True)):
+        try:
+            source = read(image)
+            if jpegs is None or not jpegs.take(image, source, box, name=name(image)):
+                crop(source, box, out_NHWC[row], name=name(image))
+        except GoneError:
+            raise
+        except InputError as error:
+            bad[row] = str(error)
+    return out_NHWC, bad
+
+
 class ProcessPool:
-    """Processes, for data sets in Python whose own code holds the interpreter's lock."""
+    """Processes that decode, for data sets in Python whose own code holds the interpreter's lock.
 
-    def __init__(self, size: int, start: Callable[..., None], *start_args: Any) -> None:
+    Each reads the data set anew, so their number stays.
+    """
+
+    def __init__(self, split: Items) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
-        self._pool = ProcessPoolExecutor(size, context, initializer=start, initargs=start_args)
+        self._pool = ProcessPoolExecutor(split.processes, context, initializer=_start_process, initargs=(split,))
 
-    def submit(self, f: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
-        """Has f called with these arguments; all are sent by pickle to the process."""
-        return self._pool.submit(f, *args, **named)
-
-    def resize(self, size: int) -> None:
-        """Nothing: each new process would read the data set anew."""
+    def submit(self, index: list[int], crops: list[Crop], size: tuple[int, int]) -> Future[Chunk]:
+        """A chunk that a process decodes; if the processes ended, the future holds the error."""
+        try:
+            return self._pool.submit(_decode_in_process, index, crops, size)
+        except BrokenProcessPool as error:
+            failed: Future[Chunk] = Future()
+            failed.set_exception(error)
+            return failed
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+Pool = ThreadPool | ProcessPool
+
+
+def _start_process(split: Items) -> None:
+    """Runs first in a process that decodes."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the training ends its step and saves
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    _SPLIT[:] = [split]
+
+
+def _decode_in_process(index: list[int], crops: list[Crop], size: tuple[int, int]) -> Chunk:
+    out_NHWC = np.zeros((len(index), *size, 3), np.uint8)
+    return decode_chunk(out_NHWC, index, crops, _SPLIT[0].read, _SPLIT[0].name)
+
+
+def result(chunk: Future[Chunk]) -> Chunk:
+    """What a thread or a process decoded. Raises InputError where the process itself failed."""
+    try:
+        return chunk.result()
+    except (BrokenProcessPool, pickle.PicklingError) as error:
+        raise InputError(
+            f"processes: one that reads the data set ended ({error}); it must be picklable, fit in memory, and be made "
+            'in a script below `if __name__ == "__main__":`'
+        ) from error
 
 
 class Autotuner:
@@ -167,10 +225,10 @@ class Autotuner:
             self._before = None
             if now_s < _GAIN * before_s:
                 self._period = _PERIOD
-                return self.size
-            self.size = size
-            self._fewer = not self._fewer
-            self._period = min(4 * self._period, _RARE)
+            else:
+                self.size = size
+                self._fewer = not self._fewer
+                self._period = min(4 * self._period, _RARE)
             return self.size
         self._before = (self.size, now_s)
         step = max(1, self.size // 4)
