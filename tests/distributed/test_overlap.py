@@ -186,7 +186,7 @@ def test_a_training_may_end_or_be_saved_while_it_measures(
         state = engine.state_dict()
         assert bool(state["plan"]) == (not engine.listener.profiling) == (steps == 5)
         job.close()
-        assert not engine.listener.profiling or not engine.listener.background.works
+        assert not engine.listener.profiling or not engine.listener.background
         return len([key for kept in state["reduce"] for by_key in kept.values() for key in by_key if "beside" in key])
 
     kept = Threads(2).run(run)

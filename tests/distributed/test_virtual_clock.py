@@ -17,7 +17,7 @@ from kasoku.distributed import Fixed, Graded, OneBucket, Overlap, PerLayer, Plan
 from kasoku.distributed.ddp.bucket_plan import search
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, LinkModel, Sized, UnitTimes, forecast
 from kasoku.distributed.ddp.layer_index import LayerIndex
-from kasoku.distributed.ddp.step_times import shares
+from kasoku.distributed.ddp.step_profiler import shares
 from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
 from kasoku.simulate.virtual_comm import Emulate, SimComm
@@ -280,6 +280,6 @@ def test_shares_are_those_by_which_the_forecast_slows_down() -> None:
         [Sized(0, 1, 1), Sized(1, 1_250_000, 1_250_000)],
     )
     plan = BucketPlan(((1,), (0,)), (Chunk(0, 0, 1_250_000), Chunk(1, 0, 1)))
-    seen = forecast(units, tensors, plan, link, next_forward=False)
-    rest_s = seen.arrived_s[0] - seen.backward_s
-    assert shares(1.0, seen.backward_s, rest_s, 1.25) == pytest.approx((0.9, 0.8))
+    seen = forecast(units, tensors, plan, link, next_forward=False, timeline=True)
+    stop_s = {span.name: span.stop for span in seen.spans if span.kind in ("backward", "transfer")}
+    assert shares(1.0, stop_s["a"], stop_s["bucket 0"] - stop_s["a"], 1.25) == pytest.approx((0.9, 0.8))

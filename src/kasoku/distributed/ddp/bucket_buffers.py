@@ -25,15 +25,6 @@ class Member:
     bucket: Bucket
     view: Tensor
 
-    def copy_gradient(self) -> None:
-        """Copies the gradient into the bucket; `p.grad` is a view of it then. Raises InputError for a sparse one."""
-        if self.p.grad is not self.view:
-            if self.p.grad is None or self.p.grad.layout != torch.strided:
-                raise InputError(f"Overlap: {self.name} has a sparse gradient: dense ones only")
-            self.view.copy_(self.p.grad)
-            self.p.grad = self.view
-        self.bucket.versions[self.p] = version(self.view)
-
 
 class Bucket:
     """A flat buffer of gradients, and the collectives that average it."""
@@ -45,9 +36,8 @@ class Bucket:
         start = 0
         for name, p in named:
             if not is_dense(p):
-                raise InputError(
-                    f"Overlap: {name} has strides {p.stride()} for shape {tuple(p.shape)}: dense ones only"
-                )
+                strides = f"strides {p.stride()} for shape {tuple(p.shape)}"
+                raise InputError(f"Overlap: {name} has {strides}: dense ones only")
             view = torch.as_strided(self.flat, p.shape, p.stride(), start).data
             self.members.append(Member(p, name, self, view))
             start += p.numel()
@@ -60,10 +50,6 @@ class Bucket:
     def whole(self) -> bool:
         """Whether it has all its gradients."""
         return len(self.versions) == len(self.members)
-
-    def missing(self) -> list[Member]:
-        """The parameters without a gradient so far."""
-        return [m for m in self.members if m.p not in self.versions]
 
     def wait(self) -> None:
         """Returns when the buffer holds the mean."""
@@ -106,7 +92,7 @@ class BucketLayout:
 
     def missing(self) -> list[Member]:
         """The parameters without a gradient so far."""
-        return [m for bucket in self.buckets for m in bucket.missing()]
+        return [m for m in self.members.values() if m.p not in m.bucket.versions]
 
     def refuse_unknown(self, optimizer: Optimizer) -> None:
         """Raises InputError for a gradient outside the buckets: ranks would drift apart silently."""

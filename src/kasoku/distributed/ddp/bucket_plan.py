@@ -11,8 +11,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kasoku.core import InputError
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel, Sized, UnitTimes, forecast
@@ -40,7 +41,6 @@ class OneBucket(Policy):
     """
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
-        """One bucket."""
         return ready_order([tuple(range(len(tensors)))], tensors, "one bucket")
 
 
@@ -66,9 +66,15 @@ class Fixed(Policy):
             )
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
-        """Groups from the output on."""
-        limits = itertools.chain([self.first_bytes], itertools.repeat(self.bucket_bytes))
-        return ready_order(_filled(tensors, limits), tensors, f"fixed, {self.bucket_bytes / MIB:g} MiB")
+        buckets: list[list[int]] = []
+        size, limit = 0, 0
+        for i in reversed(range(len(tensors))):
+            if size >= limit:
+                size, limit = 0, self.bucket_bytes if buckets else self.first_bytes
+                buckets.append([])
+            buckets[-1].append(i)
+            size += tensors[i].size
+        return ready_order(buckets, tensors, f"fixed, {self.bucket_bytes / MIB:g} MiB")
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,6 @@ class Graded(Policy):
             )
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
-        """Groups from the output on."""
         n = len(tensors)
         ends = [min(n, round(self.first * (k + 1) ** self.power)) for k in range(n)]
         cut: list[tuple[int, ...]] = []
@@ -131,7 +136,6 @@ class PerLayer(Policy):
             raise InputError(f"least_bytes={self.least_bytes}: 0 bytes or more")
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
-        """One bucket a unit, small ones together."""
         return ready_order(_merged(tensors, self.least_bytes), tensors, "a layer")
 
 
@@ -204,53 +208,69 @@ def search(
         tries: the same limit as a number of changes, which is the same on every machine.
     """
     until = time.monotonic() + limit_s
-    waiting = [(plan, forecast(units, tensors, plan, link, next_forward=False)) for plan in _simple(tensors)]
-    one = waiting[0]
+    policies: list[Policy] = [OneBucket(), Graded(), *(Fixed(size * MIB) for size in (1, 2, 5, 10, 25))]
+    plans = [policy.plan(tensors) for policy in policies]
+    waiting = [(plan, forecast(units, tensors, plan, link, next_forward=False)) for plan in plans]
+    one_s = waiting[0][1].step_s
     plan, seen = min(waiting, key=lambda pair: pair[1].step_s)
-    if seen.step_s > _WORTH * one[1].step_s:
-        plan, seen = one
-    if not next_forward:
-        return replace(plan, policy=f"planned: {plan.policy}"), seen, False
-    result: list[tuple[float, BucketPlan]] = []
-    least = max(2 * MIB, sum(t.size for t in tensors) // 64)
-    for buckets in _mergings(tensors):
-        ready_s = _ready(buckets, units, tensors)
-        for chunk_bytes in (least, 2 * least, 4 * least, 2**60):
-            chunks = cut(buckets, tensors, chunk_bytes)
-            seconds = {p: link.seconds((p.stop - p.start) * tensors[buckets[p.bucket][0]].width) for p in chunks}
-            heads = {*range(0, len(chunks), -(-len(chunks) // _HEADS)), len(chunks)}
-            orders = {_headed(chunks, head) for head in heads}
-            orders |= {_busy(chunks, head, ready_s, seconds) for head in heads}
-            tried = [BucketPlan(buckets, order, "planned") for order in sorted(orders)]
-            result.append(min(((forecast(units, tensors, p, link).step_s, p) for p in tried), key=lambda pair: pair[0]))
-    best = sorted(result, key=lambda pair: pair[0])[:_KEPT]
-    late = min((_improved(p, units, tensors, link, (until, tries)) for _, p in best), key=lambda pair: pair[1].step_s)
-    if late[1].step_s < min(seen.step_s, _WORTH * one[1].step_s):
-        return *late, True
+    if seen.step_s > _WORTH * one_s:
+        plan, seen = waiting[0]
+    if next_forward:
+        overlapped = partial(forecast, units, tensors, link=link)
+        improved = (_improved(start, overlapped, until, tries) for start in _best_starts(units, tensors, link))
+        late_plan, late = min(improved, key=lambda pair: pair[1].step_s)
+        if late.step_s < min(seen.step_s, _WORTH * one_s):
+            return late_plan, late, True
     return replace(plan, policy=f"planned: {plan.policy}"), seen, False
 
 
-def _ready(buckets: Sequence[Sequence[int]], units: Sequence[UnitTimes], tensors: Sequence[Sized]) -> list[float]:
-    """When each bucket is whole, from the start of backward."""
+def _best_starts(units: Sequence[UnitTimes], tensors: Sequence[Sized], link: LinkModel) -> list[BucketPlan]:
+    """The best few plans among heads of all sizes, before single chunks are moved."""
+    whole = sum(t.size for t in tensors)
+    sizes = (min(MIB // 4, whole // 256), MIB // 4, MIB, 2 * MIB, 4 * MIB)
     ends = list(itertools.accumulate(unit.backward_s for unit in reversed(units)))[::-1]
-    return [ends[min(tensors[i].unit for i in bucket)] for bucket in buckets]
+    least = max(2 * MIB, whole // 64)
+    found: list[tuple[float, BucketPlan]] = []
+    for buckets in dict.fromkeys(ready_order(_merged(tensors, size), tensors, "").buckets[::-1] for size in sizes):
+        ready_s = [ends[min(tensors[i].unit for i in bucket)] for bucket in buckets]
+        for chunk_bytes in (least, 2 * least, 4 * least, 2**60):
+            chunks = cut(buckets, tensors, chunk_bytes)
+            seconds = {p: link.seconds((p.stop - p.start) * tensors[buckets[p.bucket][0]].width) for p in chunks}
+            orders = set()
+            for head in {*range(0, len(chunks), -(-len(chunks) // _HEADS)), len(chunks)}:
+                rest, first = chunks[: len(chunks) - head], chunks[len(chunks) - head :][::-1]
+                orders |= {(*first, *rest), _busy(first, rest, ready_s, seconds)}
+            tried = [BucketPlan(buckets, order, "planned") for order in sorted(orders)]
+            found.append(min(((forecast(units, tensors, p, link).step_s, p) for p in tried), key=lambda pair: pair[0]))
+    return [plan for _, plan in sorted(found, key=lambda pair: pair[0])[:_KEPT]]
 
 
-def _simple(tensors: Sequence[Sized]) -> list[BucketPlan]:
-    policies: list[Policy] = [OneBucket(), Graded(), *(Fixed(size * MIB) for size in (1, 2, 5, 10, 25))]
-    return [policy.plan(tensors) for policy in policies]
+def _busy(
+    first: Sequence[Chunk], rest: Sequence[Chunk], ready_s: Sequence[float], seconds: Mapping[Chunk, float]
+) -> tuple[Chunk, ...]:
+    """The chunks `first`; then, whenever the link is free, the first of the rest that is ready.
+
+    `ready_s`: when each bucket is whole, from the start of backward.
+    """
+    order, left = list(first), list(rest)
+    now = 0.0
+    for chunk in order:
+        now = max(now, ready_s[chunk.bucket]) + seconds[chunk]
+    while left:
+        now = max(now, min(ready_s[chunk.bucket] for chunk in left))
+        chunk = next(chunk for chunk in left if ready_s[chunk.bucket] <= now)
+        left.remove(chunk)
+        order.append(chunk)
+        now += seconds[chunk]
+    return tuple(order)
 
 
 def _improved(
-    plan: BucketPlan, units: Sequence[UnitTimes], tensors: Sequence[Sized], link: LinkModel, limits: tuple[float, float]
+    plan: BucketPlan, forecast_of: Callable[[BucketPlan], Forecast], until: float, tries: float
 ) -> tuple[BucketPlan, Forecast]:
-    """Moves single chunks a little, and runs of a bucket's chunks anywhere, as long as the forecast falls.
-
-    `limits`: the time it ends at, and how many moves are tried.
-    """
-    until, tries = limits
+    """Moves single chunks a little, and runs of a bucket's chunks anywhere, as long as the forecast falls."""
     tried_before = 0
-    seen = forecast(units, tensors, plan, link)
+    seen = forecast_of(plan)
     for _ in range(_ROUNDS):
         before = seen.step_s
         for order in _moved(plan.order):
@@ -258,7 +278,7 @@ def _improved(
                 return plan, seen
             tried_before += 1
             tried = replace(plan, order=order)
-            result = forecast(units, tensors, tried, link)
+            result = forecast_of(tried)
             if result.step_s < seen.step_s:
                 plan, seen = tried, result
         if seen.step_s >= before * 0.999 or seen.step_s <= seen.bound_s * 1.001:
@@ -277,45 +297,19 @@ def _moved(order: Sequence[Chunk]) -> Iterator[tuple[Chunk, ...]]:
                 yield tuple(itertools.chain.from_iterable(other))
 
 
-def _mergings(tensors: Sequence[Sized]) -> list[tuple[tuple[int, ...], ...]]:
-    """Groups of neighbouring units, in forward order, for several least sizes."""
-    sizes = (min(MIB // 4, sum(t.size for t in tensors) // 256), MIB // 4, MIB, 2 * MIB, 4 * MIB)
-    result = {ready_order(_merged(tensors, least), tensors, "").buckets[::-1]: None for least in sizes}
-    return list(result)
-
-
 def _merged(tensors: Sequence[Sized], least_bytes: int) -> list[tuple[int, ...]]:
     """Groups of neighbouring units, in forward order, each closed once it has least_bytes."""
     merged: list[tuple[int, ...]] = []
     open_: tuple[int, ...] = ()
-    for layer in _by_unit(tensors):
-        open_ += layer
+    ordered = sorted(range(len(tensors)), key=lambda i: tensors[i].unit)
+    for _, layer in itertools.groupby(ordered, key=lambda i: tensors[i].unit):
+        open_ += tuple(layer)
         if sum(tensors[i].size for i in open_) >= least_bytes:
             merged.append(open_)
             open_ = ()
     if open_:
         merged[-1:] = [merged[-1] + open_] if merged else [open_]
     return merged
-
-
-def _by_unit(tensors: Sequence[Sized]) -> list[tuple[int, ...]]:
-    """The tensors of each unit, in forward order."""
-    ordered = sorted(range(len(tensors)), key=lambda i: tensors[i].unit)
-    return [tuple(bucket) for _, bucket in itertools.groupby(ordered, key=lambda i: tensors[i].unit)]
-
-
-def _filled(tensors: Sequence[Sized], limits: Iterable[int]) -> list[tuple[int, ...]]:
-    """Groups from the last tensor on, each closed once it has its limit of bytes."""
-    result: list[list[int]] = []
-    size, limit = 0, 0
-    sizes = iter(limits)
-    for i in reversed(range(len(tensors))):
-        if size >= limit:
-            result.append([])
-            size, limit = 0, next(sizes)
-        result[-1].append(i)
-        size += tensors[i].size
-    return [tuple(bucket) for bucket in result]
 
 
 def cut(buckets: Sequence[Sequence[int]], tensors: Sequence[Sized], chunk_bytes: int) -> list[Chunk]:
@@ -327,30 +321,6 @@ def cut(buckets: Sequence[Sequence[int]], tensors: Sequence[Sized], chunk_bytes:
         ends = [elements * (k + 1) // parts for k in range(parts)]
         result += [Chunk(g, start, end) for start, end in zip([0, *ends], ends, strict=False)]
     return result
-
-
-def _headed(chunks: Sequence[Chunk], head: int) -> tuple[Chunk, ...]:
-    """The last `head` chunks (buckets are in forward order) from the output on, then the rest in forward order."""
-    first = chunks[len(chunks) - head :]
-    return (*reversed(first), *chunks[: len(chunks) - head])
-
-
-def _busy(
-    chunks: Sequence[Chunk], head: int, ready_s: Sequence[float], seconds: Mapping[Chunk, float]
-) -> tuple[Chunk, ...]:
-    """The same head; then, whenever the link is free, the first chunk in forward order that is ready."""
-    order = list(reversed(chunks[len(chunks) - head :]))
-    now = 0.0
-    for chunk in order:
-        now = max(now, ready_s[chunk.bucket]) + seconds[chunk]
-    left = list(chunks[: len(chunks) - head])
-    while left:
-        now = max(now, min(ready_s[chunk.bucket] for chunk in left))
-        chunk = next(chunk for chunk in left if ready_s[chunk.bucket] <= now)
-        left.remove(chunk)
-        order.append(chunk)
-        now += seconds[chunk]
-    return tuple(order)
 
 
 def table(

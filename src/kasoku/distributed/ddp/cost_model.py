@@ -83,7 +83,6 @@ class BucketPlan:
 class Forecast:
     """The times of a step under a plan.
 
-    `backward_s`: when backward ends. `arrived_s`: when each bucket has arrived. Both count from the start of backward.
     `spans`: the timeline from the start of backward to the end of forward, if requested; its kinds are those
     of a measured run.
     """
@@ -91,8 +90,6 @@ class Forecast:
     step_s: float
     compute_s: float
     link_s: float
-    backward_s: float = 0.0
-    arrived_s: tuple[float, ...] = field(repr=False, default=())
     spans: tuple[Span, ...] = field(repr=False, default=())
 
     @property
@@ -125,86 +122,53 @@ def forecast(
         next_forward: a unit's update and next forward wait for its own buckets only; False: for all buckets.
         timeline: fill `Forecast.spans`.
     """
-    readers = [sorted({tensors[i].unit for i in bucket}) for bucket in plan.buckets]
+    unit_of = [min(tensors[i].unit for i in bucket) for bucket in plan.buckets]  # the first to read it
     width = [tensors[bucket[0]].width for bucket in plan.buckets]
     sizes = [(p.bucket, (p.stop - p.start) * width[p.bucket]) for p in plan.order]
     last = [0] * len(plan.buckets)
     for i, (bucket, _) in enumerate(sizes):
         last[bucket] = i
-    ready_after = [len(units) - units_of[0] for units_of in readers]  # backward tasks that must have ended
-    streams = _Streams(link, sizes, ready_after, last, timeline=timeline)
-    first_read = _first_read(units, readers, next_forward)
-    return streams.run(units, first_read, _updates(units, tensors, plan), barrier=not next_forward)
-
-
-def _updates(units: Sequence[UnitTimes], tensors: Sequence[Sized], plan: BucketPlan) -> list[float]:
-    """Seconds to update each bucket; a unit's update time is divided among its tensors by their elements."""
-    whole = [0] * len(units)
-    for t in tensors:
-        whole[t.unit] += t.elements
-    shares = [units[t.unit].update_s * t.elements / max(1, whole[t.unit]) for t in tensors]
-    return [sum(shares[i] for i in bucket) for bucket in plan.buckets]
-
-
-def _first_read(units: Sequence[UnitTimes], readers: Sequence[Sequence[int]], next_forward: bool) -> list[list[int]]:
-    """For each unit the buckets whose first reader is its forward."""
     first_read: list[list[int]] = [[] for _ in units]
-    for bucket, units_of in enumerate(readers):
-        first_read[units_of[0] if next_forward else 0].append(bucket)
-    return first_read
+    for bucket in sorted(range(len(plan.buckets)), key=lambda b: last[b]):
+        first_read[unit_of[bucket] if next_forward else 0].append(bucket)
+    elements = [0] * len(units)
+    for t in tensors:
+        elements[t.unit] += t.elements
+    shares = [units[t.unit].update_s * t.elements / max(1, elements[t.unit]) for t in tensors]
+
+    streams = _Streams(link, sizes, [len(units) - first for first in unit_of], timeline=timeline)
+    for unit in reversed(units):
+        streams.compute(unit.backward_s, "backward", unit.name)
+        streams.ended += 1
+    for unit, buckets in zip(units, first_read, strict=True):
+        for bucket in buckets:
+            streams.wait(last[bucket if next_forward else buckets[-1]], unit.name)
+            streams.compute(sum(shares[i] for i in plan.buckets[bucket]), "update", bucket)
+        streams.compute(unit.forward_s, "forward", unit.name)
+    compute_s = sum(unit.backward_s + unit.forward_s + unit.update_s for unit in units)
+    link_s = sum(seconds for _, seconds in streams.chunks)
+    return Forecast(streams.now, compute_s, link_s, tuple(streams.spans or ()))
 
 
 class _Streams:
-    """The compute stream and the link, advanced together from event to event."""
+    """The compute stream and the link, advanced together from event to event.
+
+    `ready_after`: for each bucket, how many backward tasks must have ended before it is sent.
+    """
 
     def __init__(
-        self,
-        link: LinkModel,
-        sizes: Sequence[tuple[int, float]],
-        ready_after: Sequence[int],
-        last: Sequence[int],
-        *,
-        timeline: bool,
+        self, link: LinkModel, sizes: Sequence[tuple[int, float]], ready_after: Sequence[int], *, timeline: bool
     ) -> None:
-        self.link, self.sizes, self.ready_after, self.last = link, sizes, ready_after, last
+        self.link, self.sizes, self.ready_after = link, sizes, ready_after
         self.chunks = [(bucket, link.seconds(size)) for bucket, size in sizes]
         self.now, self.sent, self.ended = 0.0, 0, 0  # time, chunks arrived, backward tasks ended
         self.left = self.chunks[0][1] if self.chunks else 0.0
         self.started: float | None = None  # when the transfer under way began
-        self.arrived = [0.0] * len(last)
         self.spans: list[Span] | None = [] if timeline else None
-
-    def run(
-        self,
-        units: Sequence[UnitTimes],
-        first_read: Sequence[Sequence[int]],
-        update_s: Sequence[float],
-        *,
-        barrier: bool,
-    ) -> Forecast:
-        """The whole step; with a barrier no bucket is updated before all have arrived."""
-        for unit in reversed(units):
-            self.compute(unit.backward_s, "backward", unit.name)
-            self.ended += 1
-        backward_s = self.now
-        for unit, buckets in zip(units, first_read, strict=True):
-            ordered = sorted(buckets, key=lambda b: self.last[b])
-            if barrier and ordered:
-                self.wait(ordered[-1], unit.name)
-            for bucket in ordered:
-                self.wait(bucket, unit.name)
-                self.compute(update_s[bucket], "update", bucket)
-            self.compute(unit.forward_s, "forward", unit.name)
-        compute_s = sum(unit.backward_s + unit.forward_s + unit.update_s for unit in units)
-        link_s = sum(seconds for _, seconds in self.chunks)
-        return Forecast(self.now, compute_s, link_s, backward_s, tuple(self.arrived), tuple(self.spans or ()))
-
-    def sending(self) -> bool:
-        return self.sent < len(self.chunks) and self.ready_after[self.chunks[self.sent][0]] <= self.ended
 
     def compute(self, work_s: float, kind: str, what: str | int) -> None:
         start = self.now
-        while self.sending() and work_s > 0:
+        while work_s > 0 and self.sent < len(self.chunks) and self.ready_after[self.chunks[self.sent][0]] <= self.ended:
             mine, theirs = work_s / self.link.compute_share, self.left / self.link.link_share
             span = min(mine, theirs)
             work_s = 0.0 if mine <= theirs else work_s - span * self.link.compute_share
@@ -212,9 +176,9 @@ class _Streams:
         self.now += max(0.0, work_s)
         self.draw(kind, what, start)
 
-    def wait(self, bucket: int, unit: str) -> None:
+    def wait(self, chunk: int, unit: str) -> None:
         start = self.now
-        while self.sent <= self.last[bucket]:
+        while self.sent <= chunk:
             self.transfer(self.left, self.left)
         self.draw("exposed", f"before {unit}", start)
 
@@ -226,7 +190,6 @@ class _Streams:
         if self.left <= 0:
             bucket, size = self.sizes[self.sent]
             self.draw("transfer", bucket, self.started, round(size))
-            self.arrived[bucket] = self.now
             self.sent, self.started = self.sent + 1, None
             self.left = self.chunks[self.sent][1] if self.sent < len(self.chunks) else 0.0
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Hyper, InputError, Job
+from kasoku.core.torch_internals import version
 from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
 from kasoku.distributed.ddp.bucket_plan import Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reduce, Reducer
@@ -118,11 +119,17 @@ class Engine:
         if member is None:
             return  # refused in step()
         if member.bucket.pending:
+            layer = self.layers.modules[self.layers.users[p][0]][0] or "the model"
             raise InputError(
                 f"Overlap: {member.name} got a gradient before its last update, since the forward of its layer "
-                f"({self.layers.name_of(p)}) was bypassed: call that module itself, or set next_forward = false"
+                f"({layer}) was bypassed: call that module itself, or set next_forward = false"
             )
-        member.copy_gradient()
+        if p.grad is not member.view:
+            if p.grad is None or p.grad.layout != torch.strided:
+                raise InputError(f"Overlap: {member.name} has a sparse gradient: dense ones only")
+            member.view.copy_(p.grad)
+            p.grad = member.view
+        member.bucket.versions[p] = version(member.view)
         self.listener.arrived(p)
         if member.bucket.whole:
             self.send()
@@ -149,7 +156,10 @@ class Engine:
     def step(self) -> None:
         """Sends all chunks; parameters are updated as the means arrive, or at once where updates cannot be late."""
         self.layout.refuse_unknown(self.job.optimizer)
-        self._copy_remaining()
+        # gradients of layers that only some of the accumulated backward passes used
+        for m in [m for m in self.layout.missing() if m.p.grad is not None]:
+            self.drain()
+            self.arrive(m.p)
         if not any(bucket.versions for bucket in self.layout.buckets) and not self.skip_unused:
             self.drain()
             return  # no backward since the last step: nothing changes
@@ -176,12 +186,6 @@ class Engine:
             bucket.versions.clear()
         self.sent = 0
         self.listener.averaged()
-
-    def _copy_remaining(self) -> None:
-        """Copies the gradients of layers that only some of the accumulated backward passes used."""
-        for m in [m for bucket in self.layout.buckets for m in bucket.missing() if m.p.grad is not None]:
-            self.drain()
-            self.arrive(m.p)
 
     # ---- after the step
 
@@ -215,13 +219,6 @@ class Engine:
 
     # ---- plans and checkpoints
 
-    def adopt(self, plan: BucketPlan, forecast: Forecast, link: LinkModel, *, late: bool) -> None:
-        """Changes to the plan that was searched; between two steps."""
-        self.forecast, self.link = forecast, link
-        self.change_plan(plan, late=late)
-        if self.show:
-            self.print_once(table(plan, self.layers.tensors, forecast, link, next_forward=self.late))
-
     def change_plan(self, plan: BucketPlan, *, late: bool) -> None:
         """Changes to a plan and ends profiling; between two steps."""
         self.stop_profiling()
@@ -237,7 +234,11 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that was searched, and the reducer's state."""
-        searched = {} if self.listener.profiling else {**plan_to_state(self.layout.plan), "late": self.late}
+        plan, searched = self.layout.plan, {}
+        if not self.listener.profiling:
+            order = [[chunk.bucket, chunk.start, chunk.stop] for chunk in plan.order]
+            buckets = [list(bucket) for bucket in plan.buckets]
+            searched = {"groups": buckets, "order": order, "policy": plan.policy, "late": self.late}
         own = self.reduce.state_dict()  # errors not sent yet differ by rank, and only one rank writes the checkpoint
         return {"plan": searched, "reduce": self.job.comm.gather_objects(own) if own else []}
 
@@ -245,23 +246,10 @@ class Engine:
         """Goes on with the checkpoint's plan. Raises InputError for a plan of another model."""
         searched = state["plan"]
         if searched and isinstance(self.policy, Planned):
-            self.change_plan(plan_from_state(searched, len(self.layers.tensors)), late=searched["late"])
+            buckets = tuple(tuple(bucket) for bucket in searched["groups"])
+            if sorted(i for bucket in buckets for i in bucket) != list(range(len(self.layers.tensors))):
+                raise InputError("checkpoint of Overlap: a plan for another model; resume with the run's recipe")
+            order = tuple(Chunk(*chunk) for chunk in searched["order"])
+            self.change_plan(BucketPlan(buckets, order, searched["policy"]), late=searched["late"])
         states = state["reduce"]
         self.reduce.load_state_dict(states[self.comm.rank] if len(states) == self.comm.size else {})
-
-
-def plan_to_state(plan: BucketPlan) -> dict[str, Any]:
-    """A plan as plain values, for a checkpoint."""
-    return {
-        "groups": [list(bucket) for bucket in plan.buckets],
-        "order": [[chunk.bucket, chunk.start, chunk.stop] for chunk in plan.order],
-        "policy": plan.policy,
-    }
-
-
-def plan_from_state(state: dict[str, Any], tensors: int) -> BucketPlan:
-    """The plan of a checkpoint. Raises InputError if it is not one for this number of tensors."""
-    buckets = tuple(tuple(bucket) for bucket in state["groups"])
-    if sorted(i for bucket in buckets for i in bucket) != list(range(tensors)):
-        raise InputError("checkpoint of Overlap: a plan for another model; resume with the run's recipe")
-    return BucketPlan(buckets, tuple(Chunk(*chunk) for chunk in state["order"]), state["policy"])

@@ -17,7 +17,6 @@ class LayerIndex:
 
     Attributes:
         modules: (name, module) of each layer; the model itself stands for parameters outside of any layer.
-        blocks: the blocks of the model; a layer is a block or lies within one.
         named: (name, parameter) of the parameters that require a gradient, in order of definition.
         users: the layers that use a parameter, in order of definition.
         order: the layers in the order of their forwards, as far as it is known.
@@ -26,7 +25,7 @@ class LayerIndex:
 
     def __init__(self, model: nn.Module) -> None:
         self.named: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self.blocks = [block for _, block in blocks(model)]
+        self._blocks = [block for _, block in blocks(model)]  # a layer is a block or lies within one
         layers = list(_layers("", model, set()))
         self.modules = [(name, module) for name, module, _ in layers]
         self.users: dict[Tensor, list[int]] = {p: [] for _, p in self.named}
@@ -40,15 +39,10 @@ class LayerIndex:
     def tensors(self) -> list[Sized]:
         """The parameters for the planner, by the forward order known so far."""
         place = {layer: i for i, layer in enumerate(self.order)}
+        first = [min(place[user] for user in self.users[p]) for _, p in self.named]
         return [
-            Sized(
-                min(place[u] for u in self.users[p]),
-                p.numel(),
-                p.numel() * p.element_size(),
-                f"{p.dtype} {p.device}",
-                n,
-            )
-            for n, p in self.named
+            Sized(unit, p.numel(), p.numel() * p.element_size(), f"{p.dtype} {p.device}", name)
+            for unit, (name, p) in zip(first, self.named, strict=True)
         ]
 
     def before(self, job: Job, f: Callable[[int], None]) -> None:
@@ -75,7 +69,7 @@ class LayerIndex:
                 silent.difference_update(called)
 
         places = {module: i for i, (_, module) in enumerate(self.modules)}
-        for block in self.blocks:
+        for block in self._blocks:
             inside = [places[m] for m in block.modules() if m is not block and m in places]
             if inside:
                 before = ignores_values(lambda *_, layers=inside: enter_block(layers))
@@ -84,10 +78,6 @@ class LayerIndex:
                 job.undo(block.register_forward_hook(after).remove)
         for module, i in places.items():
             job.undo(module.register_forward_pre_hook(ignores_values(lambda *_, layer=i: enter(layer))).remove)
-
-    def name_of(self, p: Tensor) -> str:
-        """The first layer that uses a parameter."""
-        return self.modules[self.users[p][0]][0] or "the model"
 
 
 def _layers(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:

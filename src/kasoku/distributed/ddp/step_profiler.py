@@ -1,4 +1,13 @@
-"""Measures the first steps of a training for the search of a bucket plan: layers, link, both beside each other."""
+"""Measures the first steps of a training for the search of a bucket plan: layers, link, both beside each other.
+
+Note: times of layers. The forward of a layer lasts until the next layer is entered; its backward lasts from the last
+gradient of the layer behind it to its own last gradient. The time between two steps (data) belongs to a unit of its own
+in front, without parameters; loss and accumulated passes count as backward of the last layer.
+
+Note: background transfers. Zeros are sent beside the compute of a step, and should outlast it. If those of all
+gradients are too short, the same zeros are sent several times: the reducer's state for them is then wrong, and is
+thrown away with the first plan.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +16,17 @@ import math
 import operator
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kasoku.core import Work
-from kasoku.distributed.ddp.bucket_plan import MIB, Planned, cut, search
-from kasoku.distributed.ddp.compression import Reduce
-from kasoku.distributed.ddp.cost_model import Sized
+from kasoku.core import Clock, Work
+from kasoku.distributed.ddp.bucket_plan import MIB, Planned, cut, search, table
+from kasoku.distributed.ddp.cost_model import LinkModel, Sized, UnitTimes
 from kasoku.distributed.ddp.engine import Engine, StepListener
-from kasoku.distributed.ddp.step_times import StepMoments, Stopwatch, link_model, medians, shares, unit_times
+from kasoku.distributed.ddp.layer_index import LayerIndex
 
 _KINDS = ("alone", "beside")  # gradients are sent after backward; the same, and compute runs beside transfers
 _CHUNK = 2 * MIB
@@ -25,37 +34,47 @@ _LONGER = 1.25  # transfers beside compute should take this many times as long
 _MOST = 8  # but have at most this many times the bytes of all gradients
 _LATENCIES = 2  # empty all-reduces that are timed
 _SHARE = 50  # of this many steps of an epoch, one of each kind is measured
+_LEAST_SHARE = 0.3  # of a speed; less is noise
 
 
-class BackgroundTransfers:
-    """Transfers of zeros that run beside the compute of a step, and should outlast it.
+@dataclass
+class StepMoments:
+    """The moments of one step; None until they come."""
 
-    If those of all gradients are too short, the same zeros are sent several times: the reducer's state for them is then
-    wrong, and is thrown away with the first plan.
-    """
+    begin: Any = None
+    entered: dict[int, Any] = field(default_factory=dict)  # forwards of layers
+    out: Any = None  # the first forward of the step has ended
+    arrived: dict[int, Any] = field(default_factory=dict)  # the last gradient of each layer
+    called: Any = None  # optimizer.step()
+    background_done: Any = None  # the transfers beside compute have ended
+    transfer_s: float = 0.0
+    averaged: Any = None
+    end: Any = None
 
-    def __init__(self) -> None:
-        self.parts: tuple[Tensor, ...] = ()  # of one pass over all gradients
-        self.count = 0  # transfers beside each step
-        self.works: list[Work] = []
 
-    def size(self, like: Tensor, total_bytes: int, passes: float) -> None:
-        """Makes parts of `total_bytes` in all, of the type of `like`, to be sent `passes` times or at most _MOST."""
-        elements = total_bytes // like.element_size()
-        zeros = torch.zeros(elements, dtype=like.dtype, device=like.device)
-        step = max(1, min(_CHUNK, total_bytes) // like.element_size())
-        self.parts = tuple(zeros[start : start + step] for start in range(0, elements, step))
-        self.count = min(_MOST * len(self.parts), math.ceil(passes * len(self.parts)))
+class Stopwatch:
+    """Moments on the stream of a GPU, or on the clock of the host."""
 
-    def start(self, reduce: Reduce) -> None:
-        for k in range(self.count):
-            part = k % len(self.parts)
-            self.works.append(reduce(f"beside {part}", self.parts[part]))
+    def __init__(self, clock: Clock, *, cuda: bool) -> None:
+        self.clock, self.cuda = clock, cuda
 
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.works.clear()
+    def moment(self) -> Any:
+        """Now, on the stream where there is one."""
+        if not self.cuda:
+            return self.clock.now()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Seconds between two moments."""
+        return float(start.elapsed_time(stop) / 1e3 if self.cuda else stop - start)
+
+    def synchronize(self) -> float:
+        """Waits for the device; the host's time then."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        return self.clock.now()
 
 
 class StepProfiler(StepListener):
@@ -70,12 +89,20 @@ class StepProfiler(StepListener):
         each = min(settings.measure, most)
         self.steps: dict[str, list[StepMoments]] = {kind: [] for kind in ("warm", *_KINDS)}
         self.sending_s: list[float] = []  # of all gradients, after each step alone
-        self.background = BackgroundTransfers()
+        self.zeros: tuple[Tensor, ...] = ()  # as many bytes as all gradients, in chunks
+        self.transfers = 0  # beside each step
+        self.background: list[Work] = []
         self.done, self.now = 0, StepMoments()
         flat = engine.layout.buckets[0].flat
         self.watch = Stopwatch(engine.job.clock, cuda=flat.is_cuda)
         self.device = torch.device("cpu") if flat.is_meta else flat.device
-        self.latency_s, each = self.measure_latency(each)
+        least = torch.tensor(-float(each), device=self.device)
+        moments = []
+        for _ in range(1 + _LATENCIES):
+            engine.comm.all_reduce(least, op="max").wait()
+            moments.append(self.watch.synchronize())
+        self.latency_s = statistics.median_low(b - a for a, b in itertools.pairwise(moments))  # no rank was late
+        each = round(-least.item())
         self.kinds = ["warm"] * (settings.warm + 1) + [*_KINDS] * each  # the first one has no begin
         self.hook = engine.job.model.register_forward_hook(lambda *_: self.output())
         engine.job.undo(self.close)
@@ -83,17 +110,8 @@ class StepProfiler(StepListener):
     def close(self) -> None:
         """Waits for its transfers and frees its memory."""
         self.hook.remove()  # first: waiting fails if another rank has died
-        self.background.wait()
-        self.background.parts, self.steps = (), {}
-
-    def measure_latency(self, each: int) -> tuple[float, int]:
-        """Seconds of an all-reduce of one number for which no rank is late, and the minimum of `each` over ranks."""
-        least = torch.tensor(-float(each), device=self.device)
-        moments = []
-        for _ in range(1 + _LATENCIES):
-            self.engine.comm.all_reduce(least, op="max").wait()
-            moments.append(self.watch.synchronize())
-        return statistics.median_low(b - a for a, b in itertools.pairwise(moments)), round(-least.item())
+        self.wait_background()
+        self.zeros, self.steps = (), {}
 
     @property
     def holds_back(self) -> bool:  # type: ignore[override]
@@ -127,7 +145,7 @@ class StepProfiler(StepListener):
         self.now.called = self.watch.moment()
         if not self.holds_back:
             return
-        self.background.wait()
+        self.wait_background()
         self.now.background_done = self.watch.moment()
         engine = self.engine
         begin = self.watch.synchronize()
@@ -144,10 +162,11 @@ class StepProfiler(StepListener):
 
     def stepped(self) -> None:
         """Notes the step; after the last one, makes the plan."""
-        self.background.wait()  # if there was no backward
+        self.wait_background()  # if there was no backward
         self.now.end = self.watch.moment()
         kind = self.kinds[self.done]
-        if self.now.whole and (kind != "beside" or self.background.parts):  # without parts nothing was sent beside it
+        whole = None not in (self.now.begin, self.now.out, self.now.called)
+        if whole and (kind != "beside" or self.zeros):  # without zeros nothing was sent beside it
             self.steps[kind].append(self.now)
         self.done += 1
         self.watch.synchronize()
@@ -155,11 +174,10 @@ class StepProfiler(StepListener):
             self.finish()
             return
         if self.kinds[self.done] == "beside":
-            self.size_background()
-            self.background.start(self.engine.reduce)
+            self.start_background()
         self.now = StepMoments(begin=self.watch.moment())
 
-    def size_background(self) -> None:
+    def start_background(self) -> None:
         """All ranks agree on the times of a step alone; the first time, on how much to send beside compute."""
         last = self.steps["alone"][-1:]
         alone_s = [self.watch.seconds(s.begin, s.called) for s in last] or [0.0]
@@ -168,10 +186,21 @@ class StepProfiler(StepListener):
         if math.isinf(negative_s):  # no rank has seen such a step so far; if none ever does, finish() prints it
             return
         self.sending_s.append(max(-negative_s, 1e-9))
-        if not self.background.parts:
+        if not self.zeros:
             total_bytes = sum(t.size for t in self.engine.layers.tensors)
+            flat = self.engine.layout.buckets[0].flat
+            step = max(1, min(_CHUNK, total_bytes) // flat.element_size())
+            self.zeros = torch.split(flat.new_zeros(total_bytes // flat.element_size()), step)
             passes = _LONGER * compute_s / self.sending_s[0]
-            self.background.size(self.engine.layout.buckets[0].flat, total_bytes, passes)
+            self.transfers = min(_MOST * len(self.zeros), math.ceil(passes * len(self.zeros)))
+        for k in range(self.transfers):
+            part = k % len(self.zeros)
+            self.background.append(self.engine.reduce(f"beside {part}", self.zeros[part]))
+
+    def wait_background(self) -> None:
+        for work in self.background:
+            work.wait()
+        self.background.clear()
 
     def all_reduced(self, values: Sequence[float], *, op: str) -> list[float]:
         """The mean or the maximum over ranks."""
@@ -186,8 +215,8 @@ class StepProfiler(StepListener):
         """All ranks agree on the measurements; rank 0 searches; all ranks change to its plan."""
         engine, layers = self.engine, self.engine.layers
         n = len(layers.modules)
-        incomplete = not all(self.steps[kind] for kind in _KINDS)
         alone, beside = (self.steps[kind] for kind in _KINDS)
+        incomplete = not (alone and beside)
         own = [0.0] * (2 * n + 6) if incomplete else medians(alone, beside, self.watch, n)
         lacks, *values = self.all_reduced([float(incomplete), *own], op="mean")
         if lacks:
@@ -198,17 +227,80 @@ class StepProfiler(StepListener):
         if engine.comm.rank == 0:
             called = list(alone[0].entered)
             layers.order = [*called, *(i for i in range(n) if i not in called)]
-            units, (alone_s, beside_s, rest_s) = unit_times(layers, values)
             tensors = [Sized(t.unit + 1, t.elements, t.size, t.kind) for t in layers.tensors]
             transfer_s = statistics.median_low(self.sending_s)
-            sent_s = self.background.count / len(self.background.parts) * transfer_s
-            link = link_model(
-                self.latency_s,
-                transfer_s,
-                sum(t.size for t in tensors),
-                len(cut(engine.layout.plan.buckets, tensors, _CHUNK)),
-                shares(alone_s, beside_s, rest_s, sent_s),
-            )
-            result = (layers.order, *search(units, tensors, link, next_forward=engine.late), link)
-        layers.order, plan, forecast, late, link = engine.job.comm.broadcast_object(result)
-        engine.adopt(plan, forecast, link, late=late)
+            latencies_s = len(cut(engine.layout.plan.buckets, tensors, _CHUNK)) * self.latency_s
+            moving_s = max(transfer_s - latencies_s, 0.1 * transfer_s, 1e-9)
+            alone_s, beside_s, rest_s = values[-3:]
+            kept = shares(alone_s, beside_s, rest_s, self.transfers / len(self.zeros) * transfer_s)
+            link = LinkModel(self.latency_s, sum(t.size for t in tensors) / moving_s, *kept)
+            found = search(unit_times(layers, values), tensors, link, next_forward=engine.late)
+            result = (layers.order, *found, link)
+        layers.order, plan, engine.forecast, late, engine.link = engine.job.comm.broadcast_object(result)
+        engine.change_plan(plan, late=late)
+        if engine.show:
+            expected = table(plan, layers.tensors, engine.forecast, engine.link, next_forward=engine.late)
+            engine.print_once(expected)
+
+
+def medians(alone: Sequence[StepMoments], beside: Sequence[StepMoments], watch: Stopwatch, layers: int) -> list[float]:
+    """Medians in seconds: forward and backward of each unit, the update, then the compute of both kinds of steps.
+
+    `alone`: steps that send after backward. `beside`: steps that compute beside transfers; the last value is what these
+    took after the end of compute.
+    """
+    rows = [_row(step, watch, layers) for step in alone]
+    columns = [statistics.median_low(column) for column in zip(*rows, strict=True)]
+    alone_s = statistics.median_low([watch.seconds(s.begin, s.called) for s in alone])
+    beside_s = statistics.median_low([watch.seconds(s.begin, s.called) for s in beside])
+    rest_s = statistics.median_low([watch.seconds(s.called, s.background_done) for s in beside])
+    return [*columns, alone_s, beside_s, rest_s]
+
+
+def _row(step: StepMoments, watch: Stopwatch, layers: int) -> list[float]:
+    """One step: forward of the start and of each layer by its number, the same for backward, the update."""
+    moments = [step.begin, *step.entered.values(), step.out]
+    forward = dict(zip([-1, *step.entered], itertools.pairwise(moments), strict=True))
+    backward: dict[int, float] = {}
+    passed = 0.0
+    numbers = range(layers)
+    for i in reversed([*step.entered, *(i for i in numbers if i not in step.entered)]):
+        now = watch.seconds(step.out, step.arrived[i]) if i in step.arrived else passed
+        backward[i] = max(0.0, now - passed)
+        passed = max(passed, now)
+    backward[-1] = max(0.0, watch.seconds(step.out, step.called) - passed)
+    return [
+        *(watch.seconds(*forward[i]) if i in forward else 0.0 for i in (-1, *numbers)),
+        *(backward[i] for i in (-1, *numbers)),
+        watch.seconds(step.averaged, step.end),
+    ]
+
+
+def unit_times(layers: LayerIndex, values: Sequence[float]) -> list[UnitTimes]:
+    """The units in forward order, with their times from `medians`."""
+    names = ["", *(layers.modules[i][0] for i in layers.order)]
+    n = len(names)
+    sizes = [0] * n
+    for t in layers.tensors:
+        sizes[t.unit + 1] += t.size
+    columns = [0, *(1 + i for i in layers.order)]  # the values are by the layers' own numbers
+    return [
+        UnitTimes(name, values[i], values[n + i], values[2 * n] * size / sum(sizes))
+        for name, size, i in zip(names, sizes, columns, strict=True)
+    ]
+
+
+def shares(alone_s: float, beside_s: float, rest_s: float, sent_s: float) -> tuple[float, float]:
+    """The fractions of their speeds that compute and transfers keep beside each other.
+
+    Args:
+        alone_s: compute alone.
+        beside_s: the same compute beside transfers.
+        rest_s: what these took on alone once it had ended.
+        sent_s: these transfers alone.
+    """
+    if rest_s > 0.02 * beside_s:  # transfers ran during all of the compute
+        compute, link = alone_s / beside_s, (sent_s - rest_s) / beside_s
+    else:
+        compute, link = 1 - (beside_s - alone_s) / max(sent_s, 1e-9), 1.0
+    return min(1.0, max(_LEAST_SHARE, compute)), min(1.0, max(_LEAST_SHARE, link))
