@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 from common import finish, seconds_per_call, spread  # noqa: E402
 from kasoku.models import resnet50  # noqa: E402
 from kasoku.simulate import Sharing, Simulator, collectives, load, model_costs, stragglers  # noqa: E402  # noqa: E402
-from kasoku.simulate.sweep import scaled, sizes  # noqa: E402
+from kasoku.simulate.sweep import sizes  # noqa: E402
 
 
 def main() -> None:
@@ -36,7 +36,8 @@ def main() -> None:
 
     def swept() -> None:
         forget()
-        scaled(simulator, counts, images=42)
+        for gpus in counts:
+            simulator.step(gpus, 42 * gpus)
 
     step = spread(seconds_per_call(step_once, calls=5))
     sweep = spread(seconds_per_call(swept, calls=3))

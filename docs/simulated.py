@@ -29,7 +29,7 @@ from kasoku.models import alexnet, resnet50
 from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, Stragglers, load, model_costs
 from kasoku.simulate.cluster import ClusterNode, Gpu
 from kasoku.simulate.compute_model import units
-from kasoku.simulate.sweep import efficiency, scaled, sizes
+from kasoku.simulate.sweep import efficiency, sizes
 
 DOCS = Path(__file__).parent
 GPUS, IMAGES, STEPS = 2048, 42, 15  # of the MLPerf entry: images a GPU, steps an epoch
@@ -79,7 +79,8 @@ def batches(net: ModelCosts) -> None:
 def scaling(net: ModelCosts) -> None:
     """Throughput and efficiency over 1 to 2,048 GPUs."""
     counts = sizes(load("abci"), 1, GPUS)
-    sweeps = {name: scaled(Simulator(load("abci"), net, way), counts, images=40) for name, way in WAYS.items()}
+    simulators = {name: Simulator(load("abci"), net, way) for name, way in WAYS.items()}
+    sweeps = {name: [simulator.step(n, 40 * n) for n in counts] for name, simulator in simulators.items()}
     rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in sweeps.items()}
     shares = {name: list(zip(counts, efficiency(steps), strict=True)) for name, steps in sweeps.items()}
     rates["published, [000]"], shares["published, arXiv 1903.12650"] = [(GPUS, 1.73e6)], [(GPUS, 0.77)]

@@ -21,7 +21,7 @@ from kasoku.simulate import ModelCosts, Sharing, Simulator, Stragglers, model_co
 from kasoku.simulate import async_exchange as apart
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks
-from kasoku.simulate.fair_share import Flows, seconds
+from kasoku.simulate.fair_share import seconds
 from kasoku.simulate.step import SimulatedStep, spans
 
 START, A, A_IN = 2e-6, 5e-6, 1e-6  # what a message waits, and takes between nodes and within one
@@ -85,7 +85,7 @@ def test_the_busiest_link_is_full_until_the_last_of_all_flows_has_arrived(
     routes = [cluster.route(8, a, b, cluster.nic_of(a)) for a, b in pairs]
     n, capacity = 51e6, cluster.capacity(8)
     took = 2 * allreduce.exchange(cluster, 8).byte_s * n
-    assert took == pytest.approx(seconds(Flows(routes, [2 * n / 8] * len(pairs)), capacity), rel=1e-9)
+    assert took == pytest.approx(seconds(routes, [2 * n / 8] * len(pairs), capacity), rel=1e-9)
     carried = np.zeros(len(capacity))
     for route in routes:
         carried[route] += 2 * n / 8

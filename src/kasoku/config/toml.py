@@ -101,12 +101,12 @@ def _new_name(dotted: str) -> str:
     return ""
 
 
-def read(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
+def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a recipe file") -> dict[str, Any]:
     """A TOML document, with `path=value` settings over it. Raises InputError for a file that cannot be read."""
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}): a recipe file is wanted") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted} is wanted") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not TOML ({error})") from error
     for setting in settings:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from kasoku.core import InputError, Span
+from kasoku.core import Span
 from kasoku.distributed import Asynchronous
 from kasoku.distributed.async_sgd.worker import most_local_steps
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, Sized, UnitTimes
@@ -22,15 +22,6 @@ from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.collectives import ALONE, Fastest, exchange, fastest
 
 _MAX_DRAWN = 1000  # steps in a timeline; with more, several are drawn as one
-
-
-def check(pace: Asynchronous, parts: int) -> None:
-    """Raises InputError for settings under which ranks exchange in another way."""
-    if pace.servers or pace.max_staleness == 0 or parts > 1:
-        raise InputError(
-            f"servers={pace.servers}, max_staleness={pace.max_staleness}, {parts} parts: asynchronous ranks are "
-            "simulated with servers=0, max_staleness above 0 and a share in one part"
-        )
 
 
 @lru_cache(maxsize=1024)
@@ -60,10 +51,11 @@ def forecast(
     pace: Asynchronous, units: Sequence[UnitTimes], groups: Sequence[tuple[float, float]], *, timeline: bool = False
 ) -> Forecast:
     """The mean step of a rank in the steady state; the timeline shows as many steps as exchange every group once."""
-    compute_s = sum(_phases(units).values())
+    phases = _phases(units)
+    compute_s = sum(phases.values())
     link_s = sum(s for s, _ in groups) / (pace.every * (len(groups) if pace.stream else 1))
     exposed_s = max(0.0, link_s - compute_s) if pace.hidden else link_s
-    spans = _spans(pace, _phases(units), groups) if timeline else ()
+    spans = _spans(pace, phases, groups) if timeline else ()
     return Forecast(compute_s + exposed_s, compute_s, link_s, spans=spans)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
-from kasoku.config.toml import parse
+from kasoku.config.toml import parse, read
 from kasoku.core import InputError
 from kasoku.simulate.fair_share import Floats
 
@@ -60,12 +59,12 @@ class Gpu:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
-        if self.alpha_ms < 0 or self.beta_ms <= 0 or not 0 < self.least <= self.most:
+        if self.beta_ms <= 0 or not 0 < self.least <= self.most:
             raise InputError(
                 f"alpha_ms={self.alpha_ms}, beta_ms={self.beta_ms}, least={self.least}, most={self.most}: times of 0 "
                 "or more, above 0 an image, and batches from at least 1 up"
             )
-        if self.tflops <= 0 or self.memory_gb_s <= 0 or self.spread < 0:
+        if self.tflops <= 0 or self.memory_gb_s <= 0:
             raise InputError("tflops and memory_gb_s: above 0; spread: 0 or more")
 
 
@@ -86,7 +85,7 @@ class ClusterNode:
         _check_numbers(self)
         if self.gpus < 1 or self.nics < 1:
             raise InputError(f"gpus={self.gpus}, nics={self.nics}: at least 1 of each")
-        if (self.gpus > 1 and self.port_gb_s <= 0) or self.nic_gb_s < 0 or self.input_images_s < 0:
+        if self.gpus > 1 and self.port_gb_s <= 0:
             raise InputError(f"port_gb_s={self.port_gb_s}, nic_gb_s={self.nic_gb_s}: GB/s above 0")
         if self.gpus % self.nics:
             raise InputError(
@@ -104,7 +103,7 @@ class Racks:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
-        if self.nodes < 1 or self.uplink_gb_s < 0:
+        if self.nodes < 1:
             raise InputError(f"nodes={self.nodes}, uplink_gb_s={self.uplink_gb_s}: at least 1 node, 0 GB/s or more")
 
 
@@ -125,10 +124,8 @@ class Protocol:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
-        if not 0 < self.share <= 1 or min(self.start_us, *self.ring_us, *self.tree_us) < 0:
+        if not 0 < self.share <= 1:
             raise InputError(f"{self.name}: share={self.share} from 0 to 1, times of 0 or more")
-        if self.tree_more_us < 0:
-            raise InputError(f"{self.name}: tree_more_us={self.tree_more_us}: 0 or more")
 
 
 # Source: NCCL's own model, src/graph/tuning.cc; the shares of LL and LL128 are its 1/4 and .92 of a ring's bandwidth.
@@ -188,13 +185,23 @@ class Cluster:
     @cached_property
     def device(self) -> Gpu:
         """Its kind of GPU."""
-        return self.own_gpu or _read(Gpu, "gpus", self.gpu)
+        return self.own_gpu or _shipped(Gpu, "gpus", self.gpu)
 
     @property
     def table(self) -> tuple[Protocol, ...]:
-        """The protocols of its communication library."""
+        """The protocols of its communication library, with the latencies of this network."""
         used = (self.own_protocol,) if self.own_protocol else (p for p in NCCL if p.name in self.protocols)
-        return tuple(_scaled(protocol, self.latency) for protocol in used)
+        by = self.latency
+        return tuple(
+            replace(
+                p,
+                start_us=p.start_us * by,
+                tree_more_us=p.tree_more_us * by,
+                ring_us=(p.ring_us[0] * by, p.ring_us[1] * by),
+                tree_us=(p.tree_us[0] * by, p.tree_us[1] * by),
+            )
+            for p in used
+        )
 
     def nodes_for(self, gpus: int) -> int:
         """The number of nodes of these GPUs. Raises InputError if they do not fill them, or the cluster has fewer."""
@@ -237,37 +244,28 @@ class Cluster:
         """The cluster with changes such as "network*2,latency/2": of network, latency, nvlink, gpu."""
         out = self
         for change in filter(None, (part.strip() for part in what.split(","))):
-            out = _altered(out, change)
+            name, sign, by = change.partition("*" if "*" in change else "/")
+            try:
+                factor = float(by) if sign == "*" else 1 / float(by)
+            except (ValueError, ZeroDivisionError):
+                factor = 0.0
+            node, racks = out.node, out.racks
+            if not 1e-6 < factor < 1e6 or name not in ("network", "latency", "nvlink", "gpu"):
+                raise InputError(
+                    f'what-if "{change}": network, latency, nvlink or gpu, * or /, and a number, as network*2'
+                )
+            if name == "network":
+                racks = racks and replace(racks, uplink_gb_s=racks.uplink_gb_s * factor)
+                out = replace(out, node=replace(node, nic_gb_s=node.nic_gb_s * factor), racks=racks)
+            elif name == "nvlink":
+                out = replace(out, node=replace(node, port_gb_s=node.port_gb_s * factor))
+            elif name == "latency":
+                out = replace(out, latency=out.latency * factor)
+            else:
+                gpu = out.device
+                faster = replace(gpu, alpha_ms=gpu.alpha_ms / factor, beta_ms=gpu.beta_ms / factor)
+                out = replace(out, gpu="", own_gpu=faster)
         return out
-
-
-def _altered(cluster: Cluster, change: str) -> Cluster:
-    name, sign, by = change.partition("*" if "*" in change else "/")
-    try:
-        factor = float(by) if sign == "*" else 1 / float(by)
-    except (ValueError, ZeroDivisionError):
-        factor = 0.0
-    node = cluster.node
-    if 1e-6 < factor < 1e6:
-        if name == "network":
-            racks = cluster.racks and replace(cluster.racks, uplink_gb_s=cluster.racks.uplink_gb_s * factor)
-            return replace(cluster, node=replace(node, nic_gb_s=node.nic_gb_s * factor), racks=racks)
-        if name == "nvlink":
-            return replace(cluster, node=replace(node, port_gb_s=node.port_gb_s * factor))
-        if name == "latency":
-            return replace(cluster, latency=cluster.latency * factor)
-        if name == "gpu":
-            gpu = cluster.device
-            faster = replace(gpu, alpha_ms=gpu.alpha_ms / factor, beta_ms=gpu.beta_ms / factor)
-            return replace(cluster, gpu="", own_gpu=faster)
-    raise InputError(f'what-if "{change}": network, latency, nvlink or gpu, * or /, and a number, as network*2')
-
-
-def _scaled(protocol: Protocol, factor: float) -> Protocol:
-    (a, b), (c, d) = protocol.ring_us, protocol.tree_us
-    ring, tree = (a * factor, b * factor), (c * factor, d * factor)
-    start_us, more_us = protocol.start_us * factor, protocol.tree_more_us * factor
-    return replace(protocol, start_us=start_us, tree_more_us=more_us, ring_us=ring, tree_us=tree)
 
 
 def shipped(kind: str) -> list[str]:
@@ -278,27 +276,18 @@ def shipped(kind: str) -> list[str]:
 def load(name: str) -> Cluster:
     """A shipped cluster, or one from a file. Raises InputError for an unknown name or a bad file."""
     if name in shipped("clusters"):
-        return _read(Cluster, "clusters", name)
+        return _shipped(Cluster, "clusters", name)
     path = Path(name)
     if path.suffix != ".toml":
         raise InputError(f"cluster {name}: one of {', '.join(shipped('clusters'))}, or a file that ends in .toml")
+    document = read(path, wanted="a cluster file")
     try:
-        document = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}): a cluster file is wanted") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not TOML ({error})") from error
-    return _parsed(Cluster, document, str(path))
+        return parse(Cluster, document)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
-def _read(cls: type[T], kind: str, name: str) -> T:
+def _shipped(cls: type[T], kind: str, name: str) -> T:
     if name not in shipped(kind):
         raise InputError(f"{kind[:-1]} {name}: one of {', '.join(shipped(kind))}")
-    return _parsed(cls, tomllib.loads((_HERE / kind / f"{name}.toml").read_text()), name)
-
-
-def _parsed(cls: type[T], document: dict[str, Any], where: str) -> T:
-    try:
-        return parse(cls, document)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+    return parse(cls, read(_HERE / kind / f"{name}.toml"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from kasoku.core import InputError
 from kasoku.distributed.ddp.cost_model import LinkModel
+from kasoku.simulate import fair_share
 from kasoku.simulate.cluster import Cluster, Protocol
-from kasoku.simulate.fair_share import Flows, seconds
 
 Flow = tuple[int, int, int, float]  # from, to, NIC, bytes for each byte that is reduced
 
@@ -31,24 +31,22 @@ AUTO = ("ring", "tree")  # between which NCCL chooses by itself
 
 @dataclass(frozen=True)
 class AlgorithmCost:
-    """The costs of an algorithm: hops [within nodes, between nodes], and seconds for each byte."""
+    """The costs of an algorithm: hops of rings and of trees, within and between nodes, and seconds for each byte."""
 
-    ring_hops: tuple[int, int] = (0, 0)
-    tree_hops: tuple[int, int] = (0, 0)
+    rings_within: int = 0
+    rings_between: int = 0
+    trees_within: int = 0
+    trees_between: int = 0
     byte_s: float = 0.0
     starts: int = 1
     trees: int = 0  # of the starts
 
     def __add__(self, other: AlgorithmCost) -> AlgorithmCost:
-        ring = (self.ring_hops[0] + other.ring_hops[0], self.ring_hops[1] + other.ring_hops[1])
-        tree = (self.tree_hops[0] + other.tree_hops[0], self.tree_hops[1] + other.tree_hops[1])
-        starts, trees = self.starts + other.starts, self.trees + other.trees
-        return AlgorithmCost(ring, tree, self.byte_s + other.byte_s, starts, trees)
+        return AlgorithmCost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def twice(self) -> AlgorithmCost:
         """The algorithm forth and back, started once."""
-        ring, tree = ((2 * a, 2 * b) for a, b in (self.ring_hops, self.tree_hops))
-        return replace(self, ring_hops=ring, tree_hops=tree, byte_s=2 * self.byte_s)
+        return replace(self + self, starts=self.starts, trees=self.trees)
 
     def of(self, share: float) -> AlgorithmCost:
         """The same pattern if only a share of each byte is sent."""
@@ -56,7 +54,7 @@ class AlgorithmCost:
 
     def link(self, protocol: Protocol) -> LinkModel:
         """Latency and bandwidth in a protocol."""
-        hops = zip((*self.ring_hops, *self.tree_hops), (*protocol.ring_us, *protocol.tree_us), strict=True)
+        hops = zip(astuple(self)[:4], (*protocol.ring_us, *protocol.tree_us), strict=True)
         starts_us = self.starts * protocol.start_us + self.trees * protocol.tree_more_us
         latency_us = starts_us + sum(n * us for n, us in hops)
         return LinkModel(1e-6 * latency_us, protocol.share / self.byte_s if self.byte_s else float("inf"))
@@ -119,7 +117,7 @@ def fills(algorithm: str, gpus: int) -> bool:
 def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
     """Seconds of simultaneous flows, for each byte that is reduced."""
     routes = [cluster.route(gpus, start, stop, nic) for start, stop, nic, _ in flows]
-    return seconds(Flows(routes, [size for *_, size in flows]), cluster.capacity(gpus))
+    return fair_share.seconds(routes, [size for *_, size in flows], cluster.capacity(gpus))
 
 
 def ring(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
@@ -131,7 +129,7 @@ def gather(cluster: Cluster, gpus: int) -> AlgorithmCost:
     """An all-gather (or a reduce-scatter) by the rings of `ring`: half of an all-reduce."""
     rounds, between = gpus - 1, cluster.nodes_for(gpus) - 1
     byte_s = rounds * contended_s(cluster, gpus, _rings(cluster, 0, gpus))
-    return AlgorithmCost(ring_hops=(rounds - between, between), byte_s=byte_s)
+    return AlgorithmCost(rounds - between, between, byte_s=byte_s)
 
 
 @lru_cache(maxsize=1024)
@@ -182,7 +180,7 @@ def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
         seconds.append(outgoing(each) / node.nics / (1e9 * node.nic_gb_s))
     if racks and racks.uplink_gb_s:  # the last rack may not be full
         seconds.append(outgoing(each * racks.nodes) / (1e9 * racks.uplink_gb_s))
-    return AlgorithmCost(ring_hops=(0, 1) if nodes > 1 else (1, 0), byte_s=max(seconds))
+    return AlgorithmCost(int(nodes == 1), int(nodes > 1), byte_s=max(seconds))
 
 
 def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
@@ -199,8 +197,8 @@ def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
         size = 0.5 / channels
         leaders = [node * each + first for node in range(nodes)]
         flows += [(a, b, channel, size) for a, b in _two_trees(leaders)]
-    hops = 2 * (each - 1), 2 * depth(nodes)
-    return [AlgorithmCost(tree_hops=hops, byte_s=contended_s(cluster, gpus, flows), trees=1)]
+    byte_s = contended_s(cluster, gpus, flows)
+    return [AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth(nodes), byte_s=byte_s, trees=1)]
 
 
 def halving_doubling(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
@@ -211,8 +209,8 @@ def halving_doubling(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     for k in range(gpus.bit_length() - 1):
         away = 1 << k
         flows = [(rank, rank ^ away, cluster.nic_of(rank), 0.5 / away) for rank in range(gpus)]
-        hops = (0, 2) if away >= cluster.node.gpus else (2, 0)
-        total += AlgorithmCost(ring_hops=hops, byte_s=2 * contended_s(cluster, gpus, flows), starts=0)
+        between = 2 * (away >= cluster.node.gpus)
+        total += AlgorithmCost(2 - between, between, byte_s=2 * contended_s(cluster, gpus, flows), starts=0)
     return [total]
 
 
@@ -237,54 +235,41 @@ def torus(
     width = width or square(gpus, min(gpus, cluster.node.gpus))
     if gpus % width:
         raise InputError(f"all-reduce torus on {gpus} GPUs: rows of {width} do not fill it")
-    row, high = _rows(cluster, gpus, width), gpus // width
+    row, high, each = AlgorithmCost(starts=0), gpus // width, cluster.node.gpus
+    if width > 1:  # a reduce-scatter and an all-gather along rows; rows of whole nodes use a ring for each NIC
+        flows: list[Flow] = []
+        for first in range(0, gpus, width):
+            if width % each == 0:
+                flows += _rings(cluster, first, width)
+            else:
+                pairs = [(first + i, first + (i + 1) % width) for i in range(width)]
+                flows += [(a, b, cluster.nic_of(a), 1 / width) for a, b in pairs]
+        between, byte_s = max(0, -(-width // each) - 1), (width - 1) * contended_s(cluster, gpus, flows)
+        once = AlgorithmCost(width - 1 - between, between, byte_s=byte_s)
+        row = once + once
     if high == 1:
         return [row]
     columns = [[first + width * i for i in range(high)] for first in range(width)]
     ringed = [(a, b) for column in columns for a, b in itertools.pairwise([*column, column[0]])]
     flows = [(a, b, cluster.nic_of(a), across / gpus) for a, b in ringed]
-    once = AlgorithmCost(ring_hops=(0, high - 1), byte_s=(high - 1) * contended_s(cluster, gpus, flows))
+    once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, gpus, flows))
     if exchanged:
         return [row + exchange(cluster, gpus, width).of(across / width) + once]
     costs = [row + once.twice()]
     if trees:
         pairs = [pair for column in columns for pair in _two_trees(column)]
         flows = [(a, b, cluster.nic_of(a), 0.5 * across / width) for a, b in pairs]
-        costs.append(
-            row + AlgorithmCost(tree_hops=(0, 2 * depth(high)), byte_s=contended_s(cluster, gpus, flows), trees=1)
-        )
+        byte_s = contended_s(cluster, gpus, flows)
+        costs.append(row + AlgorithmCost(trees_between=2 * depth(high), byte_s=byte_s, trees=1))
     return costs
-
-
-def _rows(cluster: Cluster, gpus: int, width: int) -> AlgorithmCost:
-    """A reduce-scatter and an all-gather along rows; rows of whole nodes use a ring for each NIC."""
-    if width == 1:
-        return AlgorithmCost(starts=0)
-    rows, each = range(0, gpus, width), cluster.node.gpus
-    flows: list[Flow] = []
-    for row in rows:
-        if width % each == 0:
-            flows += _rings(cluster, row, width)
-        else:
-            pairs = [(row + i, row + (i + 1) % width) for i in range(width)]
-            flows += [(a, b, cluster.nic_of(a), 1 / width) for a, b in pairs]
-    between = max(0, -(-width // each) - 1)
-    once = AlgorithmCost(
-        ring_hops=(width - 1 - between, between), byte_s=(width - 1) * contended_s(cluster, gpus, flows)
-    )
-    return once + once
 
 
 def depth(ranks: int) -> int:
     """The edges from the root of one of the trees to its farthest leaf."""
-    parent = dict(_edges(0, ranks))
-    far = 0
-    for rank in parent:
-        hops, at = 0, rank
-        while at in parent:
-            hops, at = hops + 1, parent[at]
-        far = max(far, hops)
-    return far
+    if ranks < 2:
+        return 0
+    left = _root(0, ranks)
+    return 1 + max(depth(left), depth(ranks - left - 1))
 
 
 def _two_trees(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -308,11 +293,7 @@ def _edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def _root(start: int, stop: int) -> int:
     """The root comes after the largest complete left subtree (2^k - 1 ranks) for which a rank remains."""
-    n = stop - start
-    if n == 1:
-        return start
-    left = (1 << (n.bit_length() - 1)) - 1
-    return start + left if n > left else start
+    return start + (1 << ((stop - start).bit_length() - 1)) - 1
 
 
 def square(gpus: int, each: int) -> int:

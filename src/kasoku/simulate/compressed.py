@@ -59,32 +59,23 @@ def link(cluster: Cluster, gpus: int, reducer: Reducer, algorithm: str = "auto")
         InputError: for a reducer that is not simulated, or one whose nodes the GPUs do not fill.
     """
     cluster.nodes_for(gpus)
-    alike = flat(reducer)
+    alike, node = flat(reducer), 1
     if gpus == 1:
         return ALONE
     if isinstance(reducer, Hierarchical):  # as its `bind` does
         node = reducer.node or min(gpus, cluster.node.gpus)
         if gpus % node:
             raise InputError(f"Hierarchical: {gpus} GPUs in nodes of {node}: the nodes must be equal in size")
-        if 1 < node < gpus:
-            name = "hierarchical" if node == cluster.node.gpus else f"hierarchical in rows of {node}"
-            own, share = exchanges(alike), _share(alike)
-            shapes = collectives.torus(cluster, gpus, node, trees=True, across=share, exchanged=own)
-            name += f", {_EXCHANGED} across" if own else ""
-            return collectives.fastest(cluster, [(name, shape) for shape in shapes])
         alike = Mean() if node == gpus else alike
-    if exchanges(alike):
+    exchanged, share = exchanges(alike), 0.5 if isinstance(alike, Wire) else 1.0  # of the bytes of fp32 gradients
+    if 1 < node < gpus:
+        name = "hierarchical" if node == cluster.node.gpus else f"hierarchical in rows of {node}"
+        name += f", {_EXCHANGED} across" if exchanged else ""
+        shapes = collectives.torus(cluster, gpus, node, trees=True, across=share, exchanged=exchanged)
+        return collectives.fastest(cluster, [(name, shape) for shape in shapes])
+    if exchanged:
         shape = collectives.exchange(cluster, gpus) + collectives.gather(cluster, gpus)
-        return collectives.fastest(cluster, [(_EXCHANGED, shape.of(_share(alike)))])
-    return _narrowed(collectives.link(cluster, gpus, algorithm), _share(alike))
-
-
-def _share(reducer: Reducer) -> float:
-    """The share of the bytes of fp32 gradients that is sent."""
-    return 0.5 if isinstance(reducer, Wire) else 1.0
-
-
-def _narrowed(link: Fastest, share: float) -> Fastest:
-    """The link, by bytes of which only a share is sent."""
-    choices = tuple((name, replace(each, bytes_per_s=each.bytes_per_s / share)) for name, each in link.choices)
-    return Fastest(link.latency_s, link.bytes_per_s / share, choices=choices)
+        return collectives.fastest(cluster, [(_EXCHANGED, shape.of(share))])
+    whole = collectives.link(cluster, gpus, algorithm)
+    choices = tuple((name, replace(each, bytes_per_s=each.bytes_per_s / share)) for name, each in whole.choices)
+    return Fastest(whole.latency_s, whole.bytes_per_s / share, choices=choices)

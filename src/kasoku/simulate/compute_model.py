@@ -8,7 +8,7 @@ memory bandwidth. A third of it is forward. The total is measured; only the divi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -67,7 +67,8 @@ class ModelCosts:
 
     def work(self, gpu: Gpu) -> list[float]:
         """Seconds for an image in each layer's forward at the speeds of the GPU's data sheet."""
-        return [_work(gpu, layer.products, layer.outputs) for layer in self.layers]
+        flops, bytes_ = 1e12 * gpu.tflops, 1e9 * gpu.memory_gb_s
+        return [max(2 * layer.products / flops, _TOUCHED * 2 * layer.outputs / bytes_) for layer in self.layers]
 
     def carried(self, wire_bytes: int) -> tuple[list[Sized], list[Sized]]:
         """`tensors` and `defined` with the sizes that are sent: `wire_bytes` an element; tensors of norms in fp32."""
@@ -99,16 +100,15 @@ def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts
     model = model.to("meta")
     units = LayerIndex(model)
     work: dict[int, tuple[float, float]] = {}  # products and outputs
-    order: list[int] = []
     places = {module: i for i, (_, module) in enumerate(units.modules)}
 
     def count(module: nn.Module, _: object, out: Any) -> None:
-        i = places[module]
+        i, weight = places[module], getattr(module, "weight", None)
         outputs = float(out.numel()) if isinstance(out, Tensor) else 0.0
-        if i not in work:
-            order.append(i)
-        before = work.get(i, (0.0, 0.0))
-        work[i] = before[0] + _products(module, outputs), before[1] + outputs
+        # each output element of a matrix product is a product with one row of the weight
+        row = float(weight[0].numel()) if isinstance(weight, Tensor) and weight.ndim > 1 else 0.0
+        products, earlier = work.get(i, (0.0, 0.0))
+        work[i] = products + outputs * row, earlier + outputs
 
     hooks = [module.register_forward_hook(count) for module in places]
     try:
@@ -117,7 +117,7 @@ def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts
     finally:
         for hook in hooks:
             hook.remove()
-    order += [i for i in range(len(units.modules)) if i not in work]
+    order = [*work, *(i for i in range(len(units.modules)) if i not in work)]
     defined = tuple(units.tensors)
     units.order = order
     channels: dict[nn.Module, int] = {norm: norm.num_features for norm in norms(model)}
@@ -198,26 +198,18 @@ def profiled(profiles: Sequence[tuple[Path, int]], net: ModelCosts) -> MeasuredT
             raise InputError(f"{folder}: a profile of another model: {net.name} has {lost[0]}, the profile has not")
         if more := [name for name in times if name not in net.modules]:
             raise InputError(f"{folder}: a profile of another model: it has {more[0]}, {net.name} has not")
-        ledger = _ledger(folder)
         try:
+            file = folder / "ledger.json"
+            ledger = json.loads(file.read_text()) if file.is_file() else {}
             facts = ledger.get("facts", {})
             seen = facts.get("batch", images) * facts.get("parts", 1)
             updates.append(float(ledger.get("step_s", {}).get("update", 0.0)))
-        except (AttributeError, TypeError, ValueError) as error:
+        except (OSError, AttributeError, TypeError, ValueError) as error:
             raise InputError(f"{folder / 'ledger.json'}: not what kasoku profile writes: profile again") from error
         if seen != images:
             raise InputError(f"{folder}: a profile of steps of {seen} images: give {folder}:{seen}, not :{images}")
         measured.append((images, times))
     return MeasuredTimes(tuple(measured), sum(updates) / max(1, len(updates)))
-
-
-def _ledger(folder: Path) -> dict[str, Any]:
-    """The ledger beside a profile; empty if there is none."""
-    try:
-        document = json.loads((folder / "ledger.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def units_of(
@@ -240,26 +232,17 @@ def units_of(
         {block: mine / of_block[block] if of_block[block] else 1 / members[block]}
         for mine, block in zip(work, home, strict=True)
     ]
-    for block, i in _between(first, home).items():
-        shares[i][block] = 1.0
+    last, before = {block: i for i, block in enumerate(home)}, 0
+    for block in first:
+        before = last.get(block, before)
+        if block not in last:
+            shares[before][block] = 1.0
     out = []
     for layer, mine, own in zip(net.layers, shares, elements, strict=True):
         forward, backward = (
             slower * sum(share * _at(profile, block, way, images) for block, share in mine.items()) for way in (0, 1)
         )
         out.append(UnitTimes(layer.name, forward, backward, update_s * own))
-    return out
-
-
-def _between(blocks: Iterable[str], home: Sequence[str]) -> dict[str, int]:
-    """The layer before each block that has no layers of its own; for the first blocks, the first layer."""
-    last = {block: i for i, block in enumerate(home)}
-    out, before = {}, 0
-    for block in blocks:
-        if block in last:
-            before = last[block]
-        else:
-            out[block] = before
     return out
 
 
@@ -277,15 +260,3 @@ def _at(profile: MeasuredTimes, block: str, way: int, images: float) -> float:
 def _block(layer: str, times: dict[str, Any]) -> str:
     """The profiled block that is the layer or contains it."""
     return next((name for name in times if layer == name or layer.startswith(f"{name}.")), "")
-
-
-def _work(gpu: Gpu, products: float, outputs: float) -> float:
-    return max(2 * products / (1e12 * gpu.tflops), _TOUCHED * 2 * outputs / (1e9 * gpu.memory_gb_s))
-
-
-def _products(module: nn.Module, outputs: float) -> float:
-    """Multiply-adds: each output element of a matrix product is a product with one row of the weight."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim < 2:
-        return 0.0
-    return outputs * float(weight[0].numel())

@@ -19,22 +19,6 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-class Flows:
-    """Transfers at the same time.
-
-    Args:
-        routes: the indices of the links that each flow crosses.
-        sizes: the bytes of each flow.
-    """
-
-    def __init__(self, routes: Sequence[Sequence[int]], sizes: Sequence[float]) -> None:
-        longest = max((len(route) for route in routes), default=0)
-        self.links: Ints = np.full((len(routes), max(1, longest)), -1, dtype=np.int64)
-        for i, route in enumerate(routes):
-            self.links[i, : len(route)] = route
-        self.sizes: Floats = np.asarray(sizes, dtype=np.float64)
-
-
 def rates(links: Ints, capacity: Floats) -> Floats:
     """The max-min fair rate of each flow in bytes/s; infinite where it crosses no link. `links`: rows, padded by -1."""
     if np.isnan(capacity).any():
@@ -58,14 +42,24 @@ def rates(links: Ints, capacity: Floats) -> Floats:
     return rate
 
 
-def seconds(flows: Flows, capacity: Floats) -> float:
-    """Seconds until the last flow has ended; a flow that ends leaves its share to the remaining ones."""
-    now, sizes, links = 0.0, flows.sizes.copy(), flows.links
-    while len(sizes):
+def seconds(routes: Sequence[Sequence[int]], sizes: Sequence[float], capacity: Floats) -> float:
+    """Seconds until the last flow has ended; a flow that ends leaves its share to the remaining ones.
+
+    Args:
+        routes: the indices of the links that each flow crosses.
+        sizes: the bytes of each flow.
+        capacity: the rate of each link in bytes/s.
+    """
+    links: Ints = np.full((len(routes), max(map(len, routes), default=0)), -1, dtype=np.int64)
+    for i, route in enumerate(routes):
+        links[i, : len(route)] = route
+    now, left = 0.0, np.asarray(sizes, dtype=np.float64)
+    negligible = 1e-9 * max(sizes, default=0.0)
+    while len(left):
         rate = rates(links, capacity)
-        span = float((sizes / rate).min())
+        span = float((left / rate).min())
         now += span
-        sizes = sizes - rate * span
-        going = sizes > 1e-9 * flows.sizes.max()
-        sizes, links = sizes[going], links[going]
+        left = left - rate * span
+        going = left > negligible
+        left, links = left[going], links[going]
     return now

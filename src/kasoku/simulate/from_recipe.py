@@ -24,7 +24,6 @@ from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
 from kasoku.simulate.compressed import exchanges, flat
-from kasoku.simulate.sweep import scaled
 
 _FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer get a remark, which advises at least _ENOUGH
 
@@ -80,6 +79,11 @@ class Scenario:
         """Seconds of the whole training by item; the items are rows of a measured run's ledger."""
         total = updates(self.recipe, self.facts.images)
         costs, compute_s = self.simulator.cluster.costs, step.compute_s + step.straggler_s
+        # forward passes of an evaluation: the test images in each view, and the images that recalibrate BatchNorm
+        passes = round(TEST_PASSES[self.recipe.evaluate.views] * self.facts.tested)
+        if self.norms:
+            renewing: list[Any] = [t for t in self.recipe.techniques if t.renews_statistics]
+            passes += min(sum(t.images or self.facts.images for t in renewing), self.facts.images)
         forward = sum(u.forward_s for u in step.inputs.units)
         share = forward / (forward + sum(u.backward_s for u in step.inputs.units))
         return {
@@ -89,7 +93,7 @@ class Scenario:
             "forward": total * share * compute_s,
             "backward": total * (1 - share) * compute_s,
             "exposed": total * step.exposed_s,
-            "evaluate": evaluations(self.recipe) * self.simulator.evaluation_s(step.gpus, self._evaluated_images()),
+            "evaluate": evaluations(self.recipe) * self.simulator.evaluation_s(step.gpus, passes),
         }
 
     def document(self, step: SimulatedStep) -> dict[str, Any]:
@@ -118,13 +122,6 @@ class Scenario:
         """The rent of a step's GPUs for this time; 0 if the price is unknown."""
         return seconds / 3600 * step.gpus * self.simulator.cluster.device.usd_hour
 
-    def _evaluated_images(self) -> int:
-        """Forward passes of an evaluation: the test images in each view, and the images that recalibrate BatchNorm."""
-        renewing: list[Any] = [t for t in self.recipe.techniques if t.renews_statistics]
-        again = sum(technique.images or self.facts.images for technique in renewing)
-        tested = round(TEST_PASSES[self.recipe.evaluate.views] * self.facts.tested)
-        return tested + (min(again, self.facts.images) if self.norms else 0)
-
     def remarks(self, step: SimulatedStep) -> list[str]:
         """The limits of these times, a line each."""
         recipe, simulator = self.recipe, self.simulator
@@ -150,36 +147,26 @@ class Scenario:
         return lines + self._few_images(step.gpus) + simulate.remarks(simulator.net, gpu, images, profile)
 
     def _few_images(self, gpus: int) -> list[str]:
-        """A remark if BatchNorm statistics are of too few images, which may cost accuracy."""
-        shared = self.recipe.split(gpus).images_per_norm
+        """A remark if BatchNorm statistics are of too few images, with settings under which more images share them."""
+        recipe, shared = self.recipe, self.recipe.split(gpus).images_per_norm
         if not self.norms or shared >= _FEW:
             return []
-        return [
-            f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of few images are noisy and "
-            "cost accuracy (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He 2018, "
-            f"arXiv 1803.08494): {self._remedy(gpus, self._norm_batch(gpus, shared))}"
-        ]
-
-    def _remedy(self, gpus: int, enough: int) -> str:
-        """Settings under which more images share statistics; `enough`: such a norm_batch, or 0."""
-        recipe = self.recipe
-        own = recipe.batch // (gpus * max(1, recipe.accumulate))  # a larger group spans ranks
-        waits = " (ranks then wait for statistics)" if enough > own else ""
+        most, enough = recipe.batch // max(1, recipe.accumulate), 0  # the least norm_batch that is enough; 0: none
+        if not (recipe.device.graphs or is_asynchronous(recipe, gpus)):  # statistics of several ranks work with neither
+            sizes = (n for n in range(max(_ENOUGH, shared + 1), most + 1) if recipe.batch % n == 0)
+            enough = next((n for n in sizes if can_share(replace(recipe, norm_batch=n), gpus)), 0)
+        waits = " (ranks then wait for statistics)" if enough > most // gpus else ""
         ways = [f"--set norm_batch={enough}{waits}" if enough else "a larger batch"]
         if recipe.accumulate > 1 and not (enough and recipe.norm_batch):
             ways.append(f"a smaller accumulate than {recipe.accumulate}")
-        if not recipe.norm_batch:
-            return " or ".join([*ways, *(["fewer GPUs"] if gpus > 1 else [])])
-        return " or ".join(ways) + ("" if enough else ", and then a larger norm_batch")
-
-    def _norm_batch(self, gpus: int, shared: int) -> int:
-        """The least norm_batch that is enough and that the GPUs can share; 0 where there is none."""
-        recipe = self.recipe
-        if recipe.device.graphs or is_asynchronous(recipe, gpus):
-            return 0  # statistics of several ranks work with neither
-        most = recipe.batch // max(1, recipe.accumulate)
-        sizes = (n for n in range(max(_ENOUGH, shared + 1), most + 1) if recipe.batch % n == 0)
-        return next((n for n in sizes if can_share(replace(recipe, norm_batch=n), gpus)), 0)
+        if gpus > 1 and not recipe.norm_batch:
+            ways.append("fewer GPUs")
+        then = ", and then a larger norm_batch" if recipe.norm_batch and not enough else ""
+        return [
+            f"BatchNorm over {shared} image{'s' if shared > 1 else ''} at once: statistics of few images are noisy and "
+            "cost accuracy (ResNet-50 on ImageNet: 23.6 % errors at 32 images a GPU, 34.7 % at 2; Wu and He 2018, "
+            f"arXiv 1803.08494): {' or '.join(ways)}{then}"
+        ]
 
 
 def scenario(
@@ -253,35 +240,30 @@ def sweep(
 ) -> dict[str, list[SimulatedStep]]:
     """Steps at each number of GPUs with the images a GPU of `step`, under each way to share gradients.
 
+    The ways are: nothing hidden, hidden behind backward, and the recipe's own.
     `changed`: a name and another cluster, on which the last way is simulated too.
     """
-    simulator, parts = base.simulator, base.recipe.parts(step.gpus)
-    images = images_each(base, step)
-    simulators = {name: replace(simulator, sharing=way) for name, way in _ways(simulator.sharing, step).items()}
-    if changed:
-        last = list(simulators)[-1]
-        simulators[f"{last}; {changed[0]}"] = replace(simulators[last], cluster=changed[1])
-    return {name: scaled(each, gpus, images=images, parts=parts) for name, each in simulators.items()}
-
-
-def images_each(base: Scenario, step: SimulatedStep) -> int:
-    """Images a GPU of a step, at least one for each of its parts."""
-    return max(base.recipe.parts(step.gpus), step.images // step.gpus)
-
-
-def _ways(shared: Sharing, step: SimulatedStep) -> dict[str, Sharing]:
-    """The ways that a sweep compares: nothing hidden, hidden behind backward, and the recipe's own."""
+    simulator, plan, late = base.simulator, step.inputs.plan, step.inputs.late
+    shared, parts, images = simulator.sharing, base.recipe.parts(step.gpus), images_each(base, step)
     ways = {
         "one group after backward": replace(shared, policy=OneBucket(), next_forward=False, asynchronous=None),
         "graded groups behind backward": replace(shared, policy=Graded(), next_forward=False, asynchronous=None),
     }
     if shared.asynchronous:
-        return {**ways, "asynchronous": shared}
-    plan, late = step.inputs.plan, step.inputs.late
-    if step.gpus > 1:
+        ways["asynchronous"] = shared
+    elif step.gpus > 1:
         name = f"{plan.policy}{', also behind the next forward' if late else ''}"
         ways[name] = replace(shared, policy=FixedPlan(plan), next_forward=late)
-    return ways
+    simulators = {name: replace(simulator, sharing=way) for name, way in ways.items()}
+    if changed:
+        last = list(simulators)[-1]
+        simulators[f"{last}; {changed[0]}"] = replace(simulators[last], cluster=changed[1])
+    return {name: [each.step(n, n * images, parts=parts) for n in gpus] for name, each in simulators.items()}
+
+
+def images_each(base: Scenario, step: SimulatedStep) -> int:
+    """Images a GPU of a step, at least one for each of its parts."""
+    return max(base.recipe.parts(step.gpus), step.images // step.gpus)
 
 
 def evaluations(recipe: Recipe) -> int:

@@ -15,7 +15,7 @@ from kasoku.config.updates import updates
 from kasoku.core import InputError, Schedule
 from kasoku.core import schedule as schedules
 from kasoku.distributed import Graded, Hierarchical, Mean, Overlap, Planned
-from kasoku.simulate import Cluster, Sharing, SimulatedStep
+from kasoku.simulate import Cluster, SimulatedStep
 from kasoku.simulate.collectives import square
 from kasoku.simulate.compressed import flat
 from kasoku.simulate.from_recipe import Scenario, scenario, sharing
@@ -60,29 +60,23 @@ def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -
         settings: `path=value`; with a setting of the batch, only that batch is tried.
         noise_scale: of the gradients, in images: tries batches around the recipe's own, each with the epochs it needs.
             None: tries the recipe's points, or its own batch if it has none.
-    """
-    batches = batch_points.batches(file, settings)
-    if noise_scale is not None:
-        if batches:
-            raise InputError(
-                "--noise-scale: the recipe's points give the epochs of each batch: leave it out, or --set points=[]"
-            )
-        return _by_noise_scale(file, settings, noise_scale)
-    if not batches or any(setting.partition("=")[0].strip() == "batch" for setting in settings):
-        return [load(file, settings)], ""
-    return [load(file, [*settings, f"batch={batch}"]) for batch in batches], ""
-
-
-def _by_noise_scale(file: Path, settings: Sequence[str], noise: float) -> tuple[list[Recipe], str]:
-    """The recipe's batch times powers of two, with the epochs that each needs.
 
     Maths: epochs(B) = epochs(B0) (1 + B / noise) / (1 + B0 / noise). Ref: McCandlish et al. 2018 (arXiv 1812.06162).
     """
+    batches = batch_points.batches(file, settings)
+    if noise_scale is None:
+        if not batches or any(setting.partition("=")[0].strip() == "batch" for setting in settings):
+            return [load(file, settings)], ""
+        return [load(file, [*settings, f"batch={batch}"]) for batch in batches], ""
+    if batches:
+        raise InputError(
+            "--noise-scale: the recipe's points give the epochs of each batch: leave it out, or --set points=[]"
+        )
     recipe = load(file, settings)
     recipes: list[Recipe] = []
     refused: list[tuple[int, InputError]] = []
     for batch in sorted({max(1, round(recipe.batch * 2.0**k)) for k in range(-3, 8)}):
-        longer = (1 + batch / noise) / (1 + recipe.batch / noise)
+        longer = (1 + batch / noise_scale) / (1 + recipe.batch / noise_scale)
         more = [
             f"batch={batch}",
             f"epochs={recipe.epochs * longer:.6g}",
@@ -93,9 +87,8 @@ def _by_noise_scale(file: Path, settings: Sequence[str], noise: float) -> tuple[
             recipes.append(load(file, [*settings, *more]))
         except InputError as error:
             refused.append((batch, error))
-    batches = ", ".join(f"{batch:,}" for batch, _ in refused)
-    remark = f"--noise-scale: without batches of {batches} (the first: {refused[0][1]})" if refused else ""
-    return recipes, remark
+    without = ", ".join(f"{batch:,}" for batch, _ in refused)
+    return recipes, f"--noise-scale: without batches of {without} (the first: {refused[0][1]})" if refused else ""
 
 
 def _stretched(schedule: Schedule, longer: float) -> list[str]:
@@ -116,6 +109,9 @@ def _stretched(schedule: Schedule, longer: float) -> list[str]:
 def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tuple[Path, int]] = ()) -> list[Choice]:
     """Simulates each recipe on numbers of GPUs that can share its batch, with graded groups.
 
+    The images that surely fit on a GPU are those of its largest measured batch, scaled by the outputs of the network's
+    layers. With a technique that saves memory, the whole batch: SavedMemory plans for the available memory.
+
     Raises:
         InputError: if there is no such number.
     """
@@ -126,12 +122,21 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tupl
         base = scenario(recipe, cluster, profiles=profiles, like=base)
         if recipe.batch > base.facts.images or updates(recipe, base.facts.images) < 1:
             continue
-        each, most = cluster.node.gpus, _images_at_once(base)
+        each, simulator = cluster.node.gpus, base.simulator
+        outputs = sum(layer.outputs for layer in simulator.net.layers)
+        most = int(cluster.device.most * _OUTPUTS / max(1.0, outputs))
+        if simulator.profile:
+            most = max([most, *(images for images, _ in simulator.profile.measured)])
+        if any(technique.saves_memory for technique in recipe.techniques):
+            most = recipe.batch
         counts = [n for n in range(1, min(cluster.most, recipe.batch) + 1) if n <= each or n % each == 0]
         counts = [n for n in counts if can_share(recipe, n)]
         fitting = {n for n in counts if recipe.batch <= n * recipe.parts(n) * most}
         if fitting:
-            graded = base.with_sharing(_graded(base))
+            graded, shared = base, simulator.sharing
+            if _has_groups(base):
+                reducer = flat(shared.reducer or Mean())
+                graded = base.with_sharing(replace(shared, policy=Graded(), next_forward=False, reducer=reducer))
             counts = sizes(cluster, 1, cluster.most, _SIZES, fits=fitting.__contains__)
             simulated += [_by_nodes(choice(graded, gpus)) for gpus in counts]
         elif counts and not tight:
@@ -145,26 +150,6 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tupl
 def _has_groups(base: Scenario) -> bool:
     """Whether the planner may choose its groups: graphs have none, and asynchronous ranks exchange updates."""
     return not (base.recipe.device.graphs or base.simulator.sharing.asynchronous)
-
-
-def _graded(base: Scenario) -> Sharing:
-    shared = base.simulator.sharing
-    if not _has_groups(base):
-        return shared
-    return replace(shared, policy=Graded(), next_forward=False, reducer=flat(shared.reducer or Mean()))
-
-
-def _images_at_once(base: Scenario) -> int:
-    """The images that surely fit on a GPU: its measured batch, scaled by the outputs of the network's layers.
-
-    With a technique that saves memory, the whole batch: SavedMemory plans for the available memory.
-    """
-    simulator = base.simulator
-    if any(technique.saves_memory for technique in base.recipe.techniques):
-        return base.recipe.batch
-    outputs = sum(layer.outputs for layer in simulator.net.layers)
-    most = int(simulator.cluster.device.most * _OUTPUTS / max(1.0, outputs))
-    return max([most, *(images for images, _ in simulator.profile.measured)]) if simulator.profile else most
 
 
 def _by_nodes(plain: Choice) -> Choice:

@@ -149,22 +149,34 @@ class Simulator:
         images = -(-batch // (gpus * parts))  # of the GPU with the most
         stragglers = self.stragglers if self.stragglers is not None else Stragglers(self.cluster.device.spread)
         pace = self.sharing.asynchronous if gpus > 1 else None
-        if pace:
-            async_exchange.check(pace, parts)
+        if pace and (pace.servers or pace.max_staleness == 0 or parts > 1):  # ranks exchange in another way
+            raise InputError(
+                f"servers={pace.servers}, max_staleness={pace.max_staleness}, {parts} parts: asynchronous ranks are "
+                "simulated with servers=0, max_staleness above 0 and a share in one part"
+            )
         # slow GPUs stay slow, so with bounded staleness all ranks finally wait for the slowest
         slower = 1.0 if pace and pace.max_staleness is None else stragglers.slowest(gpus)
         compute_s = _computing(self.units(images), parts)
         slow = self.units(images, slower=slower)
-        inputs = self._inputs(self._with_norms(slow, gpus, batch / (gpus * parts)), gpus)
-        step = inputs.forecast()
-        node = self.cluster.node
+        waiting: Sequence[UnitTimes] = slow
+        if gpus > 1 and self.norm_batch > batch / (gpus * parts):
+            # a group of images spans ranks: BatchNorms wait, forward and backward, as in `distributed.batchnorm`, for
+            # two numbers of each channel, gathered from all ranks
+            link = collectives.gathering(self.cluster, gpus)
+            waits = [link.seconds(gpus * 2 * _FP32 * layer.norm) if layer.norm else 0.0 for layer in self.net.layers]
+            waiting = [
+                replace(u, forward_s=u.forward_s + wait_s, backward_s=u.backward_s + wait_s)
+                for u, wait_s in zip(slow, waits, strict=True)
+            ]
+        inputs = self._inputs(waiting, gpus)
+        step, node = inputs.forecast(), self.cluster.node
         fed = batch / gpus * min(gpus, node.gpus) / node.input_images_s if node.input_images_s else 0.0
         slowest_s = _computing(slow, parts)
         norms_s = _computing(inputs.units, parts) - slowest_s
         exposed = norms_s + max(0.0, step.exposed_s)  # rounding may leave a negative time
-        waits = max(0.0, fed - slowest_s - exposed)
+        input_s = max(0.0, fed - slowest_s - exposed)
         return SimulatedStep(
-            gpus, batch, compute_s, slowest_s - compute_s, exposed, waits, step.link_s, inputs, norms_s
+            gpus, batch, compute_s, slowest_s - compute_s, exposed, input_s, step.link_s, inputs, norms_s
         )
 
     def _inputs(self, units: Sequence[UnitTimes], gpus: int) -> StepInputs:
@@ -186,20 +198,6 @@ class Simulator:
             return StepInputs(units, tensors, plan, link, late)
         # as Overlap does before the first forward
         return StepInputs(units, tensors, sharing.policy.plan(defined), link, late)
-
-    def _with_norms(self, units: Sequence[UnitTimes], gpus: int, images: float) -> Sequence[UnitTimes]:
-        """Adds the waits of BatchNorms, forward and backward, if a group of images spans ranks.
-
-        As in `distributed.batchnorm`: two numbers of each channel, gathered from all ranks.
-        """
-        if gpus == 1 or self.norm_batch <= images:
-            return units
-        link = collectives.gathering(self.cluster, gpus)
-        waits = [link.seconds(gpus * 2 * _FP32 * layer.norm) if layer.norm else 0.0 for layer in self.net.layers]
-        return [
-            replace(u, forward_s=u.forward_s + wait_s, backward_s=u.backward_s + wait_s)
-            for u, wait_s in zip(units, waits, strict=True)
-        ]
 
     def units(self, images: float, *, slower: float = 1.0) -> list[UnitTimes]:
         """The times of the layers on one GPU."""

@@ -39,10 +39,6 @@ def _slowest(spread: float, ranks: int) -> float:
     waiting = 0.0
     for i in range(_CELLS):
         x = low + (i + 0.5) * width
-        waiting += 1 - _below(x, spread) ** ranks
+        below = 0.5 * math.erfc(-math.log(x) / (spread * math.sqrt(2)))  # the fraction of ranks with at most x
+        waiting += 1 - below**ranks
     return low + waiting * width
-
-
-def _below(x: float, spread: float) -> float:
-    """The fraction of ranks with a factor of at most x."""
-    return 0.5 * math.erfc(-math.log(x) / (spread * math.sqrt(2)))

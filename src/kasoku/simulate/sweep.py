@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kasoku.core import InputError
 from kasoku.simulate.cluster import Cluster
-from kasoku.simulate.step import SimulatedStep, Simulator
+from kasoku.simulate.step import SimulatedStep
 
 
 def sizes(
@@ -33,11 +33,6 @@ def sizes(
         if len(numbers) >= min(count, len(possible)) or tries > 16 * count:
             return numbers
         tries *= 2
-
-
-def scaled(simulator: Simulator, gpus: Sequence[int], *, images: int, parts: int = 1) -> list[SimulatedStep]:
-    """A step at each number of GPUs, with `images` for each GPU, in `parts` micro-batches."""
-    return [simulator.step(n, n * images, parts=parts) for n in gpus]
 
 
 def efficiency(steps: Sequence[SimulatedStep]) -> list[float]:
