@@ -225,10 +225,10 @@ def test_the_node_is_what_torchrun_started(monkeypatch: pytest.MonkeyPatch):
     whole, part = (on_ranks("threads", 4, steps, Hierarchical(node), 1)[0][0] for node in (0, 2))
     assert all(torch.equal(a, b) for a, b in zip(whole, part, strict=True))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(InputError, match="4 ranks in nodes of 3: the nodes must be equal in size"):
+    with pytest.raises(InputError, match="4 ranks in nodes of 3: node must divide 4"):
         on_ranks("threads", 4, steps, Hierarchical(), 1)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    with pytest.raises(InputError, match=r"LOCAL_WORLD_SIZE = \"\".*Hierarchical\(node=...\)"):
+    with pytest.raises(InputError, match=r"LOCAL_WORLD_SIZE=\"\".*Hierarchical\(node=...\)"):
         on_ranks("threads", 4, steps, Hierarchical(), 1)
 
 
@@ -406,7 +406,7 @@ def test_settings_are_plain_toml():
         (lambda: Wire("int8"), 'dtype="int8": "bf16" or "fp16"'),  # type: ignore[arg-type]
         (lambda: Wire(sums="bf16"), 'sums="bf16": "fp32" or "wire"'),  # type: ignore[arg-type]
         (lambda: LowRank(0), "rank=0, min_elements=16384: at least 1 column"),
-        (lambda: Hierarchical(-1), "node=-1: ranks of a node, or 0"),
+        (lambda: Hierarchical(-1), "node=-1: give the number of ranks on each node, or 0"),
     ],
 )
 def test_mistakes_are_named(make: Callable[[], Reducer], message: str):

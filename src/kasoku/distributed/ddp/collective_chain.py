@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future
 
 import torch
@@ -31,42 +31,59 @@ class Runner:
     def __init__(self, *, threads: bool) -> None:
         self._threads = threads
         self._open: deque[_Turn] = deque()
-        self._queue: _Queue | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._todo: queue.SimpleQueue[tuple[Chain, _Later] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def start(self, key: str, x: Tensor, chain: Chain) -> Work:
         """Starts a chain that leaves its result in x."""
         if not self._threads:
-            turn = _Turn(chain, self._finish)
+            turn = _Turn(chain, self._open)
             self._open.append(turn)
             return turn
         if x.is_cuda:
             if key not in self._streams:
                 self._streams[key] = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
             return _Aside(chain, x, self._streams[key])
-        self._queue = self._queue or _Queue()
-        return self._queue.start(chain)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_queue, name="reducer", daemon=True)
+            self._thread.start()
+        later = _Later()
+        self._todo.put((chain, later))
+        return later
 
-    def _finish(self, last: _Turn | None = None) -> None:
-        """Ends what was started, in the order of calls, up to `last`."""
-        while self._open and not (last and last.done()):
-            self._open.popleft().finish()
+    def _run_queue(self) -> None:
+        """Runs chains in the order of calls; after an error all later ones fail with it."""
+        error: BaseException | None = None
+        while (item := self._todo.get()) is not None:
+            chain, later = item
+            try:
+                for work in chain if error is None else ():
+                    work.wait()
+            except BaseException as e:
+                error = e  # the other ranks' next collective is not ours any more
+            if error is None:
+                later.set_result(None)
+            else:
+                later.set_exception(error)
 
     def settle(self) -> None:
         """Returns when nothing is under way; no thread is left."""
-        self._finish()
+        while self._open:
+            self._open.popleft().finish()
         for stream in self._streams.values():
             stream.synchronize()
-        if self._queue is not None:
-            self._queue.end()
-            self._queue = None
+        if self._thread is not None:
+            self._todo.put(None)
+            self._thread.join()
+            self._thread = None
 
 
 class _Turn:
-    """A chain that goes on where it, or one started later, is waited for."""
+    """A chain that goes on where it, or one started later, is waited for: those in `order` before it end first."""
 
-    def __init__(self, chain: Chain, finish_up_to: Callable[[_Turn], None]) -> None:
-        self._chain, self._finish_up_to = chain, finish_up_to
+    def __init__(self, chain: Chain, order: deque[_Turn]) -> None:
+        self._chain, self._order = chain, order
         self._work = next(chain, None)
 
     def done(self) -> bool:
@@ -78,7 +95,8 @@ class _Turn:
             self._work = next(self._chain, None)
 
     def wait(self) -> None:
-        self._finish_up_to(self)
+        while self._order and not self.done():
+            self._order.popleft().finish()
 
 
 class _Aside:
@@ -101,50 +119,8 @@ class _Aside:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class _Queue:
-    """Chains on one thread, in the order of calls; after an error all later ones fail with it."""
-
-    def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[tuple[Chain, _Later] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="reducer", daemon=True)
-        self._thread.start()
-
-    def start(self, chain: Chain) -> Work:
-        later = _Later()
-        self._todo.put((chain, later))
-        return later
-
-    def end(self) -> None:
-        """Returns when all chains have ended and the thread too."""
-        self._todo.put(None)
-        self._thread.join()
-
-    def _main(self) -> None:
-        error: BaseException | None = None
-        while (item := self._todo.get()) is not None:
-            chain, later = item
-            try:
-                for work in chain if error is None else ():
-                    work.wait()
-            except BaseException as e:
-                error = e  # the other ranks' next collective is not ours any more
-            later.end(error)
-
-
-class _Later:
+class _Later(Future[None]):
     """The end of a chain on another thread."""
 
-    def __init__(self) -> None:
-        self._future: Future[None] = Future()
-
-    def end(self, error: BaseException | None) -> None:
-        if error is None:
-            self._future.set_result(None)
-        else:
-            self._future.set_exception(error)
-
-    def done(self) -> bool:
-        return self._future.done()
-
     def wait(self) -> None:
-        self._future.result()
+        self.result()

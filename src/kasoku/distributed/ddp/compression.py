@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,27 +17,25 @@ from kasoku.distributed.environment import ranks_on_host
 _WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Reduce(Protocol):
-    """A reducer that is bound to the ranks of one run."""
+class Reduce:
+    """A reducer that is bound to the ranks of one run. It has no state unless a subclass keeps some."""
 
     def __call__(self, key: str, x: Tensor) -> Work:
         """Starts to average x, a flat chunk of gradients, and returns at once; after `wait()`, x is the mean.
 
         A collective: all ranks use the same keys and lengths in the same order, and wait before they reuse a key.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__}.__call__")
 
     def state_dict(self) -> dict[str, Any]:
         """The state that this rank keeps between steps, by key."""
-        ...
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the `state_dict` of this rank; {} clears the state."""
-        ...
 
     def settle(self) -> None:
         """Waits until no reduction is in progress and no thread runs."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -150,40 +148,29 @@ class Hierarchical(Reducer):
 
     def __post_init__(self) -> None:
         if self.node < 0:
-            raise InputError(f"node={self.node}: ranks of a node, or 0 for what was started on this machine")
+            raise InputError(f"node={self.node}: give the number of ranks on each node, or 0 to ask the launcher")
 
     def bind(self, comm: Comm) -> Reduce:
         """Creates the groups of ranks. Mean if all share one node, `across` alone if each has its own."""
-        node = self.node or _ranks_of_node()
+        node = self.node or ranks_on_host()
+        if not node or node < 1:
+            named = f'LOCAL_WORLD_SIZE="{node or ""}"'
+            raise InputError(f"{named} is no number of ranks on this machine: give Hierarchical(node=...)")
         if comm.size % node:
-            raise InputError(f"Hierarchical: {comm.size} ranks in nodes of {node}: the nodes must be equal in size")
+            raise InputError(
+                f"Hierarchical: {comm.size} ranks in nodes of {node}: node must divide {comm.size}"
+            )
         if node == comm.size:
             return _Mean(comm)
         return self.across.bind(comm) if node == 1 else _Hierarchical(comm, node, self.across)
 
 
-def _ranks_of_node() -> int:
-    node = ranks_on_host()
-    if not node or node < 1:
-        raise InputError(f'$LOCAL_WORLD_SIZE = "{node or ""}": ranks of a node are wanted: give Hierarchical(node=...)')
-    return node
-
-
-class _Mean:
+class _Mean(Reduce):
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
     def __call__(self, key: str, x: Tensor) -> Work:
         return self._comm.all_reduce(x, op="mean")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return
-
-    def settle(self) -> None:
-        return
 
 
 class _Kept(dict[str, dict[str, Tensor]]):
@@ -198,7 +185,7 @@ class _Kept(dict[str, dict[str, Tensor]]):
         return tensor
 
 
-class _Chained:
+class _Chained(Reduce):
     """Base class of reducers that keep state or need several collectives."""
 
     def __init__(self, comm: Comm, *, single: bool = False) -> None:
@@ -274,7 +261,11 @@ class _LowRank(_Chained):
             yield self.comm.all_reduce(x, op="mean")
             return
         error = self.kept.at("error", key, (rows * columns,), x)
-        p, q = self.buffers.at("p", key, (rows, rank), x), self._guess(key, columns, x)
+        last_q = self.kept.get("q", {}).get(key)
+        p, q = self.buffers.at("p", key, (rows, rank), x), self.kept.at("q", key, (columns, rank), x)
+        if last_q is None or last_q.shape != q.shape:  # at first random, from the seed and the key alone
+            own = torch.Generator().manual_seed((self._settings.seed << 32) + zlib.crc32(key.encode()))
+            q.copy_(torch.randn(q.shape, generator=own))
         whole = self.buffers.at("product", key, (rows * columns,), x)
         error[:n].add_(x)
         m = error.view(rows, columns)
@@ -289,14 +280,6 @@ class _LowRank(_Chained):
         torch.mm(p, q.T, out=whole.view(rows, columns))
         x.copy_(whole[:n])
         q.nan_to_num_(0.0, 0.0, 0.0)
-
-    def _guess(self, key: str, columns: int, x: Tensor) -> Tensor:
-        """Q of the last step; at first random, from the seed and the key alone."""
-        shape = (columns, self._settings.rank)
-        if key not in self.kept.get("q", {}) or self.kept["q"][key].shape != shape:
-            own = torch.Generator().manual_seed((self._settings.seed << 32) + zlib.crc32(key.encode()))
-            self.kept.at("q", key, shape, x).copy_(torch.randn(shape, generator=own))
-        return self.kept.at("q", key, shape, x)
 
 
 class _Hierarchical(_Chained):
