@@ -157,9 +157,7 @@ class Hierarchical(Reducer):
             named = f'LOCAL_WORLD_SIZE="{node or ""}"'
             raise InputError(f"{named} is no number of ranks on this machine: give Hierarchical(node=...)")
         if comm.size % node:
-            raise InputError(
-                f"Hierarchical: {comm.size} ranks in nodes of {node}: node must divide {comm.size}"
-            )
+            raise InputError(f"Hierarchical: {comm.size} ranks in nodes of {node}: node must divide {comm.size}")
         if node == comm.size:
             return _Mean(comm)
         return self.across.bind(comm) if node == 1 else _Hierarchical(comm, node, self.across)
