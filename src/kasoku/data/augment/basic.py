@@ -86,7 +86,11 @@ class Transform:
 
     def __call__(self, images_NHWC: torch.Tensor, index_N: torch.Tensor, epoch: int) -> torch.Tensor:
         """x_NCHW, normalised, in channels_last order, from images_NHWC (uint8) with sample indices index_N (int64)."""
-        flip_N = self._flipped(index_N, epoch)
+        flip_N: torch.Tensor | None = None
+        if self.augment.flip == "random":
+            flip_N = draws(self.seed, epoch, index_N, _FLIP) < 0.5
+        elif self.augment.flip == "alternating":
+            flip_N = (draws(self.seed, 0, index_N, _FLIP) < 0.5) ^ (epoch % 2 == 1)
         if self.augment.translate:
             images_NHWC, flip_N = self._moved(images_NHWC, index_N, epoch, flip_N), None
         x_NCHW = normalise(images_NHWC, self.mean, self.std, self.dtype, flip_N=flip_N)
@@ -95,16 +99,15 @@ class Transform:
             change_2N = (2 * draws(self.seed, epoch, index_N, streams_2) - 1) * self.augment.jitter
             brightness_N, contrast_N = change_2N.to(self.dtype)[:, :, None, None, None]
             x_NCHW.add_(brightness_N).mul_(1 + contrast_N)
-        if self.augment.cutout:
-            self._cut(x_NCHW, index_N, epoch)
+        if self.augment.cutout:  # a square is filled with 0, the mean; the part of it outside the image is lost
+            u_2N = draws(self.seed, epoch, index_N, torch.arange(_CUT_Y, _CUT_X + 1, device=x_NCHW.device)[:, None])
+            inside = []
+            for u_N, extent in zip(u_2N, x_NCHW.shape[2:], strict=True):
+                first_N1 = (whole(u_N, extent) - self.augment.cutout // 2)[:, None]
+                away_NE = torch.arange(extent, device=x_NCHW.device) - first_N1
+                inside.append((away_NE >= 0) & (away_NE < self.augment.cutout))
+            x_NCHW.masked_fill_((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)
         return x_NCHW
-
-    def _flipped(self, index_N: torch.Tensor, epoch: int) -> torch.Tensor | None:
-        if self.augment.flip == "random":
-            return draws(self.seed, epoch, index_N, _FLIP) < 0.5
-        if self.augment.flip == "alternating":
-            return (draws(self.seed, 0, index_N, _FLIP) < 0.5) ^ (epoch % 2 == 1)
-        return None
 
     def _moved(
         self, images_NHWC: torch.Tensor, index_N: torch.Tensor, epoch: int, flip_N: torch.Tensor | None
@@ -126,14 +129,10 @@ class Transform:
         rows_NHLC[:, :, most : most + width] = images_NHWC
         rows_NHLC[:, :, most + width : most + width + turn] = mirror_NHWC[:, :, 1:]
         rows_NHLC[:, :, most + width + turn :] = images_NHWC[:, :, 1 : most + 1]
-        y_NH = torch.arange(height, device=device).expand(count, height)
-        x_N = torch.zeros(count, dtype=torch.int64, device=device)
-        if most:
-            u_2N = draws(self.seed, epoch, index_N, torch.arange(_SHIFT_Y, _SHIFT_X + 1, device=device)[:, None])
-            shift_2N = whole(u_2N, 2 * most + 1)
-            y_NH = y_NH + (shift_2N[0] - most)[:, None]
-            y_NH = (height - 1) - ((height - 1) - y_NH.abs()).abs()  # reflected at both borders
-            x_N = shift_2N[1]
+        u_2N = draws(self.seed, epoch, index_N, torch.arange(_SHIFT_Y, _SHIFT_X + 1, device=device)[:, None])
+        shift_y_N, x_N = whole(u_2N, 2 * most + 1)
+        y_NH = torch.arange(height, device=device) + (shift_y_N - most)[:, None]
+        y_NH = (height - 1) - ((height - 1) - y_NH.abs()).abs()  # reflected at both borders
         if flip_N is not None:
             x_N = x_N + flip_N * turn
         first_N = torch.arange(count, device=device) * height
@@ -141,18 +140,6 @@ class Transform:
         row = width * channels
         windows = rows_NHLC.view(-1).as_strided((max(rows_NHLC.numel() - row + 1, 0), row), (1, 1))
         return windows.index_select(0, start_NH.view(-1)).view(images_NHWC.shape)
-
-    def _cut(self, x_NCHW: torch.Tensor, index_N: torch.Tensor, epoch: int) -> None:
-        """Fills a square of each image with 0, the mean, in place; the part of it outside the image is lost."""
-        height, width = x_NCHW.shape[2:]
-        u_2N = draws(self.seed, epoch, index_N, torch.arange(_CUT_Y, _CUT_X + 1, device=x_NCHW.device)[:, None])
-        inside = []
-        for u_N, extent in ((u_2N[0], height), (u_2N[1], width)):
-            away_NE = (
-                torch.arange(extent, device=x_NCHW.device) - (whole(u_N, extent) - self.augment.cutout // 2)[:, None]
-            )
-            inside.append((away_NE >= 0) & (away_NE < self.augment.cutout))
-        x_NCHW.masked_fill_((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)
 
 
 def normalise(

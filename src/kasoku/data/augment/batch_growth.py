@@ -38,10 +38,10 @@ class GrowBatch(Technique):
         plain = job.plain_loader
         if not isinstance(plain, Loader):
             raise InputError(f"GrowBatch: a loader of kasoku.data is wanted, this is a {type(plain).__name__}")
-        growing = _Growing(job, plain, self)
+        growing = _Growing(job, plain)
 
         def grown(batches: Iterable[Batch]) -> Iterator[Batch]:
-            growing.set()
+            growing.resize(self.batch_factor(math.floor(job.progress + 1e-9)))
             yield from batches
 
         job.around_loader(grown)
@@ -50,12 +50,9 @@ class GrowBatch(Technique):
 
 
 class _Growing:
-    def __init__(self, job: Job, loader: Loader, technique: GrowBatch) -> None:
-        self.job, self.loader, self.technique = job, loader, technique
+    def __init__(self, job: Job, loader: Loader) -> None:
+        self.job, self.loader = job, loader
         self.first, self.factor = (loader.batch, loader.parts, job.accumulate), 1
-
-    def set(self) -> None:
-        self.resize(self.technique.batch_factor(math.floor(self.job.progress + 1e-9)))
 
     def resize(self, factor: int) -> None:
         if factor == self.factor:

@@ -57,7 +57,12 @@ class Mix(Technique):
         share = float(random.beta(alpha, alpha))
         if not cut:
             return Pairing(share, shift)
-        (top, bottom), (left, right) = (_span(extent, math.sqrt(1 - share), random.random()) for extent in size)
+        sides = []
+        for extent in size:
+            long = round(extent * math.sqrt(1 - share))
+            first = int(random.random() * extent) - long // 2
+            sides.append((max(0, first), min(extent, first + long)))
+        (top, bottom), (left, right) = sides
         area = (bottom - top) * (right - left)
         return Pairing(1 - area / (size[0] * size[1]), shift, (top, bottom, left, right))
 
@@ -109,12 +114,24 @@ class _Mixing:
         self.step, self.micro = -1, 0
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        job = self.job
         for x_NCHW, y_N in batches:
+            # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
+            self.micro = self.micro + 1 if job.steps == self.step else 0
+            self.step = job.steps
             labels_N = y_N.detach()  # the same memory, an object of our own
             share, partners_N = 1.0, y_N
-            random = self._random()
             if len(y_N) > 1:
-                pairing = self.technique.draw(random, len(y_N), self._size(x_NCHW))
+                if self.technique.cutmix and x_NCHW.ndim != 4:
+                    raise InputError(
+                        f"cutmix={self.technique.cutmix}: for images (N, C, H, W), a batch here has {x_NCHW.ndim} "
+                        "dimensions: set it to 0"
+                    )
+                size = (x_NCHW.shape[2], x_NCHW.shape[3]) if x_NCHW.ndim == 4 else (1, 1)
+                seed = getattr(job.plain_loader, "seed", 0) % 2**64
+                keys = [seed, self.step, job.comm.rank * job.accumulate + self.micro]
+                random = np.random.Generator(np.random.PCG64(keys))
+                pairing = self.technique.draw(random, len(y_N), size)
                 x_NCHW = pairing.mixed(x_NCHW)
                 share, partners_N = pairing.share, pairing.partners(y_N)
             labels_N.mixed_with = (share, partners_N)  # type: ignore[attr-defined]
@@ -130,28 +147,3 @@ class _Mixing:
         own = self.inner(outputs, labels_N)
         share, partners_N = mixed_with or (1.0, labels_N)
         return own if share == 1 else share * own + (1 - share) * self.inner(outputs, partners_N)
-
-    def _random(self) -> np.random.Generator:
-        job = self.job
-        # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
-        self.micro = self.micro + 1 if job.steps == self.step else 0
-        self.step = job.steps
-        seed = getattr(job.plain_loader, "seed", 0) % 2**64
-        return np.random.Generator(np.random.PCG64([seed, self.step, job.comm.rank * job.accumulate + self.micro]))
-
-    def _size(self, x_NCHW: Tensor) -> tuple[int, int]:
-        if x_NCHW.ndim == 4:
-            return x_NCHW.shape[2], x_NCHW.shape[3]
-        if self.technique.cutmix:
-            raise InputError(
-                f"cutmix={self.technique.cutmix}: for images (N, C, H, W), a batch here has {x_NCHW.ndim} dimensions: "
-                "set it to 0"
-            )
-        return 1, 1
-
-
-def _span(extent: int, share: float, u: float) -> tuple[int, int]:
-    """Where a share of an extent begins and ends, its middle at u of the way; what lies outside is lost."""
-    long = round(extent * share)
-    first = int(u * extent) - long // 2
-    return max(0, first), min(extent, first + long)

@@ -54,16 +54,15 @@ class LowResolution(Technique):
 
     def size(self, epoch: float, size: tuple[int, int]) -> tuple[int, int]:
         """What images of `size` (height, width) are shown as after so many epochs."""
-        height, width = (self._extent(epoch, extent) for extent in size)
-        return height, width
-
-    def _extent(self, epoch: float, extent: int) -> int:
-        if isinstance(self.side, Schedule):
-            share = self.side(epoch)
-            wanted = max(1, round(share * extent / self.multiple)) * self.multiple if share < 1 else extent
-        else:
-            wanted = self.side if epoch < (self.until or 0) else extent
-        return min(wanted, extent)
+        shown = []
+        for extent in size:
+            if isinstance(self.side, Schedule):
+                share = self.side(epoch)
+                wanted = max(1, round(share * extent / self.multiple)) * self.multiple if share < 1 else extent
+            else:
+                wanted = self.side if epoch < (self.until or 0) else extent
+            shown.append(min(wanted, extent))
+        return shown[0], shown[1]
 
     def apply(self, job: Job) -> None:
         """Puts the shrinking between the loader and the loop."""
@@ -72,8 +71,7 @@ class LowResolution(Technique):
             for x_NCHW, y_N in batches:
                 size = self.size(job.progress, (x_NCHW.shape[2], x_NCHW.shape[3]))
                 if size != tuple(x_NCHW.shape[2:]):
-                    yield functional.interpolate(x_NCHW, size, mode="bilinear", antialias=True), y_N
-                else:
-                    yield x_NCHW, y_N
+                    x_NCHW = functional.interpolate(x_NCHW, size, mode="bilinear", antialias=True)
+                yield x_NCHW, y_N
 
         job.around_loader(shrunk)

@@ -232,29 +232,21 @@ def _looked_up(strength: Strength, images_NCHW: Tensor, change_N: Tensor, *, alo
 
 
 def _counted(value_NCP: Tensor, op_N: Tensor) -> Tensor:
+    """Tables of autocontrast (least and greatest value become 0 and 255) and equalize (each value equally frequent)."""
     count_NCV = torch.zeros(*value_NCP.shape[:2], 256, dtype=torch.int32, device=value_NCP.device)
     count_NCV.scatter_add_(2, value_NCP, torch.ones_like(count_NCV[:, :, :1]).expand(value_NCP.shape))
-    return torch.where((op_N == _EQUALIZE)[:, None, None], _equalised(count_NCV), _stretched(count_NCV))
-
-
-def _stretched(count_NCV: Tensor) -> Tensor:
-    """Tables of autocontrast: from the least to the greatest value there is, to 0 to 255."""
-    value_V = torch.arange(256, device=count_NCV.device)
+    value_V = torch.arange(256, device=value_NCP.device)
     there_NCV = (count_NCV > 0).int()
     least_NC1 = there_NCV.argmax(2, keepdim=True)
-    range_NC1 = 255 - there_NCV.flip(2).argmax(2, keepdim=True) - least_NC1
-    table_NCV = ((value_V - least_NC1) * 255 // range_NC1.clamp(min=1)).clamp(0, 255)
-    return torch.where(range_NC1 > 0, table_NCV, value_V).to(torch.uint8)
-
-
-def _equalised(count_NCV: Tensor) -> Tensor:
-    """Tables of equalize: as many pixels at each value as can be."""
-    value_V = torch.arange(256, device=count_NCV.device)
-    greatest_NC1 = 255 - (count_NCV > 0).int().flip(2).argmax(2, keepdim=True)
+    greatest_NC1 = 255 - there_NCV.flip(2).argmax(2, keepdim=True)
+    range_NC1 = greatest_NC1 - least_NC1
+    stretched_NCV = ((value_V - least_NC1) * 255 // range_NC1.clamp(min=1)).clamp(0, 255)
+    stretched_NCV = torch.where(range_NC1 > 0, stretched_NCV, value_V)
     below_NCV = count_NCV.cumsum(2) - count_NCV
     step_NC1 = below_NCV.gather(2, greatest_NC1) // 255
-    table_NCV = ((below_NCV + step_NC1 // 2) // step_NC1.clamp(min=1)).clamp(max=255)
-    return torch.where(step_NC1 > 0, table_NCV, value_V).to(torch.uint8)
+    equalised_NCV = ((below_NCV + step_NC1 // 2) // step_NC1.clamp(min=1)).clamp(max=255)
+    equalised_NCV = torch.where(step_NC1 > 0, equalised_NCV, value_V)
+    return torch.where((op_N == _EQUALIZE)[:, None, None], equalised_NCV, stretched_NCV).to(torch.uint8)
 
 
 def _contrasted(images_NCHW: Tensor, factor_N: Tensor) -> Tensor:
