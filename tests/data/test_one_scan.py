@@ -54,25 +54,25 @@ def scans():
 
 def failure(scan, make):
     with pytest.raises(InputError) as caught:
-        scan.during(make)
+        scan.build(make)
     return str(caught.value)
 
 
 def test_the_second_rank_lists_nothing(tree, scans, listings):
-    first = scans[0].during(lambda: folder(str(tree)))
+    first = scans[0].build(lambda: folder(str(tree)))
     assert listings.total() == 9
     scans[0].broadcast()
     scans[1].broadcast()
-    second = scans[1].during(lambda: folder(str(tree)))
+    second = scans[1].build(lambda: folder(str(tree)))
     assert listings.total() == 9
     assert (second.train.paths, second.test.paths) == (first.train.paths, first.test.paths)
     assert second.index() == first.index()
 
 
 def test_who_asks_early_waits_and_who_asks_for_no_folder_does_not(tree, scans):
-    assert pair()[1].during(lambda: 3) == 3
+    assert pair()[1].build(lambda: 3) == 3
     found = []
-    asking = threading.Thread(target=lambda: found.append(scans[1].during(lambda: folder(str(tree)))), daemon=True)
+    asking = threading.Thread(target=lambda: found.append(scans[1].build(lambda: folder(str(tree)))), daemon=True)
     asking.start()
     hearing = threading.Thread(target=scans[1].broadcast, daemon=True)
     hearing.start()
@@ -82,7 +82,7 @@ def test_who_asks_early_waits_and_who_asks_for_no_folder_does_not(tree, scans):
     telling.start()
     asking.join(0.2)
     assert not found
-    scans[0].during(lambda: folder(str(tree)))
+    scans[0].build(lambda: folder(str(tree)))
     for thread in (telling, hearing, asking):
         thread.join(LIMIT_S)
     assert len(found[0].train) == 12
@@ -90,14 +90,14 @@ def test_who_asks_early_waits_and_who_asks_for_no_folder_does_not(tree, scans):
 
 def test_folders_go_by_their_roots_and_one_unknown_to_rank_0_is_listed(tree, scans, listings):
     roots = [str(tree / part) for part in ("train", "val")]
-    first = scans[0].during(lambda: [folder(root) for root in roots])
+    first = scans[0].build(lambda: [folder(root) for root in roots])
     for scan in scans:
         scan.broadcast()
     listings.clear()
-    second = scans[1].during(lambda: [folder(root) for root in reversed(roots)])
+    second = scans[1].build(lambda: [folder(root) for root in reversed(roots)])
     assert not listings
     assert [d.train.paths for d in reversed(second)] == [d.train.paths for d in first]
-    assert len(scans[1].during(lambda: folder(str(tree))).train) == 12
+    assert len(scans[1].build(lambda: folder(str(tree))).train) == 12
 
 
 def test_what_fails_on_rank_0_fails_on_all_with_its_line(tree, scans):
@@ -114,7 +114,7 @@ def test_after_a_failure_of_rank_0_nobody_else_looks(tree, scans, listings):
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        scans[0].during(full)
+        scans[0].build(full)
     for scan in scans:
         scan.broadcast()
     assert failure(scans[1], lambda: folder(str(tree))) == "no space left"
@@ -123,10 +123,10 @@ def test_after_a_failure_of_rank_0_nobody_else_looks(tree, scans, listings):
 
 def test_a_rank_that_fails_alone_hears_rank_0_all_the_same(tree, scans, tmp_path):
     assert "no such folder" in failure(scans[1], lambda: folder(str(tmp_path / "gone")))
-    scans[0].during(lambda: folder(str(tree)))
+    scans[0].build(lambda: folder(str(tree)))
     for scan in scans:
         scan.broadcast()
-    assert len(scans[1].during(lambda: folder(str(tree))).train) == 12
+    assert len(scans[1].build(lambda: folder(str(tree))).train) == 12
 
 
 def test_files_that_only_rank_0_has_are_told_at_the_start(tree, monkeypatch, tmp_path):
@@ -134,11 +134,11 @@ def test_files_that_only_rank_0_has_are_told_at_the_start(tree, monkeypatch, tmp
     monkeypatch.setenv("PHOTOS", str(tree))
     starts = [pair(), pair()]
     for scans in starts:
-        scans[0].during(lambda: folder("$PHOTOS"))
+        scans[0].build(lambda: folder("$PHOTOS"))
         for scan in scans:
             scan.broadcast()
     monkeypatch.setenv("PHOTOS", str(copied))
-    found = starts[0][1].during(lambda: folder("$PHOTOS"))
+    found = starts[0][1].build(lambda: folder("$PHOTOS"))
     assert all(path.startswith(f"{copied}/") for path in found.train.paths)
     (copied / "val" / "cat" / "1.png").unlink()
     line = failure(starts[1][1], lambda: folder("$PHOTOS"))
@@ -150,9 +150,9 @@ def test_who_waits_is_told_where_the_ranks_cannot_be_connected(tree, scans):
         raise RuntimeError("connection reset")
 
     with pytest.raises(RuntimeError, match="connection reset"):
-        scans[1].needed(broken)
+        scans[1].before_broadcast(broken)
     with pytest.raises(RuntimeError, match="connection reset"):
-        scans[1].during(lambda: folder(str(tree)))
+        scans[1].build(lambda: folder(str(tree)))
 
 
 @pytest.mark.parametrize("told_first", [True, False])
@@ -160,11 +160,11 @@ def test_what_was_found_is_let_go(scans, told_first):
     def look():
         once("root", lambda: ({"": {"a": [f"{i:09}.png" for i in range(20_000)]}}, []), lambda _: None)
 
-    steps = [lambda: scans[0].during(look), scans[0].broadcast]
+    steps = [lambda: scans[0].build(look), scans[0].broadcast]
     if told_first:
-        steps += [scans[1].broadcast, lambda: scans[1].during(look)]
+        steps += [scans[1].broadcast, lambda: scans[1].build(look)]
     else:
-        steps += [lambda: scans[1].during(lambda: None), scans[1].broadcast]
+        steps += [lambda: scans[1].build(lambda: None), scans[1].broadcast]
     tracemalloc.start()
     try:
         for step in steps:
@@ -205,11 +205,11 @@ def test_the_second_rank_asks_a_far_source_for_nothing_that_rank_0_knows(site, s
     if tells:
         monkeypatch.setattr(HTTPFileSystem, "_ls", listed)
     made = [lambda rank=rank: folder(f"{site.root}/photos", cache=str(tmp_path / f"{rank}")) for rank in range(2)]
-    first = scans[0].during(made[0])
+    first = scans[0].build(made[0])
     for scan in scans:
         scan.broadcast()
     asked = site.requests
-    second = scans[1].during(made[1])
+    second = scans[1].build(made[1])
     assert site.requests == asked
     assert second.index() == first.index()
     for split in (second.train, second.test):

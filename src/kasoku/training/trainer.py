@@ -216,17 +216,17 @@ def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Da
     scan = OneScan(comm)
 
     def data() -> Dataset:
-        return scan.during(lambda: dataset or checked(recipe.data(), Dataset, "data"))
+        return scan.build(lambda: dataset or checked(recipe.data(), Dataset, "data"))
 
     def device() -> Chosen:
         choice = partial(choose, recipe.device, local_rank=here.local_rank, local_size=here.sharing)
-        return scan.needed(lambda: run_on_all_ranks(comm, choice))
+        return scan.before_broadcast(lambda: run_on_all_ranks(comm, choice))
 
     def communicator() -> None:
         """Opens the connections that the training's collectives will use."""
         techniques = (*derived_techniques(recipe, comm.size), *recipe.techniques)
         channels = sum(technique.channels for technique in techniques)
-        scan.needed(lambda: comm.warm(chosen.device, channels=channels))
+        scan.before_broadcast(lambda: comm.warm(chosen.device, channels=channels))
 
     start.import_compiler()
     data_first = start.overlap or comm.rank == 0

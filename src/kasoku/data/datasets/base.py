@@ -136,20 +136,17 @@ class Items:
             raise InputError(f"item {index}: {type(error).__name__}: {error}; mend or leave it out") from error
         if isinstance(image, bytes):
             return image
-        if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
-            grey = image.ndim == 2 or image.shape[2] == 1
-            if image.size and (grey or image.shape[2] == 3):
+        if isinstance(image, np.ndarray):
+            grey = image.ndim == 2 or image.shape[2:] == (1,)
+            if image.dtype == np.uint8 and image.size and (grey or image.shape[2:] == (3,)):
                 return np.repeat(image.reshape(*image.shape[:2], 1), 3, 2) if grey else image
+            got = f"an array of {image.dtype}, shape {image.shape}"
+        else:
+            got = f"a {type(image).__name__}"
         raise InputError(
-            f"item {index}: {_kind(image)}: the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, "
+            f"item {index}: {got}: the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, "
             "or a Pillow image"
         )
-
-
-def _kind(image: object) -> str:
-    if isinstance(image, np.ndarray):
-        return f"an array of {image.dtype}, shape {image.shape}"
-    return f"a {type(image).__name__}"
 
 
 Split = Memory | Encoded

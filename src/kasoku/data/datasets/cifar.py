@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ def load(layout: Layout, root: str) -> Dataset:
     tried = places(root, layout.name, layout.folders)
     stems = (*layout.train, layout.test)
     for folder in tried:
-        for ending, read in ((".bin", _read_binary), ("", _read_python)):
+        for ending in (".bin", ""):
             there = [(folder / (stem + ending)).is_file() for stem in stems]
             if any(there):
                 if not all(there):
@@ -91,7 +90,7 @@ def load(layout: Layout, root: str) -> Dataset:
                         f"{folder / (stems[there.index(False)] + ending)}: missing; {layout.name} needs "
                         f"{', '.join(stem + ending for stem in stems)}"
                     )
-                return _assemble(layout, folder, ending, read)
+                return _read_folder(layout, folder, ending)
     names = f"{', '.join(stem + '.bin' for stem in stems)} (binary) or {', '.join(stems)} (python)"
     raise InputError(
         f"{layout.name}: no data in {', '.join(map(str, tried))}; looked for {names}; "
@@ -99,8 +98,9 @@ def load(layout: Layout, root: str) -> Dataset:
     )
 
 
-def _assemble(layout: Layout, folder: Path, ending: str, read: Callable[..., tuple[np.ndarray, np.ndarray]]) -> Dataset:
-    splits = []
+def _read_folder(layout: Layout, folder: Path, ending: str) -> Dataset:
+    """The data set of a folder in the binary (.bin) or the python format; without names the classes are numbers."""
+    read, splits = _read_binary if ending else _read_python, []
     for stems, count in ((layout.train, layout.train_images), ((layout.test,), layout.test_images)):
         images_NHWC = torch.empty((len(stems) * count, 32, 32, 3), dtype=torch.uint8)
         labels_N = np.empty(len(stems) * count, np.int64)
@@ -111,7 +111,15 @@ def _assemble(layout: Layout, folder: Path, ending: str, read: Callable[..., tup
             images_NHWC[part] = pixels_N3HW.permute(0, 2, 3, 1)
             check_labels(labels_N[part], layout.classes, folder / (stem + ending))
         splits.append(Memory(images_NHWC, torch.from_numpy(labels_N)))
-    return in_memory(layout.name, _names(layout, folder, ending), *splits)
+    path, names = folder / (layout.names[0] if ending else layout.names[1]), list[str]()
+    if path.is_file() and ending:
+        names = path.read_text(encoding="utf-8", errors="replace").split()
+    elif path.is_file():
+        stored = unpickled(path).get(layout.names[2], [])
+        names = [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in stored]
+    if len(names) != layout.classes:
+        names = [str(number) for number in range(layout.classes)]
+    return in_memory(layout.name, names, *splits)
 
 
 def _read_binary(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -141,18 +149,6 @@ def _read_python(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np
     return pixels_NP, np.asarray(labels)
 
 
-def _names(layout: Layout, folder: Path, ending: str) -> list[str]:
-    """The class names from the file beside the data, or numbers if it is missing."""
-    path = folder / (layout.names[0] if ending else layout.names[1])
-    names: list[str] = []
-    if path.is_file() and ending:
-        names = path.read_text(encoding="utf-8", errors="replace").split()
-    elif path.is_file():
-        stored = unpickled(path).get(layout.names[2], [])
-        names = [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in stored]
-    return names if len(names) == layout.classes else [str(number) for number in range(layout.classes)]
-
-
 def unpickled(path: Path) -> dict[bytes, Any]:
     """Unpickles the dictionary in a CIFAR python file; it may only call functions that create numpy arrays.
 
@@ -169,18 +165,13 @@ def unpickled(path: Path) -> dict[bytes, Any]:
     return stored
 
 
-def _latin1(text: str, encoding: object) -> bytes:
-    """Replaces _codecs.encode, with which Python 3 writes bytes into old pickle formats."""
-    return text.encode("latin1")
-
-
 _new_array = np.empty(0).__reduce__()[0]  # numpy's own _reconstruct: its module has moved between versions
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy.core.multiarray", "_reconstruct"): _new_array,
     ("numpy._core.multiarray", "_reconstruct"): _new_array,
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
-    ("_codecs", "encode"): _latin1,
+    ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # how Python 3 writes bytes into old pickle formats
 }
 
 

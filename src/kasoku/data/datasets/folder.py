@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 
 from kasoku.core.errors import InputError
-from kasoku.data.datasets.base import Dataset, Files, Split
+from kasoku.data.datasets.base import Dataset, Files
 from kasoku.data.datasets.folder_index import Listing, Parts, Tree, arranged, below, indexed, look_in, once
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.remote.store import Store, is_remote
@@ -24,22 +24,14 @@ _LOOKED_FOR = 8  # files of each part that a rank checks on its host, since rank
 
 
 @dataclass(frozen=True, eq=False)
-class FarFiles:
+class FarFiles(Files):
     """One split as image files of a store, read when needed: paths below its root; labels_N int64."""
 
     store: Store
-    paths: tuple[str, ...]
-    labels_N: torch.Tensor  # noqa: N815
-
-    def __len__(self) -> int:
-        return len(self.paths)
 
     def read(self, index: int) -> bytes:
         """The bytes of a file. Raises InputError with its path where it cannot be read."""
         return self.store.read(self.paths[index])
-
-    def name(self, index: int) -> str:
-        return "/".join(self.paths[index].rsplit("/", 2)[-2:])
 
 
 def imagenet(root: str, size: int = 224) -> Dataset:
@@ -88,12 +80,12 @@ def folder(  # noqa: PLR0913
             f"validation={validation}: more than 0 and less than 1, the share of images kept for validation"
         )
     where = os.path.expandvars(root)
-    split: Callable[[str, Tree, list[str]], Split]
+    split: Callable[..., Files]
     if is_remote(where):
         store, address = Store(where, cache=cache, cache_bytes=cache_bytes), urlsplit(where)
         top, name = root.rstrip("/"), PurePosixPath(address.path).name or str(address.hostname)
-        listing = once(where, lambda: _far(store, top), partial(_learn, store))
-        split = partial(_far_files, store)
+        listing = once(where, lambda: _list_store(store, top), lambda got: store.learn(_paths_in_store(got[0]), got[1]))
+        prefix, split = "", partial(FarFiles, store=store)
     else:
         home = Path(where.removeprefix("file://")).expanduser()
         if not home.is_dir():
@@ -103,12 +95,16 @@ def folder(  # noqa: PLR0913
         home = home.resolve()
         top, name = str(home), home.name
         listing = once(root, lambda: (indexed(home, cache), []), partial(_check_here, top))
-        split = partial(_files, top)
-    (part, first), (away, second) = _train_and_test(listing[0], top, validation, seed)
-    classes = sorted(first)
-    train, test = split(part, first, classes), split(away, second, classes)
+        prefix, split = f"{top}/", Files
+    parts = _train_and_test(listing[0], top, validation, seed)
+    classes, splits = sorted(parts[0][1]), []
+    for part, tree in parts:
+        part_home = prefix + (f"{part}/" if part else "")
+        paths = tuple(f"{part_home}{kind}/{file}" for kind in classes for file in tree.get(kind, ()))
+        counts_K = torch.tensor([len(tree.get(kind, ())) for kind in classes])
+        splits.append(split(paths, torch.repeat_interleave(torch.arange(len(classes)), counts_K)))
     shape = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
-    return Dataset(name, tuple(classes), train, test, *shape, max_bad_fraction=max_bad_fraction)
+    return Dataset(name, tuple(classes), *splits, *shape, max_bad_fraction=max_bad_fraction)
 
 
 def find_images(path: str | Path) -> list[Path]:
@@ -159,39 +155,15 @@ def _train_and_test(parts: Parts, top: str, validation: float, seed: int) -> lis
     return [(home, kept), (home, {name: sorted(files) for name, files in held.items()})]
 
 
-def _files(top: str, part: str, tree: Tree, classes: list[str]) -> Files:
-    return Files(_paths(f"{below(top, part)}/", tree, classes), _labels(tree, classes))
-
-
-def _far_files(store: Store, part: str, tree: Tree, classes: list[str]) -> FarFiles:
-    return FarFiles(store, _paths(f"{part}/" if part else "", tree, classes), _labels(tree, classes))
-
-
-def _far(store: Store, top: str) -> Listing:
-    """Lists a remote folder, with size and version of each image if the source lists them (http does not)."""
+def _list_store(store: Store, top: str) -> Listing:
+    """Lists a remote folder, with size and version of each image where the source lists them (http does not)."""
     parts = arranged(look_in(store.list()), top)
-    facts = store.facts(_far_paths(parts))
-    return parts, facts if any(facts) else []
+    return parts, store.facts(_paths_in_store(parts))
 
 
-def _learn(store: Store, listing: Listing) -> None:
-    parts, facts = listing
-    if facts:
-        store.learn(_far_paths(parts), facts)
-
-
-def _far_paths(parts: Parts) -> list[str]:
-    """The paths of the images in the store of a remote folder."""
-    return [path for part, tree in parts.items() for path in _paths(f"{part}/" if part else "", tree, sorted(tree))]
-
-
-def _paths(home: str, tree: Tree, classes: list[str]) -> tuple[str, ...]:
-    return tuple(f"{home}{name}/{file}" for name in classes for file in tree.get(name, ()))
-
-
-def _labels(tree: Tree, classes: list[str]) -> torch.Tensor:
-    counts_K = torch.tensor([len(tree.get(name, ())) for name in classes])
-    return torch.repeat_interleave(torch.arange(len(classes)), counts_K)
+def _paths_in_store(parts: Parts) -> list[str]:
+    trees = ((part, name, files) for part, tree in parts.items() for name, files in tree.items())
+    return [f"{part}/{name}/{file}".lstrip("/") for part, name, files in trees for file in files]
 
 
 def _check_here(top: str, listing: Listing) -> None:

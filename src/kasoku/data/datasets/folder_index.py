@@ -106,54 +106,47 @@ def indexed(top: Path, cache: str = "") -> Parts:
     The list is kept in the folder `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku).
     Errors: InputError as `arranged`, and for a folder that cannot be listed.
     """
+    root, began_ns = str(top), time.time_ns()
     kept = cache_folder(cache) / f"folder-{hashlib.sha256(os.fsencode(top)).hexdigest()[:20]}.index"
-    disk = _Disk(str(top), _read(kept, str(top)))
-    parts = arranged(disk.look, str(top))
-    if disk.entries != disk.known:
-        index = {"version": _VERSION, "root": str(top), "folders": dict(sorted(disk.entries.items()))}
-        keep(kept, _packed(index))
-    return parts
+    known, entries = _read(kept, root), dict[str, Entry]()
 
-
-class _Disk:
-    """A tree on a disk; folders that did not change are not listed again."""
-
-    def __init__(self, top: str, known: dict[str, Entry]) -> None:
-        self.top, self.known = top, known
-        self.entries: dict[str, Entry] = {}
-        self.began_ns = time.time_ns()
-
-    def look(self, sub: str) -> Names:
-        """The folders and images in top/sub. Raises InputError if it cannot be listed."""
-        path = below(self.top, sub)
+    def look(sub: str) -> Names:
+        path = below(root, sub)
         try:
             state = os.stat(path)  # before listing, so that a change meanwhile shows next time
             # ctime shows a restored mtime, and the inode shows another folder in this place
             stamp = [state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
-            entry = self.known.get(sub)
+            entry = known.get(sub)
             if entry is None or entry[0] != stamp:
-                entry = self._listed(path, stamp)
+                folders, images, links = _listed(path)
+                # a time of 0 is that of a file system that keeps none
+                stands = not links and stamp[0] > 0 and max(stamp[:2]) < began_ns - _TICK_NS
+                entry = [stamp if stands else [], folders, images]
         except OSError as error:
             raise InputError(f"{path}: cannot be listed ({error.strerror})") from error
-        self.entries[sub] = entry
+        entries[sub] = entry
         return entry[1], entry[2]
 
-    def _listed(self, path: str, stamp: list[int]) -> Entry:
-        folders, images = [], []
-        # 0 if the file system keeps no times
-        stands = stamp[0] > 0 and max(stamp[:2]) < self.began_ns - _TICK_NS
-        with os.scandir(path) as entries:
-            for entry in entries:
-                name = entry.name
-                if name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    folders.append(name)
-                elif _is_image(name):
-                    images.append(name)
-                    continue  # a link to an image counts as an image
-                stands = stands and not entry.is_symlink()
-        return [stamp if stands else [], sorted(folders), sorted(images)]
+    parts = arranged(look, root)
+    if entries != known:
+        keep(kept, _packed({"version": _VERSION, "root": root, "folders": dict(sorted(entries.items()))}))
+    return parts
+
+
+def _listed(path: str) -> tuple[list[str], list[str], bool]:
+    """The folders and the image files in a folder, and whether there are links to anything but images."""
+    folders, images, links = [], [], False
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                folders.append(entry.name)
+            elif _is_image(entry.name):
+                images.append(entry.name)
+                continue
+            links = links or entry.is_symlink()
+    return sorted(folders), sorted(images), links
 
 
 def _read(kept: Path, root: str) -> dict[str, Entry]:
@@ -194,7 +187,7 @@ class OneScan:
         self._built = threading.Event()
         self._shared: Future[None] = Future()
 
-    def during(self, make: Callable[[], T]) -> T:
+    def build(self, make: Callable[[], T]) -> T:
         """Runs make(), which builds the data set. All ranks call `broadcast` in parallel; those above 0 also before."""
         if self._comm.size == 1:
             return make()
@@ -216,16 +209,16 @@ class OneScan:
         if self._comm.rank == 0:
             self._built.wait()
             message = _packed({"listings": self._listings, "failed": self._failed})
-        message = self.needed(lambda: self._comm.broadcast_object(message))
+        message = self.before_broadcast(lambda: self._comm.broadcast_object(message))
         if self._comm.rank > 0:
             received = _unpacked(message)
             self._listings, self._failed = received["listings"], received["failed"]
         self._shared.set_result(None)
-        if self._built.is_set():  # `during` has ended already
+        if self._built.is_set():  # `build` has ended already
             self._listings.clear()
 
-    def needed(self, f: Callable[[], T]) -> T:
-        """Runs f(), which `broadcast` needs: if it fails, threads that wait for rank 0's lists fail too."""
+    def before_broadcast(self, f: Callable[[], T]) -> T:
+        """Runs f(), without which no broadcast can follow: if it fails, threads that wait for the lists fail too."""
         try:
             return f()
         except BaseException as error:
@@ -264,7 +257,7 @@ def scanned_once(comm: Comm, make: Callable[[], T]) -> T:
     if comm.rank > 0:
         scan.broadcast()
     try:
-        return scan.during(make)
+        return scan.build(make)
     finally:
         if comm.rank == 0:
             scan.broadcast()
