@@ -123,7 +123,7 @@ def download(name: str, to: str, *, source: str = "", quiet: bool = False) -> st
         home.mkdir(parents=True, exist_ok=True)
         get, place = (_get_archive, home) if release.unpacked_bytes else (_get_files, home / release.folder)
         with bar:
-            came_bytes = get(release, place, Fetch(base, bar))
+            came_bytes = get(release, place, base, bar)
     except OSError as error:  # of the disk: `_faults` turns those of the connection into ConnectionError
         text = f"{error.filename or home}: {error.strerror or error}"
         raise InputError(f"{text}; mend that or free some space, or give another --to") from error
@@ -134,26 +134,33 @@ def download(name: str, to: str, *, source: str = "", quiet: bool = False) -> st
     return f"{name}: {done}; train on it with data.use={release.reader} and --set {setting}{also}"
 
 
-def _get_archive(release: Release, home: Path, fetch: Fetch) -> int:
+def _get_archive(release: Release, home: Path, base: str, bar: Progress) -> int:
     """Gets and unpacks the one archive of a release; returns its bytes if it had to be downloaded, else 0.
 
     An archive that was already there is used and kept; a downloaded one is removed.
     """
     folder, archive = home / release.folder, home / next(iter(release.files))
-    if folder.exists() and not (folder / SUMS).is_file():
-        raise InputError(f"{folder}: is there, but not from here (no {SUMS}); train on it, or move it away")
-    if folder.exists() and _is_intact(folder):
-        return 0
-    came_bytes = _get_files(release, home, fetch)
+    if folder.exists():
+        if not (folder / SUMS).is_file():
+            raise InputError(f"{folder}: is there, but not from here (no {SUMS}); train on it, or move it away")
+        lines = (folder / SUMS).read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n")
+        sums = (line.partition("  ")[::2] for line in lines)
+        if all((folder / name).is_file() and _sha256(folder / name) == sha256 for sha256, name in sums):
+            return 0
+    came_bytes = _get_files(release, home, base, bar)
     _unpack(archive, folder)
     if came_bytes:
         archive.unlink()
     return came_bytes
 
 
-def _get_files(release: Release, place: Path, fetch: Fetch) -> int:
+def _get_files(release: Release, place: Path, base: str, bar: Progress) -> int:
     """Downloads the files that are missing or wrong; returns their size in bytes, 0 for none."""
-    missing = {name: known for name, known in release.files.items() if not _is_right(place / name, *known)}
+    missing = {}
+    for name, (size_bytes, sha256) in release.files.items():
+        path = place / name
+        if not (path.is_file() and path.stat().st_size == size_bytes and _sha256(path) == sha256):
+            missing[name] = (size_bytes, sha256)
     place.mkdir(exist_ok=True)
     parts = [place / f"{name}.part" for name in missing]
     miss_bytes = sum(size_bytes for size_bytes, _ in missing.values())
@@ -162,66 +169,68 @@ def _get_files(release: Release, place: Path, fetch: Fetch) -> int:
     if need_bytes > free_bytes:
         raise InputError(f"{place}: {_mb(free_bytes)} free, {_mb(need_bytes)} needed; free some, or give another --to")
     for name, known in missing.items():
-        fetch(place / name, *known)
+        _fetch(base + name, place / name, *known, bar)
     return miss_bytes
 
 
-@dataclass
-class Fetch:
-    """Downloads single files from below one address, and shows the progress."""
+def _fetch(address: str, path: Path, size_bytes: int, sha256: str, bar: Progress) -> None:
+    """Downloads a file and verifies it. After a fault, the received part stays as .part.
 
-    base: str
-    bar: Progress
+    Errors: InputError after TRIES faults, for a file of another length, for a wrong checksum.
+    """
+    part = path.with_name(f"{path.name}.part")
+    task = bar.add_task(path.name, total=size_bytes)
+    with part.open("ab", buffering=0) as out:
+        try:
+            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"{out.name}: another download writes it; wait for that, or give another --to") from error
+        except OSError:
+            pass  # a disk without locks
+        try:
+            for tries in range(TRIES):
+                try:
+                    _receive(address, out, size_bytes, bar, task)
+                    break
+                except ConnectionError as fault:
+                    if tries + 1 == TRIES:
+                        text = f"{address}: {fault} ({TRIES} tries); run this again to go on, or {_OTHER}"
+                        raise InputError(text) from fault
+                    time.sleep(BACKOFF_S * 2**tries)
+            if (got := _sha256(part)) != sha256:
+                out.truncate(0)
+                raise InputError(f"{address}: SHA-256 {got}, expected {sha256}; try again, or {_OTHER}")
+            os.replace(part, path)
+        finally:
+            if part.exists() and not part.stat().st_size:
+                part.unlink()
 
-    def __call__(self, path: Path, size_bytes: int, sha256: str) -> None:
-        """Downloads the file of that name to `path` and verifies it. After a fault, the received part stays as .part.
-        Errors: InputError after TRIES faults, for a file of another length, for a wrong checksum.
-        """
-        part, address = path.with_name(f"{path.name}.part"), self.base + path.name
-        task = self.bar.add_task(path.name, total=size_bytes)
-        with part.open("ab", buffering=0) as out:
-            _lock(out)
-            try:
-                for tries in range(TRIES):
-                    try:
-                        self._try(address, out, size_bytes, task)
-                        break
-                    except ConnectionError as fault:
-                        if tries + 1 == TRIES:
-                            text = f"{address}: {fault} ({TRIES} tries); run this again to go on, or {_OTHER}"
-                            raise InputError(text) from fault
-                        time.sleep(BACKOFF_S * 2**tries)
-                if (got := _sha256(part)) != sha256:
-                    out.truncate(0)
-                    raise InputError(f"{address}: SHA-256 {got}, expected {sha256}; try again, or {_OTHER}")
-                os.replace(part, path)
-            finally:
-                if part.exists() and not part.stat().st_size:
-                    part.unlink()
 
-    def _try(self, address: str, out: io.FileIO, size_bytes: int, task: TaskID) -> None:
-        """Resumes at the end of the part, or starts again if the server cannot resume."""
-        at = os.fstat(out.fileno()).st_size
-        if at == size_bytes:
-            return
-        going_on = {"Range": f"bytes={at}-"} if 0 < at < size_bytes else {}
-        with _faults(address):
-            request = urllib.request.Request(address, headers={"User-Agent": "kasoku", **going_on})
-            answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=SILENCE_S)
-        with answer:
-            if answer.status != 206 and at:
-                at = out.truncate(0)
-            if answer.length not in (None, size_bytes - at):
-                raise InputError(f"{address}: {at + answer.length:,} bytes, expected {size_bytes:,}; {_OTHER}")
-            self.bar.reset(task, completed=at)
-            while at < size_bytes:
-                with _faults(address):
-                    chunk = answer.read1(min(size_bytes - at, _CHUNK_BYTES))
-                if not chunk:
-                    raise ConnectionError(f"the connection ended at {at:,} of {size_bytes:,} bytes")
-                _write(out, memoryview(chunk))
-                at += len(chunk)
-                self.bar.update(task, completed=at)
+def _receive(address: str, out: io.FileIO, size_bytes: int, bar: Progress, task: TaskID) -> None:
+    """Resumes at the end of the part, or starts again if the server cannot resume."""
+    at = os.fstat(out.fileno()).st_size
+    if at == size_bytes:
+        return
+    going_on = {"Range": f"bytes={at}-"} if 0 < at < size_bytes else {}
+    with _faults(address):
+        request = urllib.request.Request(address, headers={"User-Agent": "kasoku", **going_on})
+        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=SILENCE_S)
+    with answer:
+        if answer.status != 206 and at:
+            at = out.truncate(0)
+        if answer.length not in (None, size_bytes - at):
+            raise InputError(f"{address}: {at + answer.length:,} bytes, expected {size_bytes:,}; {_OTHER}")
+        bar.reset(task, completed=at)
+        while at < size_bytes:
+            with _faults(address):
+                chunk = answer.read1(min(size_bytes - at, _CHUNK_BYTES))
+            if not chunk:
+                raise ConnectionError(f"the connection ended at {at:,} of {size_bytes:,} bytes")
+            left = memoryview(chunk)
+            while left:  # one call may write fewer bytes, and a buffer would report a full disk only when closed
+                left = left[out.write(left) :]
+            at += len(chunk)
+            bar.update(task, completed=at)
 
 
 @contextmanager
@@ -238,22 +247,6 @@ def _faults(address: str) -> Iterator[None]:
     except (OSError, http.client.HTTPException, ValueError) as error:
         cause = getattr(error, "reason", error)  # URLError wraps the cause
         raise ConnectionError(str(cause) or type(cause).__name__) from error
-
-
-def _lock(out: io.FileIO) -> None:
-    """Locks the file against a second download; does nothing on a disk without locks."""
-    try:
-        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise InputError(f"{out.name}: another download writes it; wait for that, or give another --to") from error
-    except OSError:
-        pass
-
-
-def _write(out: io.FileIO, left: memoryview) -> None:
-    """Writes all bytes: one call may write fewer, and a buffer would report a full disk only when closed."""
-    while left:
-        left = left[out.write(left) :]
 
 
 def _unpack(archive: Path, folder: Path) -> None:
@@ -280,17 +273,6 @@ def _unpack(archive: Path, folder: Path) -> None:
         raise InputError(f"{archive}: damaged or not the official one ({error}); remove it, or {_OTHER}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _is_intact(folder: Path) -> bool:
-    """Whether all unpacked files are still there and unchanged."""
-    lines = (folder / SUMS).read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n")
-    pairs = (line.partition("  ")[::2] for line in lines)
-    return all((folder / name).is_file() and _sha256(folder / name) == sha256 for sha256, name in pairs)
-
-
-def _is_right(path: Path, size_bytes: int, sha256: str) -> bool:
-    return path.is_file() and path.stat().st_size == size_bytes and _sha256(path) == sha256
 
 
 def _sha256(path: Path) -> str:

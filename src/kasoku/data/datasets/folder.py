@@ -124,14 +124,11 @@ def find_images(path: str | Path) -> list[Path]:
 def held_out(name: str, files: list[str], validation: float, seed: int) -> set[str]:
     """The files of a class to hold out for validation: at least one, if one is left for training."""
     count = min(max(1, round(len(files) * validation)), len(files) - 1)
-    return set(
-        sorted(
-            files,
-            key=lambda file: hashlib.blake2b(
-                f"{seed}/{name}/{file}".encode("utf-8", "surrogateescape"), digest_size=8
-            ).digest(),
-        )[:count]
-    )
+
+    def key(file: str) -> bytes:
+        return hashlib.blake2b(f"{seed}/{name}/{file}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
+
+    return set(sorted(files, key=key)[:count])
 
 
 def _train_and_test(parts: Parts, top: str, validation: float, seed: int) -> list[tuple[str, Tree]]:
