@@ -319,7 +319,7 @@ def test_a_source_that_stays_silent_is_told_in_time(site):
     far.size("a.tar")
     site.stalls, start = True, time.monotonic()
     with pytest.raises(
-        GoneError, match=r"http://127.*/a\.tar: no answer for 2 s \(TimeoutError.*--resume when the sour"
+        GoneError, match=r"http://127.*/a\.tar: no answer for 2 s \(TimeoutError.*--resume when the source answers"
     ):
         far.read("a.tar", 0, 10)
     assert 1.9 < time.monotonic() - start < 5

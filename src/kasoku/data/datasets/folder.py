@@ -104,7 +104,7 @@ def folder(  # noqa: PLR0913
         counts_K = torch.tensor([len(tree.get(kind, ())) for kind in classes])
         splits.append(split(paths, torch.repeat_interleave(torch.arange(len(classes)), counts_K)))
     shape = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
-    return Dataset(name, tuple(classes), *splits, *shape, max_bad_fraction=max_bad_fraction)
+    return Dataset(name, tuple(classes), splits[0], splits[1], *shape, max_bad_fraction=max_bad_fraction)
 
 
 def find_images(path: str | Path) -> list[Path]:

@@ -54,45 +54,91 @@ class Store:
         if not patience_s > 0:
             raise InputError(f"patience_s={patience_s}: more than 0 seconds")
         self.root, self.local = root, not is_remote(root)
-        self._files: _Here | _Far = _Here(root) if self.local else _Far(root, patience_s)
-        digest = hashlib.sha256(os.fsencode(root.rstrip("/"))).hexdigest()[:20]
-        self._room = Room(cache_folder(cache) / f"store-{digest}", cache_bytes, self._files.shown)
+        self._open: dict[str, int] = {}  # local files; closed by close() alone: another thread may be reading
         self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
         self._copies: dict[str, Copy] = {}
+        self._far = None if self.local else _Far(root, patience_s)
+        if self._far is None:
+            self._shown = os.path.expanduser(os.path.expandvars(root.removeprefix("file://"))).rstrip("/") or "/"
+            if not root or not os.path.isdir(self._shown):
+                raise InputError(
+                    f"root={root}: no such folder; give a folder, or an address such as s3://bucket/folder"
+                )
+            return
+        digest = hashlib.sha256(os.fsencode(root.rstrip("/"))).hexdigest()[:20]
+        self._room = Room(cache_folder(cache) / f"store-{digest}", cache_bytes, self._far.shown)
 
     def list(self) -> _Paths:
         """Paths of all files below the root, relative to it, "/" between parts, sorted; without hidden ones."""
-        if isinstance(self._files, _Here):
-            return self._files.list()
-        entries = self._files.list()
-        self._states.update((path, _state(info)) for path, info in entries.items() if info.get("size") is not None)
-        return sorted(entries)
+        if self._far:
+            entries = self._far.list()
+            self._states.update((path, _state(info)) for path, info in entries.items() if info.get("size") is not None)
+            return sorted(entries)
+        files = []
+        for folder, below, names in os.walk(self._shown, onerror=_refuse, followlinks=True):
+            below[:] = [name for name in below if not name.startswith(".")]
+            files += [os.path.join(folder, name) for name in names if not name.startswith(".")]
+        return sorted(os.path.relpath(path, self._shown).replace(os.sep, "/") for path in files)
 
     def size(self, path: str) -> int:
-        return self._files.size(path) if isinstance(self._files, _Here) else self._known(self._files, path)[0]
+        if self._far:
+            return self._known(self._far, path)[0]
+        try:
+            return os.path.getsize(f"{self._shown}/{path}")
+        except OSError as error:
+            _refuse(error)
+
+    def version(self, path: str) -> str:
+        """A text that changes with the file: its time of change, or the remote source's version, if any."""
+        if self._far:
+            return self._known(self._far, path)[1]
+        return str(os.stat(f"{self._shown}/{path}").st_mtime_ns)
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes start (0 or more) to stop (None: its end) of a file, fewer if the file is shorter; thread-safe."""
-        if isinstance(self._files, _Here):
-            return self._files.read(path, start, stop)
-        size, version = self._known(self._files, path)
+        if self._far:
+            return self._read_far(self._far, path, start, stop)
+        parts, kept = [], self._open.get(path)
+        try:
+            file = os.open(f"{self._shown}/{path}", os.O_RDONLY) if kept is None else kept
+            try:
+                stop = os.fstat(file).st_size if stop is None else stop
+                while start < stop and (part := os.pread(file, min(stop - start, 2**30), start)):
+                    parts.append(part)
+                    start += len(part)
+            finally:  # the first files stay open: opening one on a network disk takes as long as a read
+                if kept is None and (len(self._open) >= _OPEN or self._open.setdefault(path, file) != file):
+                    os.close(file)
+        except OSError as error:
+            error.filename = f"{self._shown}/{path}"
+            _refuse(error)
+        return b"".join(parts)
+
+    def _read_far(self, far: _Far, path: str, start: int, stop: int | None) -> bytes:
+        size, version = self._known(far, path)
         stop = size if stop is None else min(stop, size)
-        copy, parts = self._copy(path, size, version), []
+        copy = self._copies.get(path)
+        if copy is None:
+            digest = hashlib.sha256(f"{size} {version} {path}".encode("utf-8", "surrogateescape")).hexdigest()
+            copy = Copy(self._room.folder / digest[:2] / digest[2:24], size, self._room)
+            if len(self._copies) < _COPIES:
+                copy = self._copies.setdefault(path, copy)  # another thread may have been faster
+        parts = []
         while start < stop:
             part, gap_end = copy.read(start, stop)
             if not part:
-                first, data = self._files.read(path, start, min(gap_end, start + _REQUEST_BYTES), size)
+                first, data = far.read(path, start, min(gap_end, start + _REQUEST_BYTES), size)
                 copy.keep(first, data)
                 part = data[start - first : stop - first]
             parts.append(part)
             start += len(part)
         return b"".join(parts)
 
-    def version(self, path: str) -> str:
-        """A text that changes with the file: its time of change, or the remote source's version, if any."""
-        if isinstance(self._files, _Here):
-            return str(os.stat(f"{self._files.shown}/{path}").st_mtime_ns)
-        return self._known(self._files, path)[1]
+    def _known(self, far: _Far, path: str) -> tuple[int, str]:
+        """Size and version of a remote file, asked for once."""
+        if path not in self._states:
+            self._states[path] = _state(far.info(path))
+        return self._states[path]
 
     def facts(self, paths: Iterable[str]) -> _Facts:
         """Size and version of each remote file; None if they are not known yet. Sends no request."""
@@ -105,62 +151,8 @@ class Store:
 
     def close(self) -> None:
         """Closes the local files that stayed open; no thread may be reading."""
-        while isinstance(self._files, _Here) and self._files.open:
-            os.close(self._files.open.popitem()[1])
-
-    def _known(self, far: _Far, path: str) -> tuple[int, str]:
-        if path not in self._states:
-            self._states[path] = _state(far.info(path))
-        return self._states[path]
-
-    def _copy(self, path: str, size: int, version: str) -> Copy:
-        copy = self._copies.get(path)
-        if copy is None:
-            digest = hashlib.sha256(f"{size} {version} {path}".encode("utf-8", "surrogateescape")).hexdigest()
-            copy = Copy(self._room.folder / digest[:2] / digest[2:24], size, self._room)
-            if len(self._copies) < _COPIES:
-                copy = self._copies.setdefault(path, copy)  # another thread may have been faster
-        return copy
-
-
-class _Here:
-    """A local folder. The first files stay open, since opening a file on a network disk takes as long as a read."""
-
-    def __init__(self, root: str) -> None:
-        self.shown = os.path.expanduser(os.path.expandvars(root.removeprefix("file://"))).rstrip("/") or "/"
-        if not root or not os.path.isdir(self.shown):
-            raise InputError(f"root={root}: no such folder; give a folder, or an address such as s3://bucket/folder")
-        self.open: dict[str, int] = {}  # closed by close() alone: another thread may be reading
-
-    def list(self) -> _Paths:
-        files = []
-        for folder, below, names in os.walk(self.shown, onerror=_refuse, followlinks=True):
-            below[:] = [name for name in below if not name.startswith(".")]
-            files += [os.path.join(folder, name) for name in names if not name.startswith(".")]
-        return sorted(os.path.relpath(path, self.shown).replace(os.sep, "/") for path in files)
-
-    def size(self, path: str) -> int:
-        try:
-            return os.path.getsize(f"{self.shown}/{path}")
-        except OSError as error:
-            _refuse(error)
-
-    def read(self, path: str, start: int, stop: int | None) -> bytes:
-        parts, kept = [], self.open.get(path)
-        try:
-            file = os.open(f"{self.shown}/{path}", os.O_RDONLY) if kept is None else kept
-            try:
-                stop = os.fstat(file).st_size if stop is None else stop
-                while start < stop and (part := os.pread(file, min(stop - start, 2**30), start)):
-                    parts.append(part)
-                    start += len(part)
-            finally:
-                if kept is None and (len(self.open) >= _OPEN or self.open.setdefault(path, file) != file):
-                    os.close(file)
-        except OSError as error:
-            error.filename = f"{self.shown}/{path}"
-            _refuse(error)
-        return b"".join(parts)
+        while self._open:
+            os.close(self._open.popitem()[1])
 
 
 class _Far:
@@ -182,14 +174,19 @@ class _Far:
 
     def list(self) -> dict[str, dict[str, Any]]:
         """The info of each file by its path. fsspec's find() would skip folders that it cannot list."""
+
+        def list_folder(folder: str) -> Any:
+            limit_s, where = self._patience_s, folder[len(self._top) + 1 :]  # a large folder takes many requests
+            return self._ask(where, lambda _: self._request(limit_s, "ls", folder or "/", detail=True))
+
         files, folders, seen = {}, [self._top], {self._top}
         with ThreadPoolExecutor(_LISTING, thread_name_prefix="kasoku-list") as pool:
             while folders:
                 below: dict[str, None] = {}
-                for info in (info for entries in pool.map(self._entries, folders) for info in entries):
-                    name, path = str(info["name"]).rstrip("/"), self._path(str(info["name"]))
-                    if path and (info.get("type") == "directory" or str(info["name"]).endswith("/")):
-                        below[name] = None
+                for info in (info for entries in pool.map(list_folder, folders) for info in entries):
+                    name, path = str(info["name"]), self._path(str(info["name"]))
+                    if path and (info.get("type") == "directory" or name.endswith("/")):
+                        below[name.rstrip("/")] = None
                     elif path:
                         files[path] = info
                 folders = [name for name in below if name not in seen]
@@ -214,10 +211,6 @@ class _Far:
 
         answer: tuple[int, bytes] = self._ask(path, attempt)
         return answer
-
-    def _entries(self, folder: str) -> Any:
-        limit_s, where = self._patience_s, folder[len(self._top) + 1 :]  # a large folder takes many requests
-        return self._ask(where, lambda _: self._request(limit_s, "ls", folder or "/", detail=True))
 
     def _path(self, name: str) -> str:
         """The path of a listed name relative to the root; empty for hidden files, other sites and a page's links."""
@@ -246,8 +239,8 @@ class _Far:
                 if refused or left_s <= 0:
                     what = "access refused" if refused else f"no answer for {self._patience_s:g} s"
                     raise GoneError(
-                        f"{where}: {what} ({type(error).__name__} {_plain(error)}); what was trained so far is in the "
-                        "last checkpoint, go on with --resume when the source is back"
+                        f"{where}: {what} ({type(error).__name__} {_plain(error)}); a training can be continued from "
+                        "its last checkpoint with --resume when the source answers again"
                     ) from error
             time.sleep(min(wait_s, left_s))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
