@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def profile(settings: Settings) -> None:
     carried_s = statistics.median(seconds_per_call(carry, calls=9))
     blocks_s = sum(block.forward_s + block.backward_s for block in profile.blocks)
     update_s = max(0.0, statistics.median(iteration.step_s for iteration in plain) - blocks_s) + carried_s
-    put(settings.folder / "profile.json", profile.document())
+    put(settings.folder / "profile.json", asdict(profile))
     put(settings.folder / "ledger.json", {"step_s": {"update": update_s}})
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "LOOPBACK": "1"}
     pair = [subprocess.Popen([sys.executable, *sys.argv], env=os.environ | env | {"RANK": str(i)}) for i in (0, 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,7 @@ def test_a_job_with_techniques_batch_norm_and_parts_can_be_looked_at(tmp_path: P
     assert places[-1] == "updated"
     assert all(size > 0 for _, _, size in profile.memory)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert json.loads(json.dumps(profile.document()))["bounds"] == profile.bounds
+    assert json.loads(json.dumps(asdict(profile)))["bounds"] == profile.bounds
 
 
 def test_looking_leaves_no_hook_behind():

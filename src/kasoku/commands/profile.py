@@ -47,7 +47,7 @@ def run(arguments: ProfileArguments) -> int:
     print(training.chosen, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     profile, ledger, timeline = measure(training, arguments.steps, folder / "trace.json")
-    documents = {"profile.json": profile.document(), "ledger.json": ledger, "timeline.json": timeline}
+    documents = {"profile.json": asdict(profile), "ledger.json": ledger, "timeline.json": timeline}
     for name, document in documents.items():
         write_text(folder / name, json.dumps(document, indent=1) + "\n")
     show(profile, ledger)

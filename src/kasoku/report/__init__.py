@@ -3,7 +3,7 @@
 from kasoku.report.bottleneck import StepBottleneck, StepFacts, facts_of
 from kasoku.report.environment import environment
 from kasoku.report.ledger import Ledger
-from kasoku.report.loggers import Log, NoLog
+from kasoku.report.loggers import Log
 from kasoku.report.phase_timer import Timed
 from kasoku.report.progress_bar import Bar, print_table
 
@@ -11,7 +11,6 @@ __all__ = [
     "Bar",
     "Ledger",
     "Log",
-    "NoLog",
     "StepBottleneck",
     "StepFacts",
     "Timed",

@@ -209,9 +209,8 @@ def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> StepBottle
     threads = facts.threads * facts.processes
     if threads <= facts.cores or facts.device != "cpu":
         return None
-    lost_s = sum(usual[row] for row in _COMPUTE) * (
-        1 - facts.cores / threads
-    )  # an upper bound: threads also wait for each other
+    # an upper bound: threads also wait for each other
+    lost_s = sum(usual[row] for row in _COMPUTE) * (1 - facts.cores / threads)
     if lost_s < _MIN_SHARE * whole_s:
         return None
     ranks = f" ({facts.processes} ranks)" if facts.processes > 1 else ""
@@ -280,13 +279,7 @@ def _ms(seconds: float) -> str:
 
 
 def facts_of(
-    job: Job,
-    batch: int,
-    *,
-    threads: int = 0,
-    cores: int = 1,
-    processes: int = 1,
-    starved: float = 0.0,
+    job: Job, batch: int, *, threads: int = 0, cores: int = 1, processes: int = 1, starved: float = 0.0
 ) -> StepFacts:
     """The facts of a job; measures `layer_s`, a few milliseconds.
 
@@ -322,35 +315,28 @@ def layer_s(device: torch.device) -> float:
     Eight channels of 4x4 pixels, on one thread (several would wait for each other); the least of a few tries, since
     other processes lengthen some of them.
     """
+    on_gpu = device.type == "cuda"
+    layers: list[nn.Module] = []
+    with torch.random.fork_rng(devices=[]):
+        for _ in range(4):
+            if on_gpu:  # no convolutions, whose kernels would be searched first
+                layers += [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()]
+            else:
+                layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    network = nn.Sequential(*layers).to(device)
+    x = torch.zeros((2, 8) if on_gpu else (2, 8, 4, 4), device=device)
+    times_s = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _layer_s(device)
+        for _ in range(10):
+            begin_s = time.perf_counter()
+            with torch.enable_grad():
+                out: Tensor = network(x).sum()
+                out.backward()  # type: ignore[no-untyped-call]
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            times_s.append(time.perf_counter() - begin_s)
     finally:
         torch.set_num_threads(threads)
-
-
-def _layer_s(device: torch.device) -> float:
-    with torch.random.fork_rng(devices=[]):
-        network = _small_layers(device).to(device)
-    x = torch.zeros((2, 8) if device.type == "cuda" else (2, 8, 4, 4), device=device)
-    times_s = []
-    for _ in range(10):
-        begin_s = time.perf_counter()
-        with torch.enable_grad():
-            out: Tensor = network(x).sum()
-            out.backward()  # type: ignore[no-untyped-call]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times_s.append(time.perf_counter() - begin_s)
     return min(times_s[2:]) / len(network)
-
-
-def _small_layers(device: torch.device) -> nn.Sequential:
-    """Typical layers; on a GPU without convolutions, whose kernels would be searched first."""
-    flat = device.type == "cuda"
-    layers: list[nn.Module] = []
-    for _ in range(4):
-        layers += [nn.Linear(8, 8), nn.BatchNorm1d(8)] if flat else [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)]
-        layers.append(nn.ReLU())
-    return nn.Sequential(*layers)

@@ -6,7 +6,7 @@ Note: on a GPU. The host's time in the loop is divided among the rows as the dev
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,9 @@ class Ledger:
         own |= {"waits": waits, "whole": _rounded(rows), "block_s": self.steps.block_s()}
         ranks = comm.gather_objects({**own, "spans": self._spans() if comm.rank < _TIMELINE_RANKS else []})
         rows = ranks[0]["whole"]
-        transfer_s = _transfer_s([rank["waits"] for rank in ranks])
+        # of each of the last steps the least wait of any rank, which is the transfer itself
+        least = [min(step) for step in zip(*(reversed(rank["waits"]) for rank in ranks), strict=False)]
+        transfer_s = statistics.fmean(least) if least else None
         blocks = [rank["block_s"] for rank in ranks]
         causes = find_bottlenecks([rank["mean_s"] for rank in ranks], facts, transfer_s=transfer_s, blocks=blocks)
         ledger = {
@@ -109,7 +111,7 @@ class Ledger:
         steps, spent = self.steps, self.steps.host_s()
         host = {row: spent.get(row, 0.0) - self._before.get(row, 0.0) for row in (*STEP, *APART)}
         loop = {row: host[row] for row in STEP}
-        if steps.on_gpu:  # divided as the device's time was
+        if steps.device.type == "cuda":  # divided as the device's time was
             device_s, host_s = sum(steps.loop_s.values()), sum(loop.values())
             loop = {row: host_s * steps.loop_s[row] / device_s if device_s else 0.0 for row in STEP}
             loop["other"] += 0.0 if device_s else host_s
@@ -139,12 +141,6 @@ class Ledger:
             }
             for part in latest
         ]
-
-
-def _transfer_s(waits: Sequence[Sequence[float]]) -> float | None:
-    """The mean over the last steps of the least wait of any rank, which is the transfer itself; None before any."""
-    least = [min(step) for step in zip(*(reversed(rank) for rank in waits), strict=False)]
-    return statistics.fmean(least) if least else None
 
 
 def _rounded(rows: Mapping[str, float]) -> dict[str, float]:

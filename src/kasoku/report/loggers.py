@@ -2,7 +2,8 @@
 
 import json
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,22 @@ from kasoku.core.files import write_atomically
 
 
 class Log:
-    """The logs of one run; each line is flushed at once.
+    """The logs of one run; each line is flushed at once. Without a folder, as on all ranks but the first, none.
 
     metrics.jsonl: one object a line with `step`, `epoch`, `time_s` and the values. tensorboard/: the same as scalars.
     mlperf.log: `:::MLLOG` lines. Resuming at a step drops later metrics; the other two files are continued.
     """
 
-    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
-        self._path = folder / "metrics.jsonl"
+    def __init__(self, folder: Path | None, *, resume_step: int | None = None) -> None:
+        self._folder = folder
+        if folder is None:
+            return
+        path = folder / "metrics.jsonl"
         try:
-            if resume_step is not None and self._path.exists():
-                kept = [line for line in self._path.read_text().splitlines() if _step(line) <= resume_step]
-                write_atomically(self._path, lambda part: part.write_text("".join(f"{line}\n" for line in kept)))
-            self._lines = self._path.open("a", buffering=1)
+            if resume_step is not None and path.exists():
+                kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
+                write_atomically(path, lambda part: part.write_text("".join(f"{line}\n" for line in kept)))
+            self._lines = path.open("a", buffering=1)
             self._mlperf = (folder / "mlperf.log").open("a", buffering=1)
             self._events = EventFileWriter(str(folder / "tensorboard"))
         except OSError as error:
@@ -35,55 +39,39 @@ class Log:
 
     def metrics(self, step: int, epoch: float, values: dict[str, float]) -> None:
         """Records values at a step; times are seconds since 1970."""
+        if self._folder is None:
+            return
         now = time.time()
         line = json.dumps({"step": step, "epoch": round(epoch, 4), "time_s": round(now, 3), **values})
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        try:
+        with _full_disk_named(self._folder / "metrics.jsonl"):
             self._lines.write(line + "\n")
             self._events.add_event(Event(wall_time=now, step=step, summary=Summary(value=scalars)))
-        except OSError as error:
-            raise _full(self._path, error) from error
 
     def mlperf(self, key: str, value: Any = None, *, event: str = "POINT_IN_TIME", **metadata: Any) -> None:
         """Writes a line in mlperf-logging's format; event is INTERVAL_START, INTERVAL_END or POINT_IN_TIME."""
-        record = {
-            "namespace": "",
-            "time_ms": int(time.time() * 1000),
-            "event_type": event,
-            "key": key,
-            "value": value,
-            "metadata": metadata,
-        }
-        try:
+        if self._folder is None:
+            return
+        record = {"namespace": "", "time_ms": int(time.time() * 1000), "event_type": event}
+        record |= {"key": key, "value": value, "metadata": metadata}
+        with _full_disk_named(self._folder / "mlperf.log"):
             self._mlperf.write(f":::MLLOG {json.dumps(record)}\n")
-        except OSError as error:
-            raise _full(self._path.parent / "mlperf.log", error) from error
 
     def close(self) -> None:
         """Flushes and closes the files."""
-        for part in (self._lines, self._mlperf, self._events):
-            with suppress(OSError):  # a full disk was reported when the line was written
-                part.close()
+        if self._folder:
+            for part in (self._lines, self._mlperf, self._events):
+                with suppress(OSError):  # a full disk was reported when the line was written
+                    part.close()
 
 
-class NoLog(Log):
-    """Writes nothing, on all ranks but the first."""
-
-    def __init__(self) -> None:
-        pass
-
-    def metrics(self, step: int, epoch: float, values: dict[str, float]) -> None:
-        """Writes nothing."""
-
-    def mlperf(self, key: str, value: Any = None, *, event: str = "POINT_IN_TIME", **metadata: Any) -> None:
-        """Writes nothing."""
-
-    def close(self) -> None:
-        """Closes nothing."""
-
-
-def _full(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path}: cannot be written ({error.strerror}): free some space and continue with --resume")
+@contextmanager
+def _full_disk_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        message = f"{path}: cannot be written ({error.strerror}): free some space and continue with --resume"
+        raise InputError(message) from error
 
 
 def _step(line: str) -> int:

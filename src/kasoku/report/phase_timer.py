@@ -143,7 +143,13 @@ class Steps:
 
     def __call__(self, doing: Sequence[str], name: str, bytes: int) -> None:
         """Records a change of state: `doing` has the loop's phase and the open spans, the innermost last."""
-        row = _row_of(doing)
+        row = ""
+        for kind in reversed(doing):
+            if kind in APART:
+                row = kind
+                break
+            row = row or _ROW.get(kind, "")
+        row = row or "other"
         if row == self._row and (row in APART or not (name or self._marks[-1].name)):
             return
         self._note(row, name, bytes)
@@ -163,11 +169,6 @@ class Steps:
         self.count += 1
         while self._pending and (self._stream is None or self._pending[0][-1].moment.query()):
             self._fold(self._pending.popleft())
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether `loop_s` is measured by the device's clock."""
-        return self._stream is not None
 
     def host_s(self) -> dict[str, float]:
         """Seconds by row on the host's clock; their sum is the time since this object was created."""
@@ -218,47 +219,26 @@ class Steps:
 
     def _fold(self, marks: list[_Mark]) -> None:
         """Adds up a finished step."""
-        moments = self._seconds(marks)
-        row_s = dict.fromkeys(STEP, 0.0)
-        parts = [
-            StepPart(mark.row, mark.name or mark.block or mark.row, start, stop, mark.bytes)
-            for mark, (start, stop) in zip(marks[:-1], itertools.pairwise(moments), strict=True)
-        ]
-        for part in parts:
-            if part.row in row_s:
-                row_s[part.row] += part.stop - part.start
+        moments = [mark.moment for mark in marks]
+        if self._stream is not None:
+            self._free += moments[:-1]  # the last one begins the next step
+            moments = [self._device_s + moments[0].elapsed_time(moment) / 1000 for moment in moments]
+            self._device_s = moments[-1]
+        row_s, block_s = dict.fromkeys(STEP, 0.0), defaultdict[str, float](float)
+        parts = []
+        for mark, (start, stop) in zip(marks[:-1], itertools.pairwise(moments), strict=True):
+            parts.append(StepPart(mark.row, mark.name or mark.block or mark.row, start, stop, mark.bytes))
+            if mark.row in row_s:
+                row_s[mark.row] += stop - start
+            if mark.block:
+                block_s[mark.block] += stop - start
         for row, seconds in row_s.items():
             self.loop_s[row] += seconds
-        self._note_blocks(marks, parts)
+        if block_s:
+            self.blocks.append(block_s)
         if self.first:
             self.rows.append(row_s)
         else:
             self.first = row_s
         if not {"evaluate", "save"} & {part.row for part in parts}:
             self.latest.append([part for part in parts if part.row in row_s])
-
-    def _note_blocks(self, marks: Sequence[_Mark], parts: Sequence[StepPart]) -> None:
-        block_s: defaultdict[str, float] = defaultdict(float)
-        for mark, part in zip(marks[:-1], parts, strict=True):
-            if mark.block:
-                block_s[mark.block] += part.stop - part.start
-        if block_s:
-            self.blocks.append(block_s)
-
-    def _seconds(self, marks: list[_Mark]) -> list[float]:
-        if self._stream is None:
-            return [mark.moment for mark in marks]
-        begin = marks[0].moment
-        moments = [self._device_s + begin.elapsed_time(mark.moment) / 1000 for mark in marks]
-        self._device_s = moments[-1]
-        self._free += [mark.moment for mark in marks[:-1]]  # the last one begins the next step
-        return moments
-
-
-def _row_of(doing: Sequence[str]) -> str:
-    row = ""
-    for kind in reversed(doing):
-        if kind in APART:
-            return kind
-        row = row or _ROW.get(kind, "")
-    return row or "other"

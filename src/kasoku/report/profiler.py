@@ -9,16 +9,18 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from kasoku.core import Batch, InputError, Job
 from kasoku.core.blocks import blocks
@@ -79,10 +81,6 @@ class StepProfile:
     memory: list[tuple[float, str, int]]
     bounds: dict[str, float]
 
-    def document(self) -> dict[str, Any]:
-        """The profile as plain values, for JSON."""
-        return asdict(self)
-
 
 class Profiler:
     """Runs steps of a job and measures them; the model is trained by these steps.
@@ -135,77 +133,101 @@ class Profiler:
         bounds = measure_bounds(flops, moved, step_s, self.device, dtype=self.dtype)
         return StepProfile(block_times, operators, iterations if self.cuda else plain, memory, bounds)
 
-    def step(self, after_backward: Callable[[], None] = lambda: None) -> None:
-        """One update; `after_backward` is called after each backward. Returns when the device is done."""
+    def step(self, event: BlockEvent | None = None) -> None:
+        """One update. Returns when the device is done.
+
+        `event` is called as by `block_hooks`, and as event("", "backward over") after each backward.
+        """
         job = self.job
-        for _ in range(job.accumulate):
-            x_NCHW, y_N = next(self.batches)
-            loss = job.loss(job.model(x_NCHW), y_N)
-            job.backward(loss)
-            after_backward()
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
+        handles = block_hooks(self.blocks, event) if event else []
+        try:
+            for _ in range(job.accumulate):
+                x_NCHW, y_N = next(self.batches)
+                loss = job.loss(job.model(x_NCHW), y_N)
+                job.backward(loss)
+                if event:
+                    event("", "backward over")
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            if self.cuda:
+                torch.cuda.synchronize(self.device)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _events(self, read: Callable[[], Any]) -> list[tuple[str, str, Any]]:
+        """Runs one step; returns (block, what, read()) of each of its events."""
+        events = [("", "begin", read())]
+        self.step(lambda name, what: events.append((name, what, read())))
+        return [*events, ("", "updated", read())]
 
     def _block_times(self, steps: int) -> dict[str, tuple[float, float]]:
         """Median seconds of forward and backward of each block; a backward lasts until the next block's begins."""
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in self.blocks}
-        for events in (self._events() for _ in range(steps)):
-            forward_s, backward_s = (dict.fromkeys(times, 0.0) for _ in range(2))
-            entered: dict[str, Any] = {}
-            for (name, what, moment), (_, _, following) in itertools.pairwise([*events, events[-1]]):
-                if what == "forward":
-                    entered[name] = moment
-                elif what == "ended":
-                    forward_s[name] += self._between(entered[name], moment)
-                elif what == "backward":
-                    backward_s[name] += self._between(moment, following)
-            for name, block_times in times.items():
-                block_times.append((forward_s[name], backward_s[name]))
-        return {
-            name: (statistics.median(f for f, _ in block_times), statistics.median(b for _, b in block_times))
-            for name, block_times in times.items()
-        }
 
-    def _events(self) -> list[tuple[str, str, Any]]:
-        """The events of one step: (block, what, moment)."""
-        events: list[tuple[str, str, Any]] = []
-        with _followed(self.blocks, lambda name, what: events.append((name, what, self._moment()))):
-            self.step(lambda: events.append(("", "over", self._moment())))
-        return events
+        def moment() -> Any:
+            if not self.cuda:
+                return time.perf_counter()
+            recorded: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            recorded.record()
+            return recorded
+
+        def between(start: Any, stop: Any) -> float:
+            return float(start.elapsed_time(stop) / 1000 if self.cuda else stop - start)
+
+        forward: dict[str, list[float]] = {name: [] for name, _ in self.blocks}  # seconds of each step
+        backward: dict[str, list[float]] = {name: [] for name, _ in self.blocks}
+        for _ in range(steps):
+            events = self._events(moment)
+            for times_s in (*forward.values(), *backward.values()):
+                times_s.append(0.0)
+            entered: dict[str, Any] = {}
+            for (name, what, begin), (_, _, following) in itertools.pairwise(events):
+                if what == "forward":
+                    entered[name] = begin
+                elif what == "ended":
+                    forward[name][-1] += between(entered[name], begin)
+                elif what == "backward":
+                    backward[name][-1] += between(begin, following)
+        return {name: (statistics.median(forward[name]), statistics.median(backward[name])) for name in forward}
 
     def _memory(self) -> list[tuple[float, str, int]]:
         """Bytes in use at each block of one step: allocated on a GPU, else resident in the process."""
-        readings: list[tuple[float, str, int]] = []
         begin_s = time.perf_counter()
 
-        def read(name: str, what: str) -> None:
+        def read() -> tuple[float, int]:
             in_use = torch.cuda.memory_allocated(self.device) if self.cuda else resident_bytes()
-            readings.append((round(time.perf_counter() - begin_s, 6), f"{name} {what}".strip(), in_use))
+            return round(time.perf_counter() - begin_s, 6), in_use
 
-        read("", "begin")
-        with _followed(self.blocks, read):
-            self.step(lambda: read("", "backward over"))
-        read("", "updated")
-        return readings
+        return [(at_s, f"{name} {what}".strip(), in_use) for name, what, (at_s, in_use) in self._events(read)]
 
     def _counted(self) -> tuple[dict[str, int], int, int]:
-        """Saved bytes of each block, FLOPs, and bytes read and written, of one step that is not compiled."""
-        from torch.utils.flop_counter import FlopCounterMode
+        """Bytes that each block saves for backward, FLOPs, and bytes read and written, of one uncompiled step."""
+        saved: Counter[str] = Counter()
+        seen = {p.untyped_storage().data_ptr() for p in self.job.model.parameters()}
+        current, counting = "", True
 
-        saved = _SavedBytes(self.job.model)
-        moved = _MovedBytes()
-        with ExitStack() as stack:
-            if any(technique.compiles_model for technique in self.job.applied):
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_followed(self.blocks, saved.event))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed))
-            counter: Any = FlopCounterMode(display=False)
-            stack.enter_context(counter)
-            stack.enter_context(moved)
-            self.step(saved.stop)
-        return saved.bytes, int(counter.get_total_flops()), moved.bytes
+        def event(name: str, what: str) -> None:
+            nonlocal current, counting
+            current = name if what == "forward" else ""
+            counting = counting and what != "backward over"  # later micro-batches save the same again
+
+        def pack(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            if counting and storage.data_ptr() not in seen:  # a storage counts once, for the block that saves it first
+                seen.add(storage.data_ptr())
+                saved[current] += storage.nbytes()
+            return x.detach()  # x may be an output, which would then hold its own graph
+
+        compiled = any(technique.compiles_model for technique in self.job.applied)
+        moved, counter = _MovedBytes(), FlopCounterMode(display=False)
+        with (
+            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed),
+            counter,
+            moved,
+        ):
+            self.step(event)
+        return saved, int(counter.get_total_flops()), moved.bytes
 
     def _traced(self, steps: int, file: Path | None) -> tuple[list[Operator], list[Iteration]]:
         """Operators and, on a GPU, the idle time of each step, from torch's profiler."""
@@ -224,17 +246,15 @@ class Profiler:
             if row.key != _ITERATION
         ]
         operators.sort(key=lambda operator: -(operator.device_s if self.cuda else operator.host_s))
-        return operators[:_MAX_OPERATORS], _idle_times(record.events()) if self.cuda else []
-
-    def _moment(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _between(self, start: Any, stop: Any) -> float:
-        return float(start.elapsed_time(stop) / 1000 if self.cuda else stop - start)
+        events: Any = record.events()
+        host = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]
+        kernels = [e.time_range for e in events if e.device_type != host and not e.is_user_annotation]
+        steps_us = [e.time_range for e in events if e.device_type == host and e.name == _ITERATION]
+        spans = [(kernel.start, kernel.end) for kernel in kernels]
+        iterations = []
+        for start, end in ((step.start, step.end) for step in steps_us):
+            iterations.append(Iteration((end - start) / 1e6, (end - start - _covered(spans, start, end)) / 1e6))
+        return operators[:_MAX_OPERATORS], iterations
 
 
 def measure_bounds(
@@ -278,39 +298,6 @@ def _fastest_s(f: Callable[[], object], device: torch.device) -> float:
     return min(times_s[1:])
 
 
-@contextmanager
-def _followed(named_blocks: list[tuple[str, nn.Module]], event: BlockEvent) -> Iterator[None]:
-    handles = block_hooks(named_blocks, event)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _SavedBytes:
-    """Counts the bytes that forward saves for backward, each storage once, by the block that saves them first."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.bytes: dict[str, int] = {}
-        self._seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._block, self._stopped = "", False
-
-    def stop(self) -> None:
-        """Ends the count after the first backward: later micro-batches save the same again."""
-        self._stopped = True
-
-    def event(self, name: str, what: str) -> None:
-        self._block = name if what == "forward" else ""
-
-    def pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if not self._stopped and storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.bytes[self._block] = self.bytes.get(self._block, 0) + storage.nbytes()
-        return x.detach()  # x may be an output, which would then hold its own graph
-
-
 class _MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that operators read and write; views and allocations count nothing."""
 
@@ -323,16 +310,6 @@ class _MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not getattr(func, "is_view", False) and "empty" not in str(func):
             self.bytes += sum(x.nbytes for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor))
         return out
-
-
-def _idle_times(events: Any) -> list[Iteration]:
-    """How long no kernel ran in each iteration; the profiler's events are in microseconds."""
-    autograd: Any = torch.autograd
-    host = autograd.DeviceType.CPU
-    kernels = [e for e in events if e.device_type != host and not e.is_user_annotation]
-    spans = [(e.time_range.start, e.time_range.end) for e in kernels]
-    steps = [(e.time_range.start, e.time_range.end) for e in events if e.device_type == host and e.name == _ITERATION]
-    return [Iteration((end - start) / 1e6, (end - start - _covered(spans, start, end)) / 1e6) for start, end in steps]
 
 
 def _covered(spans: list[tuple[float, float]], start: float, stop: float) -> float:

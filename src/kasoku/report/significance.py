@@ -57,75 +57,51 @@ def compare(
         (accuracies count whole images) the interval is a point; then signs decide, and at least 6 pairs are needed.
     Ref: Student 1908; Fisher 1935 (the signs).
     """
-    a, b = _by_seed(first), _by_seed(second)
+    a: defaultdict[int, list[RunOutcome]] = defaultdict(list)
+    b: defaultdict[int, list[RunOutcome]] = defaultdict(list)
+    for group, by_seed in ((first, a), (second, b)):
+        for run in group:
+            by_seed[run.seed].append(run)
     seeds = sorted(a.keys() & b.keys())
-    runs = [run for seed in seeds for run in (*a[seed], *b[seed])]
-    if len(seeds) < _MIN_PAIRS:
-        plural = "" if len(seeds) == 1 else "s"
-        figures = f"{len(seeds)} pair{plural} of equal seeds; at least {_MIN_PAIRS} are wanted"
-        return Comparison("undecided", _sentence("undecided", names, figures), len(seeds))
-    targets = {run.target for run in runs}
-    if len(targets) == 1 and min(targets) > 0 and all(run.time_to_target_s for run in runs):
-        logs = [math.log(_time(b[seed]) / _time(a[seed])) for seed in seeds]
-        return _by_time(logs, targets.pop(), names)
-    if any(run.top1 is None for run in runs):
-        unfinished = sum(run.top1 is None for run in runs)
-        figures = f"{unfinished} of the {len(runs)} runs have no accuracy yet; let them end"
-        return Comparison("undecided", _sentence("undecided", names, figures), len(seeds))
-    return _by_accuracy([_accuracy(b[seed]) - _accuracy(a[seed]) for seed in seeds], names)
-
-
-def _by_time(logs: Sequence[float], target: float, names: tuple[str, str]) -> Comparison:
-    mean, low, high = (math.exp(x) for x in interval(logs))
-    word = _decided(logs, "faster", "slower")
-    figures = (
-        f"{mean:.3g} of its time to {100 * target:.4g} % (95 % interval {low:.3g} to {high:.3g}, {len(logs)} seeds)"
-    )
-    return Comparison(word, _sentence(word, names, figures), len(logs), mean, low, high)
-
-
-def _by_accuracy(differences: Sequence[float], names: tuple[str, str]) -> Comparison:
-    mean, low, high = interval(differences)
-    word = _decided(differences, "less accurate", "more accurate")
-    points = f"{100 * mean:+.2f} points of accuracy at the end (95 % interval {100 * low:+.2f} to {100 * high:+.2f}"
-    figures = f"{points}, {len(differences)} seeds; not all reached one target, so their times do not compare)"
-    return Comparison(word, _sentence(word, names, figures), len(differences), mean, low, high)
-
-
-def _sentence(word: str, names: tuple[str, str], figures: str) -> str:
     undecided = f"{names[1]} against {names[0]}: undecided"
-    return f"{undecided if word == 'undecided' else f'{names[1]} is {word} than {names[0]}'}: {figures}"
+    if len(seeds) < _MIN_PAIRS:
+        figures = f"{len(seeds)} pair{'' if len(seeds) == 1 else 's'} of equal seeds; at least {_MIN_PAIRS} are wanted"
+        return Comparison("undecided", f"{undecided}: {figures}", len(seeds))
+    runs = [run for seed in seeds for run in (*a[seed], *b[seed])]
+    in_time = runs[0].target > 0 and all(run.target == runs[0].target and run.time_to_target_s for run in runs)
+    unfinished = sum(run.top1 is None for run in runs)
+    if unfinished and not in_time:
+        figures = f"{unfinished} of the {len(runs)} runs have no accuracy yet; let them end"
+        return Comparison("undecided", f"{undecided}: {figures}", len(seeds))
+
+    def mean_of(group: Sequence[RunOutcome]) -> float:
+        return fmean((run.time_to_target_s if in_time else run.top1) or 0.0 for run in group)
+
+    if in_time:
+        differences = [math.log(mean_of(b[seed]) / mean_of(a[seed])) for seed in seeds]
+    else:
+        differences = [mean_of(b[seed]) - mean_of(a[seed]) for seed in seeds]
+    mean, low, high = interval(differences)
+    word, (below, above) = "undecided", ("faster", "slower") if in_time else ("less accurate", "more accurate")
+    if high - low > 1e-9 * abs(mean) or len(seeds) >= _MIN_EQUAL_PAIRS:
+        word = below if high < 0 else above if low > 0 else "undecided"
+    if in_time:
+        mean, low, high = math.exp(mean), math.exp(low), math.exp(high)
+        figures = f"{mean:.3g} of its time to {100 * runs[0].target:.4g} % (95 % interval {low:.3g} to {high:.3g}, "
+        figures += f"{len(seeds)} seeds)"
+    else:
+        figures = (
+            f"{100 * mean:+.2f} points of accuracy at the end (95 % interval {100 * low:+.2f} to {100 * high:+.2f}"
+        )
+        figures += f", {len(seeds)} seeds; not all reached one target, so their times do not compare)"
+    line = f"{undecided if word == 'undecided' else f'{names[1]} is {word} than {names[0]}'}: {figures}"
+    return Comparison(word, line, len(seeds), mean, low, high)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """The mean of at least 2 values, and the ends of Student's 95 % interval around it."""
-    mean = fmean(values)
-    half = _t95(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    mean, freedom = fmean(values), len(values) - 1
+    # beyond the table to 0.2 %
+    t95 = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.4 / freedom + 2.6 / freedom**2
+    half = t95 * stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
-
-
-def _decided(values: Sequence[float], below: str, above: str) -> str:
-    mean, low, high = interval(values)
-    if high - low <= 1e-9 * abs(mean) and len(values) < _MIN_EQUAL_PAIRS:
-        return "undecided"
-    return below if high < 0 else above if low > 0 else "undecided"
-
-
-def _t95(freedom: int) -> float:
-    """Two-sided 95 % of Student's t; beyond the table to 0.2 %."""
-    return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.4 / freedom + 2.6 / freedom**2
-
-
-def _by_seed(runs: Sequence[RunOutcome]) -> dict[int, list[RunOutcome]]:
-    by_seed: defaultdict[int, list[RunOutcome]] = defaultdict(list)
-    for run in runs:
-        by_seed[run.seed].append(run)
-    return dict(by_seed)
-
-
-def _time(runs: Sequence[RunOutcome]) -> float:
-    return fmean(run.time_to_target_s or 0.0 for run in runs)
-
-
-def _accuracy(runs: Sequence[RunOutcome]) -> float:
-    return fmean(run.top1 or 0.0 for run in runs)

@@ -14,7 +14,7 @@ from kasoku.core.hardware import cores
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.environment import place
 from kasoku.distributed.startup import startup_line
-from kasoku.report import Bar, Ledger, Log, NoLog, StepBottleneck, StepFacts, facts_of
+from kasoku.report import Bar, Ledger, Log, StepBottleneck, StepFacts, facts_of
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import Result, RunState
 
@@ -36,7 +36,7 @@ class Metrics:
         self.state, self.job, self.started = state, state.job, started
         training, run, resume_step = state.training, state.run, state.job.steps if resumed else None
         comm = self.job.comm
-        self.log: Log = run_on_all_ranks(comm, lambda: Log(run.path, resume_step=resume_step) if run else NoLog())
+        self.log = run_on_all_ranks(comm, lambda: Log(run.path if run else None, resume_step=resume_step))
         self.bar = Bar(training.total_steps, state.recipe.epochs, quiet=quiet or run is None)
         self._log_start()
         self.loss, self._shown_s = math.nan, -math.inf

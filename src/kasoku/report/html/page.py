@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,6 @@ _MAX_PAIRS = 10  # of true and predicted class, in the table of mistakes
 _EMPTY: dict[str, Any] = {"colours": [], "comparisons": [], "summary": None, "shared": None, "runs": []}
 _DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
 
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # column names, rows
-
-
-@dataclass
-class _RunView:
-    """The section of one run; `parts` holds the template's data for each file, by name."""
-
-    name: str
-    machine: str
-    buckets: str
-    parts: dict[str, Any] = field(default_factory=dict)
-    charts: list[Chart] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
 
 def page(runs: Sequence[RunRecord], comparisons: Sequence[str] = ()) -> str:
     """The page of runs as HTML.
@@ -54,20 +40,20 @@ def page(runs: Sequence[RunRecord], comparisons: Sequence[str] = ()) -> str:
     Raises:
         InputError: if plotly is not installed.
     """
-    several = len(runs) > 1
-    curves = figures.curves(runs)
-    shared = _ledgers(runs) if several else None
-    views = [_view(i, run) for i, run in enumerate(runs)]
+    bars = []
+    for run in runs:
+        rows = run.parts.get("ledger", {}).get("rows") or run.result.get("seconds_by")
+        if isinstance(rows, dict) and all(isinstance(s, int | float) for s in rows.values()):
+            bars.append((run.name, rows))
     columns = ("run", "seed", "batch", "epochs", "accuracy", "best", "target", "time to target", "total", "images/s")
     return _render(
-        title=f"{len(runs)} runs" if several else runs[0].name,
-        charts=[*curves, *([shared] if shared else []), *(chart for view in views for chart in view.charts)],
+        title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
         colours=[COLOURS[i % len(COLOURS)] for i in range(len(runs))],
         comparisons=comparisons,
         summary=(columns, [_summary(run) for run in runs]),
-        curves=curves,
-        shared=shared,
-        runs=views,
+        curves=figures.curves(runs),
+        shared=figures.ledgers("ledgers", bars) if len(bars) > 1 else None,
+        runs=[_view(i, run) for i, run in enumerate(runs)],
     )
 
 
@@ -75,23 +61,26 @@ def draw(path: Path, title: str, panels: Sequence[Panel], *, x_label: str = "", 
     """Writes a page of line charts. Raises InputError for lines that cannot be drawn."""
     if not panels:
         raise InputError("no panels: give 1 or more")
-    charts = figures.panels(panels, x_label, x_log=x_log)
-    text = _render(title=title, charts=charts, **_EMPTY, curves=charts)
+    text = _render(title=title, curves=figures.panels(panels, x_label, x_log=x_log))
     write_atomically(path, lambda part: part.write_text(text, encoding="utf-8", errors="replace"))
 
 
-def _render(*, charts: Sequence[Chart], **content: Any) -> str:
+def _render(**content: Any) -> str:
+    """Fills the template, which lists in `charts` what it places on the page, and ends with their JSON."""
     from plotly.offline import get_plotlyjs
 
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    template = environment.get_template("template.html.j2")
-    # to_json escapes "<", ">" and "/", so that no text ends the script element
+    environment.globals |= {"plotly": Markup(get_plotlyjs()), "ledger_key": _ledger_key, "to_json": _to_json}
+    return environment.get_template("template.html.j2").render(_EMPTY | content, charts=[])
+
+
+def _to_json(charts: Sequence[Chart]) -> Markup:
+    # plotly's to_json escapes "<", ">" and "/", so that no text ends the script element
     drawn = ",".join(f'{{"key":"{chart.key}",{str(chart.figure.to_json())[1:]}' for chart in charts)
-    json = Markup(f"[{drawn}]")
-    return template.render(charts_json=json, plotly=Markup(get_plotlyjs()), ledger_key=_ledger_key, **content)
+    return Markup(f"[{drawn}]")
 
 
 # ---- all runs
@@ -116,16 +105,6 @@ def _summary(run: RunRecord) -> list[str]:
     ]
 
 
-def _ledgers(runs: Sequence[RunRecord]) -> Chart | None:
-    """The ledgers of several runs in one chart; None if fewer than two have one."""
-    bars = []
-    for run in runs:
-        rows = run.parts.get("ledger", {}).get("rows") or run.result.get("seconds_by")
-        if isinstance(rows, dict) and all(isinstance(s, int | float) for s in rows.values()):
-            bars.append((run.name, rows))
-    return figures.ledgers("ledgers", bars) if len(bars) > 1 else None
-
-
 def _ledger_key(chart: Chart, *, seconds: bool) -> list[tuple[str, str]]:
     """(colour, text) of each row of a ledger, for a legend outside the figure; `seconds` adds the first bar's."""
     bars = chart.figure.data
@@ -137,44 +116,42 @@ def _ledger_key(chart: Chart, *, seconds: bool) -> list[tuple[str, str]]:
 # ---- one run
 
 
-def _view(number: int, run: RunRecord) -> _RunView:
-    view = _RunView(run.name, _machine(run.machine), run.buckets)
-    builders: dict[str, Callable[[str, Any], tuple[Any, list[Chart]]]] = {
-        "ledger": _ledger,
-        "timeline": lambda key, document: _one(figures.timeline(f"timeline-{key}", document)),
-        "tuning": lambda key, document: _one(tuning(f"tuning-{key}", document)),
-        "classes": _classes,
+def _view(number: int, run: RunRecord) -> dict[str, Any]:
+    """The section of one run, as the template takes it; `parts` by the name of their file."""
+    gpus = run.machine.get("gpus") or []
+    gpu = f"{len(gpus)} x {gpus[0]}" if gpus else ""
+    cpu = f"{run.machine.get('cores', '?')} cores of {run.machine['cpu']}" if run.machine.get("cpu") else ""
+    machine = ", ".join(part for part in (gpu, cpu, str(run.machine.get("chosen", ""))) if part)
+    builders: dict[str, Callable[[Mapping[str, Any]], object]] = {
+        "ledger": partial(_ledger, number),
+        "timeline": partial(figures.timeline, f"timeline-{number}"),
+        "tuning": partial(tuning, f"tuning-{number}"),
+        "classes": partial(_classes, number),
     }
-    damaged = list(run.damaged)
+    parts, damaged = {}, list(run.damaged)
     for part, build in builders.items():
         if part in run.parts:
             try:
-                view.parts[part], charts = build(str(number), run.parts[part])
-                view.charts += charts
+                parts[part] = build(run.parts[part])
             except _DAMAGED as error:
                 damaged.append(f"{part}.json is not as expected ({type(error).__name__}: {error})")
     unreadable = " ".join(run.damaged)
     lacks = [text for part, text in _PARTS.items() if part not in run.parts and f"{part}.json" not in unreadable]
     lacks += [] if run.buckets else ["gradient buckets (of several ranks, buckets.json)"]
     lacks += [] if run.metrics else ["curves (metrics.jsonl)"]
-    view.notes += [f"Not in this run: {'; '.join(lacks)}."] if lacks else []
-    view.notes += [f"Left out: {'; '.join(damaged)}."] if damaged else []
-    return view
+    notes = [f"Not in this run: {'; '.join(lacks)}."] if lacks else []
+    notes += [f"Left out: {'; '.join(damaged)}."] if damaged else []
+    return {"name": run.name, "machine": machine, "buckets": run.buckets, "parts": parts, "notes": notes}
 
 
-def _one(chart: Chart) -> tuple[Chart, list[Chart]]:
-    return chart, [chart]
-
-
-def _ledger(number: str, document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Chart]]:
+def _ledger(number: int, document: Mapping[str, Any]) -> dict[str, Any]:
     """Bars, the bottlenecks in words, the medians of a step, and the bounds."""
-    chart = figures.ledger(f"ledger-{number}", document)
     step = document.get("step_s") or {}
     rows = [row for row in (*STEP, *(row for row in step if row not in STEP)) if step.get(row) is not None]
     bounds = document.get("bounds") or {}
     overlapped = document.get("beside") or {}
-    view = {
-        "chart": chart,
+    return {
+        "chart": figures.ledger(f"ledger-{number}", document),
         "bottlenecks": [
             (str(b["cause"]), f"{float(b['share']):.0%}", str(b["line"]), str(b.get("remedy") or ""))
             for b in document.get("verdict") or []
@@ -183,12 +160,16 @@ def _ledger(number: str, document: Mapping[str, Any]) -> tuple[dict[str, Any], l
         "bounds": (["bound", ""], [[str(k), _value(v)] for k, v in bounds.items()]) if bounds else None,
         "overlapped": ", ".join(f"{task} {float(s):.2f} s" for task, s in overlapped.items()),
     }
-    return view, [chart]
 
 
-def _classes(number: str, document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Chart]]:
+def _classes(number: int, document: Mapping[str, Any]) -> dict[str, Any]:
     """Accuracy by class, confusion, the most frequent mistakes, the worst images."""
-    charts = [figures.accuracies(f"accuracies-{number}", document), figures.confusion(f"confusion-{number}", document)]
+    classes, counts = document["classes"], figures.confusion_counts(document)
+    pairs = sorted((-n, label, predicted) for label, predicted, n in document["confusion"] if label != predicted)
+    mistakes = [
+        [str(classes[label]), str(classes[predicted]), f"{-n:,} of {sum(counts[label].values()):,}"]
+        for n, label, predicted in pairs[:_MAX_PAIRS]
+    ]
     worst = [
         {
             **{name: str(image[name]) for name in ("name", "label", "predicted")},
@@ -197,17 +178,14 @@ def _classes(number: str, document: Mapping[str, Any]) -> tuple[dict[str, Any], 
         }
         for image in document.get("worst") or []
     ]
-    return {"charts": charts, "mistakes": _mistakes(document), "worst": worst}, charts
-
-
-def _mistakes(document: Mapping[str, Any]) -> Table | None:
-    classes, counts = document["classes"], figures.confusion_counts(document)
-    pairs = sorted((-n, label, predicted) for label, predicted, n in document["confusion"] if label != predicted)
-    rows = [
-        [str(classes[label]), str(classes[predicted]), f"{-n:,} of {sum(counts[label].values()):,}"]
-        for n, label, predicted in pairs[:_MAX_PAIRS]
-    ]
-    return (["class", "predicted as", "images"], rows) if rows else None
+    return {
+        "charts": [
+            figures.accuracies(f"accuracies-{number}", document),
+            figures.confusion(f"confusion-{number}", document),
+        ],
+        "mistakes": (["class", "predicted as", "images"], mistakes) if mistakes else None,
+        "worst": worst,
+    }
 
 
 def _number(value: Any, form: str, unit: str = "") -> str:
@@ -220,11 +198,3 @@ def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{k} {_value(v)}" for k, v in value.items())
     return str(value)
-
-
-def _machine(machine: Mapping[str, Any]) -> str:
-    """The hardware in one line."""
-    gpus = machine.get("gpus") or []
-    gpu = f"{len(gpus)} x {gpus[0]}" if gpus else ""
-    cpu = f"{machine.get('cores', '?')} cores of {machine['cpu']}" if machine.get("cpu") else ""
-    return ", ".join(part for part in (gpu, cpu, str(machine.get("chosen", ""))) if part)
