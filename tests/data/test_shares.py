@@ -139,7 +139,8 @@ def test_shares_that_split_groups_of_norm_batch_are_refused_on_all_ranks():
         return str(caught.value)
 
     one, other = Threads(2).run(rank)
-    assert one == other == "norm_batch=16: ranks take (24, 8) images in 1 parts: each must be a multiple"
+    line = "norm_batch=16: ranks take (24, 8) images in 1 parts: each part must be a multiple of norm_batch"
+    assert one == other == line
 
 
 def test_close_gives_equal_shares_back():

@@ -303,10 +303,10 @@ def test_a_generator_is_refused():
 @pytest.mark.parametrize(
     ("norm_batch", "parts", "line"),
     [
-        (-1, 1, "norm_batch=-1: at least 1 image"),
+        (-1, 1, "norm_batch=-1: at least 1, or 0 for all"),
         (5, 1, "batch=32: not a multiple of norm_batch=5"),
         (64, 1, "batch=32: not a multiple of norm_batch=64"),
-        (32, 4, "a device takes 8 images at once, and a group cannot span"),
+        (32, 4, "a part of the batch has 8 images on a device, and a group cannot span"),
         (12, 2, "batch=32: not a multiple of norm_batch=12"),
     ],
 )
@@ -330,7 +330,7 @@ def test_a_step_before_all_parts_is_refused():
 
 
 def test_a_group_that_would_span_ranks_in_parts_is_refused():
-    with pytest.raises(InputError, match="a device takes 8 images at once, and a group cannot span"):
+    with pytest.raises(InputError, match="a part of the batch has 8 images on a device, and a group cannot span"):
         Threads(2).run(lambda comm: trained(comm, parts=2, norm_batch=16))
 
 

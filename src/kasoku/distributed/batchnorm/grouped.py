@@ -56,26 +56,35 @@ def steered(norm: Any, x: Tensor) -> Tensor:
     """The forward of a steered BatchNorm module; its running statistics do not change."""
     steer: Steer = norm.steer
     if not norm.training or steer.norm is not norm:
-        out: Tensor = type(norm).forward(norm, x)
-        return out
+        plain: Tensor = type(norm).forward(norm, x)
+        return plain
     images = steer.images or len(x)
     if steer.alone:
         images = min(images, len(x))
-    if images > len(x) and steer.comm.size > 1:
-        return _across_ranks(norm, x, steer)
     if images > len(x):
-        raise InputError(
-            f"norm_batch={images}: one device takes {len(x)} images at once here, and statistics cannot span what it "
-            "takes one after the other: lower norm_batch or accumulate"
+        size, (ranks, left) = steer.comm.size, divmod(images, len(x))
+        if size == 1:
+            raise InputError(
+                f"norm_batch={images}: a forward has {len(x)} images, and a group cannot span several forwards of one "
+                "device: lower norm_batch or accumulate"
+            )
+        if left or size % ranks:
+            raise InputError(
+                f"norm_batch={images}: a forward has {len(x)} images on each of {size} ranks, so a group is "
+                f"{len(x)} images times a divisor of {size}, or a part of {len(x)}"
+            )
+        out, mean_C, variance_C = _Across.apply(  # type: ignore[no-untyped-call]
+            x, norm.weight, norm.bias, (norm.eps, steer.comm, ranks, steer.trace)
         )
+        steer.take(mean_C, variance_C, images * (x.numel() // (x.shape[0] * x.shape[1])))
+        normal: Tensor = out
+        return normal
     if images == len(x):
         return _group(norm, x, steer.take)
     sizes = [images] * (len(x) // images)
     left = len(x) % images
     if left and not steer.alone:
-        raise InputError(
-            f"norm_batch={images}: one device takes {len(x)} images at once, which must be a multiple of it"
-        )
+        raise InputError(f"norm_batch={images}: a forward has {len(x)} images, not a multiple of norm_batch")
     if left == 1:  # one image alone may have no variance
         sizes[-1] += 1
     elif left:
@@ -96,21 +105,6 @@ def _group(norm: Any, x: Tensor, take: Take) -> Tensor:
     out = functional.batch_norm(x, mean_C, variance_C, norm.weight, norm.bias, True, 1.0, norm.eps)
     take(mean_C, variance_C * ((n - 1) / n), n)  # torch's running variance is the unbiased one
     return out
-
-
-def _across_ranks(norm: Any, x: Tensor, steer: Steer) -> Tensor:
-    ranks, left = divmod(steer.images, len(x))
-    if left or steer.comm.size % ranks:
-        raise InputError(
-            f"norm_batch={steer.images}: each of {steer.comm.size} ranks takes {len(x)} images at once, so a group is "
-            f"{len(x)} images times a divisor of {steer.comm.size}, or a part of {len(x)}"
-        )
-    out, mean_C, variance_C = _Across.apply(  # type: ignore[no-untyped-call]
-        x, norm.weight, norm.bias, (norm.eps, steer.comm, ranks, steer.trace)
-    )
-    steer.take(mean_C, variance_C, steer.images * (x.numel() // (x.shape[0] * x.shape[1])))
-    normal: Tensor = out
-    return normal
 
 
 class _Across(torch.autograd.Function):

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from kasoku.core import Batch, InputError, Job, Stage, Technique
 from kasoku.distributed.batchnorm.grouped import Steer, norms, patches
@@ -49,7 +49,7 @@ class Recalibrate(Technique):
     def apply(self, job: Job) -> None:
         """Measures before each evaluation and restores the running statistics after it."""
         if norms(job.model):
-            job.around_evaluation(_Measured(job, self.images).stepped_in, renews_statistics=True)
+            job.around_evaluation(partial(_measured_statistics, job, self.images), renews_statistics=True)
 
 
 class _Statistics:
@@ -72,85 +72,73 @@ class _Statistics:
         self.n += n
 
 
-class _Measured:
-    def __init__(self, job: Job, images: int) -> None:
-        self.job, self.images = job, images
-
-    @contextmanager
-    def stepped_in(self) -> Iterator[None]:
-        """Replaces the running statistics by measured ones."""
-        every = norms(self.job.model)
-        live = [norm for norm in every if norm.training] or every  # a frozen norm keeps its statistics
-        measured = [x for pair in self._measure(live) for x in pair]
-        buffers = [x for norm in live for x in (norm.running_mean, norm.running_var) if x is not None]
-        old = [x.clone() for x in buffers]
-        torch._foreach_copy_(buffers, measured)
-        try:
-            yield
-        finally:
-            torch._foreach_copy_(buffers, old)
-
-    def _measure(self, live: list[_BatchNorm]) -> list[tuple[Tensor, Tensor]]:
-        """Mean and variance of each norm's input, over all ranks."""
-        sums = [_Statistics(norm.running_mean) for norm in live if norm.running_mean is not None]
-        model = self.job.model.eval()
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.callback(model.eval)
-            for norm, statistics in zip(live, sums, strict=True):
-                images = vars(norm)["steer"].images if "steer" in vars(norm) else 0
-                stack.enter_context(_steering(norm, Steer(norm, images, self.job.comm, statistics.take, alone=True)))
-                norm.train()
-            for x_NCHW, _ in self._batches():
-                if len(x_NCHW):  # a rank may have no part of the last few images
-                    model(x_NCHW)
-        return self._over_ranks(sums)
-
-    def _over_ranks(self, sums: list[_Statistics]) -> list[tuple[Tensor, Tensor]]:
-        comm = self.job.comm
-        mine = torch.cat([x for s in sums for x in (s.n, s.mean_C, s.squares_C)])
-        every = mine.new_empty(comm.size * len(mine))
-        comm.all_gather(every, mine).wait()
-        whole = [_Statistics(s.mean_C) for s in sums]
-        sizes = [n for s in sums for n in (1, len(s.mean_C), len(s.mean_C))]
-        for rank in every.view(comm.size, -1):
-            parts = rank.split(sizes)
-            for i, statistics in enumerate(whole):
-                statistics.add(*parts[3 * i : 3 * i + 3])
-        return [(s.mean_C, s.squares_C / s.n.clamp(min=1)) for s in whole]
-
-    def _batches(self) -> Iterator[Batch]:
-        loader = self.job.plain_loader
-        if hasattr(loader, "survey"):
-            yield from iterate_on_all_ranks(self.job.comm, loader.survey(self.images))
-            return
-        state = copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
-        if state is None and iter(loader) is loader:
-            raise InputError(
-                f"Recalibrate: a {type(loader).__name__} can be passed over only once: give a loader that starts anew "
-                "with each iter()"
-            )
-        seen = 0
-        try:
-            for x_NCHW, y_N in loader:
-                yield x_NCHW, y_N
-                seen += len(y_N) * self.job.comm.size
-                if self.images and seen >= self.images:
-                    break
-        finally:
-            if state is not None:
-                loader.load_state_dict(state)
+@contextmanager
+def _measured_statistics(job: Job, images: int) -> Iterator[None]:
+    """Replaces the running statistics by measured ones."""
+    every = norms(job.model)
+    live = [norm for norm in every if norm.training] or every  # a frozen norm keeps its statistics
+    buffers = [(norm.running_mean, norm.running_var) for norm in live]
+    own = [_Statistics(mean_C) for mean_C, _ in buffers if mean_C is not None]
+    model, comm = job.model.eval(), job.comm
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(model.eval)
+        for norm, statistics in zip(live, own, strict=True):
+            in_group = vars(norm)["steer"].images if "steer" in vars(norm) else 0
+            stack.enter_context(_steering(norm, Steer(norm, in_group, comm, statistics.take, alone=True)))
+            norm.train()
+        for x_NCHW, _ in _batches(job, images):
+            if len(x_NCHW):  # a rank may have no part of the last few images
+                model(x_NCHW)
+    mine = torch.cat([x for s in own for x in (s.n, s.mean_C, s.squares_C)])
+    gathered = mine.new_empty(comm.size * len(mine))
+    comm.all_gather(gathered, mine).wait()
+    whole = [_Statistics(s.mean_C) for s in own]
+    sizes = [n for s in own for n in (1, len(s.mean_C), len(s.mean_C))]
+    for rank in gathered.view(comm.size, -1):
+        parts = rank.split(sizes)
+        for i, statistics in enumerate(whole):
+            statistics.add(*parts[3 * i : 3 * i + 3])
+    running = [x for pair in buffers for x in pair if x is not None]
+    old = [x.clone() for x in running]
+    torch._foreach_copy_(running, [x for s in whole for x in (s.mean_C, s.squares_C / s.n.clamp(min=1))])
+    try:
+        yield
+    finally:
+        torch._foreach_copy_(running, old)
 
 
 @contextmanager
 def _steering(norm: Any, steer: Steer) -> Iterator[None]:
-    own = {name: vars(norm)[name] for name in ("steer", "forward") if name in vars(norm)}
-    for name, value in patches(norm, steer).items():
-        setattr(norm, name, value)
+    new = patches(norm, steer)
+    old = {name: vars(norm)[name] for name in new if name in vars(norm)}
+    vars(norm).update(new)
     try:
         yield
     finally:
-        for name in ("steer", "forward"):
+        for name in new:
             delattr(norm, name)
-            if name in own:
-                setattr(norm, name, own[name])
+        vars(norm).update(old)
+
+
+def _batches(job: Job, images: int) -> Iterator[Batch]:
+    loader = job.plain_loader
+    if hasattr(loader, "survey"):
+        yield from iterate_on_all_ranks(job.comm, loader.survey(images))
+        return
+    state = copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
+    if state is None and iter(loader) is loader:
+        raise InputError(
+            f"Recalibrate: a {type(loader).__name__} can be passed over only once: give a loader that starts anew "
+            "with each iter()"
+        )
+    seen = 0
+    try:
+        for x_NCHW, y_N in loader:
+            yield x_NCHW, y_N
+            seen += len(y_N) * job.comm.size
+            if images and seen >= images:
+                break
+    finally:
+        if state is not None:
+            loader.load_state_dict(state)

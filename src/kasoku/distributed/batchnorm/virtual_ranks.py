@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kasoku.core import InputError, Job, Stage, Technique
-from kasoku.distributed.batchnorm.grouped import Steer, Take, norms, patches
+from kasoku.distributed.batchnorm.grouped import Steer, norms, patches
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class VirtualRanks(Technique):
 
     def __post_init__(self) -> None:
         if self.norm_batch < 0:
-            raise InputError(f"norm_batch={self.norm_batch}: at least 1 image, or 0 for what a device takes at once")
+            raise InputError(f"norm_batch={self.norm_batch}: at least 1, or 0 for all images of a forward")
         if not 0 <= self.average < math.inf:
             raise InputError(f"average={self.average}: epochs above 0, or 0 for each module's own momentum")
 
@@ -65,7 +66,7 @@ class VirtualRanks(Technique):
             return
         running = _RunningStatistics(job, self.average, self.norm_batch)
         for i, norm in enumerate(running.norms):
-            steer = Steer(norm, self.norm_batch, job.comm, running.taker(i), trace=job.trace)
+            steer = Steer(norm, self.norm_batch, job.comm, partial(running.take, i), trace=job.trace)
             for name, value in patches(norm, steer).items():
                 job.patch(norm, name, value)
         job.undo(job.model.register_forward_hook(lambda *_: running.add()).remove)
@@ -76,30 +77,27 @@ class VirtualRanks(Technique):
         if not isinstance(batch, int) or not isinstance(parts, int) or not batch:
             return
         if parts != job.accumulate:
-            raise InputError(f"loader.parts={parts} beside Job(accumulate={job.accumulate}): the same number is wanted")
-        if not self.norm_batch:
+            raise InputError(f"loader.parts={parts} beside Job(accumulate={job.accumulate}): give both the same number")
+        if not (group := self.norm_batch):
             return
-        if batch % self.norm_batch:
+        if batch % group:
             raise InputError(
-                f"batch={batch}: not a multiple of norm_batch={self.norm_batch}, the images of one virtual rank; "
-                f"{batch - batch % self.norm_batch or self.norm_batch} would be"
+                f"batch={batch}: not a multiple of norm_batch={group}, the images of one virtual rank; "
+                f"{batch - batch % group or group} would be"
             )
         shares = getattr(job.plain_loader, "shares", ())
-        if any(n % (parts * self.norm_batch) for n in shares):
+        if any(n % (parts * group) for n in shares):
             raise InputError(
-                f"norm_batch={self.norm_batch}: ranks take {shares} images in {parts} parts: each must be a multiple"
+                f"norm_batch={group}: ranks take {shares} images in {parts} parts: each part must be a multiple of "
+                "norm_batch"
             )
         once = batch // (parts * job.comm.size)
-        if once > self.norm_batch and once % self.norm_batch:
-            raise InputError(
-                f"norm_batch={self.norm_batch}: a device takes {once} images at once, which must be a multiple of it: "
-                "change accumulate"
-            )
-        if once < self.norm_batch and (parts > 1 or job.comm.size == 1):
-            raise InputError(
-                f"norm_batch={self.norm_batch}: a device takes {once} images at once, and a group cannot span what it "
-                f"takes one after the other: accumulate at most {max(1, batch // (self.norm_batch * job.comm.size))}"
-            )
+        part = f"norm_batch={group}: with accumulate={parts} a part of the batch has {once} images on a device"
+        if once > group and once % group:
+            raise InputError(f"{part}, not a multiple of norm_batch: change accumulate")
+        if once < group and (parts > 1 or job.comm.size == 1):
+            most = max(1, batch // (group * job.comm.size))
+            raise InputError(f"{part}, and a group cannot span parts: accumulate at most {most}")
 
 
 class _RunningStatistics:
@@ -128,13 +126,11 @@ class _RunningStatistics:
         self.own: list[float | None] = []
         self.share = self.flat
 
-    def taker(self, i: int) -> Take:
-        def take(mean_C: Tensor, variance_C: Tensor, n: int) -> None:
-            self.noted.append((i, mean_C, variance_C))
-            self.groups[i] += 1
-            self.values[i] += n
-
-        return take
+    def take(self, i: int, mean_C: Tensor, variance_C: Tensor, n: int) -> None:
+        """Notes a group's statistics in norm i, with n values a channel."""
+        self.noted.append((i, mean_C, variance_C))
+        self.groups[i] += 1
+        self.values[i] += n
 
     @torch.no_grad()
     def add(self) -> None:
@@ -156,12 +152,20 @@ class _RunningStatistics:
     @torch.no_grad()
     def move(self) -> None:
         """Updates the running statistics by the sums since the last update; the host reads no value."""
-        self._refuse_early()
+        job, seen = self.job, max(self.groups)
+        batch = getattr(job.plain_loader, "batch", 0)
+        own = batch // job.comm.size if isinstance(batch, int) else 0
+        own = getattr(job.plain_loader, "own_batch", own)  # of unequal shares
+        if self.norm_batch and 0 < seen < own // self.norm_batch:  # would silently train on a smaller batch
+            raise InputError(
+                f"optimizer.step() after {seen} of {own // self.norm_batch} virtual ranks of this device: "
+                f"step once every {job.accumulate} batches (job.accumulate), each loss divided by that"
+            )
         counted = [self.norms[i].num_batches_tracked for i, n in enumerate(self.groups) if n]
         torch._foreach_add_([c for c in counted if c is not None], 1)
         counts = self.flat.new_tensor([self.groups, self.values])
-        works = [self.job.comm.all_reduce(x) for x in (self.flat, counts)]
-        with self.job.trace.span("wait", "statistics"):
+        works = [job.comm.all_reduce(x) for x in (self.flat, counts)]
+        with job.trace.span("wait", "statistics"):
             for work in works:
                 work.wait()
         groups, values = counts[:, self.owner]
@@ -173,18 +177,6 @@ class _RunningStatistics:
         torch._foreach_lerp_(self.variances, self._by_norm(variance), share)
         self.flat.zero_()
         self.groups, self.values = [0] * len(self.norms), [0] * len(self.norms)
-
-    def _refuse_early(self) -> None:
-        """Refuses a step after only some of the parts, which would silently train on a smaller batch."""
-        job, seen = self.job, max(self.groups)
-        batch = getattr(job.plain_loader, "batch", 0)
-        own = batch // job.comm.size if isinstance(batch, int) else 0
-        own = getattr(job.plain_loader, "own_batch", own)  # of unequal shares
-        if self.norm_batch and 0 < seen < own // self.norm_batch:
-            raise InputError(
-                f"optimizer.step() after {seen} of {own // self.norm_batch} virtual ranks of this device: "
-                f"step once every {job.accumulate} batches (job.accumulate), each loss divided by that"
-            )
 
     def _by_norm(self, flat: Tensor) -> list[Tensor]:
         return list(torch.split(flat, self.sizes))
