@@ -294,7 +294,7 @@ def test_a_rank_that_gets_no_share_ends_nothing(tmp_path):
 
         def late(wish: int = 0) -> int | None:
             if comm.rank == 1:
-                server = exchange.transport._handlers[0]
+                server = exchange.transport._servers[0]
                 comm.block("all shares are dealt", lambda: server.dealt is not None and len({*server.dealt}) == 1)
             return ask(wish)
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kasoku.core import Batch, InputError
-from kasoku.distributed.async_sgd.exchange import Exchange
+from kasoku.distributed.async_sgd.asynchronous import Exchange
 from kasoku.distributed.consensus import raise_if, run_on_all_ranks
 from kasoku.training.batches import BatchBarrier, batches, own_batches
 from kasoku.training.control import ControlChannel, Request

@@ -1,4 +1,11 @@
-"""Ranks that train one set of weights without waiting for each other.
+"""Ranks that train one set of weights without waiting for each other: the technique and its engine.
+
+Note: an exchange. Each rank steps its own copy with its own optimizer. It sends its updates to the owners of the
+shards, which add them to the shared weights and reply with these. With `hidden`, transfer, addition and reply overlap
+the next step (transport.py, Note: progress), and the reply is read at its end; otherwise the rank waits for it.
+
+Note: sync points. `drain()` is collective: it finishes all exchanges, gives all ranks equal weights and ends all
+threads. The next forward in training starts them again.
 
 Note: dead ranks. In a training loop of the user's own, the other ranks name a dead rank in a warning and go on. Each
 updates its own copy of the dead rank's pieces; at the next sync point these copies are averaged and all weights are
@@ -13,15 +20,29 @@ the joining rank. It gets rank 0's weights from `apply`, and may load rank 0's `
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import torch
+from torch import Tensor, nn
+
 from kasoku.core import InputError, Job, Stage, Technique
-from kasoku.distributed.async_sgd.exchange import Exchange
-from kasoku.distributed.async_sgd.exchange_settings import ExchangeSettings
+from kasoku.core.hardware import is_dense
+from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE
+from kasoku.distributed.async_sgd.peers import LostError
 from kasoku.distributed.async_sgd.quantization import CODECS
+from kasoku.distributed.async_sgd.shared_memory import Segments
+from kasoku.distributed.async_sgd.shared_weights import SharedWeights
+from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
+from kasoku.distributed.async_sgd.sync_phases import Momentum, SyncPhases
+from kasoku.distributed.async_sgd.transport import transport
+from kasoku.distributed.async_sgd.worker import WorkerGroup, most_local_steps
 from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.distributed.ddp.bucket_plan import Graded, Policy
+from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.distributed.ddp.overlap import Overlap
 
 
@@ -150,22 +171,7 @@ class Asynchronous(Technique):
             raise InputError(f"servers={self.servers} of {job.comm.size} ranks: at least one rank must train")
         else:
             start_equal(job)
-            Exchange(job, self._resolved()).install()
-
-    def _resolved(self) -> ExchangeSettings:
-        return ExchangeSettings(
-            code=CODECS[self.wire],
-            ahead=self.ahead,
-            momentum=self.remedies.momentum if self.remedies.momentum >= 0 else None,
-            max_staleness=self.max_staleness,
-            buckets=self.buckets,
-            servers=self.servers,
-            every=self.every,
-            hidden=self.hidden,
-            stream=self.stream,
-            warmup=self.warmup,
-            finish=self.finish,
-        )
+            Exchange(job, self)
 
 
 class SingleRank:
@@ -176,3 +182,205 @@ class SingleRank:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+class Exchange:
+    """The exchanges of one job.
+
+    Attributes: `staleness`: the number of all ranks' updates by staleness, up to the last sync point; `step`: steps
+        since then; `shares_dealt`: shares of the data that were dealt before it; `dead`: the reason of each rank's
+        death.
+    """
+
+    def __init__(self, job: Job, settings: Asynchronous) -> None:
+        self.job, self.settings = job, settings
+        self.comm = job.comm.channel(patient=True)
+        size, rank, servers, momentum = job.comm.size, job.comm.rank, settings.servers, settings.remedies.momentum
+        self.trains = rank >= servers
+        self._units = LayerIndex(job.model)
+        if not self._units.named:
+            raise InputError(f"Asynchronous: {type(job.model).__name__} has no parameter that requires a gradient")
+        for name, p in self._units.named:
+            if p.dtype != torch.float32 or not is_dense(p):
+                raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
+        self.segments = Segments(self.comm)
+        self.transport = transport(self.comm, self.segments)
+        self.dead: dict[int, str] = self.transport.dead
+        self.weights = self._divide(range(servers, size), range(servers or size))
+        self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
+        self._momentum = Momentum(job, momentum) if momentum >= 0 else None
+        self.staleness: Counter[int] = Counter()
+        self._turn = 0  # the group that is next with `stream`
+        self.step, self.shares_dealt = 0, 0
+        self._started = self._entered = False
+        job.before_step(self._before_step)
+        job.after_step(self._after_step)
+        job.on_drain(self.drain)
+        job.keep("asynchronous", self)
+        model = job.model  # deep copies keep the hook, which must act on the original alone
+        job.undo(model.register_forward_pre_hook(lambda m, _: self._before_forward() if m is model else None).remove)
+        if servers and hasattr(job.plain_loader, "configure"):
+            job.configure_loader(rank=max(0, rank - servers), size=size - servers)
+        if not self.trains:
+            job.around_loader(lambda _: ())
+
+    def _divide(self, workers: Sequence[int], owners: Sequence[int]) -> SharedWeights:
+        """Divides the weights, equal on all ranks, among the owners."""
+        settings, named, tensors, zeros = self.settings, self._units.named, self._units.tensors, self.segments.zeros
+        groups = [[named[i][1] for i in group] for group in settings.buckets.plan(tensors).buckets]
+        self.segments.open(2 * len(groups), 8 * self.trains * sum(t.elements for t in tensors))
+        codec, predicts = CODECS[settings.wire], settings.ahead > 0
+        blocking = not settings.hidden and not predicts
+        copies = [
+            WorkerGroup(params, owners, codec, blocking=blocking, predicts=predicts, zeros=zeros) for params in groups
+        ]
+        weights = SharedWeights(copies, workers, owners, self.comm.rank, settings.max_staleness)
+        self.transport.set_server(weights.server, workers, owners)
+        return weights
+
+    # ---- a step
+
+    def _before_forward(self) -> None:
+        if self._entered or not self.job.model.training:
+            return
+        if not self.trains:
+            raise InputError(f"rank {self.comm.rank} is a server (servers={self.settings.servers}): it makes no step")
+        self._entered = True
+        if self.sync_phases.due != self.sync_phases.active:
+            self.change_phase()
+        if not self.sync_phases.active:
+            self._start()
+            self._send_clock(self.step)
+
+    def change_phase(self) -> None:
+        """Switches between asynchronous and synchronous steps; collective: all ranks do so at the same epoch."""
+        if self.dead:
+            raise InputError(f"ranks {sorted(self.dead)} are dead: synchronous steps need all ranks (finish=0)")
+        self.drain()
+        self.sync_phases.switch()
+
+    def _before_step(self) -> None:
+        if not self.sync_phases.active:
+            self._remove_predictions()  # weight decay must act on the weights alone
+            if self._momentum is not None:
+                self._momentum.lower()
+
+    def _remove_predictions(self) -> None:
+        for group in self.weights.groups:
+            group.prediction.remove()
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """Starts the transport after a sync point."""
+        if self._started:
+            return
+        bits = torch.int32  # NaN is not equal to itself
+        pairs = ((group.current.load().view(bits), group.base.flat.view(bits)) for group in self.weights.groups)
+        if not self.step and not all(torch.equal(present, begun) for present, begun in pairs):
+            raise InputError(
+                "Asynchronous: the weights were changed since the last sync point: load them before apply, or by "
+                "job.load_state_dict"
+            )
+        self.transport.start()
+        self._started = True
+
+    def deal(self, first: int, end: int) -> None:
+        """Starts to deal these shares of the data until the next sync point; all ranks call it after the last one."""
+        self.weights.server.dealt = (first, end)
+
+    def share_of_data(self, stop: bool = False) -> int | None:
+        """The number of this rank's next share; None: the sync point is reached.
+
+        `stop` requests a sync point as soon as a whole batch is dealt.
+        """
+        self._start()
+        none, share = torch.zeros(0), -1
+        with suppress(LostError):
+            share = self.transport.ask(self.weights.owners[0], (SHARE, int(stop)), none, none).wait()[0]
+        return share if share >= 0 else None
+
+    def _send_clock(self, clock: int) -> None:
+        """Sends this worker's clock, and waits while it is too far ahead of the slowest worker."""
+        if self.settings.max_staleness is not None and self.trains:
+            none = torch.zeros(0)
+            with self.job.trace.span("wait", "the slowest rank"), suppress(LostError):
+                self.transport.ask(self.weights.owners[0], (CLOCK, clock), none, none).wait()
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        self.step += 1
+        self._entered = False
+        if self.sync_phases.active:
+            return
+        if self._momentum is not None:
+            self._momentum.restore()
+        settings, weights, groups, due = self.settings, self.weights, self.weights.groups, list[int]()
+        if not settings.every or self.step % settings.every == 0:
+            self._start()
+            candidates = [self._turn] if settings.stream else list(range(len(groups)))
+            most = most_local_steps(settings.max_staleness) * (len(groups) if settings.stream else 1)
+            due = [g for g in candidates if settings.every or groups[g].due(self.step, most)]
+        for g in due:
+            self._turn = (g + 1) % len(groups)
+            weights.receive(groups[g], settings.ahead, self.job.trace)
+            weights.send(g, self.step, self.transport, self._momentum)
+        for g in due if not settings.hidden else ():
+            weights.receive(groups[g], settings.ahead, self.job.trace)
+            groups[g].version_used.update(groups[g].version_read)
+        for group in groups:
+            group.prediction.add()
+
+    # ---- sync points and checkpoints
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """A sync point: finishes all exchanges; all ranks have equal weights then."""
+        model, weights = self.job.model, self.weights
+        if self.sync_phases.active:
+            _copy_buffers(model, mean_buffers(model, Table(self.comm), trains=True, workers=self.comm.size))
+            self._begin()
+            return
+        self._start()
+        self._remove_predictions()
+        for g, group in enumerate(weights.groups if self.trains else ()):
+            weights.receive(group, self.settings.ahead, self.job.trace)
+            if self.step > group.sent_at:
+                weights.send(g, self.step, self.transport, self._momentum)
+                weights.receive(group, self.settings.ahead, self.job.trace)
+        self._send_clock(RESTS)
+        self.transport.finish_requests()
+        (staleness, self.shares_dealt, buffers), living = self.transport.at_sync_point(
+            lambda table: weights.sums(table, model)
+        )
+        self.staleness += staleness
+        for group in weights.groups:
+            group.current.store()
+        _copy_buffers(model, buffers)
+        self.transport.stop()
+        if len(living) < len({*weights.owners, *weights.workers}):
+            workers = [rank for rank in weights.workers if rank in living]
+            owners = [rank for rank in weights.owners if rank in living]
+            self.weights = self._divide(workers, owners or workers)
+        self._begin()
+        self._started, self._entered, self.weights.server.dealt = False, False, None
+
+    def _begin(self) -> None:
+        self.weights.begin()
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"staleness": {str(steps): n for steps, n in sorted(self.staleness.items())}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Starts from the model's present weights; all ranks call it after a sync point."""
+        if self.step:
+            raise InputError(f"Asynchronous: {self.step} steps since the last sync point: call job.drain(), then load")
+        if not self.comm.thread_safe:  # processes answer requests only after `_start`
+            self.comm.gather_objects(None)
+        self.staleness = Counter({int(steps): n for steps, n in state["staleness"].items()})
+        self._begin()
+
+
+def _copy_buffers(model: nn.Module, values: Iterable[Tensor]) -> None:
+    for x, value in zip(model.buffers(), values, strict=True):
+        x.copy_(value)

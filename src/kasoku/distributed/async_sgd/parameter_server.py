@@ -27,26 +27,25 @@ class ParameterShard:
     Args:
         n: elements.
         workers: the ranks that send updates.
-        code: the codec of updates and replies.
+        codec: the codec of updates and replies.
         share: the factor of each fp32 update; workers scale updates of other codecs before rounding.
 
-    Attributes: `weights`: the authoritative values. `staleness`: the number of updates by staleness.
+    Attributes: `weights`: the authoritative values. `staleness`: the number of updates since `begin` by staleness.
     """
 
-    def __init__(self, n: int, workers: Sequence[int], code: Codec, *, share: float = 1.0) -> None:
+    def __init__(self, n: int, workers: Sequence[int], codec: Codec, *, share: float = 1.0) -> None:
         self.weights = torch.zeros(n)
-        self.staleness: Counter[int] = Counter()
-        self.code = code
+        self.codec = codec
         self._workers, self._share = workers, share
         self._lock = threading.Lock()
-        self._decoded = torch.zeros(0 if code.exact else n)  # an update, then the reply
+        self._decoded = torch.zeros(0 if codec.exact else n)  # an update, then the reply
 
     def begin(self, weights: Tensor) -> None:
         """Starts from weights that all workers have."""
         with self._lock:
             self.weights.copy_(weights)
-            self._updates, self._own = 0, Counter[int]()
-            self._copies = {rank: weights.clone() for rank in self._workers} if not self.code.exact else {}
+            self.staleness, self._updates, self._own = Counter[int](), 0, Counter[int]()
+            self._copies = {rank: weights.clone() for rank in self._workers} if not self.codec.exact else {}
 
     def take(self, rank: int, update: Tensor, version: int, out: Tensor) -> int:
         """Adds a worker's update, writes the reply into `out` and returns the version of the weights in it.
@@ -71,10 +70,10 @@ class ParameterShard:
                 for weights, part, reply in zip(*parts, strict=True):
                     reply.copy_(weights.add_(part.mul_(self._share)))
                 return new_version
-            self.code.unpack(update, self._decoded)
+            self.codec.unpack(update, self._decoded)
             self.weights.add_(self._decoded)
-            self.code.pack(torch.sub(self.weights, worker_copy.add_(self._decoded), out=self._decoded), out)
-            self.code.unpack(out, self._decoded)
+            self.codec.pack(torch.sub(self.weights, worker_copy.add_(self._decoded), out=self._decoded), out)
+            self.codec.unpack(out, self._decoded)
             worker_copy.add_(self._decoded)  # the rounding error goes out with the next reply
             return new_version
 
@@ -93,32 +92,17 @@ class ParameterServer:
         self._lock = threading.Lock()
         self._workers = workers
         self.dealt: tuple[int, int] | None = None  # the next share of the data, and the end; None: not set yet
-        self.reset()
-
-    def reset(self) -> None:
-        self.clocks = dict.fromkeys(self._workers, 0)
+        self.clocks = dict.fromkeys(workers, 0)
 
     def rank_died(self, rank: int) -> None:
         """Takes a dead worker out of the bound on clocks."""
         if rank in self.clocks:
             self.clocks[rank] = RESTS
 
-    def deal(self, first: int, end: int) -> None:
-        """Starts to hand out shares of the data, by number."""
-        self.dealt = (first, end)
-
-    def staleness(self) -> Counter[int]:
-        return sum((shard.staleness for shard in self.shards if shard), Counter[int]())
-
-    def forget_staleness(self) -> None:
-        for shard in self.shards:
-            if shard:
-                shard.staleness.clear()
-
     def size(self, head: Head) -> tuple[int, torch.dtype]:
         """Elements and type of an update, which are the reply's too; requests of other kinds have no body."""
         shard = self.shards[head[1]] if head[0] == UPDATE else None
-        return (shard.code.elements(len(shard.weights)), shard.code.dtype) if shard else (0, torch.float32)
+        return (shard.codec.elements(len(shard.weights)), shard.codec.dtype) if shard else (0, torch.float32)
 
     def ready(self, rank: int, head: Head) -> bool:
         """Holds a worker's clock request until the slowest worker is within the bound."""
@@ -131,16 +115,14 @@ class ParameterServer:
 
     def answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
         """The reply's header; reads `body` and fills `out`, which may share memory with `body`."""
-        if head[0] == SHARE:
-            return (self._next(head[1]),)
         shard = self.shards[head[1]] if head[0] == UPDATE else None
-        return (shard.take(rank, body, head[2], out),) if shard else (0,)
-
-    def _next(self, stop: int) -> int:
-        """The next share, or -1 at the sync point; `stop` ends the shares with the current batch."""
-        with self._lock:
+        if shard:
+            return (shard.take(rank, body, head[2], out),)
+        if head[0] == CLOCK:  # `ready` has noted it
+            return (0,)
+        with self._lock:  # the next share, or -1 at the sync point
             share, end = self.dealt or (0, 0)
-            if stop:
+            if head[1]:  # the shares end with the current batch
                 end = min(end, -(-share // len(self._workers)) * len(self._workers))
             self.dealt = (min(end, share + 1), end)
-            return share if share < end else -1
+            return (share if share < end else -1,)

@@ -7,7 +7,6 @@ each have their own. So the states are averaged over all ranks when a synchronou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,55 +19,44 @@ from kasoku.distributed.ddp.engine import Engine
 class SyncPhases:
     """The synchronous steps at the start and the end, by an Overlap without next-forward overlap.
 
-    No phase is active until `begin()`.
+    No phase is active until `switch()`.
 
     Args:
         warmup: epochs of the first synchronous phase.
         finish: the epoch in which the last one begins; 0: none.
     """
 
-    def __init__(self, job: Job, buckets: Policy, *, warmup: float, finish: float) -> None:
-        self._job, self._warmup, self._finish = job, warmup, finish
-        self._engine = Engine(job, buckets, next_forward=False) if warmup or finish else None
-        self.active = False
-        self.bounds = (warmup, finish)
-
-    def install(self) -> None:
-        engine = self._engine
-        if engine is not None:
-            self._job.gradient_ready(lambda p: engine.arrive(p) if self.active else None)
-            self._job.before_step(lambda: engine.step() if self.active else None)
+    def __init__(self, job: Job, buckets: Policy, warmup: float, finish: float) -> None:
+        self._job, self.bounds, self.active = job, (warmup, finish), False
+        if warmup or finish:
+            engine = Engine(job, buckets, next_forward=False)
+            job.gradient_ready(lambda p: engine.arrive(p) if self.active else None)
+            job.before_step(lambda: engine.step() if self.active else None)
 
     @property
     def due(self) -> bool:
         """Whether the next step is synchronous."""
-        epochs = self._job.progress + 1e-9
-        return epochs < self._warmup or 0 < self._finish <= epochs
+        (warmup, finish), epochs = self.bounds, self._job.progress + 1e-9
+        return epochs < warmup or 0 < finish <= epochs
 
-    def begin(self) -> None:
-        """Makes the next step synchronous; collective."""
-        self.active = True
-        if self._job.steps:
-            _average(self._job)
-
-    def end(self) -> None:
-        self.active = False
-
-
-def _average(job: Job) -> None:
-    """Averages the optimizers' states over all ranks, or clears them if ranks have different ones."""
-    states = [(i, job.state_of(p)) for i, p in enumerate(p for g in job.optimizer.param_groups for p in g["params"])]
-    tensors = [(i, k, x) for i, state in states for k, x in sorted(state.items()) if _is_float(x)]
-    if len({tuple(names) for names in job.comm.gather_objects([(i, k, tuple(x.shape)) for i, k, x in tensors])}) > 1:
-        job.optimizer.state.clear()
-        return
-    with torch.no_grad():
-        for _, _, x in tensors:
-            job.comm.all_reduce(x, op="mean").wait()
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+    def switch(self) -> None:
+        """Makes the next step synchronous, or asynchronous again; collective."""
+        job, self.active = self._job, not self.active
+        if not (self.active and job.steps):
+            return
+        tensors = [
+            (i, name, x)
+            for i, p in enumerate(p for group in job.optimizer.param_groups for p in group["params"])
+            for name, x in sorted(job.state_of(p).items())
+            if isinstance(x, Tensor) and x.is_floating_point()
+        ]
+        names = job.comm.gather_objects([(i, name, tuple(x.shape)) for i, name, x in tensors])
+        if any(other != names[0] for other in names):  # averages of different states have no meaning
+            job.optimizer.state.clear()
+            return
+        with torch.no_grad():
+            for _, _, x in tensors:
+                job.comm.all_reduce(x, op="mean").wait()
 
 
 class Momentum:

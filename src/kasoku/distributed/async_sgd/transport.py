@@ -31,15 +31,14 @@ HEADER = FIELDS + 2 * PLACE  # and the addresses of both bodies in shared memory
 BYE = 0  # the kind of message that ends the requests of a rank
 _OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of this process; other errors are the peer's
 T = TypeVar("T")
-Roles = tuple[Sequence[int], Sequence[int]]  # the workers, which send requests, and the owners, which answer them
 Block = Callable[[str, Callable[[], bool]], None]  # (the reason, until)
 
 
 class InProcess:
     """Ranks of one process that take turns: the callee's handler is called directly."""
 
-    def __init__(self, comm: Comm, server: ParameterServer) -> None:
-        self._comm, self._servers = comm, comm.gather_objects(server)
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
         self.dead: dict[int, str] = {}
         self._block: Block = comm.block
 
@@ -48,6 +47,9 @@ class InProcess:
 
     def check(self) -> None:
         pass  # a failure is raised where it happens
+
+    def set_server(self, server: ParameterServer, workers: Sequence[int], owners: Sequence[int]) -> None:
+        self._servers = self._comm.gather_objects(server)
 
     def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Pending:
         """Sends a request to rank `to` once it can be answered."""
@@ -72,23 +74,19 @@ class NetworkTransport:
 
     Args:
         comm: a channel of its own.
-        server: answers the requests of the other ranks.
-        roles: of all ranks.
         segments: this rank's shared memory.
     """
 
-    def __init__(self, comm: Comm, server: ParameterServer, roles: Roles, segments: Segments) -> None:
+    def __init__(self, comm: Comm, segments: Segments) -> None:
         self._comm, self._segments = comm, segments
         self._threads: list[tuple[int, threading.Thread]] = []
         self._errors: list[BaseException] = []
         self.peers = Peers(comm, self._rank_died)
         self.dead = self.peers.dead
         self.changed = threading.Condition()
-        self.replace_server(server, roles)
 
-    def replace_server(self, server: ParameterServer, roles: Roles) -> None:
-        """Replaces the server and the roles, from the next `start` on."""
-        workers, owners = roles
+    def set_server(self, server: ParameterServer, workers: Sequence[int], owners: Sequence[int]) -> None:
+        """Sets what answers the requests of the workers from the next `start` on, and the owners to send them to."""
         self._server, rank = server, self._comm.rank
         self._first_owner = next(iter(owners), rank)
         one, both = [self._comm], [self._comm, self.peers.small]
@@ -255,6 +253,6 @@ class _Buffer:
         return self._bytes[:size].view(dtype)
 
 
-def transport(comm: Comm, server: ParameterServer, roles: Roles, segments: Segments) -> Any:
+def transport(comm: Comm, segments: Segments) -> Any:
     """InProcess where ranks take turns in one process, else NetworkTransport; collective."""
-    return NetworkTransport(comm, server, roles, segments) if comm.thread_safe else InProcess(comm, server)
+    return NetworkTransport(comm, segments) if comm.thread_safe else InProcess(comm)

@@ -89,21 +89,6 @@ class Prediction:
             self._applied = times
 
 
-def _pieces(n: int, owners: Sequence[int]) -> dict[int, slice]:
-    """The slice of n elements for each owner; an owner without elements has none."""
-    cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
-    return {owner: slice(*cut) for owner, *cut in zip(owners, cuts, cuts[1:], strict=False) if cut[0] < cut[1]}
-
-
-def _encoded(pieces: Mapping[int, slice], code: Codec) -> tuple[dict[int, slice], int]:
-    """The slices of the encoded pieces, and their length in all."""
-    slots, end = {}, 0
-    for owner, piece in pieces.items():
-        start, end = end, end + code.elements(piece.stop - piece.start)
-        slots[owner] = slice(start, end)
-    return slots, end
-
-
 class WorkerGroup:
     """A worker's copy of a group of parameters.
 
@@ -124,7 +109,7 @@ class WorkerGroup:
         self,
         params: Sequence[Tensor],
         owners: Sequence[int],
-        code: Codec,
+        codec: Codec,
         *,
         blocking: bool,
         predicts: bool = False,
@@ -136,25 +121,27 @@ class WorkerGroup:
         predicts: the parameters hold a prediction between exchanges, so `blocking` is False.
         zeros: allocates the buffers of requests and replies.
         """
-        self.params, self._blocking, self._code = params, blocking, code
-        in_place = blocking and code.exact
+        self.params, self._blocking, self.codec = params, blocking, codec
+        in_place = blocking and codec.exact
         self.current, self.base = FlatViews(params), FlatViews(params, zeros if in_place else torch.zeros)
         self.prediction = Prediction(params, active=predicts)
         n = len(self.base.flat)
-        self.residual = torch.zeros(0 if code.exact else n)
-        self.pieces = _pieces(n, owners)
+        self.residual = torch.zeros(0 if codec.exact else n)
+        cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
+        pieces = zip(owners, cuts, cuts[1:], strict=False)
+        self.pieces = {owner: slice(start, stop) for owner, start, stop in pieces if start < stop}
         self._request, self._reply = (
-            self.base if in_place else FlatViews(params if code.exact else (), zeros) for _ in range(2)
+            self.base if in_place else FlatViews(params if codec.exact else (), zeros) for _ in range(2)
         )
         self.request, self.reply, self.slots = self._request.flat, self._reply.flat, self.pieces
-        if not code.exact:
-            self.slots, size = _encoded(self.pieces, code)
-            self.request, self.reply = (zeros(size, dtype=code.dtype) for _ in range(2))
-        self.version_used = dict.fromkeys(self.pieces, 0)
-        self.version_read = dict(self.version_used)
+        if not codec.exact:
+            self.slots, end = {}, 0
+            for owner, piece in self.pieces.items():
+                start, end = end, end + codec.elements(piece.stop - piece.start)
+                self.slots[owner] = slice(start, end)
+            self.request, self.reply = (zeros(end, dtype=codec.dtype) for _ in range(2))
         self.pending: dict[int, Pending] = {}
         self.orphans: list[slice] = []
-        self.sent_at = 0
 
     def begin(self) -> None:
         """Takes the parameters as the last known weights."""
@@ -248,8 +235,8 @@ class WorkerGroup:
         if len(self.residual):
             self.residual.copy_(update.add_(self.residual))
             for owner, piece in self.pieces.items():
-                self._code.pack(update[piece], self.request[self.slots[owner]])
-                self._code.unpack(self.request[self.slots[owner]], update[piece])
+                self.codec.pack(update[piece], self.request[self.slots[owner]])
+                self.codec.unpack(self.request[self.slots[owner]], update[piece])
             self.residual.sub_(update)
         self.base.flat.add_(update)
         if not self._blocking:
@@ -292,7 +279,7 @@ class WorkerGroup:
         for piece in self.orphans:
             movement[piece] = 0.0
         for owner, piece in self.pieces.items():
-            self._code.unpack(self.reply[self.slots[owner]], movement[piece])
+            self.codec.unpack(self.reply[self.slots[owner]], movement[piece])
         self.base.flat.add_(movement)
         if self._blocking:
             self.base.store()
