@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from kasoku.core import InputError, Job
 from kasoku.memory import SavedMemory
-from kasoku.memory.fx_trace import graph_of
+from kasoku.memory.graph import graph_of
 from kasoku.optim import sgd
 from memory.nets import assert_equal, images, one_step, plain_chain
 

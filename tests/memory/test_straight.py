@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 from contracts import through_a_file
 from kasoku.core import InputError, Job
 from kasoku.memory import SavedMemory
-from kasoku.memory.linear_in_backward import LinearInBackward
+from kasoku.memory.step_in_backward import LinearInBackward
 from kasoku.optim import EMA, sgd
 from memory.nets import images
 

@@ -1,20 +1,47 @@
-"""The layers of a network as a graph of a few kinds of operation, each with a known derivative.
+"""The layers of a network as a graph of a few kinds of operation, each with a known derivative; torch.fx traces it.
 
 A `LayerGraph` has one input (value 0) and one output, the last value; node i computes value i + 1.
+
+Note: a trace records one run. A forward that draws random numbers, or writes to its module, may take another path next
+time, so it is refused. A forward may also read attributes that the caller sets later (a depth, a flag): when attributes
+have changed, it is traced again, and refused unless the graph is the same. Globals and closures are not watched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import operator
+import pickle
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from kasoku.core import InputError
 
 WINDOW_POSITIONS = 256  # of a max-pool's window: a position must fit in a byte
 # Layers without weights and without randomness, differentiated by torch from their input alone.
 OTHER = (nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Hardswish, nn.Tanh, nn.Sigmoid, nn.AvgPool2d)
+_FUNCTIONS: dict[Any, str] = {
+    operator.add: "add",
+    operator.iadd: "add",
+    torch.add: "add",
+    torch.relu: "relu",
+    nn.functional.relu: "relu",
+    "relu": "relu",
+    "relu_": "relu",
+    "add": "add",
+    "add_": "add",
+}
+_IN_PLACE = ("relu_", "add_", operator.iadd)
+_MODULE = frozenset(vars(nn.Module())) - {"_modules"}  # attributes that every module has
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_DEPTH = 3  # of nested lists whose items are compared
 
 
 def pair(n: Any) -> tuple[int, int]:
@@ -41,10 +68,6 @@ class GraphNode:
         return tuple(self.layer.parameters(recurse=False)) if self.layer is not None else ()
 
     @property
-    def learns(self) -> bool:
-        return any(p.requires_grad for p in self.params)
-
-    @property
     def uses_batch_statistics(self) -> bool:
         """Whether it is a BatchNorm that takes the statistics of its batch."""
         return self.op == "norm" and (self.layer.training or self.layer.running_mean is None)
@@ -57,8 +80,12 @@ class ValueShape(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -78,15 +105,13 @@ class LayerGraph:
         shifted = (replace(node, inputs=tuple(v + n for v in node.inputs)) for node in following.nodes)
         return LayerGraph((*self.nodes, *shifted))
 
-    def readers(self, value: int) -> list[int]:
-        return [i for i, node in enumerate(self.nodes) if value in node.inputs]
-
     def pooled_first(self) -> LayerGraph:
         """The same function with each max-pool before its ReLU: they commute bit for bit, and ReLU has less to do."""
         nodes = list(self.nodes)
         for i in range(len(nodes) - 1):
             relu, pool = nodes[i], nodes[i + 1]
-            if (relu.op, pool.op) == ("relu", "pool") and pool.inputs == (i + 1,) and self.readers(i + 1) == [i + 1]:
+            readers = [node for node in self.nodes if i + 1 in node.inputs]
+            if (relu.op, pool.op) == ("relu", "pool") and readers == [pool]:
                 nodes[i], nodes[i + 1] = replace(pool, inputs=relu.inputs), replace(relu, inputs=(i + 1,))
         return LayerGraph(tuple(nodes))
 
@@ -94,24 +119,19 @@ class LayerGraph:
         """The shapes of all values, the input first; `half`: the type in which autocast computes convolutions."""
         shapes = [x]
         for node in self.nodes:
-            source = shapes[node.inputs[0]]
-            dtype = half if half is not None and node.op == "conv" else source.dtype
-            if node.op == "add":
-                dtype = torch.promote_types(source.dtype, shapes[node.inputs[1]].dtype)
-            shapes.append(ValueShape(_output_shape(node, source), dtype))
+            layer, (shape, dtype) = node.layer, shapes[node.inputs[0]]
+            if node.op == "conv":
+                dtype = dtype if half is None else half
+                meta = torch.empty(shape, device="meta", dtype=layer.weight.dtype)
+                weight = torch.empty_like(layer.weight, device="meta")
+                settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
+                shape = tuple(nn.functional.conv2d(meta, weight, None, *settings).shape)
+            elif node.op in ("pool", "other"):
+                shape = tuple(type(layer).forward(layer, torch.empty(shape, device="meta")).shape)
+            elif node.op == "add":
+                dtype = torch.promote_types(dtype, shapes[node.inputs[1]].dtype)
+            shapes.append(ValueShape(shape, dtype))
         return shapes
-
-
-def _output_shape(node: GraphNode, x: ValueShape) -> tuple[int, ...]:
-    layer = node.layer
-    if node.op == "conv":
-        meta = torch.empty(x.shape, device="meta", dtype=layer.weight.dtype)
-        weight = torch.empty_like(layer.weight, device="meta")
-        settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
-        return tuple(nn.functional.conv2d(meta, weight, None, *settings).shape)
-    if node.op in ("pool", "other"):
-        return tuple(type(layer).forward(layer, torch.empty(x.shape, device="meta")).shape)
-    return x.shape
 
 
 def op_of(layer: nn.Module) -> str:
@@ -119,19 +139,147 @@ def op_of(layer: nn.Module) -> str:
     kind = type(layer)
     if kind is nn.Conv2d:
         return "conv" if layer.padding_mode == "zeros" and not isinstance(layer.padding, str) else ""
-    if kind is nn.BatchNorm2d:
-        return "norm"
-    if kind is nn.ReLU:
-        return "relu"
     if kind is nn.MaxPool2d:
         rows, columns = pair(layer.kernel_size)
         simple = layer.dilation in (1, (1, 1)) and not layer.return_indices
         return "pool" if simple and rows * columns <= WINDOW_POSITIONS else ""
-    if kind is nn.Identity:
-        return "identity"
-    return "other" if kind in OTHER else ""
+    others = dict.fromkeys(OTHER, "other")
+    return {nn.BatchNorm2d: "norm", nn.ReLU: "relu", nn.Identity: "identity", **others}.get(kind, "")
 
 
 def weights_of(nodes: Sequence[GraphNode]) -> list[Tensor]:
     """The weights of nodes, each once."""
     return list(dict.fromkeys(p for node in nodes for p in node.params))
+
+
+# ---- traces
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # so that no buffer is written while we trace
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return bool(op_of(m)) or super().is_leaf_module(m, module_qualified_name)
+
+
+def graph_of(module: nn.Module) -> LayerGraph | None:
+    """The graph of a layer, or of a block of layers and sums; None if it contains anything else.
+
+    Raises:
+        InputError: if the forward draws random numbers or writes to its module.
+    """
+    op = op_of(module)
+    if op:
+        return LayerGraph(() if op == "identity" else (GraphNode(op, (0,), module),))
+    if not list(module.children()) or isinstance(module, nn.Sequential | nn.ModuleList):
+        return None
+    training, evaluating = (_traced(module, training=training) for training in (True, False))
+    return training if training == evaluating else None
+
+
+def with_own_forward(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules in it, itself included, that do not have a forward of torch."""
+    return tuple(m for m in module.modules() if not type(m).__module__.startswith("torch."))
+
+
+def attributes_of(modules: Iterable[nn.Module]) -> dict[tuple[int, str], Any]:
+    """What the forwards of modules can read: their attributes and submodules, with the items of lists."""
+    return {(i, k): _items(v) for i, m in enumerate(modules) for k, v in vars(m).items() if k not in _MODULE}
+
+
+def _items(value: Any, depth: int = _DEPTH) -> Any:
+    """A list, tuple, set or dict as a tuple of its items; anything else as it is."""
+    if not depth or not isinstance(value, list | tuple | set | frozenset | dict):
+        return value
+    return tuple(_items(item, depth - 1) for item in (value.items() if isinstance(value, dict) else value))
+
+
+def changed_attribute(before: dict[tuple[int, str], Any], now: dict[tuple[int, str], Any]) -> str:
+    """The name of the first attribute that differs; empty if none does."""
+    for key in {**before, **now}:
+        a, b = before.get(key, ...), now.get(key, ...)
+        try:
+            same = a is b or bool(a == b)
+        except (RuntimeError, ValueError):  # tensors and arrays
+            same = False
+        if not same:
+            return key[1]
+    return ""
+
+
+def _traced(module: nn.Module, *, training: bool) -> LayerGraph | None:
+    """The graph in one mode. The trace runs on a copy of the module that shares its tensors."""
+    random_states = _random_states()
+    before = pickle.dumps(random_states)
+    try:
+        twin = copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
+        for m in twin.modules():
+            m.training = training
+        modules = with_own_forward(twin)
+        attributes = attributes_of(modules)
+        graph = _from_fx(module, list(_Tracer().trace(twin).nodes))
+    except Exception:  # a user's forward may do anything with what is not a tensor
+        return None
+    finally:
+        after = pickle.dumps(_random_states())
+        on_cpu, on_cuda, of_python, of_numpy = random_states
+        torch.set_rng_state(torch.from_numpy(on_cpu))
+        if on_cuda is not None:
+            torch.cuda.set_rng_state(torch.from_numpy(on_cuda))
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+    if graph is None:
+        return None
+    written = changed_attribute(attributes, attributes_of(modules))
+    own = [k for (_, k), v in attributes.items() if any(isinstance(item, _GENERATORS) for item in tree_leaves(v))]
+    reason = "draws random numbers" if before != after else f"writes self.{written}" if written else ""
+    reason = reason or (f"can draw random numbers of self.{own[0]}" if own else "")
+    if reason:
+        raise decides(f"{type(module).__name__} {reason}")
+    return graph
+
+
+def decides(what: str) -> InputError:
+    """The error for a forward that may take another path next time."""
+    return InputError(
+        f"SavedMemory: the forward of {what}, so it may compute something else at the next step (stochastic depth), "
+        "and a plan cannot hold: leave SavedMemory out, or make this forward a fixed sequence of layers"
+    )
+
+
+def _random_states() -> tuple[Any, ...]:
+    """The random states of torch (CPU and the current GPU), of Python and of numpy."""
+    cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return torch.get_rng_state().numpy(), cuda, random.getstate(), np.random.get_state()
+
+
+def _from_fx(module: nn.Module, steps: Sequence[fx.Node]) -> LayerGraph | None:
+    """The graph of a trace; None if it has other steps than known layers and functions of the values before them."""
+    value_of: dict[fx.Node, int] = {}
+    nodes: list[GraphNode] = []
+    for step in steps:
+        if step.op == "placeholder":
+            if value_of:
+                return None
+            value_of[step] = 0
+            continue
+        if step.op == "output":
+            result = step.args[0]
+            whole = isinstance(result, fx.Node) and value_of[result] == len(nodes) and bool(nodes)
+            return LayerGraph(tuple(nodes)) if whole else None
+        layer = module.get_submodule(str(step.target)) if step.op == "call_module" else None
+        op = op_of(layer) if layer is not None else _FUNCTIONS.get(step.target, "")
+        if not op or not all(isinstance(a, fx.Node) for a in step.args) or not set(step.kwargs) <= {"inplace"}:
+            return None
+        inputs = tuple(value_of[a] for a in step.args if isinstance(a, fx.Node))
+        again = layer is not None and any(node.layer is layer for node in nodes) and tuple(layer.parameters())
+        if len(inputs) != (2 if op == "add" else 1) or again:
+            return None
+        if op == "identity":
+            value_of[step] = inputs[0]
+            continue
+        nodes.append(GraphNode(op, inputs, layer))
+        value_of[step] = len(nodes)
+        if step.target in _IN_PLACE or step.kwargs.get("inplace") or getattr(layer, "inplace", False):
+            value_of.update({node: len(nodes) for node, value in value_of.items() if value == inputs[0]})
+    return None

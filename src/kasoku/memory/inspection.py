@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, NamedTuple, Self
 
@@ -26,8 +26,15 @@ from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
 from kasoku.core.torch_internals import module_hooks
-from kasoku.memory.fx_trace import attributes_of, changed, decides, graph_of, with_own_forward
-from kasoku.memory.graph import LayerGraph, ValueShape
+from kasoku.memory.graph import (
+    LayerGraph,
+    ValueShape,
+    attributes_of,
+    changed_attribute,
+    decides,
+    graph_of,
+    with_own_forward,
+)
 from kasoku.memory.segment import Segment
 
 
@@ -72,11 +79,9 @@ class LayerProxy(BoundToModel):
     def check_forward(self) -> None:
         """Raises InputError if its forward no longer computes the traced graph, since an attribute has changed."""
         attributes = attributes_of(self.own_forwards)
-        names = changed(self.attributes, attributes)
-        if not names:
-            return
-        if graph_of(self.module) != self.graph:
-            raise decides(f"{type(self.module).__name__} ({self.name}) depends on self.{names[0]}, which has changed")
+        name = changed_attribute(self.attributes, attributes)
+        if name and graph_of(self.module) != self.graph:
+            raise decides(f"{type(self.module).__name__} ({self.name}) depends on self.{name}, which has changed")
         self.attributes = attributes
 
     @property
@@ -84,32 +89,17 @@ class LayerProxy(BoundToModel):
         """Whether a hook may read or change the inputs or outputs of its layers."""
         return not all(getattr(hook, "ignores_values", False) for m in self.submodules for hook in module_hooks(m))
 
-    def run_segment(self, segment: Segment, x: Tensor) -> Tensor:
-        """Runs all layers of the segment; the following layers then pass its output on."""
-        out = segment(x)
-        if self.checking and self.length > 1:
-            self.real_output, out = out, torch.full_like(out, float("nan"))
-        self.calls, self.output_ref = 1, weakref.ref(out)
-        return out
+    @property
+    def convolves(self) -> bool:
+        return any(node.op == "conv" for node in self.graph.nodes)
 
-    def pass_on(self, leader: LayerProxy, x: Tensor | None) -> Tensor:
-        """The output of a layer whose segment has run, which is its input. Raises InputError for another input."""
-        expected = leader.output_ref() if leader.output_ref is not None else None
-        if x is None or expected is not x or leader.calls != self.position:
-            raise order_changed(leader)
-        leader.calls += 1
-        if leader.calls == leader.length and leader.real_output is not None:
-            x, leader.real_output = leader.real_output, None
-        return x
-
-
-def order_changed(leader: LayerProxy) -> InputError:
-    """The error if the layers of a segment that has run were not called one after another."""
-    name = leader.segment.name if leader.segment is not None else leader.name
-    return InputError(
-        f"SavedMemory: {name} follow one another in one forward and not in the next: a network whose forward decides "
-        "(stochastic depth) cannot be planned: leave it out"
-    )
+    def order_changed(self) -> InputError:
+        """The error if the layers of its segment, which has run, were not called one after another."""
+        return InputError(
+            f"SavedMemory: {self.segment.name if self.segment is not None else self.name} follow one another in one "
+            "forward and not in the next: a network whose forward decides (stochastic depth) cannot be planned: leave "
+            "it out"
+        )
 
 
 class Call(NamedTuple):
@@ -121,8 +111,7 @@ class Call(NamedTuple):
     half: torch.dtype | None
 
 
-@dataclass
-class CallLog:
+class CallLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The calls of one forward, and the bytes that autograd keeps for backward.
 
     Attributes:
@@ -131,40 +120,51 @@ class CallLog:
         copy_bytes: bytes kept of tensors computed from weights alone, such as autocast's copies: they do not grow with
             the batch.
         running: the layer whose forward runs.
+        weights: the memory of weights, buffers and tensors computed from these alone.
         counted: the memory that is counted already, or need not be.
         keepers: the layers that keep each memory.
-        outputs: the memory of the model's outputs.
-        weights: the memory of weights, buffers and tensors computed from these alone.
         alive: tensors whose addresses must not be used again.
+        outputs: the tensors that the model returned.
     """
 
-    calls: list[Call] = field(default_factory=list)
-    kept_bytes: dict[LayerProxy | None, int] = field(default_factory=dict)
-    copy_bytes: dict[LayerProxy | None, int] = field(default_factory=dict)
-    running: LayerProxy | None = None
-    counted: set[int] = field(default_factory=set)
-    keepers: dict[int, set[LayerProxy | None]] = field(default_factory=dict)
-    outputs: set[int] = field(default_factory=set)
-    weights: set[int] = field(default_factory=set)
-    alive: list[Tensor] = field(default_factory=list)
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.kept_bytes: Counter[LayerProxy | None] = Counter()
+        self.copy_bytes: Counter[LayerProxy | None] = Counter()
+        self.running: LayerProxy | None = None
+        self.weights = {memory_of(p) for p in [*model.parameters(), *model.buffers()]}
+        self.counted = {*self.weights, memory_of(x)}
+        self.keepers: defaultdict[int, set[LayerProxy | None]] = defaultdict(set)
+        self.alive: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes the tensors computed from weights and buffers alone, unless they are larger (repeated for images)."""
+        result = func(*args, **(kwargs or {}))
+        inputs = tensors_in((args, kwargs))
+        if inputs and all(memory_of(t) in self.weights for t in inputs):
+            most = max(t.untyped_storage().nbytes() // t.itemsize for t in inputs)  # a view may repeat them
+            for t in tensors_in(result):
+                if t.numel() <= most:
+                    self.weights.add(memory_of(t))
+                    self.alive.append(t)
+        return result
 
     def keep(self, x: Tensor) -> Tensor:
         """Counts a tensor that autograd keeps."""
         key = memory_of(x)
-        self.keepers.setdefault(key, set()).add(self.running)
+        self.keepers[key].add(self.running)
         if key not in self.counted:
             self.counted.add(key)
             self.alive.append(x.detach())
-            counts = self.copy_bytes if key in self.weights else self.kept_bytes
-            counts[self.running] = counts.get(self.running, 0) + x.nbytes
+            (self.copy_bytes if key in self.weights else self.kept_bytes)[self.running] += x.nbytes
         return torch.empty(0)  # no backward runs here
 
     def is_kept_outside(self, x: Tensor, planned: Set[LayerProxy]) -> bool:
         """Whether x is kept by other layers than the planned ones, or is an output of the model."""
-        return memory_of(x) in self.outputs or not self.keepers.get(memory_of(x), set()) <= planned
-
-    def output_of(self, proxy: LayerProxy) -> Tensor:
-        return next(call.out for call in self.calls if call.proxy is proxy)
+        key = memory_of(x)
+        return any(memory_of(out) == key for out in self.outputs) or not self.keepers[key] <= planned
 
     def clear(self) -> None:
         """Frees the tensors: autograd's graph holds `keep`, so a log that holds outputs would never be freed."""
@@ -172,75 +172,69 @@ class CallLog:
         self.alive.clear()
 
 
-class _WeightCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the tensors computed from weights and buffers alone, unless they are larger (repeated for each image)."""
-
-    def __init__(self, log: CallLog) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.log = log
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if inputs and all(memory_of(t) in self.log.weights for t in inputs):
-            most = max(t.untyped_storage().nbytes() // t.itemsize for t in inputs)  # a view may repeat them
-            for t in tree_leaves(result):
-                if isinstance(t, Tensor) and t.numel() <= most:
-                    self.log.weights.add(memory_of(t))
-                    self.log.alive.append(t.detach())
-        return result
-
-
 def memory_of(x: Tensor) -> int:
     """The address of its storage, which its views share."""
     return x.untyped_storage().data_ptr()
 
 
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts, detached."""
+    return [t.detach() for t in tree_leaves(values) if isinstance(t, Tensor)]
+
+
 def install(job: Job) -> list[LayerProxy]:
     """Replaces the forward of every layer and block that can be planned, until the job is closed."""
     proxies = []
-    for name, module, graph in _plannable("", job.model):
-        proxy = LayerProxy(name, job.model, module, graph)
-        job.patch(module, "saved_memory", proxy)
+    candidates = [("", job.model)]
+    while candidates:
+        name, module = candidates.pop()
+        altered = any("forward" in vars(m) or module_hooks(m) for m in module.modules())
+        graph = None if altered else graph_of(module)
+        if graph is None or not graph.nodes:
+            children = [(f"{name}.{child}".lstrip("."), m) for child, m in module.named_children()]
+            candidates += reversed(children)
+            continue
+        proxies.append(LayerProxy(name, job.model, module, graph))
+        job.patch(module, "saved_memory", proxies[-1])
         job.patch(module, "forward", MethodType(_forward, module))
-        proxies.append(proxy)
     return proxies
 
 
-def _plannable(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, LayerGraph]]:
-    altered = any("forward" in vars(m) or module_hooks(m) for m in module.modules())
-    graph = None if altered else graph_of(module)
-    if graph is not None and graph.nodes:
-        yield name, module, graph
-        return
-    for child_name, child in module.named_children():
-        yield from _plannable(f"{name}.{child_name}".lstrip("."), child)
-
-
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs the segment that begins with this layer, passes on the output of one that has run, or runs the layer."""
     proxy: LayerProxy = module.saved_memory
     plain = functools.partial(type(module).forward, module, *args, **kwargs)
     if proxy.module is not module:
         return plain()  # of a deep copy
+    x = args[0] if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else None
     if proxy.log is not None:
-        return _log_call(proxy, proxy.log, args, plain)
-    x = args[0] if len(args) == 1 and not kwargs else None
-    if proxy.leader is not None and proxy.leader.calls:
-        return proxy.pass_on(proxy.leader, x)
-    active = (proxy.model.training or proxy.checking) and torch.is_grad_enabled()
-    if proxy.segment is None or not active or not isinstance(x, Tensor):
+        proxy.log.running = proxy
+        result = plain()
+        proxy.log.running = None
+        if x is not None and isinstance(result, Tensor):
+            proxy.log.calls.append(Call(proxy, x, result, autocast_type(x)))
+        return result
+    leader = proxy.leader
+    if leader is not None and leader.calls:
+        expected = leader.output_ref() if leader.output_ref is not None else None
+        if x is None or expected is not x or leader.calls != proxy.position:
+            raise leader.order_changed()
+        leader.calls += 1
+        if leader.calls == leader.length and leader.real_output is not None:
+            x, leader.real_output = leader.real_output, None
+        return x
+    if (
+        proxy.segment is None
+        or x is None
+        or not (proxy.model.training or proxy.checking)
+        or not torch.is_grad_enabled()
+    ):
         proxy.calls = 0
         return plain()
-    return proxy.run_segment(proxy.segment, x)
-
-
-def _log_call(proxy: LayerProxy, log: CallLog, args: tuple[Any, ...], plain: Any) -> Any:
-    log.running = proxy
-    out = plain()
-    log.running = None
-    x = args[0] if len(args) == 1 and isinstance(args[0], Tensor) else None
-    if x is not None and isinstance(out, Tensor):
-        log.calls.append(Call(proxy, x, out, autocast_type(x)))
+    out = proxy.segment(x)
+    if proxy.checking and proxy.length > 1:
+        proxy.real_output, out = out, torch.full_like(out, float("nan"))
+    proxy.calls, proxy.output_ref = 1, weakref.ref(out)
     return out
 
 
@@ -265,60 +259,54 @@ def without_side_effects(model: nn.Module, x: Tensor) -> Iterator[None]:
             module.training = training
 
 
-def record_forward(model: nn.Module, proxies: Sequence[LayerProxy], x: Tensor) -> tuple[CallLog, Any]:
-    """Runs the model on x: the calls and the kept bytes, and the outputs."""
-    log = CallLog()
-    log.weights = {memory_of(p) for p in [*model.parameters(), *model.buffers()]}
-    log.counted = {*log.weights, memory_of(x)}
+def record_forward(model: nn.Module, proxies: Sequence[LayerProxy], x: Tensor) -> CallLog:
+    """Runs the model on x. Raises InputError if it returns no tensor."""
+    log = CallLog(model, x)
     for proxy in proxies:
         proxy.log = log
     try:
         hooks = torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept)
-        with without_side_effects(model, x), hooks, _WeightCopies(log):
+        with without_side_effects(model, x), hooks, log:
             outputs = model.forward(x)
-        log.outputs = {memory_of(t) for t in tree_leaves(outputs) if isinstance(t, Tensor)}
     finally:
         for proxy in proxies:
             proxy.log = None
-    return log, outputs
+    log.outputs = tensors_in(outputs)
+    if not log.outputs:
+        log.clear()
+        raise InputError(
+            f"SavedMemory: {type(model).__name__} returns {type(outputs).__name__}, without a known tensor: "
+            "let it return tensors, or a tuple, list or dict of them"
+        )
+    return log
 
 
-def chains_of(log: CallLog) -> list[tuple[list[LayerProxy], Call]]:
-    """Runs of layers, each called once and on the output of the layer before it, with the call of the first one."""
-    count: dict[LayerProxy, int] = {}
-    for call in log.calls:
-        count[call.proxy] = count.get(call.proxy, 0) + 1
-    chains: list[tuple[list[LayerProxy], Call]] = []
+def chains_of(log: CallLog) -> list[list[Call]]:
+    """The calls of runs of layers with a convolution, each called once and on the output of the layer before it."""
+    count = Counter(call.proxy for call in log.calls)
+    chains: list[list[Call]] = []
     last: Call | None = None
     for call in log.calls:
-        if count[call.proxy] > 1 or call.proxy.hooked or not _matches_graph(call):
+        graph, source = call.proxy.graph, ValueShape(tuple(call.x.shape), call.x.dtype)
+        shapes = graph.shapes(source, call.half)
+        adds = [node.inputs for node in graph.nodes if node.op == "add"]
+        broadcasts = any(shapes[a].shape != shapes[b].shape for a, b in adds)
+        foreseen = shapes[-1] == ValueShape(tuple(call.out.shape), call.out.dtype)
+        if count[call.proxy] > 1 or call.proxy.hooked or broadcasts or not foreseen:
             last = None
             continue
         if last is None or last.out is not call.x or last.half is not call.half:
-            chains.append(([], call))
-        chains[-1][0].append(call.proxy)
+            chains.append([])
+        chains[-1].append(call)
         last = call
-    return [(chain, call) for chain, call in chains if any(_has_convolution(proxy) for proxy in chain)]
-
-
-def _matches_graph(call: Call) -> bool:
-    """Whether the output has the shape that the graph predicts; False where a sum broadcasts."""
-    graph = call.proxy.graph
-    shapes = graph.shapes(ValueShape(tuple(call.x.shape), call.x.dtype), call.half)
-    adds = (node.inputs for node in graph.nodes if node.op == "add")
-    same = all(shapes[a].shape == shapes[b].shape for a, b in adds)
-    return same and shapes[-1] == ValueShape(tuple(call.out.shape), call.out.dtype)
-
-
-def _has_convolution(proxy: LayerProxy) -> bool:
-    return any(node.op == "conv" for node in proxy.graph.nodes)
+    return [chain for chain in chains if any(call.proxy.convolves for call in chain)]
 
 
 def units_of(chain: Sequence[LayerProxy]) -> list[list[LayerProxy]]:
     """A chain cut before every layer with a convolution."""
     units: list[list[LayerProxy]] = []
     for proxy in chain:
-        if not units or _has_convolution(proxy):
+        if not units or proxy.convolves:
             units.append([])
         units[-1].append(proxy)
     return units

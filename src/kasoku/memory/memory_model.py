@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from kasoku.memory.graph import GraphNode, ValueShape
-from kasoku.memory.ops import Numerics, has_2_bit_positions, norm_in_place_bytes, position_bytes
+from kasoku.memory.ops import IN_PLACE_PARTS, Numerics, has_2_bit_positions
 from kasoku.memory.schedule import Instruction, Program
 
 _WORK_OF_A_BYTE = 16.0  # multiply-adds that a machine does while it moves a byte: 490 GFLOP/s against some 30 GB/s
 
 
 @dataclass(frozen=True)
-class ImageLayout:
-    """The memory format and the kind of device, on which the size of workspaces depends."""
+class ChainSetting:
+    """What the programs of a chain of layers depend on, besides the layers.
 
+    Args:
+        images: shape and type of the chain's input.
+        image_gradient: the input needs a gradient.
+        how: precision of the operations.
+        channels_last: memory format.
+        device: its kind.
+        reads_batch: the input is the batch, which is counted elsewhere.
+        held_elsewhere: whether something outside the chain keeps its input, and its output, so that a copy in bf16
+            would save nothing.
+    """
+
+    images: ValueShape
+    image_gradient: bool
+    how: Numerics
     channels_last: bool
     device: str = "cpu"
+    reads_batch: bool = False
+    held_elsewhere: tuple[bool, bool] = (False, False)
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
+class MemoryNeed(NamedTuple):
     """The bytes and the extra work of a segment.
 
     Attributes:
@@ -33,9 +48,8 @@ class MemoryNeed:
         forward: peak of forward, without the input, with the output.
         backward: peak of backward, with everything that it keeps, its input and its output.
         gradients: bytes of the gradients of its weights.
-        work: recomputation, and the extra cost of norm gradients in place, in multiply-adds.
+        work: recomputation, and the extra cost of parts and of norm gradients in place, in multiply-adds.
         rounding: rounding to bf16 and back, in multiply-adds of the same time.
-        output_in_kept: the output is counted in `kept`.
     """
 
     kept: int
@@ -45,126 +59,105 @@ class MemoryNeed:
     backward: int
     gradients: int
     work: float
-    rounding: float = 0.0
-    output_in_kept: bool = False
-
-    def in_chain(self, *, reads_batch: bool, last: bool) -> MemoryNeed:
-        """In a chain: the batch is counted elsewhere, and the output of the last segment is counted by no neighbour."""
-        need = replace(self, input=0, backward=self.backward - self.input) if reads_batch else self
-        return replace(need, kept=need.kept + need.output, output_in_kept=True) if last else need
+    rounding: float
 
 
-def memory_need(
-    program: Program, shapes: list[ValueShape], *, how: Numerics, layout: ImageLayout, chunk: int = 0
-) -> MemoryNeed:
+def memory_need(program: Program, shapes: list[ValueShape], setting: ChainSetting, chunk: int = 0) -> MemoryNeed:
     """The need of a program for values of these shapes, `chunk` images at a time (0: all at once)."""
     n, nodes, out_at = shapes[0].shape[0], program.graph.nodes, program.graph.out
-    parts = -(-n // chunk) if chunk else 1
-    if parts > 1:
+    slower = 0.02 * work_of(program, shapes) if chunk else 0.0
+    if chunk:
         shapes = [ValueShape((chunk, *s.shape[1:]), s.dtype) for s in shapes]
-    count = _ByteCount(program, shapes, how, layout)
+    count = _ByteCount(program, shapes, setting)
     scale = n / shapes[0].shape[0]
     of_part = (shapes[0].nbytes, shapes[-1].nbytes, count.kept, count.held[0], count.held[out_at])
     x, out, kept, kept_x, kept_out = (round(size * scale) for size in of_part)
     rounded = kept_out if out_at in program.in_bf16 else 0  # beside the output, at the end of forward
-    if parts == 1:
-        forward = max(count.forward() + count.all_extras, out + count.kept + rounded)
+    grads = [step for step in program.backward if step.kind == "grad"]
+    if not chunk:
+        forward = max(count.forward() + count.extras, out + count.kept + rounded)
         backward = count.backward(kept_out) + kept_x + out
     else:  # whole tensors beside those of one part: the output, or the incoming and outgoing gradients
-        dx = x if any(join for step in program.backward for join in _input_joins(program, step)) else 0
+        joins = [pair for step in grads for pair in zip(nodes[step.at].inputs, step.joins, strict=True)]
+        dx = x if any(v == 0 and join for v, join in joins) else 0
         forward = out + kept + max(count.forward(), rounded)
         weights = max((p.nbytes for node in nodes for p in node.params), default=0)  # the sum, beside a part's gradient
         backward = kept_x + kept_out + out + kept + dx + count.backward(0) - count.kept + weights
     if 0 in program.in_bf16:  # the input exists in forward, beside its bf16
         forward += x
     gradients = sum(p.nbytes for node in nodes for p in node.params if p.requires_grad)
-    work = sum(work_of(program, shapes, step.at) for step in program.backward if step.kind == "compute")
-    work += sum(_in_place_work(program, shapes, step, layout) for step in program.backward)
+    work = sum(work_of_node(program, shapes, step.at) for step in program.backward if step.kind == "compute")
+    # A norm's gradient in place beside torch's kernel: measured with one thread of an AVX2 core. Left out: the system
+    # clears the pages of a newly allocated gradient; where it does so each time, in place is faster.
+    norms = [step.at + 1 for step in grads if step.inplace and nodes[step.at].op == "norm"]
+    work += sum((1 if setting.channels_last else 5) * shapes[v].nbytes * _WORK_OF_A_BYTE for v in norms)
     loads = [step.at for step in program.backward if step.kind == "load"]
-    passes = sum(1.5 * count.sizes[v] for v in (*loads, *program.in_bf16 - {out_at}))
+    passes = sum(1.5 * shapes[v].nbytes for v in (*loads, *program.in_bf16 - {out_at}))
     rounding = passes * _WORK_OF_A_BYTE * scale
-    return MemoryNeed(kept, kept_x, kept_out, forward, backward, gradients, work * scale, rounding)
+    return MemoryNeed(kept, kept_x, kept_out, forward, backward, gradients, work * scale + slower, rounding)
 
 
-def work_of(program: Program, shapes: list[ValueShape], at: int) -> float:
+def work_of(program: Program, shapes: list[ValueShape]) -> float:
+    """Multiply-adds of the forward."""
+    return sum(work_of_node(program, shapes, at) for at in range(len(program.graph.nodes)))
+
+
+def work_of_node(program: Program, shapes: list[ValueShape], at: int) -> float:
     """Multiply-adds of a node; a node that only moves bytes counts as the multiply-adds of the same time."""
     node, out = program.graph.nodes[at], shapes[at + 1]
-    moved = sum(shapes[v].nbytes for v in node.inputs) + out.nbytes
+    moves = (sum(shapes[v].nbytes for v in node.inputs) + out.nbytes) * _WORK_OF_A_BYTE
     if node.op != "conv":
-        return moved * _WORK_OF_A_BYTE
+        return moves
     weight: Tensor = node.layer.weight
-    elements = out.nbytes // out.dtype.itemsize
-    return max(elements * weight[0].numel() * (0.5 if out.dtype.itemsize == 2 else 1.0), moved * _WORK_OF_A_BYTE)
-
-
-def _in_place_work(program: Program, shapes: list[ValueShape], step: Instruction, layout: ImageLayout) -> float:
-    """The extra work of a norm's gradient in place over torch's kernel: measured with one thread of an AVX2 core.
-
-    Left out: the system clears the pages of a newly allocated gradient; where it does so each time, in place is faster.
-    """
-    if not (step.kind == "grad" and step.inplace and program.graph.nodes[step.at].op == "norm"):
-        return 0.0
-    return (1 if layout.channels_last else 5) * shapes[step.at + 1].nbytes * _WORK_OF_A_BYTE
+    return max(out.numel * weight[0].numel() * (0.5 if out.dtype.itemsize == 2 else 1.0), moves)
 
 
 class _ByteCount:
-    """A program's bytes; the caller adds input, output and incoming gradient."""
+    """A program's bytes; the caller adds input, output and incoming gradient.
 
-    def __init__(self, program: Program, shapes: list[ValueShape], how: Numerics, layout: ImageLayout) -> None:
-        self.program, self.shapes, self.how, self.layout = program, shapes, how, layout
-        self.nodes = program.graph.nodes
-        self.sizes = [s.nbytes for s in shapes]
-        self.ends = {0, program.graph.out}
-        self.held = [self._held(v) for v in range(len(shapes))]
+    Attributes:
+        held: bytes of each value from forward to backward.
+        extras: bytes of positions in max-pools and of statistics.
+        kept: bytes from forward to backward, without input and output.
+        present: bytes of the values that exist now.
+        areas: for each value the bytes of its gradient, and the number of gradients in that memory.
+        live, peak: bytes now, and at most.
+    """
 
-    @cached_property
-    def all_extras(self) -> int:
-        """Bytes of positions in max-pools and of statistics."""
-        return sum(self._extra(node, i) for i, node in enumerate(self.nodes))
+    def __init__(self, program: Program, shapes: list[ValueShape], setting: ChainSetting) -> None:
+        self.program, self.shapes, self.setting = program, shapes, setting
+        self.nodes, self.ends = program.graph.nodes, {0, program.graph.out}
+        self.held = [0] * len(shapes)
+        for v in program.kept:
+            self.held[v] = shapes[v].numel * 2 if v in program.in_bf16 else shapes[v].nbytes
+        self.extras = 0
+        for node, out in zip(self.nodes, shapes[1:], strict=True):
+            if node.op == "norm":
+                self.extras += 8 * int(node.layer.num_features)
+            elif node.op == "pool":
+                two_bits = has_2_bit_positions(node.layer, shapes[node.inputs[0]].shape)
+                self.extras += -(-out.numel // 4) if two_bits else out.numel
+        self.kept = sum(self.held[v] for v in program.kept - self.ends) + self.extras
+        self.present: dict[int, int] = {}
+        self.areas: dict[int, list[int]] = {}
+        self.live = self.peak = 0
 
-    @property
-    def kept(self) -> int:
-        """Bytes from forward to backward, without input and output."""
-        return sum(self.held[v] for v in self.program.kept - self.ends) + self.all_extras
-
-    def _held(self, v: int) -> int:
-        if v not in self.program.kept:
-            return 0
-        elements = self.sizes[v] // self.shapes[v].dtype.itemsize
-        return elements * 2 if v in self.program.in_bf16 else self.sizes[v]
-
-    def _extra(self, node: GraphNode, i: int) -> int:
-        if node.op == "norm":
-            return 8 * int(node.layer.num_features)
-        if node.op == "pool":
-            out = self.shapes[i + 1]
-            return position_bytes(node.layer, self.shapes[node.inputs[0]].shape, out.nbytes // out.dtype.itemsize)
-        return 0
+    def _add(self, n: int, beside: int = 0) -> None:
+        """Allocates n bytes, or frees them; `beside`: temporary bytes."""
+        self.live += n
+        self.peak = max(self.peak, self.live + beside)
 
     def forward(self) -> int:
         """The peak of forward, with the output."""
-        present = {0: 0}
-        live = peak = 0
+        self.present, self.live, self.peak = {0: 0}, 0, 0
         for step in self.program.forward:
-            if step.kind == "free":
-                ended = present.pop(step.at)
-                if step.at in self.program.in_bf16 - self.ends:
-                    live += self.held[step.at]
-                    peak = max(peak, live)
-                live -= ended
+            if step.kind == "compute":
+                self._compute(step)
                 continue
-            live += self._compute(step, present)
-            peak = max(peak, live + self._forward_workspace(self.nodes[step.at], step.at))
-        return peak
-
-    def _compute(self, step: Instruction, present: dict[int, int]) -> int:
-        """Notes a computed value in `present`; the additional bytes."""
-        first = self.nodes[step.at].inputs[0]
-        if step.inplace:
-            present[step.at + 1], present[first] = present[first], 0
-            return 0
-        present[step.at + 1] = self.sizes[step.at + 1]
-        return self.sizes[step.at + 1]
+            if step.at in self.program.in_bf16 - self.ends:
+                self._add(self.held[step.at])
+            self._add(-self.present.pop(step.at))
+        return self.peak
 
     def backward(self, out: int) -> int:
         """The peak of backward, without input and incoming gradient; the output is freed after its last use.
@@ -172,123 +165,100 @@ class _ByteCount:
         Args:
             out: bytes of the output, if it is held here and nowhere else.
         """
-        program, out_at = self.program, self.program.graph.out
-        rounded = {v: 0 if v in self.ends else self.held[v] for v in program.in_bf16}
-        present = {v: 0 if v in self.ends else self.held[v] for v in program.kept - program.in_bf16}
-        (rounded if out_at in program.in_bf16 else present)[out_at] = out
-        live = peak = self.kept + out
-        areas: dict[int, list[int]] = {out_at: [0, 2]}  # value -> [bytes of its gradient, sharers of that memory]
+        program = self.program
+        held = {v: 0 if v in self.ends else self.held[v] for v in program.kept} | {program.graph.out: out}
+        rounded = {v: held.pop(v) for v in program.in_bf16}
+        self.present, self.live, self.peak = held, self.kept + out, self.kept + out
+        self.areas = {program.graph.out: [0, 2]}
         for step in program.backward:
             if step.kind == "free":
-                live -= present.pop(step.at, 0)
-            elif step.kind == "load":
-                present[step.at] = self.sizes[step.at]
-                live += present[step.at]
-                peak = max(peak, live)
-                live -= rounded.pop(step.at) if step.inplace else 0
+                self._add(-self.present.pop(step.at, 0))
             elif step.kind == "compute":
-                live += self._compute(step, present)
-                peak = max(peak, live + self._forward_workspace(self.nodes[step.at], step.at))
+                self._compute(step)
+            elif step.kind == "grad":
+                self._grad(step)
             else:
-                added, above = self._grad(step, areas, present)
-                peak = max(peak, live + above)
-                live += added
-        return peak
+                self.present[step.at] = self.shapes[step.at].nbytes
+                self._add(self.present[step.at])
+                self._add(-rounded.pop(step.at) if step.inplace else 0)
+        return self.peak
 
-    def _grad(self, step: Instruction, areas: dict[int, list[int]], present: dict[int, int]) -> tuple[int, int]:
-        """(additional bytes after the step, peak during it)."""
-        node = self.nodes[step.at]
+    def _compute(self, step: Instruction) -> None:
+        node, out = self.nodes[step.at], self.shapes[step.at + 1]
+        x, work = self.shapes[node.inputs[0]], 0
+        if node.op == "conv":
+            work = self._conv_workspace(node, x, out, backward=False)
+        elif node.op == "pool":
+            work = out.nbytes + 4 * out.numel if has_2_bit_positions(node.layer, x.shape) else 27 * out.numel
+        if step.inplace:
+            self.present[step.at + 1], self.present[node.inputs[0]] = self.present[node.inputs[0]], 0
+        else:
+            self.present[step.at + 1] = out.nbytes
+        self._add(0 if step.inplace else out.nbytes, work)
+
+    def _grad(self, step: Instruction) -> None:
+        node, areas = self.nodes[step.at], self.areas
+        work = self._gradient_workspace(node, step)
         incoming = areas.pop(step.at + 1)
         passes_on = node.op == "add" or (node.op == "relu" and step.inplace)
-        added = sum(p.nbytes for p in node.params if p.requires_grad)
-        workspace = self._backward_workspace(node, step)
-        peak = added + workspace
-        if passes_on:
-            incoming[1] += sum(1 for j in step.joins if j) - 1
+        self._add(sum(p.nbytes for p in node.params if p.requires_grad), work)
+        incoming[1] += sum(bool(join) for join in step.joins) if passes_on else 0
         for v, join in zip(node.inputs, step.joins, strict=True):
             if not join:
                 continue
-            new = incoming if passes_on else [self.sizes[v], 1]
+            new = incoming if passes_on else [self.shapes[v].nbytes, 1]
             if node.op == "norm" and step.inplace:
-                present[v] = 0  # its memory is the gradient's now
+                self.present[v] = 0  # its memory is the gradient's now
             elif not passes_on:
-                added += new[0]
-            peak = max(peak, added + workspace)
-            added += self._join(v, new, join, areas)
-            peak = max(peak, added)
-        if not passes_on:
-            added -= _release(incoming)
-        return added, peak
-
-    def _join(self, v: int, new: list[int], join: str, areas: dict[int, list[int]]) -> int:
-        old = areas.get(v)
-        if old is None:
+                self._add(new[0], work)
+            old = areas.get(v, [0, 1])
             areas[v] = new
-            return 0
-        if join == "into new":
-            areas[v] = new
-            return -_release(old)
-        if join == "into old":
-            return -_release(new)
-        areas[v] = [self.sizes[v], 1]
-        return self.sizes[v] - _release(old) - _release(new)
+            if join == "fresh":
+                areas[v] = [self.shapes[v].nbytes, 1]
+                self._add(areas[v][0] - _release(old) - _release(new))
+            else:
+                self._add(-_release(old))
+        self._add(-_release(incoming))
 
-    def _forward_workspace(self, node: GraphNode, at: int) -> int:
-        """Temporary bytes while a value is computed."""
-        out, x = self.shapes[at + 1], self.shapes[node.inputs[0]]
-        if node.op == "conv":
-            return _conv_workspace(node, x, out, how=self.how, layout=self.layout, backward=False)
-        if node.op == "pool":
-            count = out.nbytes // out.dtype.itemsize
-            return out.nbytes + 4 * count if has_2_bit_positions(node.layer, x.shape) else 27 * count
-        return 0
-
-    def _backward_workspace(self, node: GraphNode, step: Instruction) -> int:
+    def _gradient_workspace(self, node: GraphNode, step: Instruction) -> int:
         """Temporary bytes while gradients are taken."""
         out, x = self.shapes[step.at + 1], self.shapes[node.inputs[0]]
         if node.op == "conv":
-            return _conv_workspace(node, x, out, how=self.how, layout=self.layout, backward=True)
+            return self._conv_workspace(node, x, out, backward=True)
         if node.op == "pool":
-            return out.nbytes + 2 * (out.nbytes // out.dtype.itemsize)
-        if node.op == "norm" and step.inplace:
-            return norm_in_place_bytes(x)
+            return out.nbytes + 2 * out.numel
+        if node.op == "norm" and step.inplace:  # parts of it and of the gradient in fp32, if they have fewer bits
+            images = x.shape[0]
+            return 0 if x.dtype.itemsize >= 4 else 8 * -(-images // IN_PLACE_PARTS) * (x.numel // images)
         if node.op == "other":  # its output; in place: the copy, and what torch keeps of that
             return out.nbytes * (2 if getattr(node.layer, "inplace", False) else 1)
-        copies_gradient = node.op == "norm" and self.layout.device == "cpu"  # torch's kernel allocates another gradient
+        copies_gradient = node.op == "norm" and self.setting.device == "cpu"  # torch's kernel allocates another one
         return out.nbytes if copies_gradient else 0
+
+    def _conv_workspace(self, node: GraphNode, x: ValueShape, out: ValueShape, *, backward: bool) -> int:
+        """OneDNN's reordered copies, as measured on AVX-512: of weights always, of images in the NCHW layout.
+
+        On a GPU cuDNN chooses its workspace; the margin of the budget covers it.
+        """
+        layer, half = node.layer, self.setting.how.half
+        own: int = layer.weight.nbytes
+        weight = own
+        cast = x.nbytes // 2 if half is not None and x.dtype is not half else 0
+        if self.setting.device != "cpu":
+            return cast + (weight // 2 if cast else 0)
+        if half is not None:
+            weight += out.nbytes // out.shape[0] * 2 if backward else 0
+        elif backward:
+            weight *= 2
+        if tuple(layer.kernel_size) == (1, 1) and half is None:
+            return cast + (own // 8 if tuple(layer.stride) == (1, 1) else own * (1 + backward))
+        if self.setting.channels_last:
+            return cast + weight
+        images = x.nbytes + out.nbytes if backward else max(x.nbytes, out.nbytes)
+        return cast + images + weight
 
 
 def _release(area: list[int]) -> int:
     """Takes one sharer off; the bytes that become free."""
     area[1] -= 1
     return area[0] if area[1] == 0 else 0
-
-
-def _conv_workspace(
-    node: GraphNode, x: ValueShape, out: ValueShape, *, how: Numerics, layout: ImageLayout, backward: bool
-) -> int:
-    """OneDNN's reordered copies, as measured on AVX-512: of weights always, of images in the NCHW layout.
-
-    On a GPU cuDNN chooses its workspace; the margin of the budget covers it.
-    """
-    layer = node.layer
-    own: int = layer.weight.nbytes
-    weight = own
-    cast = x.nbytes // 2 if how.half is not None and x.dtype is not how.half else 0
-    if layout.device != "cpu":
-        return cast + (weight // 2 if cast else 0)
-    if how.half is not None:
-        weight += out.nbytes // out.shape[0] * 2 if backward else 0
-    elif backward:
-        weight *= 2
-    if tuple(layer.kernel_size) == (1, 1) and how.half is None:
-        return cast + (own // 8 if tuple(layer.stride) == (1, 1) else own * (1 + backward))
-    if layout.channels_last:
-        return cast + weight
-    images = x.nbytes + out.nbytes if backward else max(x.nbytes, out.nbytes)
-    return cast + images + weight
-
-
-def _input_joins(program: Program, step: Instruction) -> list[str]:
-    inputs = program.graph.nodes[step.at].inputs if step.kind == "grad" else ()
-    return [join for v, join in zip(inputs, step.joins, strict=False) if v == 0]

@@ -6,43 +6,33 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
 from kasoku.memory.graph import LayerGraph, ValueShape
 from kasoku.memory.inspection import (
-    Call,
     CallLog,
     LayerProxy,
     chains_of,
     memory_of,
     record_forward,
+    tensors_in,
     units_of,
     without_side_effects,
 )
-from kasoku.memory.linear_in_backward import LinearInBackward
-from kasoku.memory.memory_model import ImageLayout, MemoryNeed, work_of
+from kasoku.memory.memory_model import ChainSetting, work_of
 from kasoku.memory.ops import Numerics
 from kasoku.memory.segment import Segment
-from kasoku.memory.solver import (
-    ChainSetting,
-    MemoryPlan,
-    OutsideBytes,
-    SegmentChoice,
-    lowest_peak,
-    plan_within,
-    segment_choices,
-)
+from kasoku.memory.solver import MemoryPlan, OutsideBytes, SegmentChoice, plan_within, segment_choices
+from kasoku.memory.step_in_backward import LinearInBackward
 
 _INSPECTED_IMAGES = 2
 
 
-@dataclass(frozen=True)
-class ChainUnit:
+class ChainUnit(NamedTuple):
     """Layers that the solver does not separate.
 
     Attributes:
@@ -51,17 +41,20 @@ class ChainUnit:
         copies: bytes of the copies of their weights (autocast's), which do not grow with the batch.
         work: multiply-adds of their forward.
         how: precision.
-        need: of the unit alone, if backward reads all values as forward computed them.
+        gradients: bytes of the gradients of their weights.
+        moves: peak of their backward, if nothing is recomputed, beside what they keep and these gradients.
     """
 
-    proxies: tuple[LayerProxy, ...]
+    proxies: list[LayerProxy]
     plain: int
     copies: int
     work: float
     how: Numerics
-    need: MemoryNeed
+    gradients: int
+    moves: int
 
 
+@dataclass
 class InspectedNetwork:
     """The record of one forward, scaled to a batch.
 
@@ -71,52 +64,17 @@ class InspectedNetwork:
         outside: bytes outside the units; `plain_outside`: the same if gradients stay until the step.
         outputs: of the model.
         optimizer_bytes: that the optimizer keeps, or will keep after its first step.
-        how: settings of all units; precision is each unit's own.
     """
 
-    def __init__(
-        self, job: Job, proxies: Sequence[LayerProxy], log: CallLog, images: Tensor, *, batch: int, how: Numerics
-    ) -> None:
-        self.job, self.proxies, self.how, self.batch = job, proxies, how, batch
-        self.units: list[ChainUnit] = []
-        self.choices: list[SegmentChoice] = []
-        self.outputs: list[Tensor] = []
-        self.optimizer_bytes = optimizer_bytes(job)
-        self.outside = self.plain_outside = OutsideBytes(0, 0, 0, 0, False, 0)
-        chains = [(chain, call) for chain, call in chains_of(log) if call.x.ndim == 4 and len(call.x) == len(images)]
-        planned = {proxy for chain, _ in chains for proxy in chain}
-        for chain, call in chains:
-            reads_batch = memory_of(call.x) == memory_of(images)
-            input_held = reads_batch or log.is_kept_outside(call.x, planned)
-            output_held = log.is_kept_outside(log.output_of(chain[-1]), planned)
-            self._add(chain, call, log, reads_batch=reads_batch, held_elsewhere=(input_held, output_held))
-
-    def _add(
-        self, chain: list[LayerProxy], call: Call, log: CallLog, *, reads_batch: bool, held_elsewhere: tuple[bool, bool]
-    ) -> None:
-        images, how = call.x, replace(self.how, half=call.half)
-        scale = self.batch / len(images)
-        shape = ValueShape((self.batch, *images.shape[1:]), images.dtype)
-        weights = (node.layer.weight for proxy in chain for node in proxy.graph.nodes if node.op == "conv")
-        layout = ImageLayout(any(_is_channels_last(x) for x in (images, *weights)), images.device.type)
-        setting = ChainSetting(shape, images.requires_grad, how, layout, held_elsewhere)
-        parts = units_of(chain)
-        graphs = [_joined(part) for part in parts]
-        offset, last = len(self.units), len(graphs) - 1
-        for choice in segment_choices(graphs, setting):
-            need = choice.need.in_chain(reads_batch=reads_batch and choice.first == 0, last=choice.last == last)
-            self.choices.append(replace(choice, first=choice.first + offset, last=choice.last + offset, need=need))
-        for i, part in enumerate(parts):
-            input_gradient = setting.image_gradient or i > 0
-            own = replace(setting, images=shape, image_gradient=input_gradient, how=replace(how, bf16=False))
-            full = next(segment_choices([graphs[i]], own))
-            shapes = full.program.graph.shapes(shape, how.half)
-            work = sum(work_of(full.program, shapes, at) for at in range(len(full.program.graph.nodes)))
-            plain = round(sum(log.kept_bytes.get(proxy, 0) for proxy in part) * scale)
-            copies = sum(log.copy_bytes.get(proxy, 0) for proxy in part)
-            need = full.need.in_chain(reads_batch=reads_batch and i == 0, last=i == last)
-            self.units.append(ChainUnit(tuple(part), plain, copies, work, how, need))
-            shape = shapes[-1]
+    job: Job
+    proxies: Sequence[LayerProxy]
+    batch: int
+    units: list[ChainUnit]
+    choices: list[SegmentChoice]
+    outside: OutsideBytes
+    plain_outside: OutsideBytes
+    outputs: list[Tensor]
+    optimizer_bytes: int
 
     def plain_bytes(self, batch: float) -> float:
         """The peak of plain PyTorch for another batch, in its backward."""
@@ -124,13 +82,11 @@ class InspectedNetwork:
         kept = outside.head_kept * scale
         peak = outside.fixed + kept + outside.copies + outside.head_backward
         peak += sum(unit.plain * scale + unit.copies for unit in self.units)
-        gradients = sum(unit.need.gradients for unit in self.units)
+        gradients = sum(unit.gradients for unit in self.units)
         for unit in self.units:
             kept += unit.plain * scale + unit.copies
-            need = unit.need
-            gradients -= need.gradients if outside.gradients_stay else gradients
-            held = need.kept + need.input + (0 if need.output_in_kept else need.output)
-            moves = (need.backward - held - need.gradients) * scale + need.gradients
+            gradients -= unit.gradients if outside.gradients_stay else gradients
+            moves = unit.moves * scale + unit.gradients
             peak = max(peak, outside.fixed + outside.gradients + kept + moves + gradients)
         return peak
 
@@ -164,9 +120,17 @@ class InspectedNetwork:
         return plan
 
     @cached_property
-    def least(self) -> int:
-        """Bytes of the lowest peak."""
-        return lowest_peak(len(self.units), self.choices, self.outside).peak
+    def least(self) -> float:
+        """Bytes of the lowest peak, to 64 KiB."""
+        low, least = 0.0, math.inf
+        while least - low > 2**16:
+            middle = (low + least) / 2
+            plan = self.within(middle)
+            if plan is None:
+                low = middle
+            else:
+                least = plan.peak
+        return least
 
     def put(self, plan: MemoryPlan) -> None:
         for proxy in self.proxies:
@@ -194,7 +158,7 @@ class InspectedNetwork:
         try:
             with without_side_effects(self.job.model, x):
                 images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
-                outputs = _tensors(self.job.model.forward(images))
+                outputs = tensors_in(self.job.model.forward(images))
             leaders = [proxy for proxy in self.proxies if proxy.calls and proxy.length > 1]
             nan_is_held = any(p.output_ref is not None and p.output_ref() is not None for p in leaders)
         except (RuntimeError, ValueError) as e:  # the NaN has the shape of the segment's output
@@ -227,7 +191,7 @@ class InspectedNetwork:
         lines = ["  ".join([a.ljust(widths[0]), b.rjust(widths[1]), c.rjust(widths[2]), d]) for a, b, c, d in rows]
         plain = sum(unit.plain for unit in self.units)
         kept = plan.kept - self.outside.head_kept
-        lossy = " in bf16 (lossy)" if self.how.bf16 else ""
+        lossy = " in bf16 (lossy)" if any(unit.how.bf16 for unit in self.units) else ""
         head = (
             f"SavedMemory, a batch of {self.batch}: layers keep {_mib(kept)}{lossy} instead of {_mib(plain)}; "
             f"predicted peak {_mib(plan.peak)} instead of {_mib(self.plain_bytes(self.batch))}; "
@@ -263,71 +227,87 @@ def inspect_network(
     for linear in linears:
         linear.calls, linear.inspected = 0, False
     images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
-    log, outputs = record_forward(job.model, proxies, images)
+    log = record_forward(job.model, proxies, images)
     try:
-        network = InspectedNetwork(job, proxies, log, images, batch=len(x), how=how)
+        units, choices = _units_and_choices(log, images, len(x), how)
     finally:
         log.clear()
-    network.outputs = _tensors(outputs)
-    if not network.units:
+    if not units:
         raise InputError(f"SavedMemory: no convolution of {type(job.model).__name__} can be planned: leave it out")
-    if not network.outputs:
-        raise InputError(
-            f"SavedMemory: {type(job.model).__name__} returns {type(outputs).__name__}, without a known tensor: "
-            "let it return tensors, or a tuple, list or dict of them"
-        )
     for linear in linears:
         linear.inspected = True
-    without_gradient = {linear.layer.weight for linear in linears if linear.active}
-    network.outside = _outside_bytes(network, log, x, freed=gradients_freed, without_gradient=without_gradient)
-    network.plain_outside = _outside_bytes(network, log, x, freed=False, without_gradient=set())
-    return network
-
-
-def _outside_bytes(
-    network: InspectedNetwork, log: CallLog, x: Tensor, *, freed: bool, without_gradient: set[Tensor]
-) -> OutsideBytes:
-    job = network.job
-    learning = [p for p in job.model.parameters() if p.requires_grad]
-    planned = {proxy for unit in network.units for proxy in unit.proxies}
+    planned = {proxy for unit in units for proxy in unit.proxies}
+    counts = log.kept_bytes, log.copy_bytes
+    kept, copies = (sum(n for proxy, n in count.items() if proxy not in planned) for count in counts)
+    kept = round(kept * len(x) / len(images))
+    state, learning = optimizer_bytes(job), [p for p in job.model.parameters() if p.requires_grad]
+    tensors: list[Tensor] = [*job.model.parameters(), *job.model.buffers(), *(learning if job.accumulate > 1 else ())]
+    fixed = sum(t.nbytes for t in tensors) + x.nbytes + state
     inner = {p for proxy in planned for node in proxy.graph.nodes for p in node.params}
-    gradients = [p.nbytes for p in learning if p not in inner and p not in without_gradient]
-    tensors: list[Tensor] = [*job.model.parameters(), *job.model.buffers()]
-    fixed = sum(t.nbytes for t in tensors) + x.nbytes + network.optimizer_bytes
-    kept, copies = (
-        sum(n for proxy, n in counts.items() if proxy not in planned) for counts in (log.kept_bytes, log.copy_bytes)
-    )
-    kept = round(kept * network.batch / min(_INSPECTED_IMAGES, network.batch))
-    if job.accumulate > 1:
-        fixed += sum(p.nbytes for p in learning)
-    if job.accumulate > 1 or freed:
-        return OutsideBytes(fixed, kept, copies, 0, False, max(gradients, default=0))
-    return OutsideBytes(fixed, kept, copies, sum(gradients), True, sum(gradients))
+    linear_weights = {linear.layer.weight for linear in linears if linear.active}
+    outside = []
+    for freed, without_gradient in ((gradients_freed, inner | linear_weights), (False, inner)):
+        gradients = [p.nbytes for p in learning if p not in without_gradient]
+        if job.accumulate > 1 or freed:
+            outside.append(OutsideBytes(fixed, kept, copies, 0, False, max(gradients, default=0)))
+        else:
+            outside.append(OutsideBytes(fixed, kept, copies, sum(gradients), True, sum(gradients)))
+    return InspectedNetwork(job, proxies, len(x), units, choices, *outside, log.outputs, state)
+
+
+def _units_and_choices(
+    log: CallLog, images: Tensor, batch: int, how: Numerics
+) -> tuple[list[ChainUnit], list[SegmentChoice]]:
+    """Of all chains of layers of a recorded forward, for a batch of this size."""
+    units: list[ChainUnit] = []
+    choices: list[SegmentChoice] = []
+    scale = batch / len(images)
+    chains = [calls for calls in chains_of(log) if calls[0].x.ndim == 4 and len(calls[0].x) == len(images)]
+    planned = {call.proxy for calls in chains for call in calls}
+    for calls in chains:
+        x, reads_batch = calls[0].x, memory_of(calls[0].x) == memory_of(images)
+        convolutions = (n.layer for call in calls for n in call.proxy.graph.nodes if n.op == "conv")
+        setting = ChainSetting(
+            ValueShape((batch, *x.shape[1:]), x.dtype),
+            x.requires_grad,
+            replace(how, half=calls[0].half),
+            any(_is_channels_last(t) for t in (x, *(layer.weight for layer in convolutions))),
+            x.device.type,
+            reads_batch,
+            (reads_batch or log.is_kept_outside(x, planned), log.is_kept_outside(calls[-1].out, planned)),
+        )
+        parts = units_of([call.proxy for call in calls])
+        graphs = [_joined(part) for part in parts]
+        offset = len(units)
+        for choice in segment_choices(graphs, setting):
+            choices.append(replace(choice, first=choice.first + offset, last=choice.last + offset))
+        own = replace(setting, how=replace(setting.how, bf16=False))
+        for part, graph in zip(parts, graphs, strict=True):
+            full = next(segment_choices([graph], own))
+            shapes = full.program.graph.shapes(own.images, own.how.half)
+            plain = round(sum(log.kept_bytes[proxy] for proxy in part) * scale)
+            copies, work = sum(log.copy_bytes[proxy] for proxy in part), work_of(full.program, shapes)
+            moves = full.need.backward - full.need.kept - full.need.input - full.need.gradients
+            units.append(ChainUnit(part, plain, copies, work, setting.how, full.need.gradients, moves))
+            own = replace(own, images=shapes[-1], image_gradient=True, reads_batch=False)
+    return units, choices
 
 
 def optimizer_bytes(job: Job) -> int:
     """Bytes that the optimizer keeps for its parameters, now or after its first step."""
     total = 0
     for group in job.optimizer.param_groups:
-        tensors = _state_tensors(group)
+        if "betas" in group:  # Adam and its kin
+            tensors = 2 + bool(group.get("amsgrad"))
+        elif "etas" in group or "rho" in group:  # Rprop, Adadelta
+            tensors = 2
+        else:
+            average = "alpha" in group or "lr_decay" in group  # RMSprop and ASGD, Adagrad
+            tensors = average + bool(group.get("centered")) + bool(group.get("momentum"))
         for p in group["params"]:
             state = [t.nbytes for t in job.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
             total += sum(state) if state else tensors * p.nbytes
     return total
-
-
-def _state_tensors(group: dict[str, Any]) -> int:
-    """Tensors of a parameter's size that torch's optimizers and ours keep for it, known by their settings."""
-    if "betas" in group:  # Adam and its kin
-        return 2 + bool(group.get("amsgrad"))
-    if "etas" in group or "rho" in group:  # Rprop, Adadelta
-        return 2
-    average = "alpha" in group or "lr_decay" in group  # RMSprop and ASGD, Adagrad
-    return average + bool(group.get("centered")) + bool(group.get("momentum"))
-
-
-def _tensors(outputs: object) -> list[Tensor]:
-    return [t.detach() for t in tree_leaves(outputs) if isinstance(t, Tensor)]
 
 
 def _joined(proxies: Sequence[LayerProxy]) -> LayerGraph:

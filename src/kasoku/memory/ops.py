@@ -7,17 +7,18 @@ are the same; only the time of the calls and the tensors held between them diffe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kasoku.core.torch_internals import batch_norm, batch_norm_backward
-from kasoku.memory.graph import GraphNode, ValueShape, pair
+from kasoku.memory.graph import GraphNode, pair
+from kasoku.memory.schedule import Instruction
 
 _aten = torch.ops.aten
-_IN_PLACE_PARTS = 16  # in which a gradient is written over its input
+IN_PLACE_PARTS = 16  # in which a gradient is written over its input
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,21 @@ class MaxPositions(NamedTuple):
 
 def compute(node: GraphNode, inputs: list[Tensor], *, how: Numerics, inplace: bool = False) -> tuple[Tensor, Any]:
     """The node's value, and what its backward needs besides values: NormStatistics, MaxPositions or None."""
-    x = inputs[0]
-    if node.op == "norm":
-        return _norm(node.layer, x)
+    x, layer = inputs[0], node.layer
     if node.op == "pool":
-        return pool(node.layer, x)
-    return recompute(node, inputs, None, how=how, inplace=inplace), None
+        return pool(layer, x)
+    if node.op != "norm":
+        return recompute(node, inputs, None, how=how, inplace=inplace), None
+    of_batch = node.uses_batch_statistics
+    momentum = 0.0 if layer.momentum is None else layer.momentum
+    if layer.training and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            momentum = 1.0 / float(layer.num_batches_tracked)
+    settings = (of_batch, momentum, layer.eps, torch.backends.cudnn.enabled)
+    running = (layer.running_mean, layer.running_var)
+    out, mean, scale, reserve, kernel = batch_norm(x, layer.weight, layer.bias, *running, *settings)
+    return out, NormStatistics(mean, scale, reserve, kernel, of_batch)
 
 
 def recompute(node: GraphNode, inputs: list[Tensor], extra: Any, *, how: Numerics, inplace: bool = False) -> Tensor:
@@ -79,7 +89,14 @@ def recompute(node: GraphNode, inputs: list[Tensor], extra: Any, *, how: Numeric
         window = (layer.stride, layer.padding, layer.dilation, layer.groups)
         return functional.conv2d(_cast(x, how.half), weight, bias, *window)
     if node.op == "norm":
-        return _recompute_norm(layer, x, extra, how.exact)
+        if extra.of_batch and how.exact:
+            settings = (None, None, True, 0.0, layer.eps, torch.backends.cudnn.enabled)
+            out: Tensor = batch_norm(x, layer.weight, layer.bias, *settings)[0]
+            return out
+        mean, variance = layer.running_mean, layer.running_var
+        if extra.of_batch:
+            mean, variance = extra.mean, extra.scale.pow(-2).sub_(layer.eps)
+        return functional.batch_norm(x, mean, variance, layer.weight, layer.bias, False, 0.0, layer.eps)
     if node.op == "relu":
         return x.relu_() if inplace else x.relu()
     if node.op == "add":
@@ -90,19 +107,45 @@ def recompute(node: GraphNode, inputs: list[Tensor], extra: Any, *, how: Numeric
     return _run_layer(layer, x)
 
 
-def conv_gradients(
-    node: GraphNode, dy: Tensor, x: Tensor, *, how: Numerics, input_gradient: bool
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Gradients of a convolution's input (None unless `input_gradient`), and of its weights that learn."""
+def gradients(
+    node: GraphNode, step: Instruction, dy: Tensor, value: Tensor | None, extra: Any, how: Numerics
+) -> tuple[list[Any], list[Tensor | None]]:
+    """Gradients of a node's inputs, and of its weights that learn.
+
+    Args:
+        node: the operation.
+        step: says whether the first input needs a gradient, and whether it is written over another tensor.
+        dy: incoming gradient.
+        value: that the node's backward reads, if any.
+        extra: from `compute`.
+        how: precision.
+    """
     layer = node.layer
+    if node.op == "add":
+        return [dy, dy], []
+    if node.op == "pool":
+        return [unpool(layer, dy, extra)], []
+    x = cast(Tensor, value)
+    if node.op == "relu":  # x is its output; not over dy if torch may choose another layout (maps of one pixel)
+        if step.inplace and dy.stride() == x.stride():
+            return [_aten.threshold_backward.grad_input(dy, x, 0, grad_input=dy)], []
+        return [_aten.threshold_backward(dy, x, 0)], []
+    if node.op == "other":
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            out = _run_layer(layer, leaf)
+        return [torch.autograd.grad(out, leaf, dy)[0]], []
+    if node.op == "norm":
+        dx, of_weights = norm_gradients(node, dy, x, extra, inplace=step.inplace)
+        return [dx], of_weights
     learns = [p.requires_grad for p in node.params]
     bias = None if layer.bias is None else [layer.out_channels]
-    mask = [input_gradient, learns[0], bias is not None and learns[-1]]
+    mask = [bool(step.joins[0]), learns[0], bias is not None and learns[-1]]
     window = (list(pair(n)) for n in (layer.stride, layer.padding, layer.dilation))
     x, weight = _cast(x, how.half), _cast(layer.weight, how.half)
     dx, dw, db = _aten.convolution_backward(dy, x, weight, bias, *window, False, [0, 0], layer.groups, mask)
-    gradients = [dw, db][: len(learns)]
-    return dx, [None if g is None else _cast(g, p.dtype) for g, p in zip(gradients, node.params, strict=True)]
+    of_weights = [dw, db][: len(learns)]
+    return [dx], [None if g is None else _cast(g, p.dtype) for g, p in zip(of_weights, node.params, strict=True)]
 
 
 def norm_gradients(
@@ -122,29 +165,8 @@ def norm_gradients(
     dx, dw, db = batch_norm_backward(kernel, x, dy, weight, *running, *of_batch, layer.eps, mask, statistics.reserve)
     if inplace:
         dx = _norm_gradient_in_place(layer, dy, x, statistics, (dw, db))
-    gradients = [g if want else None for g, want in zip((dw, db), wanted, strict=True)]
-    return dx, gradients[: len(learns)]
-
-
-def relu_gradient(dy: Tensor, out: Tensor, *, inplace: bool) -> Tensor:
-    """Dy where the ReLU's output is above 0; not over dy if torch may choose another layout (maps of one pixel)."""
-    if inplace and dy.stride() == out.stride():
-        dx: Tensor = _aten.threshold_backward.grad_input(dy, out, 0, grad_input=dy)
-        return dx
-    return _aten.threshold_backward(dy, out, 0)  # type: ignore[no-any-return]
-
-
-def other_gradient(node: GraphNode, dy: Tensor, x: Tensor) -> Tensor:
-    """By torch's autograd, of the layer alone."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        out = _run_layer(node.layer, leaf)
-    return torch.autograd.grad(out, leaf, dy)[0]
-
-
-def norm_in_place_bytes(x: ValueShape) -> int:
-    """Temporary bytes of a gradient written over a norm's input: parts of both in fp32, if they have fewer bits."""
-    return 0 if x.dtype.itemsize >= 4 else 8 * -(-x.shape[0] // _IN_PLACE_PARTS) * torch.Size(x.shape[1:]).numel()
+    of_weights = [g if want else None for g, want in zip((dw, db), wanted, strict=True)]
+    return dx, of_weights[: len(learns)]
 
 
 def _norm_gradient_in_place(
@@ -162,7 +184,7 @@ def _norm_gradient_in_place(
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = statistics.scale if statistics.of_batch else (layer.running_var + layer.eps).rsqrt_()
     scale_C11 = (scale if layer.weight is None else scale * layer.weight).to(wide)[:, None, None]
-    parts = zip(x.chunk(_IN_PLACE_PARTS), dy.chunk(_IN_PLACE_PARTS), strict=True)
+    parts = zip(x.chunk(IN_PLACE_PARTS), dy.chunk(IN_PLACE_PARTS), strict=True)
     if not statistics.of_batch:
         for x_part, dy_part in parts:
             torch.mul(dy_part, scale_C11, out=x_part)
@@ -189,33 +211,6 @@ def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None or x.dtype is dtype else x.to(dtype)
 
 
-def _norm(layer: Any, x: Tensor) -> tuple[Tensor, NormStatistics]:
-    of_batch = layer.training or layer.running_mean is None
-    momentum = 0.0 if layer.momentum is None else layer.momentum
-    if layer.training and layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-        if layer.momentum is None:
-            momentum = 1.0 / float(layer.num_batches_tracked)
-    settings = (of_batch, momentum, layer.eps, torch.backends.cudnn.enabled)
-    out, mean, scale, reserve, kernel = batch_norm(
-        x, layer.weight, layer.bias, layer.running_mean, layer.running_var, *settings
-    )
-    return out, NormStatistics(mean, scale, reserve, kernel, of_batch)
-
-
-def _recompute_norm(layer: Any, x: Tensor, statistics: NormStatistics, exact: bool) -> Tensor:
-    if not statistics.of_batch:
-        mean, variance = layer.running_mean, layer.running_var
-    elif exact:
-        out: Tensor = batch_norm(
-            x, layer.weight, layer.bias, None, None, True, 0.0, layer.eps, torch.backends.cudnn.enabled
-        )[0]
-        return out
-    else:
-        mean, variance = statistics.mean, statistics.scale.pow(-2).sub_(layer.eps)
-    return functional.batch_norm(x, mean, variance, layer.weight, layer.bias, False, 0.0, layer.eps)
-
-
 # ---- max-pools
 
 
@@ -223,11 +218,6 @@ def has_2_bit_positions(layer: Any, inner: tuple[int, ...]) -> bool:
     """Whether the windows are 2x2, side by side, and each is whole or left out."""
     sizes = (pair(layer.kernel_size), pair(layer.stride), pair(layer.padding))
     return sizes == ((2, 2), (2, 2), (0, 0)) and (not layer.ceil_mode or not (inner[2] % 2 or inner[3] % 2))
-
-
-def position_bytes(layer: Any, inner: tuple[int, ...], outputs: int) -> int:
-    """Bytes of the positions of a max-pool's outputs."""
-    return -(-outputs // 4) if has_2_bit_positions(layer, inner) else outputs
 
 
 def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, MaxPositions]:

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import InputError, Job, Stage, Technique
-from kasoku.memory import linear_in_backward
-from kasoku.memory.inspection import BoundToModel, LayerProxy, autocast_type, install, order_changed
-from kasoku.memory.linear_in_backward import LinearInBackward
+from kasoku.memory.inspection import BoundToModel, LayerProxy, autocast_type, install
 from kasoku.memory.network import InspectedNetwork, inspect_network, optimizer_bytes
 from kasoku.memory.ops import Numerics
 from kasoku.memory.solver import MemoryPlan
-from kasoku.memory.step_in_backward import StepInBackward
+from kasoku.memory.step_in_backward import LinearInBackward, StepInBackward, install_linears
 
 BUDGET_SHARE = 0.98  # that is planned for: the smallest ratio of predicted to measured bytes was 0.983
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -115,18 +113,18 @@ class Planner(BoundToModel):
         self.stepper = StepInBackward(job, show=settings.show) if settings.in_backward else None
         self.linears: list[LinearInBackward] = []
         if self.stepper is not None and not settings.lossless:
-            self.linears = linear_in_backward.install(job, self.stepper)
+            self.linears = install_linears(job, self.stepper)
         self.network: InspectedNetwork | None = None
         self.plan: MemoryPlan | None = None
         self._key: Any = None
-        self._planning = self._checked_optimizer = False
+        self._checked_optimizer = False
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if model is not self.job.model:
             return  # a deep copy
         for proxy in self.proxies:
             proxy.calls = 0
-        if self._planning or not model.training or not torch.is_grad_enabled():
+        if not model.training or not torch.is_grad_enabled():
             return
         if self.stepper is not None:
             self.stepper.before_forward()
@@ -137,18 +135,14 @@ class Planner(BoundToModel):
         batch, key = len(args[0]), self._key_of(args[0])
         if self._key is not None and key == self._key[1] and batch <= self._key[0] and not self._optimizer_grew():
             return
-        self._planning = True
-        try:
-            self._make_plan(args[0])
-        finally:
-            self._planning = False
+        self._make_plan(args[0])
         self._key = batch, key
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], out: object) -> None:
         """Raises InputError if a segment has run and one of its layers was not called."""
         for proxy in self.proxies if model is self.job.model else ():
             if proxy.calls not in (0, proxy.length):
-                raise order_changed(proxy)
+                raise proxy.order_changed()
             proxy.calls = 0
 
     def _key_of(self, x: Tensor) -> tuple[Any, ...]:
@@ -208,8 +202,7 @@ def larger(job: Job, x: Tensor, factor: float = 2.0) -> str:
     images = images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     freed = not job.needs_whole_gradients and job.comm.size == 1
     network = inspect_network(job, proxies, images, how=Numerics(), gradients_freed=freed)
-    try:
-        plan = network.choose(network.plain_bytes(len(x)))
-    except InputError:
+    plan = network.within(network.plain_bytes(len(x)))
+    if plan is None:
         return f"batch {factor:g}x does not fit"
     return f"batch {factor:g}x fits: +{100 * network.longer(plan):.0f} % time"

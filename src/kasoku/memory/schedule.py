@@ -30,8 +30,8 @@ class Instruction(NamedTuple):
         inplace: the result takes the memory of the first input (compute), of the incoming gradient (grad of a ReLU), of
             the input (grad of a norm), or the bf16 is freed, as it is not read again (load).
         joins: for "grad", how the gradient of each input is added to the gradient of the same value from another
-            reader: "set" (there is none yet), "into new", "into old", "fresh" (a new tensor), or "" if the input needs
-            no gradient.
+            reader: "set" (there is none yet), "into" (the other is added to it), "fresh" (a new tensor, as it shares
+            its memory), or "" if the input needs no gradient.
     """
 
     kind: str
@@ -79,7 +79,8 @@ def backward_reads(node: GraphNode, at: int) -> tuple[int, ...]:
 def _need_gradients(graph: LayerGraph, input_gradient: bool) -> list[bool]:
     needs = [input_gradient]
     for node in graph.nodes:
-        needs.append(node.learns or any(needs[v] for v in node.inputs))
+        learns = any(p.requires_grad for p in node.params)
+        needs.append(learns or any(needs[v] for v in node.inputs))
     return needs
 
 
@@ -107,51 +108,43 @@ def build_program(
         bf16: values that are held in bf16 if they are kept.
     """
     needs = _need_gradients(graph, input_gradient)
-    order = _BackwardOrder(graph, needs, set(kept), reuse)
-    useful = frozenset(order.used_values())
+    order, useful = _backward_order(graph, needs, {0, *kept}, reuse)
     in_bf16 = useful & bf16
     inner = in_bf16 - {0, graph.out}  # the ends are rounded after the forward
-    backward = _with_frees(graph, order.steps, start=useful, end=frozenset())
     computes = [Instruction("compute", i) for i in range(len(graph.nodes))]
     end = (useful - inner) | {graph.out}
     forward = _with_frees(graph, computes, start=frozenset({0}), end=end, not_over=inner)
-    steps = _with_loads(graph, _with_joins(graph, needs, backward), in_bf16)
-    return Program(graph, useful, tuple(forward), tuple(steps), in_bf16)
+    backward = _with_frees(graph, order, start=useful, end=frozenset())
+    backward = _with_loads(graph, _with_joins(graph, needs, backward), in_bf16)
+    return Program(graph, useful, tuple(forward), tuple(backward), in_bf16)
 
 
-class _BackwardOrder:
-    """Finds the order of backward: which values are recomputed, and when."""
+def _backward_order(
+    graph: LayerGraph, needs: list[bool], kept: set[int], reuse: bool
+) -> tuple[list[Instruction], frozenset[int]]:
+    """The gradients and recomputations in order, and the kept values that they read."""
+    nodes, present = graph.nodes, set(kept)
+    steps: list[Instruction] = []
+    used: set[int] = set()
 
-    def __init__(self, graph: LayerGraph, needs: list[bool], kept: set[int], reuse: bool) -> None:
-        self.graph, self.needs, self.reuse = graph, needs, reuse
-        self.kept = kept | {0}
-        self.present = set(self.kept)
-        self.steps: list[Instruction] = []
-        self.used: set[int] = set()
-        self.grads = [i for i in reversed(range(len(graph.nodes))) if needs[i + 1]]
-
-    def used_values(self) -> set[int]:
-        """Fills `steps`; returns the kept values that they read."""
-        nodes = self.graph.nodes
-        for place, i in enumerate(self.grads):
-            for v in backward_reads(nodes[i], i):
-                self._ensure(v)
-            self.steps.append(Instruction("grad", i))
-            if not self.reuse:
-                following = self.grads[place + 1 : place + 1 + _NEAR]
-                soon = {v for j in following for v in backward_reads(nodes[j], j)}
-                cheap = {v for v in self.present - self.kept if nodes[v - 1].cheap}
-                self.present -= cheap - soon
-        return self.used
-
-    def _ensure(self, v: int) -> None:
-        if v in self.present:
-            self.used |= {v} & self.kept
+    def ensure(v: int) -> None:
+        if v in present:
+            used.update({v} & kept)
             return
-        for u in self.graph.nodes[v - 1].inputs:
-            self._ensure(u)
-        self.steps.append(Instruction("compute", v - 1))
-        self.present.add(v)
+        for u in nodes[v - 1].inputs:
+            ensure(u)
+        steps.append(Instruction("compute", v - 1))
+        present.add(v)
+
+    grads = [i for i in reversed(range(len(nodes))) if needs[i + 1]]
+    for place, i in enumerate(grads):
+        for v in backward_reads(nodes[i], i):
+            ensure(v)
+        steps.append(Instruction("grad", i))
+        if not reuse:
+            soon = {v for j in grads[place + 1 : place + 1 + _NEAR] for v in backward_reads(nodes[j], j)}
+            present -= {v for v in present - kept if nodes[v - 1].cheap} - soon
+    return steps, frozenset(used)
 
 
 def _reads(graph: LayerGraph, step: Instruction) -> tuple[int, ...]:
@@ -210,42 +203,18 @@ def _with_loads(graph: LayerGraph, steps: list[Instruction], in_bf16: frozenset[
 
 
 def _with_joins(graph: LayerGraph, needs: list[bool], steps: list[Instruction]) -> list[Instruction]:
-    """The steps with the `joins` of each gradient, which follow from the gradients that share memory."""
-    area = {graph.out: -1}  # value -> the memory area of its gradient; -1 is autograd's own
-    sharers = {-1: 2}
-    areas = 0
+    """The steps with the `joins` of each gradient: one that shares its memory is not written to."""
+    own = {graph.out: False}  # value -> whether its gradient has memory of its own; autograd holds the output's
     joined = []
     for step in steps:
-        if step.kind != "grad":
-            joined.append(step)
-            continue
-        node, incoming = graph.nodes[step.at], area.pop(step.at + 1)
-        inplace = node.op == "relu" and sharers[incoming] == 1
-        passes_on = node.op == "add" or inplace
-        sharers[incoming] += (sum(needs[v] for v in node.inputs) if passes_on else 0) - 1
-        joins = []
-        for v in node.inputs:
-            if not needs[v]:
-                joins.append("")
-                continue
-            new = incoming if passes_on else (areas := areas + 1)
-            sharers.setdefault(new, 1)
-            old = area.get(v)
-            if old is None:
-                joins.append("set")
-                area[v] = new
-            elif sharers[new] == 1:
-                joins.append("into new")
-                area[v] = new
-                sharers[old] -= 1
-            elif sharers[old] == 1:
-                joins.append("into old")
-                sharers[new] -= 1
-            else:
-                joins.append("fresh")
-                sharers[old] -= 1
-                sharers[new] -= 1
-                area[v] = areas = areas + 1
-                sharers[areas] = 1
-        joined.append(step._replace(inplace=inplace, joins=tuple(joins)))
+        if step.kind == "grad":
+            node, incoming = graph.nodes[step.at], own.pop(step.at + 1)
+            new = node.op != "add" or (incoming and sum(needs[v] for v in node.inputs) == 1)
+            joins = []
+            for v in node.inputs:
+                joins.append("" if not needs[v] else "set" if v not in own else "into" if new else "fresh")
+                if needs[v]:
+                    own[v] = new or v in own
+            step = step._replace(inplace=node.op == "relu" and incoming, joins=tuple(joins))
+        joined.append(step)
     return joined

@@ -6,9 +6,8 @@ bf16 of such a tensor is remembered as long as the tensor lives, and shared unle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +17,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kasoku.core import InputError
 from kasoku.core.torch_internals import forward_pre_hooks, version
 from kasoku.memory import ops
-from kasoku.memory.graph import LayerGraph, weights_of
-from kasoku.memory.schedule import Instruction, Program
+from kasoku.memory.graph import weights_of
+from kasoku.memory.schedule import Program, backward_reads
 
-Gradients = dict[Tensor, Tensor]
 _rounded = WeakTensorKeyDictionary()  # tensor -> (its version, its bf16)
 
 
-@dataclass
-class SavedValues:
+class SavedValues(NamedTuple):
     """The tensors that a segment holds between forward and backward.
 
     Attributes:
@@ -34,19 +31,12 @@ class SavedValues:
         in_bf16: the values held in bf16.
         dtypes: the types of all values in forward.
         extras: the results of nodes besides values: statistics, positions in max-pools.
-        versions: of the segment's input and output, which other code may write to.
     """
 
     values: dict[int, Tensor]
     in_bf16: dict[int, Tensor]
     dtypes: list[torch.dtype]
-    extras: dict[int, Any] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def modified(self) -> bool:
-        """Whether the input or the output was written to since forward, if it is held."""
-        return any(v in self.values and version(self.values[v]) != then for v, then in self.versions.items())
+    extras: dict[int, Any]
 
 
 @dataclass
@@ -87,25 +77,27 @@ class _SegmentFunction(torch.autograd.Function):
     def forward(ctx: Any, segment: Segment, x: Tensor, *params: Tensor) -> Tensor:
         program, parts = segment.program, segment.parts(len(x))
         ctx.segment, ctx.params, ctx.images = segment, params, len(x)
+        ends = {0, program.graph.out}
         saved: list[SavedValues] = []
-        out = x
-        whole: Tensor | None = None
+        out: Tensor | None = None
         for part in parts:
-            out, values = run_forward(program, x if len(parts) == 1 else x[part], segment.how)
-            if len(parts) > 1:
-                whole = _empty_batch(out, len(x)) if whole is None else whole
-                whole[part].copy_(out)
-                out = whole[part]
-            if program.graph.out in values.values:
-                values.values[program.graph.out] = out.detach()
-            saved.append(values)
-        out = out if whole is None else whole
-        _round_ends(program, {0: x, program.graph.out: out}, saved, parts)
-        for values in saved:
-            values.versions = {v: version(t) for v, t in values.values.items() if v in (0, program.graph.out)}
-        ctx.saved_values = saved
-        ctx.read_later = [(t, version(t)) for t in _read_in_backward(program.graph)]
-        return out
+            part_out, held = run_forward(program, x[part], segment.how)
+            out = _with_part(out, part_out, part, len(x))
+            if program.graph.out in held.values:
+                held.values[program.graph.out] = out[part].detach()
+            saved.append(held)
+            del part_out
+        for v in program.in_bf16 & ends:
+            rounded = shared_bf16(x if v == 0 else cast(Tensor, out))
+            for part, held in zip(parts, saved, strict=True):
+                del held.values[v]
+                held.in_bf16[v] = rounded[part] if len(parts) > 1 else rounded
+        nodes = program.graph.nodes
+        norms = [node.layer for node in nodes if node.op == "norm" and not node.uses_batch_statistics]
+        read = [*weights_of(nodes), *(t for norm in norms for t in (norm.running_mean, norm.running_var))]
+        read += [held.values[v] for held in saved for v in ends & held.values.keys()]  # other code may write to these
+        ctx.saved_values, ctx.read_later = saved, [(t, version(t)) for t in read]
+        return cast(Tensor, out)
 
     @staticmethod
     @once_differentiable
@@ -113,35 +105,28 @@ class _SegmentFunction(torch.autograd.Function):
         segment: Segment = ctx.segment
         if ctx.saved_values is None:
             raise InputError(f"SavedMemory: a second backward through {segment.name}: the first one frees its values")
-        if any(values.modified for values in ctx.saved_values) or any(version(t) != then for t, then in ctx.read_later):
+        if any(version(t) != then for t, then in ctx.read_later):
             raise InputError(
                 f"SavedMemory: the input, the output or a weight of {segment.name} was written before backward"
             )
-        saved, ctx.saved_values = ctx.saved_values, None
-        ctx.read_later = None
-        parts, input_gradient = segment.parts(ctx.images), ctx.needs_input_grad[1]
-        gradients: Gradients = {}
-        whole: Tensor | None = None
+        saved, ctx.saved_values, ctx.read_later = ctx.saved_values, None, None
+        gradients: dict[Tensor, Tensor] = {}
         dx: Tensor | None = None
-        for part in parts:
-            values = saved.pop(0)
-            dx = run_backward(segment, values, dy if len(parts) == 1 else dy[part], gradients)
-            if input_gradient and len(parts) > 1 and dx is not None:
-                whole = _empty_batch(dx, ctx.images) if whole is None else whole
-                whole[part].copy_(dx)
-        dx = dx if whole is None else whole
-        return None, dx if input_gradient else None, *(gradients.get(p) for p in ctx.params)
+        for part in segment.parts(ctx.images):
+            part_dx = run_backward(segment, saved.pop(0), dy[part], gradients)
+            if ctx.needs_input_grad[1] and part_dx is not None:
+                dx = _with_part(dx, part_dx, part, ctx.images)
+        return None, dx, *(gradients.get(p) for p in ctx.params)
 
 
-def _round_ends(
-    program: Program, ends: dict[int, Tensor], saved: Sequence[SavedValues], parts: Sequence[slice]
-) -> None:
-    """Holds the segment's input and output in bf16, if the program says so."""
-    for v in program.in_bf16 & set(ends):
-        rounded = shared_bf16(ends[v])
-        for values, part in zip(saved, parts, strict=True):
-            del values.values[v]
-            values.in_bf16[v] = rounded[part] if len(parts) > 1 else rounded
+def _with_part(whole: Tensor | None, x: Tensor, part: slice, n: int) -> Tensor:
+    """A tensor of n images of which a part is x; x itself if it has all of them."""
+    if len(x) == n:
+        return x
+    if whole is None:
+        whole = torch.empty_strided((n, *x.shape[1:]), x.stride(), dtype=x.dtype, device=x.device)
+    whole[part].copy_(x)
+    return whole
 
 
 def shared_bf16(x: Tensor) -> Tensor:
@@ -175,12 +160,11 @@ def run_forward(program: Program, x: Tensor, how: ops.Numerics) -> tuple[Tensor,
     return out, SavedValues(kept, in_bf16, dtypes, extras)
 
 
-def run_backward(segment: Segment, saved: SavedValues, dy: Tensor, gradients: Gradients) -> Tensor | None:
+def run_backward(segment: Segment, saved: SavedValues, dy: Tensor, gradients: dict[Tensor, Tensor]) -> Tensor | None:
     """The input's gradient, None if it needs none; adds the gradients of weights to `gradients`."""
-    program, how = segment.program, segment.how
-    graph, values, extras = program.graph, saved.values, saved.extras
+    graph, how, values = segment.program.graph, segment.how, saved.values
     arrived = {graph.out: dy}
-    for step in program.backward:
+    for step in segment.program.backward:
         if step.kind == "free":
             values.pop(step.at, None)
             continue
@@ -191,56 +175,25 @@ def run_backward(segment: Segment, saved: SavedValues, dy: Tensor, gradients: Gr
             continue
         node = graph.nodes[step.at]
         if step.kind == "compute":
-            inputs = [values[v] for v in node.inputs]
-            values[step.at + 1] = ops.recompute(node, inputs, extras.get(step.at), how=how, inplace=step.inplace)
-            del inputs
+            inputs, extra = [values[v] for v in node.inputs], saved.extras.get(step.at)
+            values[step.at + 1] = ops.recompute(node, inputs, extra, how=how, inplace=step.inplace)
+            del inputs, extra
             continue
-        new = _node_gradients(step, program, saved, dy=arrived.pop(step.at + 1), how=how, gradients=gradients)
+        value = next((values[v] for v in backward_reads(node, step.at)), None)
+        extra, incoming = saved.extras.pop(step.at, None), arrived.pop(step.at + 1)
+        new, of_weights = ops.gradients(node, step, incoming, value, extra, how)
+        del value, extra, incoming
+        for p, g in zip(node.params, of_weights, strict=True):
+            if g is not None:
+                gradients[p] = gradients[p].add_(g) if p in gradients else g
         for v, join, gradient in zip(node.inputs, step.joins, new, strict=True):
-            if join and gradient is not None:
+            if join:
                 arrived[v] = _join(arrived.get(v), gradient.to(saved.dtypes[v]), join)
         del new, gradient
     return arrived.get(0)
 
 
-def _node_gradients(
-    step: Instruction, program: Program, saved: SavedValues, *, dy: Tensor, how: ops.Numerics, gradients: Gradients
-) -> list[Tensor | None]:
-    """The gradients of a node's inputs; adds those of its weights to `gradients`."""
-    node, values, extras = program.graph.nodes[step.at], saved.values, saved.extras
-    if node.op == "add":
-        return [dy, dy]
-    if node.op == "relu":
-        return [ops.relu_gradient(dy, values[step.at + 1], inplace=step.inplace)]
-    if node.op == "pool":
-        return [ops.unpool(node.layer, dy, extras.pop(step.at))]
-    x = values[node.inputs[0]]
-    if node.op == "other":
-        return [ops.other_gradient(node, dy, x)]
-    if node.op == "conv":
-        dx, of_weights = ops.conv_gradients(node, dy, x, how=how, input_gradient=bool(step.joins[0]))
-    else:
-        dx, of_weights = ops.norm_gradients(node, dy, x, extras.pop(step.at), inplace=step.inplace)
-    for p, g in zip(node.params, of_weights, strict=True):
-        if g is not None:
-            gradients[p] = gradients[p].add_(g) if p in gradients else g
-    return [dx]
-
-
 def _join(old: Tensor | None, new: Tensor, how: str) -> Tensor:
     if old is None:
         return new
-    if how == "fresh":
-        return old + new
-    return new.add_(old) if how == "into new" else old.add_(new)
-
-
-def _read_in_backward(graph: LayerGraph) -> list[Tensor]:
-    """The layers' tensors that backward reads: weights, and running statistics where the batch's are not used."""
-    norms = [node.layer for node in graph.nodes if node.op == "norm" and not node.uses_batch_statistics]
-    return [*weights_of(graph.nodes), *(t for norm in norms for t in (norm.running_mean, norm.running_var))]
-
-
-def _empty_batch(x: Tensor, n: int) -> Tensor:
-    """An empty tensor for n images like those of x, in its layout."""
-    return torch.empty_strided((n, *x.shape[1:]), x.stride(), dtype=x.dtype, device=x.device)
+    return old + new if how == "fresh" else new.add_(old)

@@ -2,15 +2,27 @@
 
 Note: code that reads a freed gradient notices it. A stand-in of one element, NaN, expanded to the parameter's shape,
 takes its place: a norm of it is NaN, and writing to it (clipping by hand, a second backward) raises.
+
+Note: SGD with momentum for a large Linear. Its own backward adds dy^T x to the momentum as it is computed, so that this
+gradient is never stored by itself. Ref: [003], fully connected layers: the gradient of the data first, then the
+weights' over the area of the weights.
 """
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from kasoku.core import InputError, Job
+from kasoku.core.torch_internals import accumulates, gradient_hooks, version
+from kasoku.memory.inspection import BoundToModel, autocast_type
+
+_LARGE = 2**20  # bytes of weights; smaller ones are not worth it
 
 
 class StepInBackward:
@@ -87,3 +99,119 @@ class StepInBackward:
 
 def _optimizer_settings(job: Job) -> list[dict[str, Any]]:
     return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in job.hyper()]
+
+
+# ---- large Linears
+
+
+class _Pass:
+    """A forward without its backward so far; `shared`: of two at once, so neither has the whole gradient."""
+
+    shared = False
+
+
+class LinearInBackward(BoundToModel):
+    """Updates one Linear in its backward, if nothing else needs its gradient.
+
+    Attributes:
+        calls: during the inspection; only a layer that is called once is updated.
+    """
+
+    def __init__(self, layer: nn.Linear, stepper: StepInBackward) -> None:
+        self.layer, self.stepper = layer, stepper
+        self.calls, self.inspected = 0, False
+        self.passes: WeakSet[_Pass] = WeakSet()
+
+    @property
+    def active(self) -> bool:
+        """Whether the backward of a forward that begins now updates the weight."""
+        return self.inspected and self.calls == 1 and self.group is not None
+
+    @property
+    def group(self) -> dict[str, Any] | None:
+        """The weight's parameter group; None unless the rule is SGD with momentum and only the job needs gradients."""
+        stepper, layer = self.stepper, self.layer
+        job = stepper.job
+        ours = vars(layer).get("saved_memory") is self and all(
+            getattr(hook, "__self__", None) is job for hook in gradient_hooks(layer.weight)
+        )
+        alone = ours and stepper.active and job.accumulate == 1 and layer.training and layer.weight.requires_grad
+        if not alone or type(job.optimizer) is not torch.optim.SGD:
+            return None
+        group = next((g for g in job.optimizer.param_groups if any(p is layer.weight for p in g["params"])), None)
+        if group is None or not group["momentum"] or any(group[k] for k in ("nesterov", "dampening", "maximize")):
+            return None
+        return group
+
+    @torch.no_grad()
+    def update(self, group: dict[str, Any], dy_NK: Tensor, x_NC: Tensor) -> None:
+        """The step of SGD; the gradient dy^T x is added to the momentum as it is computed."""
+        job, weight = self.stepper.job, self.layer.weight
+        state = job.optimizer.state[weight]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        momentum = state["momentum_buffer"].mul_(group["momentum"])
+        if group["weight_decay"]:
+            momentum.add_(weight, alpha=group["weight_decay"])
+        momentum.addmm_(dy_NK.to(weight.dtype).t(), x_NC.to(weight.dtype))
+        weight.add_(momentum, alpha=-float(group["lr"]))
+        self.stepper.free_gradient(weight)
+        job.run_after_update([weight])
+
+
+def install_linears(job: Job, stepper: StepInBackward) -> list[LinearInBackward]:
+    """Replaces the forward of every large Linear that owns its weight, until the job is closed."""
+    linears = []
+    owned = [p for _, p in job.model.named_parameters(remove_duplicate=False)]
+    for layer in [m for m in job.model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]:
+        once = sum(p is layer.weight for p in owned) == 1  # none of a pruned one, whose weight is no parameter
+        if once and layer.weight.nbytes >= _LARGE:
+            linears.append(LinearInBackward(layer, stepper))
+            job.patch(layer, "saved_memory", linears[-1])
+            job.patch(layer, "forward", MethodType(_forward, layer))
+    return linears
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    owner: LinearInBackward = layer.saved_memory
+    owner.calls += owner.layer is layer and not owner.inspected
+    if owner.layer is not layer or not x.requires_grad or not owner.active:  # another layer: a deep copy
+        return nn.Linear.forward(layer, x)
+    out: Tensor = _Linear.apply(x, layer.weight, layer.bias, owner, autocast_type(x))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, owner: LinearInBackward, half: Any) -> Tensor:
+        ctx.owner, ctx.half, ctx.version, ctx.own = owner, half, version(weight), _Pass()
+        owner.passes.add(ctx.own)
+        if len(owner.passes) > 1:
+            for each in owner.passes:
+                each.shared = True
+        ctx.save_for_backward(x if half is None else x.to(half))
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        owner: LinearInBackward = ctx.owner
+        weight, bias = owner.layer.weight, owner.layer.bias
+        owner.passes.discard(ctx.own)
+        if weight in owner.stepper.stand_ins:
+            raise InputError(
+                "SavedMemory: a second backward through a Linear whose weight the first one has updated: set "
+                "in_backward = false"
+            )
+        if version(weight) != ctx.version:
+            raise InputError("SavedMemory: the weight of a Linear was written between forward and backward")
+        flat, x_NC = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = dy @ (weight if ctx.half is None else weight.to(ctx.half)) if ctx.needs_input_grad[0] else None
+        db = flat.sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None
+        adds, group = accumulates(ctx.next_functions[1][0]), owner.group
+        if adds is None or ctx.own.shared or group is None:
+            return dx, (flat.t() @ x_NC).to(weight.dtype), db, None, None
+        if adds:
+            owner.update(group, flat, x_NC)
+        return dx, None, db, None, None
