@@ -252,7 +252,8 @@ def inspect_network(
             outside.append(OutsideBytes(fixed, kept, copies, 0, False, max(gradients, default=0)))
         else:
             outside.append(OutsideBytes(fixed, kept, copies, sum(gradients), True, sum(gradients)))
-    return InspectedNetwork(job, proxies, len(x), units, choices, *outside, log.outputs, state)
+    ours, plain = outside
+    return InspectedNetwork(job, proxies, len(x), units, choices, ours, plain, log.outputs, state)
 
 
 def _units_and_choices(
