@@ -289,7 +289,7 @@ def test_tasks_that_ran_beside_others_are_shown_as_such():
     start = Start(overlap=True, began=time.perf_counter())
     start.add("long", lambda: time.sleep(0.2))
     start.add("short", lambda: time.sleep(0.1))
-    start.finish()
+    start.wait()()
     shares, beside = start.shares(start.began)
     assert shares["long"] > 0.19
     assert shares["short"] < 0.05

@@ -239,7 +239,7 @@ def test_every_launcher_says_the_place():
     assert place(slurm) == Place()  # a batch script without srun's MASTER_ADDR is one process
     assert place({**slurm, "SLURM_STEP_ID": "0"}).size == 8  # by srun: joining asks for MASTER_ADDR
     assert place({**slurm, "MASTER_ADDR": "a"}) == Place(5, 8, 1, 4, launched=True)
-    assert place({**slurm, "MASTER_ADDR": "a", "SLURM_CPUS_PER_TASK": "4096"}).sharing == 1
+    assert place({**slurm, "MASTER_ADDR": "a", "SLURM_CPUS_PER_TASK": "4096"}).ranks_on_its_cores == 1
     assert place({}) == Place(0, 1, 0, 1)
     assert place(Place(5, 8, 1, 4).environment) == Place(5, 8, 1, 4, launched=True)
 

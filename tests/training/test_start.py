@@ -17,7 +17,7 @@ from kasoku.core import InputError, Threads
 from kasoku.core.comm import Comm
 from kasoku.core.trace import Span
 from kasoku.distributed import TorchComm
-from kasoku.distributed.startup import SEQUENTIAL, Start, attribute_seconds, critical_path, startup_line
+from kasoku.distributed.startup import SEQUENTIAL, Start, attribute_seconds, startup_line
 from kasoku.training.trainer import build
 from started import KASOKU, RECIPE, ended, largest_difference, options, started
 
@@ -36,7 +36,7 @@ def test_a_task_gets_the_results_that_its_parameters_name(overlap):
     start.add("ba", lambda b, a: b + a)
     assert start.do("bab", lambda ba, b: ba + b) == "bab"
     assert start["ba"] == "ba"
-    assert start.finish() == {"a": "a", "b": "b", "ba": "ba", "bab": "bab"}
+    assert start.wait()() == {"a": "a", "b": "b", "ba": "ba", "bab": "bab"}
 
 
 def test_tasks_run_while_others_wait():
@@ -49,7 +49,7 @@ def test_tasks_run_while_others_wait():
 
     start.add("waits", waits)
     start.add("works", lambda: came.wait(60) and (gone.set() or True))
-    assert start.finish() == {"waits": True, "works": True}
+    assert start.wait()() == {"waits": True, "works": True}
 
 
 def test_a_result_is_there_before_the_others_have_ended():
@@ -60,7 +60,7 @@ def test_a_result_is_there_before_the_others_have_ended():
     assert start["short"] == 1
     assert start.do("here", lambda short: short + 1) == 2
     end.set()
-    assert start.finish()["long"] is True
+    assert start.wait()()["long"] is True
 
 
 def test_in_sequence_each_task_ends_on_the_callers_thread_in_its_turn(monkeypatch):
@@ -93,7 +93,7 @@ def test_of_two_errors_the_first_task_s_is_told_whatever_failed_first(overlap):
     start.add("behind", lambda second: ran.append(second))
     start.add("apart", lambda: ran.append("apart"))
     with pytest.raises(InputError, match="first"):
-        start.finish()
+        start.wait()()
     assert ran == ["apart"]  # a task with no failed predecessor runs: another rank may wait for it
     with pytest.raises(OSError, match="second"):
         start.do("too", lambda behind: ran.append(behind))
@@ -107,18 +107,7 @@ def test_a_task_is_known_once_and_after_known_ones(overlap):
         start.add("a", lambda: None)
     with pytest.raises(ValueError, match="after c, which is unknown"):
         start.add("b", lambda c: c)
-    assert list(start.finish()) == ["a"]
-
-
-def test_the_critical_path_is_the_longest_chain():
-    after = {"import": (), "meet": ("import",), "data": ("import",), "net": ("data",), "step": ("meet", "net")}
-    found = spans(**{"import": (0, 2), "meet": (2, 5), "data": (2, 3), "net": (3, 4.5), "step": (5, 6)})
-    path = critical_path(found, after)
-    assert [s.name for s in path] == ["import", "meet", "step"]
-    assert sum(s.stop - s.start for s in path) == 6
-    in_sequence = spans(**{"import": (0, 2), "meet": (2, 5), "data": (5, 6), "net": (6, 7.5), "step": (7.5, 8.5)})
-    assert [s.name for s in critical_path(in_sequence, after)] == ["import", "meet", "step"]
-    assert critical_path([], {}) == []
+    assert list(start.wait()()) == ["a"]
 
 
 def test_each_second_belongs_to_the_task_that_was_waited_for():

@@ -29,8 +29,8 @@ class Place:
     launched: bool = False  # by a launcher
 
     @property
-    def sharing(self) -> int:
-        """The number of processes that share the cores of this one."""
+    def ranks_on_its_cores(self) -> int:
+        """The number of ranks that use the cores of this process, with this one."""
         return 1 if self.bound else self.local_size
 
     def __post_init__(self) -> None:

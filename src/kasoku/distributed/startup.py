@@ -5,16 +5,16 @@ disk wait. Each task has a thread and starts when its predecessors have ended. C
 results they need. Threads share the interpreter, so overlap saves waiting time, not computing time.
 
 Note: errors. A task whose predecessors succeeded always runs, even if another task failed, so that its collectives
-meet those of the other ranks. `finish` raises the first error in the order in which the tasks were added, not by time.
+meet those of the other ranks. After `wait`, the first error is raised in the order in which the tasks were added, not
+by time.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, TypeVar
@@ -27,16 +27,6 @@ SEQUENTIAL = "KASOKU_SEQUENTIAL"  # 1: one task after the other, for comparison
 COMPILER = "torch._dynamo"  # torch imports it at the first use of an optimizer or functional_call
 
 
-@dataclass(frozen=True)
-class Task:
-    """A part of the start-up; `f` takes the results of the tasks in `needs` by name, after those in `after` too."""
-
-    name: str
-    f: Callable[..., Any]
-    needs: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-
-
 class Start:
     """The tasks of one start-up on one rank.
 
@@ -45,15 +35,17 @@ class Start:
         overlap: False runs one task after the other, in the order they are added, on the caller's thread. By default
             they overlap, unless $KASOKU_SEQUENTIAL is 1.
         began: when the process started, on that clock; the time until now is the task "import".
+
+    Attributes:
+        after: for each task, its predecessors and the tasks that the caller had run or waited for before adding it.
     """
 
     def __init__(self, clock: Clock | None = None, *, overlap: bool | None = None, began: float | None = None) -> None:
         self.clock = clock or Wall()
         self.overlap = os.environ.get(SEQUENTIAL, "") != "1" if overlap is None else overlap
-        self.tasks: list[Task] = []
+        self.after: dict[str, tuple[str, ...]] = {}
         self._futures: dict[str, Future[Any]] = {}
         self._spans: dict[str, Span] = {}
-        self._follows: dict[str, tuple[str, ...]] = {}
         self._here: list[str] = []  # tasks that the caller has run or waited for last
         self.began = self.clock.now() if began is None else began
         if began is not None:
@@ -70,11 +62,11 @@ class Start:
         Raises:
             ValueError: if the name is taken, or a task that it needs is unknown.
         """
-        task = self._register(name, f, after)
+        task = (name, f, self._register(name, f, after), after)
         if self.overlap:  # a daemon, so that an interruption does not wait for a missing rank
-            threading.Thread(target=self._run, args=(task,), name=f"kasoku-start-{name}", daemon=True).start()
+            threading.Thread(target=self._run, args=task, name=f"kasoku-start-{name}", daemon=True).start()
         else:
-            self._run(task)
+            self._run(*task)
 
     def import_compiler(self) -> None:
         """Adds the task "compiler", once: the import that torch would do at the first use of an optimizer."""
@@ -83,15 +75,15 @@ class Start:
 
     def do(self, name: str, f: Callable[..., T], after: Sequence[str] = ()) -> T:
         """Runs a task on the caller's thread and returns its result. Raises its error, or that of a predecessor."""
-        task = self._register(name, f, after)
+        needs = self._register(name, f, after)
         self._here = [name]
-        self._run(task)
+        self._run(name, f, needs, after)
         result: T = self._futures[name].result()
         return result
 
     def note(self, name: str, start: float, stop: float | None = None) -> None:
         """Records a task of the caller's thread that was timed elsewhere; it stops now by default."""
-        self._register(name, _nothing)
+        self._register(name, lambda: None)
         self._here = [name]
         self._spans[name] = Span("start", name, start, self.clock.now() if stop is None else stop)
         self._futures[name].set_result(None)
@@ -102,30 +94,17 @@ class Start:
         return self._futures[name].result()
 
     def wait(self) -> Callable[[], dict[str, Any]]:
-        """Waits for all tasks; returns a function that returns their results, or raises as `finish` does."""
+        """Waits for all tasks; returns a function that returns their results, or raises the first task's error."""
         futures = dict(self._futures)
         self._here += futures
         for future in futures.values():
             future.exception()
         return lambda: {name: future.result() for name, future in futures.items()}
 
-    def finish(self) -> dict[str, Any]:
-        """Waits for all tasks and returns their results.
-
-        Raises:
-            Exception: the first error, in the order in which the tasks were added.
-        """
-        return self.wait()()
-
     @property
     def spans(self) -> list[Span]:
         """The times of all tasks that have ended, in the order in which they were added."""
-        return [self._spans[task.name] for task in self.tasks if task.name in self._spans]
-
-    @property
-    def after(self) -> dict[str, tuple[str, ...]]:
-        """The predecessors of each task, and the tasks that the caller had run or waited for before adding it."""
-        return dict(self._follows)
+        return [self._spans[name] for name in self.after if name in self._spans]
 
     def shares(self, started: float) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds by task since the process `started`: of the tasks on the critical path, and of overlapped ones.
@@ -141,45 +120,36 @@ class Start:
             shares = {"import": min(self.began, *(s.start for s in spans)) - started, **shares}
         return shares, overlapped
 
-    def _register(self, name: str, f: Callable[..., Any], after: Sequence[str] = ()) -> Task:
-        needs = _required_parameters(f)
+    def _register(self, name: str, f: Callable[..., Any], after: Sequence[str] = ()) -> list[str]:
+        """Makes a task known; returns the names of the tasks whose results f takes."""
+        named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        parameters = signature(f).parameters.values()
+        needs = [p.name for p in parameters if p.kind in named and p.default is Parameter.empty]
         missing = [other for other in (*needs, *after) if other not in self._futures]
         if name in self._futures or missing:
             what = f"after {missing[0]}, which is unknown" if missing else "was added before"
             raise ValueError(f"task {name}: {what}")
         self._futures[name] = Future()
-        self._follows[name] = tuple(dict.fromkeys((*needs, *after, *self._here)))
-        self.tasks.append(Task(name, f, needs, tuple(after)))
-        return self.tasks[-1]
+        self.after[name] = tuple(dict.fromkeys((*needs, *after, *self._here)))
+        return needs
 
-    def _run(self, task: Task) -> None:
-        future = self._futures[task.name]
+    def _run(self, name: str, f: Callable[..., Any], needs: Sequence[str], after: Sequence[str]) -> None:
+        future = self._futures[name]
         try:
-            for name in task.after:
-                self._futures[name].result()
-            arguments = {name: self._futures[name].result() for name in task.needs}
+            for other in after:
+                self._futures[other].result()
+            arguments = {other: self._futures[other].result() for other in needs}
             start = self.clock.now()
             try:
-                result = task.f(**arguments)
+                result = f(**arguments)
             finally:
-                self._spans[task.name] = Span("start", task.name, start, self.clock.now())
+                self._spans[name] = Span("start", name, start, self.clock.now())
         except BaseException as error:
             future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
         else:
             future.set_result(result)
-
-
-def critical_path(spans: Iterable[Span], after: Mapping[str, Sequence[str]]) -> list[Span]:
-    """The longest chain of tasks that depend on each other; no start-up can be faster than its sum."""
-    by_name = {s.name: s for s in spans}
-    longest: dict[str, list[Span]] = {}
-    for name in after:  # predecessors come first
-        if name in by_name:
-            chains = [longest[other] for other in after[name] if other in longest]
-            longest[name] = [*max(chains, key=_seconds, default=[]), by_name[name]]
-    return max(longest.values(), key=_seconds, default=[])
 
 
 def attribute_seconds(spans: Iterable[Span], began: float) -> dict[str, float]:
@@ -206,12 +176,3 @@ def startup_line(spans: Sequence[Span], began: float) -> str:
 
 def _seconds(chain: Iterable[Span]) -> float:
     return sum(s.stop - s.start for s in chain)
-
-
-def _nothing() -> None:
-    return
-
-
-def _required_parameters(f: Callable[..., Any]) -> tuple[str, ...]:
-    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return tuple(p.name for p in signature(f).parameters.values() if p.kind in named and p.default is Parameter.empty)

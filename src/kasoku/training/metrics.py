@@ -167,7 +167,7 @@ class Metrics:
     def _report_start(self) -> None:
         """Prints the seconds from process start to the end of the first step, by task."""
         start = self.state.training.start
-        if any(task.name == "first step" for task in start.tasks):
+        if "first step" in start.after:
             return  # an earlier training of this job reported it
         start.note("run folder", start.spans[-1].stop, self._began_s)
         start.note("first step", self._began_s, self.job.clock.now())
@@ -211,7 +211,7 @@ class Metrics:
         """What the search for bottlenecks needs beside the ledger's rows."""
         size, recipe = self.job.comm.size, self.state.recipe
         images = recipe.split(size).images_at_once
-        processes = place().sharing if size > 1 else 1
+        processes = place().ranks_on_its_cores if size > 1 else 1
         threads, starved = self.state.training.chosen.threads, self.ledger.starved()
         return facts_of(self.job, images, threads=threads, cores=cores(), processes=processes, starved=starved)
 

@@ -219,7 +219,7 @@ def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Da
         return scan.build(lambda: dataset or checked(recipe.data(), Dataset, "data"))
 
     def device() -> Chosen:
-        choice = partial(choose, recipe.device, local_rank=here.local_rank, local_size=here.sharing)
+        choice = partial(choose, recipe.device, local_rank=here.local_rank, local_size=here.ranks_on_its_cores)
         return scan.before_broadcast(lambda: run_on_all_ranks(comm, choice))
 
     def communicator() -> None:
@@ -264,7 +264,7 @@ def _loaders(
     data: Dataset, *, recipe: Recipe, chosen: Chosen, comm: Comm, train_loader: Loader | None
 ) -> tuple[Loader, Loader]:
     """The loaders of the training images and of the test images."""
-    parts, processes = recipe.parts(comm.size), place().sharing if comm.size > 1 else 1
+    parts, processes = recipe.parts(comm.size), place().ranks_on_its_cores if comm.size > 1 else 1
     common: dict[str, Any] = {"device": chosen.device, "comm": comm, "cores_shared_by": processes}
     fill = recipe.last_batch == "fill"
     train = train_loader or loader(data, "train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill, **common)
