@@ -6,7 +6,7 @@ from kasoku.core import Job, Linear
 from kasoku.data import Augment, digits, loader, sample
 from kasoku.device import Device, choose
 from kasoku.models import cifarnet
-from kasoku.optim import EMA, Rate, Rest, muon
+from kasoku.optim import EMA, Rate, SGDSettings, muon
 from kasoku.training.evaluation import evaluate
 
 
@@ -15,7 +15,7 @@ def main(epochs: int = 8) -> float:
     model = cifarnet(in_channels=1, widths=(32, 64))
     model.prepare(sample(data, 1000))
     model.to(device.device)
-    rule = partial(muon, lr=0.05, momentum=0.8, rest=Rest(bias_lr=2.0, head_lr=20.0))
+    rule = partial(muon, lr=0.05, momentum=0.8, rest=SGDSettings(bias_lr=2.0, head_lr=20.0))
     job = Job(model, rule, loader=loader(data, "train", 64, device=device.device))
     job.apply(*device.techniques, Augment(translate=1), Rate(Linear(epochs=epochs)), EMA(0.98))
     for _ in range(epochs):

@@ -8,7 +8,7 @@ import pytest
 
 from kasoku.config.toml import Factory, override, parse, resolve, tables
 from kasoku.core import Constant, InputError, Linear, Schedule, Technique
-from kasoku.optim import EMA, Rate, Rest
+from kasoku.optim import EMA, Rate, SGDSettings
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def test_a_document_comes_back_as_it_was():
         techniques=(EMA(decay=0.9), Rate(Linear(epochs=2, warmup=1))),
         note="x",
     )
-    assert outer.rule.keys["rest"] == Rest(bias_lr=3.0)
+    assert outer.rule.keys["rest"] == SGDSettings(bias_lr=3.0)
     assert parse(Outer, tables(outer)) == outer
     assert tables(outer)["techniques"][1]["schedule"]["use"] == "kasoku.core.schedule.Linear"
     assert "note" not in tables(Outer(batch=1))

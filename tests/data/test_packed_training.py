@@ -9,7 +9,7 @@ from kasoku.core import Job, Linear
 from kasoku.data import Augment, folder, loader, sample, shards
 from kasoku.data.packs.writer import pack
 from kasoku.models import cifarnet
-from kasoku.optim import Rate, Rest, muon
+from kasoku.optim import Rate, SGDSettings, muon
 from kasoku.training.evaluation import evaluate
 
 
@@ -17,7 +17,7 @@ def accuracy(dataset, epochs=8):
     torch.manual_seed(0)
     model = cifarnet(num_classes=10, in_channels=3, widths=(32, 64))
     model.prepare(sample(dataset, 1000))
-    rule = partial(muon, lr=0.05, momentum=0.8, rest=Rest(bias_lr=2.0, head_lr=20.0))
+    rule = partial(muon, lr=0.05, momentum=0.8, rest=SGDSettings(bias_lr=2.0, head_lr=20.0))
     job = Job(model, rule, loader=loader(dataset, "train", 50))
     job.apply(Augment(flip="random", crop="random_resized", scale_min=0.5), Rate(Linear(epochs=epochs)))
     for _ in range(epochs):

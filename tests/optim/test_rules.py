@@ -9,7 +9,7 @@ from contracts import one_thread as one_thread
 from kasoku.config.toml import Factory
 from kasoku.core import Constant, InputError
 from kasoku.core.job import Job
-from kasoku.optim import Muon, Rate, Rest, adamw, cross_entropy, muon, sgd
+from kasoku.optim import Muon, Rate, SGDSettings, adamw, cross_entropy, muon, sgd
 from kasoku.optim.muon import orthogonalize
 
 
@@ -32,7 +32,7 @@ def test_frozen_parameters_are_left_out_and_a_frozen_model_is_refused():
         params = [p for g in make_rule(model).param_groups for p in g["params"]]
         assert set(params) == {p for p in model.parameters() if p.requires_grad}
     model.requires_grad_(False)
-    with pytest.raises(InputError, match="Net has no parameter that requires a gradient"):
+    with pytest.raises(InputError, match="Net has no parameter with requires_grad=True"):
         sgd(model)
 
 
@@ -71,7 +71,9 @@ def test_muon_is_the_formula(steps: int):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(), nn.Linear(8, 4, bias=False))
     conv, head = model[0].weight, model[2].weight
-    optimizer = muon(model, lr=0.2, momentum=0.6, steps=steps, rest=Rest(head_lr=0.5, momentum=0.85, weight_decay=0.01))
+    optimizer = muon(
+        model, lr=0.2, momentum=0.6, steps=steps, rest=SGDSettings(head_lr=0.5, momentum=0.85, weight_decay=0.01)
+    )
     w, h = conv.detach().double(), head.detach().double()
     vw, vh = torch.zeros_like(w), torch.zeros_like(h)
     for _ in range(3):
@@ -97,7 +99,7 @@ def test_muon_sorts_parameters_into_filters_biases_whitening_and_head():
     model.whitening = nn.Conv2d(3, 12, 2)
     model.whitening.weight.requires_grad_(False)
     names = {p: n for n, p in model.named_parameters()}
-    rest = Rest(bias_lr=3.0, head_lr=5.0, weight_decay=0.3, decay_all=True, whitening_epochs=2)
+    rest = SGDSettings(bias_lr=3.0, head_lr=5.0, weight_decay=0.3, decay_all=True, whitening_epochs=2)
     groups = muon(model, lr=0.24, rest=rest).param_groups
     found = [({names[p] for p in g["params"]}, g["lr"], g["filters"], g.get("until", 0)) for g in groups]
     norms = {f"stage.{i}.norm.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
@@ -114,7 +116,7 @@ def test_muon_sorts_parameters_into_filters_biases_whitening_and_head():
 def test_whitening_stands_still_after_its_epochs():
     model = Net()
     model.whitening = nn.Conv2d(3, 12, 2)
-    optimizer = muon(model, rest=Rest(bias_lr=0.5, whitening_epochs=1))
+    optimizer = muon(model, rest=SGDSettings(bias_lr=0.5, whitening_epochs=1))
     job = make(Rate(Constant()), model=model, optimizer=lambda _: optimizer)
     rates = []
     train(job, 5, each=lambda: rates.append(optimizer.param_groups[2]["lr"]))
@@ -123,7 +125,7 @@ def test_whitening_stands_still_after_its_epochs():
 
 
 def test_muon_learns_the_toy_problem():
-    job = make(optimizer=lambda m: muon(m, lr=0.1, rest=Rest(bias_lr=0.1, head_lr=0.1)))
+    job = make(optimizer=lambda m: muon(m, lr=0.1, rest=SGDSettings(bias_lr=0.1, head_lr=0.1)))
     losses = train(job, 24)
     assert sum(losses[-4:]) < 0.3 * sum(losses[:4])
 
@@ -137,14 +139,14 @@ def test_muon_takes_its_settings_from_a_recipe():
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        (lambda: sgd(Net(), lr=-1), "lr=-1: 0 or more"),
-        (lambda: sgd(Net(), momentum=1), "momentum=1: from 0 to below 1"),
+        (lambda: sgd(Net(), lr=-1), "lr=-1: must be at least 0"),
+        (lambda: sgd(Net(), momentum=1), "momentum=1: must be at least 0 and below 1"),
         (lambda: sgd(Net(), momentum=0, nesterov=True), "nesterov=true with momentum=0"),
-        (lambda: sgd(Net(), lr=float("nan")), "lr=nan: 0 or more"),
-        (lambda: adamw(Net(), betas=(0.9, 1.0)), r"betas\[1\]=1: from 0 to below 1"),
+        (lambda: sgd(Net(), lr=float("nan")), "lr=nan: must be at least 0"),
+        (lambda: adamw(Net(), betas=(0.9, 1.0)), r"betas\[1\]=1: must be at least 0 and below 1"),
         (lambda: muon(Net(), steps=0), "steps=0: from 1 to 10"),
         (lambda: muon(nn.Linear(2, 2)), "Linear has no trainable weights beside its head"),
-        (lambda: Rest(weight_decay=2), "weight_decay=2: from 0 to below 1"),
+        (lambda: SGDSettings(weight_decay=2), "weight_decay=2: must be at least 0 and below 1"),
         (lambda: cross_entropy(torch.zeros(1, 2), torch.zeros(1).long(), smoothing=1.0), "smoothing=1.0: from 0"),
         (lambda: muon(Net()).step(lambda: 0.0), "closure"),
     ],

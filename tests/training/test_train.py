@@ -235,7 +235,7 @@ def test_a_plain_loop_gives_the_weights_of_the_trainer_bit_for_bit(tmp_path):
     model.prepare(data.sample(digits, 5000))
     job = core.Job(
         model,
-        lambda m: optim.muon(m, lr=0.05, momentum=0.8, rest=optim.Rest(bias_lr=2.0, head_lr=20.0)),
+        lambda m: optim.muon(m, lr=0.05, momentum=0.8, rest=optim.SGDSettings(bias_lr=2.0, head_lr=20.0)),
         loader=data.loader(digits, "train", 64),
         loss=lambda outputs, labels: optim.cross_entropy(outputs, labels, smoothing=0.1),
     )

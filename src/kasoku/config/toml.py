@@ -29,6 +29,7 @@ OLD_NAMES = {  # old name -> new name; one that ends in a dot stands for a packa
     "kasoku.parallel.": "kasoku.distributed.",
     "kasoku.distributed.Layer": "kasoku.distributed.PerLayer",
     "kasoku.distributed.OneGroup": "kasoku.distributed.OneBucket",
+    "kasoku.optim.Rest": "kasoku.optim.SGDSettings",
 }
 
 

@@ -6,7 +6,7 @@ from kasoku.optim.clip import Clip
 from kasoku.optim.lars.lars import LARS, Trust, lars
 from kasoku.optim.loss import cross_entropy
 from kasoku.optim.lr_schedule import Rate
-from kasoku.optim.muon import Muon, Rest, muon
+from kasoku.optim.muon import Muon, SGDSettings, muon
 from kasoku.optim.sgd import sgd
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "Lookahead",
     "Muon",
     "Rate",
-    "Rest",
+    "SGDSettings",
     "Trust",
     "adamw",
     "cross_entropy",

@@ -22,7 +22,7 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: small singular values rise f
 
 
 @dataclass(frozen=True)
-class Rest:
+class SGDSettings:
     """Settings of the Nesterov SGD that updates all parameters but the filters.
 
     Rates are for the gradient of the mean loss. If a published rate is for a summed loss, multiply it by the batch:
@@ -87,32 +87,26 @@ class Muon(torch.optim.Optimizer):
             raise InputError("Muon.step(closure) is not supported: call backward() in the loop, then step()")
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                (self._step_filters if group["filters"] else self._step_rest)(params, group)
-
-    def _velocity(self, params: list[Tensor], grads: list[Tensor], momentum: float) -> list[Tensor]:
-        """Updates the momentum buffers; returns Nesterov's directions."""
-        for p, g in zip(params, grads, strict=True):
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(g)
-        buffers = [self.state[p]["momentum_buffer"] for p in params]
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, grads)
-        return list(torch._foreach_add(grads, buffers, alpha=momentum))
-
-    def _step_filters(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        directions = self._velocity(params, [p.grad for p in params if p.grad is not None], group["momentum"])
-        updates = _orthogonalize_all([d.reshape(len(d), -1) for d in directions], group["steps"])
-        for p, update in zip(params, updates, strict=True):
-            if group["normalize"]:
-                p.mul_(len(p) ** 0.5 / torch.linalg.vector_norm(p).clamp(min=1e-12))
-            p.add_(update.reshape(p.shape), alpha=-group["lr"])
-
-    def _step_rest(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        grads = [p.grad for p in params if p.grad is not None]
-        if group["weight_decay"]:
-            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        torch._foreach_add_(params, self._velocity(params, grads, group["momentum"]), alpha=-group["lr"])
+            if not params:
+                continue
+            grads = [p.grad for p in params]
+            if group["weight_decay"] and not group["filters"]:
+                grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+            for p, g in zip(params, grads, strict=True):
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(g)
+            buffers = [self.state[p]["momentum_buffer"] for p in params]
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, grads)
+            directions = torch._foreach_add(grads, buffers, alpha=group["momentum"])  # Nesterov's
+            if not group["filters"]:
+                torch._foreach_add_(params, directions, alpha=-group["lr"])
+                continue
+            updates = _orthogonalize_all([d.reshape(len(d), -1) for d in directions], group["steps"])
+            for p, update in zip(params, updates, strict=True):
+                if group["normalize"]:
+                    p.mul_(len(p) ** 0.5 / torch.linalg.vector_norm(p).clamp(min=1e-12))
+                p.add_(update.reshape(p.shape), alpha=-group["lr"])
 
 
 def orthogonalize(x: Tensor, steps: int) -> Tensor:
@@ -153,7 +147,7 @@ def muon(
     momentum: float = 0.6,
     steps: int = 3,
     normalize: bool = True,
-    rest: Rest = Rest(),
+    rest: SGDSettings = SGDSettings(),
 ) -> Muon:
     """Muon for the filters; Nesterov SGD for biases, norm parameters and the head.
 
@@ -176,20 +170,21 @@ def muon(
     refuse_outside(lr=(lr, 0, float("inf")), momentum=(momentum, 0, 1))
     if not 1 <= steps <= 10:
         raise InputError(f"steps={steps}: from 1 to 10 Newton-Schulz iterations; 3 or 5 are usual")
-    head = _head(model)
-    matrices, vectors = (set(part) for part in split(model))
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    filters: list[Tensor] = [p for p in matrices if p is not head]
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    head = linear[-1].weight if linear else None
+    matrices, vectors = split(model)
+    names = {p: name for name, p in model.named_parameters()}
+    filters = [p for p in matrices if p is not head]
     if not filters:
         raise InputError(f"muon: {type(model).__name__} has no trainable weights beside its head: use sgd or adamw")
-    first = [p for n, p in named if p in vectors and "whiten" in n and rest.whitening_epochs]
-    biases = [p for n, p in named if p in vectors and not any(p is q for q in first)]
+    whitening = [p for p in vectors if "whiten" in names[p] and rest.whitening_epochs]
+    biases = [p for p in vectors if not ("whiten" in names[p] and rest.whitening_epochs)]
     decay = rest.weight_decay if rest.decay_all else 0.0
     groups = [
-        {"params": [p for _, p in named if any(p is q for q in filters)], "filters": True},
+        {"params": filters, "filters": True},
         _sgd_group(biases, rest.bias_lr, decay),
-        {**_sgd_group(first, rest.bias_lr, decay), "until": rest.whitening_epochs},
-        _sgd_group([p for _, p in named if p is head], rest.head_lr, rest.weight_decay),
+        {**_sgd_group(whitening, rest.bias_lr, decay), "until": rest.whitening_epochs},
+        _sgd_group([p for p in matrices if p is head], rest.head_lr, rest.weight_decay),
     ]
     for group in groups[1:]:
         group["momentum"] = rest.momentum
@@ -198,8 +193,3 @@ def muon(
 
 def _sgd_group(params: list[Any], lr: float, decay: float) -> dict[str, Any]:
     return {"params": params, "filters": False, "lr": lr, "weight_decay": decay / lr if lr else 0.0}
-
-
-def _head(model: nn.Module) -> Tensor | None:
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    return linear[-1].weight if linear else None

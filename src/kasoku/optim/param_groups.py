@@ -17,7 +17,9 @@ def split(model: nn.Module, *, decay_all: bool = False) -> tuple[list[Tensor], l
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
-        raise InputError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
+        raise InputError(
+            f"{type(model).__name__} has no parameter with requires_grad=True, so there is nothing to train"
+        )
     decayed: list[Tensor] = [p for p in trainable if decay_all or p.ndim > 1]
     undecayed: list[Tensor] = [p for p in trainable if not decay_all and p.ndim <= 1]
     return decayed, undecayed
@@ -44,12 +46,12 @@ def refuse_momentum_sgd(lr: float, momentum: float, *, nesterov: bool, weight_de
     inf = float("inf")
     refuse_outside(lr=(lr, 0, inf), momentum=(momentum, 0, 1), weight_decay=(weight_decay, 0, inf))
     if nesterov and momentum == 0:
-        raise InputError("nesterov=true with momentum=0: give a momentum such as 0.9, or leave nesterov out")
+        raise InputError("nesterov=true with momentum=0: set momentum above 0, such as 0.9, or nesterov=false")
 
 
 def refuse_outside(**ranges: tuple[float, float, float]) -> None:
     """Raises InputError for the first setting outside its range: name=(value, minimum, exclusive maximum)."""
     for name, (value, low, high) in ranges.items():
         if not low <= value < high:
-            limit = f"{low:g} or more" if high == float("inf") else f"from {low:g} to below {high:g}"
-            raise InputError(f"{name}={value:g}: {limit}")
+            limit = "" if high == float("inf") else f" and below {high:g}"
+            raise InputError(f"{name}={value:g}: must be at least {low:g}{limit}")

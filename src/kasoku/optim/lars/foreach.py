@@ -73,22 +73,25 @@ class Move(NamedTuple):
 # ---- CPU
 
 
-def step_cpu(moves: list[Move]) -> None:
-    """Measures and updates layers one by one with torch's fused SGD, and all other tensors in one call of it."""
+def step_cpu(moves: list[Move]) -> list[Move]:
+    """Updates layers one by one with torch's fused SGD, and all other tensors in one call; returns what it left out."""
     together: dict[tuple[int, float], list[Move]] = {}
     rest: list[Move] = []
     for move in moves:
+        rule = move.rule
         if not (move.p.dtype == move.g.dtype == torch.float32 and is_dense(move.p)):
             rest.append(move)
-        elif move.rule.eta is None:
-            together.setdefault((id(move.rule), move.keep), []).append(move)
-        elif not _fused([move], _trust(move)):
-            rest.append(move)
+        elif rule.eta is None:
+            together.setdefault((id(rule), move.keep), []).append(move)
+        else:
+            g, w = _norm(move.g), _norm(move.p)
+            trust = 1.0 if w == 0 or g == 0 else rule.eta * w / (g + rule.decay * w + rule.eps)
+            if not _fused([move], trust):
+                rest.append(move)
     for same in together.values():
         if not _fused(same, 1.0):
             rest += same
-    if rest:
-        step_foreach(rest)
+    return rest
 
 
 def _fused(moves: list[Move], trust: float) -> bool:
@@ -134,13 +137,6 @@ def _sgd(
     )
 
 
-def _trust(move: Move) -> float:
-    rule, g, w = move.rule, _norm(move.g), _norm(move.p)
-    if rule.eta is None or w == 0 or g == 0:
-        return 1.0
-    return rule.eta * w / (g + rule.decay * w + rule.eps)
-
-
 def _norm(x: Tensor) -> float:
     """The 2-norm of dense float32 memory, to about 1e-7."""
     n = x.numel()
@@ -166,38 +162,32 @@ def step_foreach(moves: list[Move]) -> None:
     for move in moves:
         rules.setdefault(id(move.rule), []).append(move)
     for same in rules.values():
-        _foreach(same, same[0].rule)
-
-
-def _foreach(moves: list[Move], rule: Rule) -> None:
-    exact = torch.float64 if moves[0].p.dtype == torch.float64 else torch.float32
-    own = [(move.p, move.state["momentum_buffer"]) for move in moves]
-    params, buffers = ([x.to(exact) for x in some] for some in zip(*own, strict=True))
-    grads = [move.g.to(exact) for move in moves]
-    along_g, along_w = _factors(params, grads, rule)
-    steps = torch._foreach_mul(grads, along_g)
-    torch._foreach_add_(steps, torch._foreach_mul(params, along_w))
-    torch._foreach_mul_(buffers, [move.keep for move in moves])
-    torch._foreach_add_(buffers, steps)
-    if rule.nesterov:
-        torch._foreach_add_(steps, buffers, alpha=rule.momentum)
-    if rule.shrink != 1:
-        torch._foreach_mul_(params, rule.shrink)
-    torch._foreach_add_(params, steps if rule.nesterov else buffers, alpha=-rule.out)
-    for move, (p, buffer), new_p, new_buffer in zip(moves, own, params, buffers, strict=True):
-        if new_p is not p:
-            p.copy_(new_p)
-            buffer.copy_(new_buffer)
-        move.state.pop("scale", None)
-
-
-def _factors(params: list[Tensor], grads: list[Tensor], rule: Rule) -> tuple[Any, Any]:
-    """The f and d of each tensor: numbers, or scalar tensors if they depend on norms."""
-    n = len(params)
-    if rule.eta is None:
-        return [rule.rate] * n, [rule.d0 + rule.d1 * rule.rate] * n
-    wide = torch.float32 if params[0].device.type == "mps" else torch.float64  # all other devices have float64
-    w, g = torch.stack(torch._foreach_norm([*params, *grads], 2, wide)).view(2, n)
-    ratio = rule.eta * w / (g + rule.decay * w + rule.eps)
-    f = rule.rate * torch.where((w == 0) | (g == 0), 1.0, ratio)
-    return f.to(params[0].dtype).unbind(), (rule.d0 + rule.d1 * f).to(params[0].dtype).unbind()
+        rule = same[0].rule
+        exact = torch.float64 if same[0].p.dtype == torch.float64 else torch.float32
+        own = [(move.p, move.state["momentum_buffer"]) for move in same]
+        params, buffers = ([x.to(exact) for x in some] for some in zip(*own, strict=True))
+        grads = [move.g.to(exact) for move in same]
+        f: Any  # numbers, or scalar tensors if they depend on norms
+        d: Any
+        if rule.eta is None:
+            f, d = [rule.rate] * len(same), [rule.d0 + rule.d1 * rule.rate] * len(same)
+        else:
+            wide = torch.float32 if params[0].device.type == "mps" else torch.float64  # all other devices have float64
+            w, g = torch.stack(torch._foreach_norm([*params, *grads], 2, wide)).view(2, len(same))
+            ratio = rule.eta * w / (g + rule.decay * w + rule.eps)
+            scale = rule.rate * torch.where((w == 0) | (g == 0), 1.0, ratio)
+            f, d = scale.to(exact).unbind(), (rule.d0 + rule.d1 * scale).to(exact).unbind()
+        steps = torch._foreach_mul(grads, f)
+        torch._foreach_add_(steps, torch._foreach_mul(params, d))
+        torch._foreach_mul_(buffers, [move.keep for move in same])
+        torch._foreach_add_(buffers, steps)
+        if rule.nesterov:
+            torch._foreach_add_(steps, buffers, alpha=rule.momentum)
+        if rule.shrink != 1:
+            torch._foreach_mul_(params, rule.shrink)
+        torch._foreach_add_(params, steps if rule.nesterov else buffers, alpha=-rule.out)
+        for move, (p, buffer), new_p, new_buffer in zip(same, own, params, buffers, strict=True):
+            if new_p is not p:
+                p.copy_(new_p)
+                buffer.copy_(new_buffer)
+            move.state.pop("scale", None)

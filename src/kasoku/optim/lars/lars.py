@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kasoku.core import InputError
 from kasoku.core.hardware import laid_out_like
@@ -83,29 +83,29 @@ class LARS(torch.optim.Optimizer):
             rule = _rule(group)
             for p in group["params"]:
                 g = p.grad
-                if g is not None and p.numel():
-                    state = self.state[p]
-                    keep = _prepare(p, state, group)
-                    move = Move(p, g if g.stride() == p.stride() else laid_out_like(p, g), state, keep, rule)
-                    alike.setdefault((p.device, p.dtype, g.dtype), []).append(move)
+                if g is None or not p.numel():
+                    continue
+                state = self.state[p]
+                buffer = state.get("momentum_buffer")
+                state["momentum_buffer"] = torch.zeros_like(p) if buffer is None else laid_out_like(p, buffer)
+                keep = group["momentum"] * state.get("scale", 1.0)
+                if group["form"] == "mxnet":
+                    last = state.get("lr", 0.0)
+                    keep *= group["lr"] / last if last else 1.0
+                    state["lr"] = group["lr"]
+                g = g if g.stride() == p.stride() else laid_out_like(p, g)
+                alike.setdefault((p.device, p.dtype, g.dtype), []).append(Move(p, g, state, keep, rule))
         for (device, *_), moves in alike.items():
-            _PATHS[_path(device)](moves)
+            path, rest = _path(device), moves
+            if path == "cpu":
+                rest = step_cpu(moves)
+            elif path == "triton":
+                from kasoku.optim.lars import triton  # only where it is installed
+
+                rest = triton.step(moves)
+            if rest:
+                step_foreach(rest)
             torch.autograd.graph.increment_version([move.p for move in moves])  # fused kernels and ours do not
-
-
-def _prepare(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> float:
-    """Prepares the momentum buffer of a parameter for a step; returns the share of it that is kept."""
-    buffer = state.get("momentum_buffer")
-    if buffer is None:
-        state["momentum_buffer"] = torch.zeros_like(p)
-    elif buffer.stride() != p.stride():
-        state["momentum_buffer"] = laid_out_like(p, buffer)
-    keep: float = group["momentum"] * state.get("scale", 1.0)
-    if group["form"] == "mxnet":
-        last = state.get("lr", 0.0)
-        keep *= group["lr"] / last if last else 1.0
-        state["lr"] = group["lr"]
-    return keep
 
 
 def lars(
@@ -166,32 +166,8 @@ def _rule(group: dict[str, Any]) -> Rule:
     )
 
 
-def _step_triton(moves: list[Move]) -> None:
-    from kasoku.optim.lars import triton as lars_triton  # only where triton is installed
-
-    ours: list[Move] = []
-    rest: list[Move] = []
-    for move in moves:
-        (ours if lars_triton.takes(move) else rest).append(move)
-    if ours:
-        lars_triton.step(ours)
-    if rest:
-        step_foreach(rest)
-
-
-_PATHS: dict[str, Callable[[list[Move]], None]] = {
-    "cpu": step_cpu,
-    "foreach": step_foreach,
-    "triton": _step_triton,
-}
-
-
+@cache
 def _path(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
-    return "triton" if device.type == "cuda" and _has_triton() else "foreach"
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return "triton" if device.type == "cuda" and importlib.util.find_spec("triton") else "foreach"

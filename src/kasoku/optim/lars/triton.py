@@ -115,20 +115,20 @@ def _move(  # noqa: PLR0913
     tl.store(w_at, w.to(W), mask=live)
 
 
-def takes(move: Move) -> bool:
-    """True if the kernels can read the tensors: dense memory of the dtypes in _TYPES."""
-    return move.p.dtype in _TYPES and move.g.dtype in _TYPES and is_dense(move.p)
-
-
-def step(moves: list[Move]) -> None:
-    """Updates tensors of one device and one pair of dtypes.
+def step(moves: list[Move]) -> list[Move]:
+    """Updates tensors of one device and one pair of dtypes; returns those that are not dense or of no dtype in _TYPES.
 
     Tensors that allow 16-byte accesses have launches of their own. This depends on each tensor alone, since it fixes
     the order of the tensor's sums.
     """
     rules: dict[int, tuple[int, Rule]] = {}
     parts: dict[bool, tuple[list[_Row], list[_Row]]] = {True: ([], []), False: ([], [])}
-    for p, g, state, keep, rule in moves:
+    left_out: list[Move] = []
+    for move in moves:
+        p, g, state, keep, rule = move
+        if not (p.dtype in _TYPES and g.dtype in _TYPES and is_dense(p)):
+            left_out.append(move)
+            continue
         size, w_at, g_at, v_at = p.numel(), p.data_ptr(), g.data_ptr(), state["momentum_buffer"].data_ptr()
         full = size % 8 == 0 and (w_at | g_at | v_at) % 16 == 0
         number, _ = rules.setdefault(id(rule), (len(rules), rule))
@@ -136,27 +136,24 @@ def step(moves: list[Move]) -> None:
         state.pop("scale", None)
     settings = tuple(value for _, rule in rules.values() for value in _settings(rule))
     p, g = moves[0].p, moves[0].g
-    with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
+    device, cuda = p.device, p.is_cuda
+    with torch.cuda.device(device) if cuda else nullcontext():
+        stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
         for full, (layers, others) in parts.items():
-            if layers or others:
-                meta = {"W": _TYPES[p.dtype], "G": _TYPES[g.dtype], "FULL": full, "BLOCK": _BLOCK[p.device.type]}
-                _step(layers + others, len(layers), settings, p.device, meta)
-
-
-def _step(
-    rows: list[_Row], layers: int, settings: tuple[float, ...], device: torch.device, meta: dict[str, object]
-) -> None:
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    n, (*ints, keeps) = len(rows), zip(*rows, strict=True)
-    owner, first, starts = _blocks(ints[3], meta["BLOCK"], device, stream)
-    table = _table(tuple(ints), keeps + settings, device, stream)
-    values = table.view(torch.float64)
-    partial = torch.empty(2 * max(1, starts[layers]), dtype=torch.float64, device=device)
-    factors = torch.empty(2 * n, dtype=torch.float64, device=device)
-    if layers:
-        _launch(_squares, starts[layers], table, owner, first, partial, n, **meta, num_warps=8)
-    _launch(_trusts, n, table, values, first, partial, factors, n, layers, CHUNK=512, num_warps=4)
-    _launch(_move, starts[n], table, values, owner, first, factors, n, **meta, num_warps=8)
+            if not (layers or others):
+                continue
+            meta = {"W": _TYPES[p.dtype], "G": _TYPES[g.dtype], "FULL": full, "BLOCK": _BLOCK[device.type]}
+            n, (*ints, keeps) = len(layers + others), zip(*layers, *others, strict=True)
+            owner, first, starts = _blocks(ints[3], meta["BLOCK"], device, stream)
+            table = _table(tuple(ints), keeps + settings, device, stream)
+            values = table.view(torch.float64)
+            partial = torch.empty(2 * max(1, starts[len(layers)]), dtype=torch.float64, device=device)
+            factors = torch.empty(2 * n, dtype=torch.float64, device=device)
+            if layers:
+                _launch(_squares, starts[len(layers)], table, owner, first, partial, n, **meta, num_warps=8)
+            _launch(_trusts, n, table, values, first, partial, factors, n, len(layers), CHUNK=512, num_warps=4)
+            _launch(_move, starts[n], table, values, owner, first, factors, n, **meta, num_warps=8)
+    return left_out
 
 
 def _launch(kernel, programs: int, *args, **meta) -> None:
