@@ -64,7 +64,7 @@ def train(comm: Comm, dataset: Any, asked: argparse.Namespace, side: str, seed: 
     torch.manual_seed(seed)
     batches = loader(dataset, "train", asked.batch, seed=seed, comm=comm)
     model = cifarnet(widths=tuple(asked.widths), norm_momentum=0.2)
-    model.whiten(sample(dataset, 2000))
+    model.prepare(sample(dataset, 2000))
     optimizer = sgd(model, lr=asked.lr, momentum=0.9, weight_decay=5e-4)
     loss = functools.partial(cross_entropy, smoothing=0.2)
     job = Job(model, optimizer, loader=batches, loss=loss, comm=comm)

@@ -66,7 +66,7 @@ def job_of(comm: Comm, dataset: Dataset, asked: argparse.Namespace, technique: T
     torch.manual_seed(0)
     batches = loader(dataset, "train", asked.batch * comm.size, comm=comm)
     model = cifarnet(widths=tuple(asked.widths), norm_momentum=0.2)
-    model.whiten(sample(dataset, 2000))
+    model.prepare(sample(dataset, 2000))
     optimizer = sgd(model, lr=asked.lr, momentum=0.9, weight_decay=5e-4)
     loss = functools.partial(cross_entropy, smoothing=0.2)
     job = Job(model, optimizer, loader=batches, loss=loss, comm=comm)

@@ -29,7 +29,7 @@ def whitened_covariance(model, images):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_first_layer_whitens_correlated_images(channels):
     model, images = models.cifarnet(in_channels=channels), correlated_images(channels)
-    model.whiten(images, eps=0.0)
+    model.prepare(images, eps=0.0)
     covariance, out = whitened_covariance(model, images)
     assert torch.allclose(covariance, torch.eye(4 * channels), atol=0.01)
     assert torch.allclose(out[: 4 * channels], -out[4 * channels :], atol=1e-5)

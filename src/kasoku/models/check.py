@@ -1,5 +1,6 @@
 """Checks before training: counts, options, and whether a network takes images of a given size."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -47,7 +48,8 @@ def check_fits(model: nn.Module, image_shape_CHW: Sequence[int], model_name: str
     if len(fitting) < len([size for size in USUAL_SIZES if size >= fitting[0]]):  # the head is made for one size
         sizes = ", ".join(f"{size}x{size}" for size in fitting)
         raise InputError(f"{got}: it takes {sizes}; resize the images or choose another model")
-    least = _smallest_fitting(model, channels, fitting[0])
+    sizes_below = range(1, fitting[0])
+    least = 1 + bisect_left(sizes_below, True, key=lambda size: _failure(model, channels, size, size) is None)
     raise InputError(f"{got}: it needs at least {least}x{least}; enlarge the images or choose another model")
 
 
@@ -69,15 +71,3 @@ def _failure(model: nn.Module, channels: int, height: int, width: int) -> str | 
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         return None if "meta" in line else line
     return None
-
-
-def _smallest_fitting(model: nn.Module, channels: int, fits: int) -> int:
-    """Bisect for the smallest square that fits, given one that does."""
-    fails = 0
-    while fits - fails > 1:
-        middle = (fits + fails) // 2
-        if _failure(model, channels, middle, middle) is None:
-            fits = middle
-        else:
-            fails = middle
-    return fits

@@ -84,16 +84,13 @@ class CifarNet(nn.Module):
         logits_NK: Tensor = self.head(x_NC) * self.head_scale
         return logits_NK
 
-    def prepare(self, images_NCHW: Tensor) -> None:
-        """Set the whitening layer from a few thousand normalised training images, before training."""
-        self.whiten(images_NCHW)
-
     @torch.no_grad()
-    def whiten(self, images_NCHW: Tensor, eps: float = 5e-4) -> None:
-        """Set the first layer so that it decorrelates the 2x2 patches of these images and gives them unit variance.
+    def prepare(self, images_NCHW: Tensor, eps: float = 5e-4) -> None:
+        """Set the whitening layer from a few thousand training images, before training.
 
-        The second half of the filters is the negative of the first half, so that the activation loses no information.
-        The result uses no random numbers, and the signs of the eigenvectors are fixed.
+        It then decorrelates the 2x2 patches of these images and gives them unit variance. The second half of the
+        filters is the negative of the first half, so that the activation loses no information. The result uses no
+        random numbers, and the signs of the eigenvectors are fixed.
 
         Args:
             images_NCHW: normalised float images.
@@ -108,26 +105,23 @@ class CifarNet(nn.Module):
             raise InputError(f"images of shape {shape}: whitening takes N x {channels} x H x W, N a few thousand")
         if not images_NCHW.is_floating_point():
             raise InputError(f"images of {images_NCHW.dtype}: whitening takes normalised float images")
-        variance, vectors = torch.linalg.eigh(_patch_covariance(images_NCHW).cpu())  # ascending; one column each
+        # Sums are float32 within 256 images and float64 across them.
+        count, totals, squares = 0, [], []
+        for start in range(0, len(images_NCHW), 256):
+            patches_NPL = functional.unfold(images_NCHW[start : start + 256].float(), PATCH)
+            patches_MP = patches_NPL.transpose(1, 2).flatten(0, 1)
+            count += len(patches_MP)
+            totals.append(patches_MP.sum(0).double())
+            squares.append((patches_MP.T @ patches_MP).double())
+        mean = torch.stack(totals).sum(0) / count
+        covariance = torch.stack(squares).sum(0) / count - torch.outer(mean, mean)
+        variance, vectors = torch.linalg.eigh(covariance.cpu())  # ascending; one column each
         variance, vectors = variance.flip(0).clamp(min=0), vectors.flip(1).T
         size = vectors.abs()
         # Symmetric data give elements of equal size. The first large one decides the sign, so that rounding does not.
         large = (size > 0.9 * size.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
         filters = vectors * vectors.gather(1, large).sign() / (variance + eps).sqrt()[:, None]
         self.whitening.weight.copy_(torch.cat([filters, -filters]).view_as(self.whitening.weight))
-
-
-def _patch_covariance(images_NCHW: Tensor) -> Tensor:
-    """The covariance of the patches' pixels; sums are float32 within 256 images and float64 across them."""
-    count, totals, squares = 0, [], []
-    for start in range(0, len(images_NCHW), 256):
-        patches_NPL = functional.unfold(images_NCHW[start : start + 256].float(), PATCH)
-        patches_MP = patches_NPL.transpose(1, 2).flatten(0, 1)
-        count += len(patches_MP)
-        totals.append(patches_MP.sum(0).double())
-        squares.append((patches_MP.T @ patches_MP).double())
-    mean = torch.stack(totals).sum(0) / count
-    return torch.stack(squares).sum(0) / count - torch.outer(mean, mean)
 
 
 def _identity_conv(channels_in: int, channels: int) -> nn.Conv2d:

@@ -46,7 +46,12 @@ class VGG(nn.Module):
         self.features = nn.Sequential(*layers)
         self.side = 7 if head == "imagenet" else 1
         self.avgpool = nn.AdaptiveAvgPool2d(self.side)
-        self.classifier = _large_head(num_classes, dropout) if head == "imagenet" else _small_head(num_classes)
+        if head == "imagenet":
+            first = (nn.Linear(512 * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
+            second = (nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
+            self.classifier = nn.Sequential(*first, *second, nn.Linear(4096, num_classes))
+        else:
+            self.classifier = nn.Sequential(nn.Linear(512, num_classes))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -63,16 +68,6 @@ class VGG(nn.Module):
             x_NCHW = self.avgpool(x_NCHW)
         logits_NK: Tensor = self.classifier(x_NCHW.flatten(1))
         return logits_NK
-
-
-def _large_head(num_classes: int, dropout: float) -> nn.Sequential:
-    first = (nn.Linear(512 * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
-    second = (nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout))
-    return nn.Sequential(*first, *second, nn.Linear(4096, num_classes))
-
-
-def _small_head(num_classes: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(512, num_classes))
 
 
 def vgg11(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:

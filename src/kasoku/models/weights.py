@@ -31,13 +31,40 @@ def load(model: nn.Module, path: str | Path, *, head: str = "replace") -> list[s
 
 def read(path: str | Path) -> dict[str, Tensor]:
     """Read the state_dict in a file of weights or in a checkpoint. Raises as `load`."""
-    return _plain_state(_read(Path(path)), Path(path))
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; give a .safetensors or torch file of weights")
+    content: Any
+    try:
+        if path.suffix == ".safetensors":
+            content = safetensors.torch.load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # the readers raise many kinds of errors for foreign files
+        wanted = "give a whole .safetensors file, or a torch file that holds a state_dict and nothing but tensors"
+        raise InputError(f"{path}: cannot be read as weights ({_line(error)}); {wanted}") from None
+    for wrapper in WRAPPERS:
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+            break
+    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+        raise InputError(f"{path}: holds no state_dict; give names and tensors, bare or under {', '.join(WRAPPERS)}")
+    state = {str(name): tensor for name, tensor in content.items()}
+    while prefix := next((p for p in PREFIXES if all(name.startswith(p) for name in state)), None):
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    return state
 
 
 def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path, *, head: str = "replace") -> list[str]:
     """Copy a state_dict from `read` into the model, as `load` does; messages name `path`."""
     own = model.state_dict()
-    fresh = _fresh_head(model, state, own) if head == "replace" else []
+    fresh: list[str] = []
+    if head == "replace":  # leave out the last linear layer if it differs only in the number of classes
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        names = [name for name in own if linear and name.rpartition(".")[0] == linear[-1]]
+        pairs = [(own[name].shape, state[name].shape) for name in names if name in state]
+        if len(pairs) == len(names) and all(a[0] != b[0] and a[1:] == b[1:] for a, b in pairs):
+            fresh = names
     state = {name: tensor for name, tensor in state.items() if name not in fresh}
     missing = [n for n in own if n not in state and n not in fresh and not n.endswith("num_batches_tracked")]
     unexpected = [name for name in state if name not in own]
@@ -47,7 +74,11 @@ def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path, *, head: 
         if name in own and tensor.shape != own[name].shape
     ]
     kinds = {"missing": missing, "not in the model": unexpected, "of another shape": misshapen}
-    faults = [f"{len(names)} {kind}: {_first(names)}" for kind, names in kinds.items() if names]
+    faults = [
+        f"{len(names)} {kind}: {', '.join(names[:3] + ['...'] * (len(names) > 3))}"
+        for kind, names in kinds.items()
+        if names
+    ]
     if faults:
         raise InputError(f"{path}: not weights of this {type(model).__name__}; {'; '.join(faults)}")
     if any(tensor.is_meta for tensor in own.values()):
@@ -103,45 +134,6 @@ def _blocks(model: nn.Module) -> list[dict[str, nn.Module]]:
                 begins = False
             begins = begins or isinstance(part, nn.MaxPool2d)
     return blocks
-
-
-def _read(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; give a .safetensors or torch file of weights")
-    try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the readers raise many kinds of errors for foreign files
-        wanted = "give a whole .safetensors file, or a torch file that holds a state_dict and nothing but tensors"
-        raise InputError(f"{path}: cannot be read as weights ({_line(error)}); {wanted}") from None
-
-
-def _plain_state(content: Any, path: Path) -> dict[str, Tensor]:
-    """The state_dict inside a checkpoint, without the prefixes of wrappers."""
-    for wrapper in WRAPPERS:
-        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
-            content = content[wrapper]
-            break
-    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
-        raise InputError(f"{path}: holds no state_dict; give names and tensors, bare or under {', '.join(WRAPPERS)}")
-    state = {str(name): tensor for name, tensor in content.items()}
-    while prefix := next((p for p in PREFIXES if all(name.startswith(p) for name in state)), None):
-        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    return state
-
-
-def _fresh_head(model: nn.Module, state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
-    """The weights of the last linear layer, by name, if the file's differ only in the number of classes; else []."""
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    names = [name for name in own if linear and name.rpartition(".")[0] == linear[-1]]
-    pairs = [(own[name].shape, state[name].shape) for name in names if name in state]
-    complete = len(pairs) == len(names)
-    return names if complete and all(a[0] != b[0] and a[1:] == b[1:] for a, b in pairs) else []
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _shape(tensor: Tensor) -> str:
