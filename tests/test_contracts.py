@@ -16,7 +16,7 @@ from torch import nn
 import kasoku
 from contracts import NO_ROW, ROWS, Net, Row, assert_same, judged, make, rule, through_a_file, train, weights
 from contracts import one_thread as one_thread
-from kasoku.config.toml import parse, tables
+from kasoku.config.toml import parse, table
 from kasoku.core import Comm, Technique, Threads
 from kasoku.device import Compile, Seeded
 from kasoku.distributed import AllReduce
@@ -125,7 +125,7 @@ class Document:
 @every_row
 def test_recipe_round_trip(row: Row):
     document = Document(tuple(beside(row, fixed_seeds)))
-    assert parse(Document, tomllib.loads(tomli_w.dumps(tables(document)))) == document
+    assert parse(Document, tomllib.loads(tomli_w.dumps(table(document)))) == document
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if not r.owns_rate], ids=lambda row: row.name)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from kasoku.config.toml import Factory, override, parse, resolve, tables
+from kasoku.config.toml import Factory, override, parse, resolve, table
 from kasoku.core import Constant, InputError, Linear, Schedule, Technique
 from kasoku.optim import EMA, Rate, SGDSettings
 
@@ -117,9 +117,9 @@ def test_a_document_comes_back_as_it_was():
         note="x",
     )
     assert outer.rule.keys["rest"] == SGDSettings(bias_lr=3.0)
-    assert parse(Outer, tables(outer)) == outer
-    assert tables(outer)["techniques"][1]["schedule"]["use"] == "kasoku.core.schedule.Linear"
-    assert "note" not in tables(Outer(batch=1))
+    assert parse(Outer, table(outer)) == outer
+    assert table(outer)["techniques"][1]["schedule"]["use"] == "kasoku.core.schedule.Linear"
+    assert "note" not in table(Outer(batch=1))
 
 
 def test_an_integer_is_a_number():

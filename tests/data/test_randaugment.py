@@ -12,7 +12,7 @@ from torch import nn
 
 from contracts import assert_same, through_a_file, train, weights
 from contracts import one_thread as one_thread
-from kasoku.config.toml import parse, tables
+from kasoku.config.toml import parse, table
 from kasoku.core import InputError, Job
 from kasoku.data import Augment, Dataset, Memory, RandAugment, digits, loader
 from kasoku.data.augment.randaugment import OPS, Vary, changed, strength_of
@@ -249,7 +249,7 @@ class Document:
 
 def test_recipe_round_trip():
     document = Document(RandAugment(count=3, magnitude=12.5))
-    assert parse(Document, tomllib.loads(tomli_w.dumps(tables(document)))) == document
+    assert parse(Document, tomllib.loads(tomli_w.dumps(table(document)))) == document
 
 
 def test_what_it_does_not_fit_is_refused():

@@ -10,7 +10,7 @@ from torch import nn
 
 from contracts import assert_same, through_a_file, train, weights
 from contracts import one_thread as one_thread
-from kasoku.config.toml import parse, tables
+from kasoku.config.toml import parse, table
 from kasoku.core import Constant, InputError, Job, Linear, StepDecay
 from kasoku.data import LowResolution, digits, loader
 from kasoku.models import cifarnet
@@ -106,7 +106,7 @@ class Document:
 
 @pytest.mark.parametrize("technique", [LowResolution(96, until=10.0), GROWING], ids=["one side", "growing"])
 def test_recipe_round_trip(technique: LowResolution):
-    written = tomli_w.dumps(tables(Document(technique)))
+    written = tomli_w.dumps(table(Document(technique)))
     assert parse(Document, tomllib.loads(written)) == Document(technique)
 
 

@@ -48,12 +48,12 @@ def test_a_cpu_takes_bf16_only_where_it_computes_it(fast: bool, monkeypatch: pyt
     if fast:
         assert (chosen.precision, chosen.dtype) == ("bf16", torch.bfloat16)
         assert chosen.techniques == (ChannelsLast(), Autocast("bf16"))
-        assert "bf16 (computed by the hardware), channels_last" in str(chosen)
+        assert "bf16 (computed by the hardware), channels_last" in chosen.summary
     else:
         assert (chosen.precision, chosen.dtype) == ("fp32", torch.float32)
         assert chosen.techniques == (ChannelsLast(),)
         assert "fp32 (no fast half precision known here)" in chosen.summary
-    assert "\n" not in str(chosen)
+    assert "\n" not in chosen.summary
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_is_asked_for_is_taken_and_a_slow_wish_is_called_slow(monkeypatch: 
     chosen = choose(Device(kind="cpu", precision="fp16", channels_last=False, compile=True, threads=1))
     assert chosen.techniques == (Autocast("fp16"), LossScale(), Compile())
     assert torch.get_num_threads() == chosen.threads == 1
-    assert str(chosen).startswith("cpu (1 thread), fp16 (as asked), loss scaling, compiled blocks")
+    assert chosen.summary.startswith("cpu (1 thread), fp16 (as asked), loss scaling, compiled blocks")
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is a GPU here")

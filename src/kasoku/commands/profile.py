@@ -68,7 +68,7 @@ def measure(training: Training, steps: int, trace: Path) -> tuple[StepProfile, d
     profiler.warm()
     ledger = Ledger(job.trace, started=job.clock.now())
     plain = profiler.plain(steps)
-    images, starved = recipe.split(1).images_at_once, ledger.starved()
+    images, starved = recipe.images_at_once(1), ledger.starved()
     facts = facts_of(job, images, threads=chosen.threads, cores=cores(), starved=starved)
     ledger.steps.settle()
     mean_s = ledger.mean_s()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.commands import RecipeArguments, option
+from kasoku.config import toml
 from kasoku.config.technique_choice import techniques_for
-from kasoku.config.toml import tables
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.distributed import Asynchronous
@@ -146,7 +146,7 @@ def _page(case: Scenario, step: SimulatedStep, folder: Path, name: str) -> str:
     device = case.simulator.cluster.device.name
     run = RunRecord(
         f"{name} on {step.gpus:,} {device}, simulated",
-        tables(case.recipe),
+        toml.table(case.recipe),
         result={"images_per_s": step.images_per_s, "seconds": sum(rows.values()), "epochs": case.recipe.epochs},
         parts={"ledger": {"rows": rows, "step_s": step_s}, "timeline": timeline(step)},
         buckets=table(

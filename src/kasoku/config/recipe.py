@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kasoku.config.batch_points import at_batch
-from kasoku.config.batch_split import BatchSplit
-from kasoku.config.toml import Factory, override, parse, read, tables
+from kasoku.config.toml import Factory, override, parse, read, table
 from kasoku.core import Constant, InputError, Schedule, Technique
 from kasoku.device import Device
 
@@ -136,9 +135,13 @@ class Recipe:
         virtual = self.batch // (self.norm_batch * ranks) if self.norm_batch else 1
         return self.accumulate or max(1, virtual)
 
-    def split(self, ranks: int) -> BatchSplit:
-        """How a batch is split over ranks, parts and BatchNorm groups."""
-        return BatchSplit(self.batch, ranks, self.parts(ranks), self.norm_batch)
+    def images_at_once(self, ranks: int) -> int:
+        """The images of a part, which pass through the network together."""
+        return self.batch // (ranks * self.parts(ranks))
+
+    def images_per_norm(self, ranks: int) -> int:
+        """The images that share BatchNorm statistics: `norm_batch`, or a part."""
+        return self.norm_batch or self.images_at_once(ranks)
 
 
 def checked(thing: Any, kind: type[T], path: str) -> T:
@@ -210,4 +213,4 @@ def _first_batch(document: dict[str, Any]) -> int:
 def dumps(recipe: Recipe) -> str:
     """The resolved recipe as TOML, which `load` reads back to an equal one."""
     auto = {"batch": AUTO, "origin": ""} if recipe.auto_batch else {}
-    return tomli_w.dumps({**tables(recipe), **auto})
+    return tomli_w.dumps({**table(recipe), **auto})

@@ -43,7 +43,13 @@ def gpus_for(recipe: Recipe) -> int:
 
 def can_share(recipe: Recipe, ranks: int) -> bool:
     """Whether the ranks get equal shares of the recipe's batch, in its parts and BatchNorm groups."""
-    return ranks == 1 or recipe.auto_batch or recipe.split(ranks).is_even
+    if ranks == 1 or recipe.auto_batch:
+        return True
+    if recipe.batch % (ranks * recipe.parts(ranks)):
+        return False
+    at_once, group = recipe.images_at_once(ranks), recipe.images_per_norm(ranks)
+    # A part has whole groups; or groups span the same number of ranks.
+    return at_once % group == 0 or (group % at_once == 0 and ranks % (group // at_once) == 0)
 
 
 def shares_of(recipe: Recipe, speeds: Sequence[float]) -> tuple[int, ...]:

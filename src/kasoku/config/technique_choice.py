@@ -17,8 +17,15 @@ def techniques_for(recipe: Recipe, ranks: int) -> list[Technique]:
         InputError: for settings that asynchronous ranks cannot have.
     """
     techniques = [technique.for_ranks(ranks) for technique in recipe.techniques]
-    if is_asynchronous(recipe, ranks):
-        _check_asynchronous(recipe, ranks)
+    refusals = {
+        f"norm_batch={recipe.norm_batch}: ranks that do not wait share no statistics": recipe.norm_batch,
+        f"norm_average={recipe.norm_average:g}: needs the statistics of all ranks": recipe.norm_average,
+        f"accumulate={recipe.accumulate}: each rank takes its share at once": recipe.parts(ranks) > 1,
+        "GrowBatch: all ranks change the batch after the same step": any(t.changes_batch for t in recipe.techniques),
+    }
+    for line, present in refusals.items():
+        if present and is_asynchronous(recipe, ranks):
+            raise InputError(f"kasoku.distributed.Asynchronous beside {line}; leave it out")
     return techniques
 
 
@@ -35,7 +42,7 @@ def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> l
     # Without groups the running statistics are each rank's own, as where another technique runs BatchNorm itself.
     replaced = any("replaces_batchnorm" in t.refuses for t in techniques_for(recipe, ranks))
     own = ranks == 1 or recipe.device.graphs or replaced or uneven
-    norm_batch = recipe.norm_batch if own else recipe.split(ranks).images_per_norm
+    norm_batch = recipe.norm_batch if own else recipe.images_per_norm(ranks)
     derived: list[Technique] = []
     if norm_batch or recipe.norm_average or uneven:
         derived.append(VirtualRanks(norm_batch, recipe.norm_average))
@@ -48,15 +55,3 @@ def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> l
 def is_asynchronous(recipe: Recipe, ranks: int) -> bool:
     """Whether the ranks step without waiting for each other."""
     return ranks > 1 and any(technique.is_asynchronous for technique in recipe.techniques)
-
-
-def _check_asynchronous(recipe: Recipe, ranks: int) -> None:
-    refusals = {
-        f"norm_batch={recipe.norm_batch}: ranks that do not wait share no statistics": recipe.norm_batch,
-        f"norm_average={recipe.norm_average:g}: needs the statistics of all ranks": recipe.norm_average,
-        f"accumulate={recipe.accumulate}: each rank takes its share at once": recipe.parts(ranks) > 1,
-        "GrowBatch: all ranks change the batch after the same step": any(t.changes_batch for t in recipe.techniques),
-    }
-    for line, present in refusals.items():
-        if present:
-            raise InputError(f"kasoku.distributed.Asynchronous beside {line}; leave it out")

@@ -86,7 +86,8 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
     thing = module
     for part in parts[end:]:
         if not hasattr(thing, part):
-            raise InputError(f'{path} = "{dotted}": no such name{_nearest(part, _public(thing))}')
+            public = [name for name in dir(thing) if not name.startswith("_")]
+            raise InputError(f'{path} = "{dotted}": no such name{_nearest(part, public)}')
         thing = getattr(thing, part)
     if not callable(thing):
         raise InputError(f'{path} = "{dotted}": a class or function is wanted, this is {type(thing).__name__}')
@@ -128,26 +129,24 @@ def parse(cls: type[T], table: Mapping[str, Any], path: str = "") -> T:
     return _call(cls, values, path)
 
 
-def table(thing: Any) -> Any:
-    """The plain TOML value of a dataclass, back to what `parse` takes; None is left out."""
-    if isinstance(thing, Factory):
-        return {"use": thing.use, **{k: _own(v) for k, v in thing.keys.items() if v is not None}}
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        return tables(thing)
+def table(thing: Any, *, use: bool = False) -> Any:
+    """The plain TOML value of a dataclass, back to what `parse` takes; None is left out.
+
+    `use`: with the name of its class. It is written where the field's type does not tell the class.
+    """
     if isinstance(thing, list | tuple):
-        return [_used(item) for item in thing]
-    return thing
-
-
-def tables(thing: Any) -> dict[str, Any]:
-    """The table of a dataclass; what sits in a field that names only a class it extends gets its `use`."""
+        return [table(item, use=True) for item in thing]
+    if isinstance(thing, Factory):
+        extends = {k: any(map(dataclasses.is_dataclass, type(v).__mro__[1:])) for k, v in thing.keys.items()}
+        return {"use": thing.use, **{k: table(v, use=extends[k]) for k, v in thing.keys.items() if v is not None}}
+    if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
+        return thing
     hints = typing.get_type_hints(type(thing))
-    out = {}
+    out = {"use": f"{type(thing).__module__}.{type(thing).__qualname__}"} if use else {}
     for f in dataclasses.fields(thing):
         value = getattr(thing, f.name)
         if value is not None and _in_document(f):
-            polymorph = dataclasses.is_dataclass(value) and type(value) is not hints[f.name]
-            out[f.name] = _used(value) if polymorph else table(value)
+            out[f.name] = table(value, use=type(value) is not hints[f.name])
     return out
 
 
@@ -189,25 +188,8 @@ def _index(items: list[Any], key: str, path: str) -> int:
     return int(key)
 
 
-def _own(thing: Any) -> Any:
-    """A value whose field's type is not known: one that extends another dataclass needs its `use`."""
-    extends = any(dataclasses.is_dataclass(base) for base in type(thing).__mro__[1:])
-    return _used(thing) if extends else table(thing)
-
-
-def _used(thing: Any) -> Any:
-    plain = table(thing)
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type | Factory):
-        return {"use": f"{type(thing).__module__}.{type(thing).__qualname__}", **plain}
-    return plain
-
-
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _public(thing: Any) -> list[str]:
-    return [n for n in dir(thing) if not n.startswith("_")]
 
 
 def _nearest(name: str, allowed: Iterable[str]) -> str:
@@ -286,9 +268,10 @@ def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
 def _convert_list(args: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise InputError(f"{path} = {_show(value)}: a list is wanted, this is {_kind(value)}")
-    if args and args[-1] is not Ellipsis and len(args) > 1 and len(args) != len(value):
+    any_length = len(args) < 2 or args[-1] is Ellipsis
+    if not any_length and len(args) != len(value):
         raise InputError(f"{path}: {len(args)} items are wanted, there are {len(value)}")
-    hints = [args[0] if args else Any] * len(value) if not args or len(args) == 1 or args[-1] is Ellipsis else args
+    hints = [args[0] if args else Any] * len(value) if any_length else args
     return tuple(_convert(h, v, f"{path}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
 
 
@@ -318,8 +301,7 @@ def _build(cls: type, value: Any, path: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    kinds = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    return kinds.get(type(value), "a list" if isinstance(value, list) else "a table")
+    return _NAMES.get(type(value), "a list" if isinstance(value, list) else "a table")
 
 
 def _show(value: Any) -> str:

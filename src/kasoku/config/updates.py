@@ -52,8 +52,11 @@ def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
             at = rate.at(group, epoch + i / count)
             if (done + i) % every == 0 or done + i == total - 1:
                 batch = recipe.batch * _growth(recipe, epoch)
+                momentum = group.get("momentum", group.get("betas", (None,))[0])
+                if momentum is not None and group.get("form") == "mxnet" and last:
+                    momentum = momentum * at["lr"] / last
                 decay = at.get("weight_decay", group.get("weight_decay", 0.0))
-                out.append(Moment(epoch + i / count, batch, at["lr"], decay, _momentum(group, at["lr"], last)))
+                out.append(Moment(epoch + i / count, batch, at["lr"], decay, momentum))
             last = at["lr"]
         done += count
     return out
@@ -95,8 +98,3 @@ def updates_in_epoch(recipe: Recipe, images: int, epoch: int) -> int:
 
 def _growth(recipe: Recipe, epoch: int) -> int:
     return math.prod(technique.batch_factor(epoch) for technique in recipe.techniques)
-
-
-def _momentum(group: dict[str, Any], lr: float, last: float) -> float | None:
-    own: float | None = group.get("momentum", group.get("betas", (None,))[0])
-    return own * lr / last if own is not None and group.get("form") == "mxnet" and last else own

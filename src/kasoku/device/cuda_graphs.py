@@ -62,21 +62,17 @@ class _Graphed:
             return self._inner(x)
         if self._graph is None:
             self._captured = _look(x)
-            self._graph = self._capture(x)
+            # Warm-up moves buffers (BatchNorm's statistics) and random states; both are put back.
+            buffers = [(b, b.clone()) for b in self._model.buffers()]
+            random = torch.cuda.get_rng_state(x.device)
+            with torch.autocast("cuda", enabled=False):
+                graph: Any = torch.cuda.make_graphed_callables(_Shell(self._model, self._inner), (x.detach().clone(),))
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            torch.cuda.set_rng_state(random, x.device)
+            self._graph = graph
         return self._graph(x) if _look(x) == self._captured else self._inner(x)
-
-    def _capture(self, x: Tensor) -> Callable[[Tensor], Any]:
-        """Warm-up moves buffers (BatchNorm's statistics) and random states; both are put back."""
-        buffers = [(b, b.clone()) for b in self._model.buffers()]
-        random = torch.cuda.get_rng_state(x.device)
-        with torch.autocast("cuda", enabled=False):
-            graph = torch.cuda.make_graphed_callables(_Shell(self._model, self._inner), (x.detach().clone(),))
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        torch.cuda.set_rng_state(random, x.device)
-        replay: Callable[[Tensor], Any] = graph
-        return replay
 
 
 def _look(x: Tensor) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.job import Batch
@@ -43,23 +42,14 @@ class Seeded(Technique):
                 # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
                 micro = micro + 1 if job.steps == step else 0
                 step = job.steps
-                seed_for(job.model, _mix(self.seed, step, job.comm.rank * job.accumulate + micro))
+                numbers = (self.seed, step, job.comm.rank * job.accumulate + micro)
+                digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+                seed = int.from_bytes(digest) >> 1
+                # `torch.manual_seed` goes on to devices that were never used, for each of which it formats a stack.
+                torch.default_generator.manual_seed(seed)
+                first = next(job.model.parameters(), None)
+                if first is not None and first.device.type not in ("cpu", "meta"):
+                    torch.get_device_module(first.device).manual_seed(seed)
                 yield batch
 
         job.around_loader(seeded)
-
-
-def seed_for(model: nn.Module, seed: int) -> None:
-    """Seeds the host's random state and that of the device the model is on.
-
-    `torch.manual_seed` goes on to devices that were never used, for each of which it formats a stack.
-    """
-    torch.default_generator.manual_seed(seed)
-    first = next(model.parameters(), None)
-    if first is not None and first.device.type not in ("cpu", "meta"):
-        torch.get_device_module(first.device).manual_seed(seed)
-
-
-def _mix(*numbers: int) -> int:
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1

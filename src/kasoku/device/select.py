@@ -72,9 +72,6 @@ class Chosen:
         """What convolutions and matrix products compute in."""
         return DTYPES.get(self.precision, torch.float32)
 
-    def __str__(self) -> str:
-        return self.summary
-
 
 def choose(settings: Device, *, local_rank: int = 0, local_size: int = 1) -> Chosen:
     """Chooses and sets up the device: thread count, allocator, determinism or autotuning of kernels.
@@ -93,7 +90,8 @@ def choose(settings: Device, *, local_rank: int = 0, local_size: int = 1) -> Cho
     _set_determinism(device, settings.deterministic)
     precision, why = _precision(settings.precision, device)
     techniques: list[Technique] = []
-    words = [f"{_name(device)} ({threads} thread{'s' * (threads > 1)})", f"{precision} ({why})"]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    words = [f"{name} ({threads} thread{'s' * (threads > 1)})", f"{precision} ({why})"]
     if settings.channels_last:
         techniques.append(ChannelsLast())
         words.append("channels_last")
@@ -156,7 +154,3 @@ def _set_determinism(device: torch.device, deterministic: bool) -> None:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -60,7 +60,7 @@ def _table(recipe: Recipe, data: Facts, curve: list[Moment]) -> dict[str, str]:
     if top.momentum is not None:
         rows["momentum"] = f"{top.momentum:.4g}"
     if recipe.norm_batch:
-        rows["virtual ranks"] = f"{recipe.split(1).groups:,} of {recipe.norm_batch} images"
+        rows["virtual ranks"] = f"{recipe.batch // recipe.norm_batch:,} of {recipe.norm_batch} images"
     if recipe.norm_average:
         rows["BatchNorm momentum"] = f"{momentum(recipe.norm_average, per_epoch):.3g}"
     return rows

@@ -148,7 +148,7 @@ class Scenario:
 
     def _few_images(self, gpus: int) -> list[str]:
         """A remark if BatchNorm statistics are of too few images, with settings under which more images share them."""
-        recipe, shared = self.recipe, self.recipe.split(gpus).images_per_norm
+        recipe, shared = self.recipe, self.recipe.images_per_norm(gpus)
         if not self.norms or shared >= _FEW:
             return []
         most, enough = recipe.batch // max(1, recipe.accumulate), 0  # the least norm_batch that is enough; 0: none

@@ -210,7 +210,7 @@ class Metrics:
     def _facts(self) -> StepFacts:
         """What the search for bottlenecks needs beside the ledger's rows."""
         size, recipe = self.job.comm.size, self.state.recipe
-        images = recipe.split(size).images_at_once
+        images = recipe.images_at_once(size)
         processes = place().ranks_on_its_cores if size > 1 else 1
         threads, starved = self.state.training.chosen.threads, self.ledger.starved()
         return facts_of(self.job, images, threads=threads, cores=cores(), processes=processes, starved=starved)

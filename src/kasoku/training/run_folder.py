@@ -132,7 +132,7 @@ def describe(run: RunFolder, recipe: Recipe, dataset: Dataset, chosen: Chosen, i
     d = dataset
     facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
     run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
-    more = {"chosen": str(chosen), "import_folders": [entry for entry in import_folders if entry]}
+    more = {"chosen": chosen.summary, "import_folders": [entry for entry in import_folders if entry]}
     run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
     run.write("recipe.toml", dumps(recipe))
 

@@ -84,7 +84,7 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
     dataset = _test_images(first, data)
     totals = torch.zeros(len(members) + 1, 3, dtype=torch.double)
     images = 0
-    batch = first.recipe.evaluate.batch or first.recipe.split(1).images_at_once
+    batch = first.recipe.evaluate.batch or first.recipe.images_at_once(1)
     batches = loader(dataset, "test", batch, device=first.chosen.device)
     for x_NCHW, y_N in batches:
         logits = [member.logits(x_NCHW).float() for member in members]
