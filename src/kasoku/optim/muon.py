@@ -173,7 +173,7 @@ def muon(
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
     head = linear[-1].weight if linear else None
     matrices, vectors = split(model)
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     filters = [p for p in matrices if p is not head]
     if not filters:
         raise InputError(f"muon: {type(model).__name__} has no trainable weights beside its head: use sgd or adamw")
