@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,6 @@ _GRACE_S = 120.0  # from SIGTERM to SIGKILL, to write a checkpoint
 _MAX_FAILURES = 3  # if the first three trials fail, the mistake is not in their settings
 _REMEDY = "mend that, and give another --out"
 _FIGURES = ("top1", "best_top1", "epochs", "seconds", "time_to_target_s")  # of a trial's result.json
-
-
-def _same_environment(job: int) -> dict[str, str]:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class SearchSettings:
     trials: int
     jobs: int = 1
     about: str = ""
-    environment: Callable[[int], dict[str, str]] = _same_environment
+    environment: Callable[[int], dict[str, str]] = field(default=lambda job: {})
 
     def __post_init__(self) -> None:
         if self.trials < 1 or self.jobs < 1:
@@ -106,8 +102,6 @@ class _TrialProcess:
     trial: Any
     process: subprocess.Popen[bytes]
     folder: Path
-    output: Path
-    read_bytes: int = 0  # of the log of metrics
     reported: int = 0  # evaluations
     pruned_s: float = 0.0  # when it was signalled to end
 
@@ -128,29 +122,32 @@ def search(
     Ref: Akiba et al. 2019 (arXiv 1907.10902); its sampler: Bergstra et al. 2011 (TPE). A trial is pruned if its best
     accuracy so far is below the median of finished trials at the same evaluation.
     """
-    optuna = _optuna()
+    try:
+        import optuna
+    except ModuleNotFoundError as error:
+        raise InputError('kasoku search needs Optuna: pip install "optuna>=4.0"') from error
     with _locked(plan.folder):
-        trials = _Trials(optuna, plan, _study(optuna, plan), say)
+        trials = _Trials(optuna, plan, say)
         try:
             while not caught and trials.start_free_jobs():
                 time.sleep(_POLL_S)
-                for outcome in trials.poll():
-                    say(str(outcome))
+                trials.poll()
         finally:
             trials.end()
-        if not caught:
-            trials.refuse_failures()
-        return trials.outcomes()
+        outcomes = trials.outcomes()
+        if outcomes and not caught and all(run.how.startswith("failed") for run in outcomes):
+            raise InputError(f"all {len(outcomes)} trials {outcomes[0].how}: {_REMEDY}")
+        return outcomes
 
 
 class _Trials:
     """The trials of one study: running processes, and the results of ended trials."""
 
-    def __init__(self, optuna: Any, plan: SearchSettings, study: Any, say: Callable[[str], None]) -> None:
-        self.states, self.plan, self.study, self.say = optuna.trial.TrialState, plan, study, say
+    def __init__(self, optuna: Any, plan: SearchSettings, say: Callable[[str], None]) -> None:
+        self.states, self.study, self.plan, self.say = optuna.trial.TrialState, _study(optuna, plan), plan, say
         self.running: dict[int, _TrialProcess] = {}  # by job
         self.ended: list[str] = []  # how trials of this part ended
-        for stale in study.get_trials(deepcopy=False, states=(self.states.RUNNING,)):
+        for stale in self.study.get_trials(deepcopy=False, states=(self.states.RUNNING,)):
             self._enqueue_again(stale)
 
     def start_free_jobs(self) -> bool:
@@ -164,22 +161,20 @@ class _Trials:
                 self.running[job] = self._start(job)
         return bool(self.running)
 
-    def refuse_failures(self) -> None:
-        """Raises InputError if every trial that ended has failed."""
-        outcomes = self.outcomes()
-        if outcomes and all(run.how.startswith("failed") for run in outcomes):
-            raise InputError(f"all {len(outcomes)} trials {outcomes[0].how}: {_REMEDY}")
-
-    def poll(self) -> Iterator[TrialResult]:
-        """Reads the metrics of running trials, prunes, and yields the trials that have ended."""
+    def poll(self) -> None:
+        """Reads the metrics of running trials, prunes those that are too low, and says which have ended."""
         for job, run in list(self.running.items()):
-            if run.process.poll() is None:
-                self._follow(run)
-            else:
+            if run.process.poll() is not None:
                 del self.running[job]
                 self._finish(run)
                 self._write()
-                yield from (outcome for outcome in self.outcomes() if outcome.trial == run.trial.number + 1)
+                self.say(next(str(outcome) for outcome in self.outcomes() if outcome.trial == run.trial.number + 1))
+            elif run.pruned_s:
+                if time.monotonic() - run.pruned_s > _GRACE_S:
+                    run.process.kill()
+            elif self._report(run) and run.trial.should_prune():
+                run.pruned_s = time.monotonic()
+                run.process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
         """Ends running trials by SIGTERM, at which they write a checkpoint, and enqueues them again."""
@@ -222,49 +217,40 @@ class _Trials:
         options = [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]
         command = [*self.plan.command, *options, "--out", str(folder), *(["--continue"] if earlier else [])]
         environment = {**os.environ, **self.plan.environment(job)}
-        output = folder.with_name(f"{folder.name}.log")
-        with output.open("ab") as stream:  # its own process group: only this process receives a terminal's Ctrl-C
+        with _output(folder).open(
+            "ab"
+        ) as stream:  # its own process group: only this process receives a terminal's Ctrl-C
             process = subprocess.Popen(
                 command, env=environment, stdout=stream, stderr=subprocess.STDOUT, process_group=0
             )
         self.say(f"trial {trial.number + 1}: {'continues' if earlier else 'begins'} ({_as_text(settings)})")
-        return _TrialProcess(trial, process, folder, output)
-
-    def _follow(self, run: _TrialProcess) -> None:
-        """Reports new evaluations; prunes the trial if they are too low."""
-        if run.pruned_s:
-            if time.monotonic() - run.pruned_s > _GRACE_S:
-                run.process.kill()
-        elif self._report(run) and run.trial.should_prune():
-            run.pruned_s = time.monotonic()
-            run.process.send_signal(signal.SIGTERM)
+        return _TrialProcess(trial, process, folder)
 
     def _report(self, run: _TrialProcess) -> bool:
         """Reports new evaluations to the study; returns whether there were any."""
-        log, before = run.folder / "metrics.jsonl", run.reported
+        before = run.reported
         with suppress(OSError):
-            size = log.stat().st_size
-            if size != run.read_bytes:
-                run.read_bytes, top1 = size, accuracies(log.read_text())
-                for number in range(before, len(top1)):
-                    run.trial.report(top1[number], number)
-                run.reported = max(before, len(top1))
+            for top1 in accuracies((run.folder / "metrics.jsonl").read_text())[before:]:
+                run.trial.report(top1, run.reported)
+                run.reported += 1
         return run.reported > before
 
     def _finish(self, run: _TrialProcess) -> None:
         """Reports the end of a trial to the study."""
-        code, result = run.process.returncode, _result(run.folder)
+        code, result = run.process.returncode, dict[str, float | None]()
+        with suppress(OSError, ValueError):
+            document = json.loads((run.folder / "result.json").read_text())
+            result = {name: document.get(name) for name in _FIGURES}
         self._report(run)
-        top1 = result.get("top1")
-        if code == 0 and top1 is not None:
-            how, report = "done", {"values": top1}
+        if code == 0 and result.get("top1") is not None:
+            how, report = "done", {"values": result["top1"]}
         elif run.pruned_s:
             how, report = "pruned", {"state": self.states.PRUNED}
         elif code == DIVERGED:
             run.trial.report(0.0, run.reported)  # from which the sampler learns
             how, report = "diverged", {"state": self.states.PRUNED}
         else:
-            how, report = f"failed: {_why(code, run.output)}", {"state": self.states.FAIL}
+            how, report = f"failed: {_why(code, run.folder)}", {"state": self.states.FAIL}
         run.trial.set_user_attr("result", result)
         run.trial.set_user_attr("how", how)
         self.ended.append(how)
@@ -297,42 +283,36 @@ def accuracies(metrics: str) -> list[float]:
     return values
 
 
-def _result(folder: Path) -> dict[str, float | None]:
-    try:
-        result = json.loads((folder / "result.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return {name: result.get(name) for name in _FIGURES}
+def _output(folder: Path) -> Path:
+    """The file with the output of the trial that has this run folder."""
+    return folder.with_name(f"{folder.name}.log")
 
 
-def _why(code: int, output: Path) -> str:
+def _why(code: int, folder: Path) -> str:
     """Why a trial failed: the last line it printed, if any."""
     if code == STOPPED:
         return "stopped by a signal from outside"
     with suppress(OSError):
-        lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in _output(folder).read_text(errors="replace").splitlines() if line.strip()]
         if code > 0 and lines:
             return lines[-1].removeprefix("kasoku: ")
     return f"exit code {code}"
-
-
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ModuleNotFoundError as error:
-        raise InputError('kasoku search needs Optuna: pip install "optuna>=4.0"') from error
-    return optuna
 
 
 def _study(optuna: Any, plan: SearchSettings) -> Any:
     """The study in the folder, or a new one. Raises InputError if it is of another recipe or space."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     journal = plan.folder / "search.journal"
-    _repair(journal)
+    # a killed search leaves Optuna's lock, and an incomplete line; the folder is locked by us
+    journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
+    text = journal.read_bytes() if journal.exists() else b""
+    if not text.endswith(b"\n") and text:
+        os.truncate(journal, text.rfind(b"\n") + 1)
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
-    options = {"study_name": "kasoku", "direction": "maximize", "load_if_exists": True}
-    study = optuna.create_study(storage=storage, pruner=pruner, **options)
+    study = optuna.create_study(
+        storage=storage, pruner=pruner, study_name="kasoku", direction="maximize", load_if_exists=True
+    )
     if study.user_attrs.get("about", plan.about) != plan.about:
         raise InputError(
             f"{plan.folder}: holds a search of another recipe or space: give another --out, or continue with the same"
@@ -343,15 +323,6 @@ def _study(optuna: Any, plan: SearchSettings) -> Any:
         # a new seed for each part of a search, which would propose the same settings again otherwise
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials), constant_liar=plan.jobs > 1)
     return study
-
-
-def _repair(journal: Path) -> None:
-    """Removes what a killed search leaves: an incomplete line, and Optuna's lock; the folder is locked by us."""
-    journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
-    if journal.exists():
-        text = journal.read_bytes()
-        if text and not text.endswith(b"\n"):
-            os.truncate(journal, text.rfind(b"\n") + 1)
 
 
 @contextmanager

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kasoku.config.toml import parse
+from kasoku.config.toml import parse, read
 from kasoku.core import InputError
 
 
@@ -86,13 +85,9 @@ def read_space(path: Path) -> Space:
 
     Raises InputError, with the path, for a file that cannot be read and for a table that is not a range.
     """
+    document = read(path, wanted="a space file")
     try:
-        document = tomllib.loads(path.read_text())
         space = dict(_flat(document, ""))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}): a space file is wanted") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not TOML ({error})") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     if not space:

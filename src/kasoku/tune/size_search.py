@@ -58,10 +58,10 @@ def top_of(good: Sequence[Measurement], worth: Worth) -> Measurement:
     return max(good, key=lambda s: worth(s.batch, s.step_s))
 
 
-def search_sizes(tries: SizeSearch, worth: Callable[[], Worth], *, least_gain: float) -> tuple[Measurement, bool]:
+def search_sizes(tries: SizeSearch, worth: Worth, *, least_gain: float) -> tuple[Measurement, bool]:
     """Measures sizes until no other may gain `least_gain` over the best; returns the best, and whether time sufficed.
 
-    `worth()` is called after each measurement, since it may depend on all of them.
+    `worth` may depend on all measurements so far.
     """
     batch: int | None = tries.limits.first
     first_s = again_s = 0.0
@@ -71,11 +71,16 @@ def search_sizes(tries: SizeSearch, worth: Callable[[], Worth], *, least_gain: f
         tries.again(batch)
         took_s = tries.limits.clock.now() - began_s
         first_s, again_s = (first_s, again_s + took_s) if known else (first_s + took_s, again_s)
-        good, now = tries.good, worth()
-        batch = next_size(tries, now, least_gain)
+        good = tries.good
+        best = top_of(good, worth)
+        gaps = [_between(good, i, worth, tries.limits) for i in range(len(good) - 1)]
+        gaps.append(_above(tries, good, worth, least_gain))
+        value, batch = max((gap for gap in gaps if gap), default=(-math.inf, None))
+        if value <= worth(best.batch, best.step_s) * (1 + least_gain):
+            batch = None
         if batch is None and again_s < _AGAIN * first_s:
-            batch = doubtful(good, now, _SETTLED * least_gain)
-    return best_of(tries.good, worth()), batch is None
+            batch = doubtful(good, worth, _SETTLED * least_gain)
+    return best_of(tries.good, worth), batch is None
 
 
 def doubtful(good: Sequence[Measurement], worth: Worth, much: float) -> int | None:
@@ -104,17 +109,6 @@ def errors_of(good: Sequence[Measurement]) -> Errors:
     return {s.batch: max(s.error, typical / math.sqrt(max(1, s.steps))) for s in good}
 
 
-def next_size(tries: SizeSearch, worth: Worth, least_gain: float) -> int | None:
-    """The size to measure next, or None."""
-    good = tries.good
-    best = top_of(good, worth)
-    wanted = worth(best.batch, best.step_s) * (1 + least_gain)
-    gaps = [_between(good, i, worth, tries.limits) for i in range(len(good) - 1)]
-    gaps.append(_above(tries, good, worth, least_gain))
-    value, batch = max((gap for gap in gaps if gap), default=(-math.inf, None))
-    return batch if value > wanted else None
-
-
 def _between(good: Sequence[Measurement], i: int, worth: Worth, limits: Limits) -> tuple[float, int] | None:
     """The possible worth in the gap above the i-th size, and the size to measure there; None for a narrow gap."""
     left, right = good[i], good[i + 1]
@@ -122,9 +116,25 @@ def _between(good: Sequence[Measurement], i: int, worth: Worth, limits: Limits) 
     inside = [b for b in _rounded(middle, limits.multiple) if left.batch < b < right.batch]
     if not inside:
         return None
-    least_s = _least_between(good, i, worth)
+    errors, width = errors_of(good), right.batch - left.batch
+    noise = _SURE * math.hypot(errors[left.batch], errors[right.batch])
+    fell = worth(right.batch, right.step_s) < worth(left.batch, left.step_s) * (1 - noise)
+    far = [s for s in good[:i] if left.batch - s.batch >= width] or good[:1]
+    behind = [s for s in good[i + 2 :] if s.batch - right.batch >= width] or good[-1:]
+    # seconds of an image that lead to the gap, by the line below it, and away from it, by the line above it
+    before = after = _chord(left, right)
+    if i:
+        before = min(before, _chord(far[-1], left))
+    elif fell:  # nothing below: half of a step is assumed not to grow
+        before = min(before, left.step_s / left.batch / 2)
+    after = math.inf if fell or i + 2 >= len(good) else max(after, _chord(right, behind[0]))
+
+    def least_s(batch: int) -> float:
+        led_to = left.step_s + max(0.0, before) * (batch - left.batch)
+        return max(led_to, right.step_s - after * (right.batch - batch))
+
     finest = _grains(limits.multiple)[-1]
-    stride = max(1, (right.batch - left.batch) // finest // _POINTS) * finest
+    stride = max(1, width // finest // _POINTS) * finest
     sizes = range(left.batch + stride, right.batch, stride)
     worths = {b: worth(b, least_s(b)) for b in sizes}
     top = max(worths, key=lambda b: worths[b], default=inside[0])
@@ -132,27 +142,6 @@ def _between(good: Sequence[Measurement], i: int, worth: Worth, limits: Limits) 
         near = [b for b in _rounded(top, limits.multiple)[::-1] if left.batch < b < right.batch]
         return worths[top], (near or inside)[0]
     return worths.get(top, -math.inf), inside[0]
-
-
-def _least_between(good: Sequence[Measurement], i: int, worth: Worth) -> Callable[[int], float]:
-    """A lower bound on the seconds of a step within the gap above the i-th size; see the Note."""
-    left, right, errors = good[i], good[i + 1], errors_of(good)
-    chord, width = _chord(left, right), right.batch - left.batch
-    noise = _SURE * math.hypot(errors[left.batch], errors[right.batch])
-    fell = worth(right.batch, right.step_s) < worth(left.batch, left.step_s) * (1 - noise)
-    if i:
-        far = [s for s in good[:i] if left.batch - s.batch >= width]
-        before = min(chord, _chord(far[-1] if far else good[0], left))
-    else:  # nothing below: half of a step is assumed not to grow
-        before = min(chord, left.step_s / left.batch / 2) if fell else chord
-    behind = [s for s in good[i + 2 :] if s.batch - right.batch >= width] or good[-1:]
-    after = math.inf if fell or i + 2 >= len(good) else max(chord, _chord(right, behind[0]))
-
-    def seconds(batch: int) -> float:
-        led_to = left.step_s + max(0.0, before) * (batch - left.batch)
-        return max(led_to, right.step_s - after * (right.batch - batch))
-
-    return seconds
 
 
 def _above(tries: SizeSearch, good: Sequence[Measurement], worth: Worth, least_gain: float) -> tuple[float, int] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -125,19 +124,15 @@ class Throughput:
     """
 
     least_gain: float = 0.02
+    needs: ClassVar[Needs] = Needs(brief=True)
 
     def __post_init__(self) -> None:
         _check_gain(self.least_gain)
 
-    @property
-    def needs(self) -> Needs:
-        """Few steps of most sizes."""
-        return Needs(brief=True)
-
     def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
         """The size with the most images a second."""
         tries = SizeSearch(measure, limits)
-        best, in_time = search_sizes(tries, lambda: _rate, least_gain=self.least_gain)
+        best, in_time = search_sizes(tries, lambda batch, step_s: batch / step_s, least_gain=self.least_gain)
         return tries.result(best.batch, _most(best, tries), in_time=in_time)
 
 
@@ -183,14 +178,29 @@ class TimeToTarget:
             )
         tries = SizeSearch(measure, limits)
 
+        def scale() -> float | None:
+            """The latest noise scale, which is estimated from all measurements up to it."""
+            return next((s.noise for s in reversed(tries.samples) if s.noise is not None), None)
+
         def epochs(batch: int) -> float:
-            return self.epochs_at(batch, limits.start, _scale(tries.samples))
+            return self.epochs_at(batch, limits.start, scale())
 
         def goodput(batch: int, step_s: float) -> float:
             return batch / step_s / epochs(batch)
 
-        best, in_time = search_sizes(tries, lambda: goodput, least_gain=self.least_gain)
-        return tries.result(best.batch, self._why(best, tries), epochs=epochs, in_time=in_time)
+        best, in_time = search_sizes(tries, goodput, least_gain=self.least_gain)
+        rate, count, noise, longer = f"{best.images_per_s:,.0f} images/s", len(tries.good), scale(), epochs(best.batch)
+        if self.epochs:
+            seconds = longer * limits.images / best.images_per_s
+            why = f"{rate} and {longer:.1f} epochs make {seconds:,.0f} s, the least of {count} sizes"
+        elif noise is None:
+            why = f"{_most(best, tries)}; the gradient noise scale is unknown, so all images count the same"
+        else:
+            why = (
+                f"{rate} at {longer:.2f} times the epochs of batch {limits.start} (gradient noise scale {noise:,.0f} "
+                f"images), the best of {count} sizes"
+            )
+        return tries.result(best.batch, why, epochs=epochs, in_time=in_time)
 
     def epochs_at(self, batch: int, start: int, scale: float | None) -> float:
         """Epochs to the target; without known epochs, relative to those of `start`, by the noise scale."""
@@ -201,31 +211,6 @@ class TimeToTarget:
                 way = math.log(max(batch, low) / low) / math.log(high / low)
                 return before + (after - before) * way
         return self.epochs[-1][1]
-
-    def _why(self, best: Measurement, tries: SizeSearch) -> str:
-        rate = f"{best.images_per_s:,.0f} images/s"
-        if self.epochs:
-            epochs = self.epochs_at(best.batch, 0, None)
-            seconds = epochs * best.epoch_s(tries.limits.images)
-            return f"{rate} and {epochs:.1f} epochs make {seconds:,.0f} s, the least of {len(tries.good)} sizes"
-        scale = _scale(tries.samples)
-        if scale is None:
-            return f"{_most(best, tries)}; the gradient noise scale is unknown, so all images count the same"
-        start = tries.limits.start
-        more = self.epochs_at(best.batch, start, scale)
-        return (
-            f"{rate} at {more:.2f} times the epochs of batch {start} (gradient noise scale {scale:,.0f} images), the "
-            f"best of {len(tries.good)} sizes"
-        )
-
-
-def _rate(batch: int, step_s: float) -> float:
-    return batch / step_s
-
-
-def _scale(samples: Sequence[Measurement]) -> float | None:
-    """The latest noise scale, which is estimated from all measurements up to it."""
-    return next((s.noise for s in reversed(samples) if s.noise is not None), None)
 
 
 def _most(best: Measurement, tries: SizeSearch) -> str:
