@@ -357,7 +357,7 @@ def test_marks_wait_for_an_apple_gpu_and_its_random_state_is_put_back(monkeypatc
     trial = Trial(make(), Needs())
     trial.device = torch.device("mps")
     trial._mark()
-    trial._now()
+    trial.now()
     assert waited == ["here", "here"]
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])

@@ -12,8 +12,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import torch
@@ -83,34 +82,42 @@ def tune_batch_size(
     job.drain()
     with undisturbed(job):
         result = _search(job, strategy, budget_s, (least, most, multiple))
-    gc.collect()  # frees the copies
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    _free_memory()  # of the copies
     return replace(result, strategy=type(strategy).__name__, budget_s=budget_s)
 
 
 def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int, int]) -> BatchSizeResult:
-    trial = _trial(job, strategy)
-    try:
-        with _unlimited_compilation(job):
-            measure = _Measurer(job, trial, budget_s)
-            limits = _limits(trial, measure, sizes)
-            trial.sandbox.may_split(limits.multiple)
-            measure.small_sizes(limits.first)
-            result = strategy.search(measure, limits)
-            return replace(result, speeds=measure.speeds(result.batch))
-    finally:
-        trial.sandbox.close()
+    with ExitStack() as stack:
+        trial = _trial(job, strategy)
+        stack.enter_context(closing(trial.sandbox))
+        if any(technique.compiles_model for technique in job.applied):
+            # beyond torch.compile's limit of compiled forms a block would run, and be timed, uncompiled
+            stack.enter_context(recompile_limit(_COMPILED_FORMS))
+        measure, ranks = _Measurer(job, trial, budget_s), job.comm.size
+        least, most, multiple = sizes
+        start, fewest = (int(x) for x in measure.reduce([trial.sandbox.start, -trial.sandbox.images]))
+        images = -fewest
+        groups = [technique.images_per_group or 1 for technique in job.applied] if ranks == 1 else []
+        multiple = multiple or ranks * job.accumulate * math.prod(groups)
+        least = least or max(multiple, min(_MIN_IMAGES * ranks, start))
+        most = most or _MAX_IMAGES * ranks
+        most = min(most, images) if images else most
+        limits = Limits(start, least, most, multiple, images or start, budget_s, measure)
+        trial.sandbox.may_split(multiple)
+        # one and two groups, if the first size has more, to predict the memory of larger sizes
+        few = ranks * trial.sandbox.group
+        for batch in (few, 2 * few):
+            if few and limits.first > 2 * few:
+                measure.attempt(batch)
+        result = strategy.search(measure, limits)
+        own = result.batch / ranks / measure.own_s[result.batch]
+        return replace(result, speeds=tuple(job.comm.gather_objects(own)) if ranks > 1 else ())
 
 
-@contextmanager
-def _unlimited_compilation(job: Job) -> Iterator[None]:
-    """Lifts torch.compile's limit of compiled forms, beyond which a block would run, and be timed, uncompiled."""
-    if not any(technique.compiles_model for technique in job.applied):
-        yield
-        return
-    with recompile_limit(_COMPILED_FORMS):
-        yield
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _trial(job: Job, strategy: Strategy) -> Trial:
@@ -128,25 +135,6 @@ def _trial(job: Job, strategy: Strategy) -> Trial:
             "batch size: another rank could not copy its model or read its data, and prints why"
         )
     return trial
-
-
-def _limits(trial: Trial, measure: _Measurer, sizes: tuple[int, int, int]) -> Limits:
-    """The sizes that may be tried; the same on all ranks."""
-    job, sandbox = trial.sandbox.job, trial.sandbox
-    least, most, multiple = sizes
-    start, fewest = (int(x) for x in measure.reduce([sandbox.start, -sandbox.images]))
-    images = -fewest
-    multiple = multiple or _multiple(job)
-    least = least or max(multiple, min(_MIN_IMAGES * job.comm.size, start))
-    top = most or _MAX_IMAGES * job.comm.size
-    top = min(top, images) if images else top
-    return Limits(start, least, top, multiple, images or start, measure.budget_s, measure)
-
-
-def _multiple(job: Job) -> int:
-    multiple = job.comm.size * job.accumulate
-    groups = [technique.images_per_group or 1 for technique in job.applied] if job.comm.size == 1 else []
-    return multiple * math.prod(groups)
 
 
 class _Measurer:
@@ -169,34 +157,21 @@ class _Measurer:
 
     def __call__(self, batch: int) -> Measurement:
         """Measures a size. Raises the error of a step, unless memory is short; the other ranks raise InputError."""
-        if self.started and self._is_late(batch):
-            return Measurement(batch, failed=LATE)
-        self.started = True  # the first size is tried in any case
-        sample = self._try(batch)
+        below = sorted(pair for pair in self.step_s.items() if pair[0] <= batch)[-2:]
+        if self.started and below:  # the first size is tried in any case
+            # a brief measurement, by the line through the two next smaller sizes; with one, time is proportional
+            (low, low_s), (high, high_s) = [(0, 0.0), *below][-2:]
+            an_image_s = max(0.0, (high_s - low_s) / (high - low))
+            if BRIEF * (high_s + an_image_s * (batch - high)) > self.budget_s - self.elapsed_s:
+                return Measurement(batch, failed=LATE)
+        self.started = True
+        sample = self.attempt(batch)
         while sample.failed and self.trial.sandbox.split(batch):
-            sample = self._try(batch)
+            sample = self.attempt(batch)
         return sample
 
-    def small_sizes(self, first: int) -> None:
-        """Measures one and two groups if the first size has more, to predict the memory of larger sizes."""
-        few = self.job.comm.size * self.trial.sandbox.group
-        for batch in (few, 2 * few):
-            if few and first > 2 * few:
-                self._try(batch)
-
-    def _is_late(self, batch: int) -> bool:
-        """Whether a brief measurement would exceed the time left, by the line through the two next smaller sizes.
-
-        With a single smaller size, time is proportional to the batch.
-        """
-        below = sorted(pair for pair in self.step_s.items() if pair[0] <= batch)[-2:]
-        if not below:
-            return False
-        (low, low_s), (high, high_s) = [(0, 0.0), *below][-2:]
-        an_image_s = max(0.0, (high_s - low_s) / (high - low))
-        return BRIEF * (high_s + an_image_s * (batch - high)) > self.budget_s - self.elapsed_s
-
-    def _try(self, batch: int) -> Measurement:
+    def attempt(self, batch: int) -> Measurement:
+        """Measures a size in its present parts, even if it may take too long."""
         if self.reduce([float(not self.trial.memory.fits(self.trial.sandbox.at_once(batch)))])[0]:
             return Measurement(batch, failed="it would not fit in memory")
         steps = BRIEF if self.trial.needs.brief else STEPS
@@ -215,13 +190,13 @@ class _Measurer:
             raise ReportedElsewhereError(f"batch={batch}: another rank could not make a step, and prints why")
         if worst or ran is None:
             failure = None  # its traceback refers to tensors
-            gc.collect()
-            self.trial.recover()
+            _free_memory()
             return Measurement(batch, failed="out of memory")
         if self.trial.needs.brief:
             key = (batch, self.trial.sandbox.parts(batch))
-            before = self.timed.get(key)
-            ran = self.timed[key] = before.and_then(ran) if before else ran
+            if before := self.timed.get(key):
+                ran = replace(ran, steps_s=before.steps_s + ran.steps_s, waits_s=before.waits_s + ran.waits_s)
+            self.timed[key] = ran
         return self._sample(batch, ran)
 
     def _sample(self, batch: int, ran: StepTimes) -> Measurement:
@@ -231,8 +206,8 @@ class _Measurer:
         step_s, low_s, high_s, input_s, fewest = self.reduce(times)
         self.step_s[batch] = step_s
         ranks = self.job.comm.size
-        own = ran.noise if ran.noise and math.isfinite(ran.noise.signal) and math.isfinite(ran.noise.trace) else None
-        estimate = [1.0, own.signal, own.trace] if own else [0.0, 0.0, 0.0]
+        own = ran.noise
+        estimate = [1.0, own.signal, own.trace] if own and own.is_finite else [0.0, 0.0, 0.0]
         usage, known, signal, trace = self.reduce([ran.utilisation, *estimate], op="mean")
         if known:
             scale = NoiseEstimate(signal / known, trace / known).scale
@@ -245,11 +220,6 @@ class _Measurer:
         noise = scale if math.isfinite(scale) else None
         sample = Measurement(batch, *common, utilisation=usage, noise=noise, steps=-round(fewest))
         return replace(sample, parts=self.trial.sandbox.parts(batch))
-
-    def speeds(self, batch: int) -> tuple[float, ...]:
-        """Images/s of each rank on its own at a size; empty on one rank. Collective."""
-        comm = self.job.comm
-        return tuple(comm.gather_objects(batch / comm.size / self.own_s[batch])) if comm.size > 1 else ()
 
     def reduce(self, values: list[float], *, op: str = "max") -> list[float]:
         """The maximum, or the mean, over the ranks; advances the common clock. Collective."""
@@ -274,12 +244,7 @@ class _Measurer:
         times_s = []
         for _ in range(1 + _EXCHANGES):  # the first one opens connections
             self.reduce([0.0])  # all ranks start together
-            began = self._synchronized_now()
+            began = self.trial.now()
             self.job.comm.all_reduce(chunk, op="mean").wait()
-            times_s.append(self._synchronized_now() - began)
+            times_s.append(self.trial.now() - began)
         return self.reduce([statistics.median(times_s[1:]) * total / chunk.nbytes])[0]
-
-    def _synchronized_now(self) -> float:
-        if self.trial.device.type == "cuda":
-            torch.cuda.synchronize(self.trial.device)
-        return self.job.clock.now()

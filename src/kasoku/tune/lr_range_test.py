@@ -172,7 +172,7 @@ def range_test(
     samples: list[RateStep] = []
     started, over = job.clock.now(), False
     diverged: float | None = None
-    with undisturbed(job), untouched(job), closing(endless(job)) as batches:
+    with undisturbed(job), untouched(job), closing(endless(job.loader)) as batches:
         job.model.train()
         for step in range(steps):
             factor = low * (high / low) ** (step / (steps - 1))
@@ -193,7 +193,7 @@ def try_alone(job: Job) -> None:
         alone = sandbox.at(sandbox.start)
         try:
             alone.model.train()
-            with closing(endless(alone)) as batches:
+            with closing(endless(alone.loader)) as batches:
                 _step(alone, batches)
         finally:
             alone.close()

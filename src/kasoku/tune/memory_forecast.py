@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -82,28 +83,18 @@ def available_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
     Ref: proc_meminfo(5), MemAvailable; the kernel's cgroup-v2.rst, memory.max and memory.current.
     """
     free: list[int] = []
-    try:
+    with suppress(OSError, ValueError, KeyError, IndexError):
         lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines() if ":" in line)
         free.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    except (OSError, ValueError, KeyError, IndexError):
-        pass
-    try:
+    with suppress(OSError, ValueError):
         most = (cgroup / "memory.max").read_text().strip()
         if most != "max":
-            free.append(max(0, int(most) - _held(cgroup)))
-    except (OSError, ValueError):
-        pass
+            held = int((cgroup / "memory.current").read_text())
+            with suppress(OSError, ValueError):  # without cached files, which the kernel can reclaim
+                kinds = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+                held -= int(kinds.get("inactive_file", 0))
+            free.append(max(0, int(most) - held))
     return min(free, default=None)
-
-
-def _held(cgroup: Path) -> int:
-    """The memory of a container without cached files, which the kernel can reclaim."""
-    held = int((cgroup / "memory.current").read_text())
-    try:
-        kinds = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        return held - int(kinds.get("inactive_file", 0))
-    except (OSError, ValueError):
-        return held
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kasoku.core import InputError
-
 
 @dataclass(frozen=True)
 class NoiseEstimate:
@@ -30,32 +28,28 @@ class NoiseEstimate:
     trace: float
 
     @property
+    def is_finite(self) -> bool:
+        """Whether both are finite."""
+        return math.isfinite(self.signal) and math.isfinite(self.trace)
+
+    @property
     def scale(self) -> float | None:
         """tr(Sigma) / |G|^2, in images; None if noise hides the signal."""
-        finite = math.isfinite(self.signal) and math.isfinite(self.trace)
-        return max(0.0, self.trace) / self.signal if finite and self.signal > 0 else None
+        return max(0.0, self.trace) / self.signal if self.is_finite and self.signal > 0 else None
 
 
 def from_lengths(small_squared: float, big_squared: float, *, small: float, big: float) -> NoiseEstimate:
-    """The estimate from the squared lengths of gradients of `small` images (a mean over several) and of `big` images.
-
-    Raises:
-        InputError: if `big` is not larger than `small`.
-    """
-    if not 0 < small < big:
-        raise InputError(f"gradients of {small:g} and {big:g} images: two sizes are wanted, the smaller one first")
+    """The estimate from the squared lengths of gradients of `small` images (a mean over several) and of `big`."""
     signal = (big * big_squared - small * small_squared) / (big - small)
     return NoiseEstimate(signal, (small_squared - big_squared) / (1 / small - 1 / big))
 
 
-def mean(noises: Sequence[NoiseEstimate], weights: Sequence[float]) -> NoiseEstimate | None:
-    """The weighted mean of the finite estimates; None if there is none."""
-    pairs = zip(noises, weights, strict=True)
-    finite = [(n, w) for n, w in pairs if w > 0 and math.isfinite(n.signal) and math.isfinite(n.trace)]
+def mean(noises: Sequence[NoiseEstimate]) -> NoiseEstimate | None:
+    """The mean of the finite estimates; None if there is none."""
+    finite = [n for n in noises if n.is_finite]
     if not finite:
         return None
-    whole = sum(w for _, w in finite)
-    return NoiseEstimate(sum(n.signal * w for n, w in finite) / whole, sum(n.trace * w for n, w in finite) / whole)
+    return NoiseEstimate(sum(n.signal for n in finite) / len(finite), sum(n.trace for n in finite) / len(finite))
 
 
 class GradientParts:

@@ -17,7 +17,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from kasoku.core import Batch, InputError, Job, Solo, Technique
+from kasoku.core import Batch, InputError, Job, Solo
 from kasoku.core.torch_internals import own_workers
 from kasoku.data import Loader
 
@@ -39,10 +39,13 @@ def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
     """Copies of the job's model and optimizer without the hooks and patches of techniques. Drains the job."""
     job.drain()
     memo: dict[int, Any] = {}
-    plain = _without_patches(job, memo)
-    for module in job.model.modules():
-        for _, hook in _of_techniques(module, job.first_hook):
-            _exclude(hook, memo)
+    plain: dict[tuple[int, str], object] = {}  # (id of a module, attribute) -> its value before any technique
+    for thing, name, old in job.patched:
+        if isinstance(thing, nn.Module):
+            plain.setdefault((id(thing), name), old)
+            _exclude(vars(thing).get(name), memo)
+    for hooks, number in _technique_hooks(job.model, job.first_hook):
+        _exclude(hooks[number], memo)
     model: nn.Module = copy.deepcopy(job.model, memo)
     for (key, name), old in plain.items():
         if key not in memo:
@@ -51,22 +54,9 @@ def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
             delattr(memo[key], name)
         else:
             setattr(memo[key], name, copy.deepcopy(old, memo))
-    for module in model.modules():
-        numbers = {number for number, _ in _of_techniques(module, job.first_hook)}
-        for hooks in _hooks(module):
-            for number in numbers & hooks.keys():
-                del hooks[number]
+    for hooks, number in _technique_hooks(model, job.first_hook):
+        del hooks[number]
     return model, _copied_optimizer(job.optimizer, memo, job.first_hook)
-
-
-def _without_patches(job: Job, memo: dict[int, Any]) -> dict[tuple[int, str], object]:
-    """(id of a module, attribute) -> its value before any technique; excludes its current value from the copy."""
-    first: dict[tuple[int, str], object] = {}
-    for thing, name, old in job.patched:
-        if isinstance(thing, nn.Module):
-            first.setdefault((id(thing), name), old)
-            _exclude(vars(thing).get(name), memo)
-    return first
 
 
 def _copied_optimizer(own: Optimizer, memo: dict[int, Any], first_hook: int) -> Optimizer:
@@ -86,14 +76,12 @@ def _exclude(thing: object, memo: dict[int, Any]) -> None:
         memo[id(thing)] = thing
 
 
-def _hooks(module: nn.Module) -> list[dict[int, Any]]:
-    """The dicts of a module's hooks by torch's number."""
-    return [v for k, v in vars(module).items() if k.endswith("_hooks") and isinstance(v, dict)]
-
-
-def _of_techniques(module: nn.Module, first: int) -> list[tuple[int, Any]]:
-    """The hooks of a module with a number of at least `first`: those of techniques."""
-    return [(number, hook) for hooks in _hooks(module) for number, hook in hooks.items() if number >= first]
+def _technique_hooks(model: nn.Module, first: int) -> Iterator[tuple[dict[int, Any], int]]:
+    """The dict and the number of each hook of a technique: torch gave it `first` or a later number."""
+    for module in model.modules():
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                yield from ((hooks, number) for number in list(hooks) if number >= first)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
@@ -120,11 +108,21 @@ class Sandbox:
             raise InputError(f"loader: a {type(plain).__name__} can be iterated once only: give one that can be again")
         self.job = job
         self.model, self.optimizer = copy_of(job)
-        self.rates = _full_rates(job)
+        scheduled = [technique.warmed_up_rates(job) for technique in job.applied]
+        own = [group["lr"] for group in job.optimizer.param_groups]
+        self.rates = next((rates for rates in scheduled if rates is not None), own)
         self.steps = 0
         self.group, self.most_at_once = 0, math.inf  # images of a group that is not split (0: none); of a part
-        self._aside = plain.sandbox() if isinstance(plain, Loader) else None
-        self.start = self._start()  # images of the job's own step, over all ranks
+        self.images = 0  # of an epoch, over all ranks; 0: unknown
+        if isinstance(plain, Loader):
+            self._aside: Loader | None = plain.sandbox()
+            self.start = plain.batch * job.accumulate // plain.parts  # images of the job's own step, over all ranks
+            self.images = plain.images
+        else:
+            self._aside = None
+            self.start = len(next(endless(plain))[1]) * job.comm.size * job.accumulate
+            with suppress(TypeError):  # it has no length, or its data set has none
+                self.images = len(plain) * self.start // job.accumulate
 
     def renew(self) -> None:
         """Restores the job's weights and state, in the same memory. All jobs from `at` must be closed."""
@@ -149,20 +147,25 @@ class Sandbox:
         share = min(1.0, (self.steps + 1) / _RAMP) * min(1.0, batch / self.start)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * share
-        job = self.job
+        job, parts, aside = self.job, self.parts(batch), self._aside
         original: Iterator[Any] = (old for thing, name, old in job.patched if thing is job and name == "loss")
         loss = next(original, job.loss)  # without patches of techniques
-        alone, parts = Solo(job.clock), self.parts(batch)
-        loader = self._loader(batch, parts)
-        twin = Job(self.model, self.optimizer, loader=loader, loss=loss, comm=alone, accumulate=parts)
+        if aside is None:
+            count = parts * max(1, (self.images or _DEFAULT_IMAGES) // batch)
+            loader: Iterable[Batch] = Resized(job.plain_loader, batch // (job.comm.size * parts), batches=count)
+        else:
+            in_parts = job.plain_loader.parts * parts // job.accumulate
+            aside.configure(batch=batch * in_parts // parts, parts=in_parts)
+            aside.seek(aside.epoch + 1, 0)  # other images: those of the size before lie in memory now
+            aside.executor.restart_autotuner()
+            loader = aside
+        alone = Job(self.model, self.optimizer, loader=loader, loss=loss, comm=Solo(job.clock), accumulate=parts)
+        techniques = [t for t in job.applied if t.in_sandbox and not (t.groups_span_ranks and job.comm.size > 1)]
         try:
-            return twin.apply(*(t for t in job.applied if not self._left_out(t)))
+            return alone.apply(*techniques)
         except BaseException:  # such as out of memory: remove its hooks before a smaller size is tried
-            twin.close()
+            alone.close()
             raise
-
-    def _left_out(self, technique: Technique) -> bool:
-        return not technique.in_sandbox or (technique.groups_span_ranks and self.job.comm.size > 1)
 
     # ---- in parts
 
@@ -193,37 +196,6 @@ class Sandbox:
         self.most_at_once = once // 2
         return True
 
-    # ---- data
-
-    @property
-    def images(self) -> int:
-        """Images of an epoch, over all ranks; 0: unknown."""
-        plain = self.job.plain_loader
-        if isinstance(plain, Loader):
-            return plain.images
-        try:
-            return len(plain) * self.start // self.job.accumulate
-        except TypeError:  # it has no length, or its data set has none
-            return 0
-
-    def _start(self) -> int:
-        plain, job = self.job.plain_loader, self.job
-        if isinstance(plain, Loader):
-            return plain.batch * job.accumulate // plain.parts
-        _, y_N = next(_again(plain))
-        return len(y_N) * job.comm.size * job.accumulate
-
-    def _loader(self, batch: int, parts: int) -> Iterable[Batch]:
-        job, aside = self.job, self._aside
-        if aside is None:
-            count = parts * max(1, (self.images or _DEFAULT_IMAGES) // batch)
-            return Resized(job.plain_loader, batch // (job.comm.size * parts), batches=count)
-        in_parts = job.plain_loader.parts * parts // job.accumulate
-        aside.configure(batch=batch * in_parts // parts, parts=in_parts)
-        aside.seek(aside.epoch + 1, 0)  # other images: those of the size before lie in memory now
-        aside.executor.restart_autotuner()
-        return aside
-
 
 class Resized:
     """Batches of another size from the batches of any loader, which is iterated repeatedly."""
@@ -239,7 +211,7 @@ class Resized:
         """Yields batches without end. Raises InputError if the loader is empty."""
         pieces: list[Batch] = []
         have = 0
-        for x, y_N in _again(self._loader):
+        for x, y_N in endless(self._loader):
             start = 0
             while start < len(y_N):
                 stop = min(len(y_N), start + self._batch - have)
@@ -247,22 +219,13 @@ class Resized:
                 pieces.append((x, y_N) if whole else (x[start:stop], y_N[start:stop]))
                 have, start = have + stop - start, stop
                 if have == self._batch:
-                    yield _concatenated(pieces)
+                    alone = len(pieces) == 1
+                    yield pieces[0] if alone else (torch.cat([x for x, _ in pieces]), torch.cat([y for _, y in pieces]))
                     pieces, have = [], 0
 
 
-def _concatenated(pieces: list[Batch]) -> Batch:
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat([x for x, _ in pieces]), torch.cat([y_N for _, y_N in pieces])
-
-
-def endless(job: Job) -> Generator[Batch, None, None]:
-    """The job's batches, epoch after epoch. Raises InputError if there is none."""
-    return _again(job.loader)
-
-
-def _again(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
+def endless(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
+    """A loader's batches, epoch after epoch. Raises InputError if there is none."""
     empty = 0
     while empty < _EMPTY_PASSES:
         empty += 1
@@ -280,52 +243,26 @@ def undisturbed(job: Job) -> Iterator[None]:
     """
     plain = job.plain_loader
     kept = copy.deepcopy(plain.state_dict()) if hasattr(plain, "state_dict") else None
-    generators = [(g, g.get_state()) for g in _generators(plain)]
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    samplers = (getattr(plain, "sampler", None), getattr(getattr(plain, "batch_sampler", None), "sampler", None))
+    # those from which a torch DataLoader draws its order
+    drawn = {id(g): g for g in (getattr(thing, "generator", None) for thing in (plain, *samplers))}
+    generators = [(g, g.get_state()) for g in drawn.values() if isinstance(g, torch.Generator)]
     mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    states = np.random.get_state(), random.getstate()
+    unchanged: AbstractContextManager[Any] = nullcontext()
+    if isinstance(plain, DataLoader):
+        unchanged = own_workers(plain)
+    elif isinstance(plain, Loader) and plain.skipped:
+        unchanged = plain.skipped.unchanged()
     try:
-        with _as_it_is(plain):
+        with torch.random.fork_rng(range(torch.cuda.device_count())), unchanged:
             yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        np.random.set_state(states[0])
+        random.setstate(states[1])
         if mps is not None:
             torch.mps.set_rng_state(mps)
         for generator, state in generators:
             generator.set_state(state)
         if kept is not None and hasattr(plain, "load_state_dict") and not isinstance(plain, Loader):
             plain.load_state_dict(kept)
-
-
-@contextmanager
-def _as_it_is(plain: Any) -> Iterator[None]:
-    """Keeps the workers of a torch DataLoader, and the skipped images of a loader of image files."""
-    if isinstance(plain, DataLoader):
-        with own_workers(plain):
-            yield
-    elif isinstance(plain, Loader) and plain.skipped:
-        with plain.skipped.unchanged():
-            yield
-    else:
-        yield
-
-
-def _generators(plain: Any) -> list[torch.Generator]:
-    """The generators from which a torch DataLoader draws its order."""
-    samplers = (getattr(plain, "sampler", None), getattr(getattr(plain, "batch_sampler", None), "sampler", None))
-    generators = {id(g): g for g in (getattr(thing, "generator", None) for thing in (plain, *samplers))}
-    return [g for g in generators.values() if isinstance(g, torch.Generator)]
-
-
-def _full_rates(job: Job) -> list[Any]:
-    """The rate of each parameter group; under a schedule, that after its warm-up."""
-    groups = job.optimizer.param_groups
-    for technique in job.applied:
-        rates = technique.warmed_up_rates(job)
-        if rates is not None:
-            return rates
-    return [group["lr"] for group in groups]

@@ -42,10 +42,6 @@ class StepTimes:
     utilisation: float
     noise: NoiseEstimate | None
 
-    def and_then(self, later: StepTimes) -> StepTimes:
-        """The steps of both; the noise estimate is the later one's: estimates are pooled over sizes elsewhere."""
-        return StepTimes(self.steps_s + later.steps_s, self.waits_s + later.waits_s, later.utilisation, later.noise)
-
 
 class Trial:
     """Times sizes on a copy of a job.
@@ -73,7 +69,7 @@ class Trial:
         if not job.model.training:
             job.model.train()
         try:
-            with closing(endless(job)) as batches:
+            with closing(endless(job.loader)) as batches:
                 times = self._timed(job, batches, steps, allowed_s=allowed_s, until_s=until_s)
             self.memory.note(self.sandbox.at_once(batch))
             return times
@@ -83,17 +79,12 @@ class Trial:
             if self.diverged:
                 self.sandbox.renew()
 
-    def recover(self) -> None:
-        """Frees the memory of a size that failed."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def _timed(self, job: Job, batches: Iterator[Batch], steps: int, *, allowed_s: float, until_s: float) -> StepTimes:
         step_s = 0.0
         for _ in range(_WARM_UP):
-            began = self._now()
+            began = self.now()
             self._step(job, batches, read_memory=True)
-            step_s = max(1e-6, self._now() - began)
+            step_s = max(1e-6, self.now() - began)
             if not self.needs.watch_s and steps * step_s < allowed_s:
                 break  # a second one only serves to estimate how many steps there is time for
         several = self.needs.noise  # otherwise the search would take too long beside an exhaustive one
@@ -111,8 +102,12 @@ class Trial:
                     usage.step()
                 waits_s.append(waited_s / together)
                 marks.append(self._mark())
-            self._now()  # waits for the device while it is monitored
-        steps_s = tuple(self._between(a, b) / together for a, b in itertools.pairwise(marks))
+            self.now()  # waits for the device while it is monitored
+        pairs = itertools.pairwise(marks)
+        if self.device.type == "cuda":
+            steps_s = tuple(float(start.elapsed_time(stop) / 1e3) / together for start, stop in pairs)
+        else:
+            steps_s = tuple((stop - start) / together for start, stop in pairs)
         self.diverged = not bool(torch.isfinite(loss))
         noise = self._noise(job, batches, step_s, until_s=until_s) if self.needs.noise and not self.diverged else None
         return StepTimes(steps_s, tuple(waits_s), usage.value, noise)
@@ -139,15 +134,15 @@ class Trial:
         An optimizer step separates two measurements.
         """
         estimates: list[NoiseEstimate] = []
-        began_s = now_s = self._now()
+        began_s = now_s = self.now()
         while now_s + _NOISE_PASSES * step_s / job.accumulate < until_s:
-            estimate = self._noise_here(job, batches)
-            estimates += [estimate] if estimate else []
-            now_s = self._now()
+            if estimate := self._noise_here(job, batches):
+                estimates.append(estimate)
+            now_s = self.now()
             if now_s - began_s > _NOISE_S:
                 break
             self._step(job, batches)
-        return mean(estimates, [1.0] * len(estimates))
+        return mean(estimates)
 
     def _noise_here(self, job: Job, batches: Iterator[Batch]) -> NoiseEstimate | None:
         """Compares the gradients of a few batches with their mean, at the same weights."""
@@ -164,9 +159,7 @@ class Trial:
             job.needs_whole_gradients = needs_whole
         return parts.noise(images)
 
-    # ---- time
-
-    def _now(self) -> float:
+    def now(self) -> float:
         """The job's clock after the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -177,10 +170,7 @@ class Trial:
     def _mark(self) -> Any:
         """The current moment: on CUDA an event, so that the host need not wait, as in training."""
         if self.device.type != "cuda":
-            return self._now()
+            return self.now()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-    def _between(self, start: Any, stop: Any) -> float:
-        return float(start.elapsed_time(stop) / 1e3 if self.device.type == "cuda" else stop - start)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -12,12 +11,6 @@ import torch
 from kasoku.core import InputError
 
 _EVERY_S = 0.2  # NVML renews its figure every sixth of a second to every second
-
-
-def higher_half(values: Sequence[float]) -> float:
-    """The mean of the higher half; nan of none. Ref: [002] 5: low values are gaps between steps."""
-    kept = sorted(values)[len(values) // 2 :]
-    return sum(kept) / len(kept) if kept else math.nan
 
 
 class UtilizationMonitor:
@@ -41,8 +34,9 @@ class UtilizationMonitor:
 
     @property
     def value(self) -> float:
-        """The mean of the higher half of the readings; nan where there is none."""
-        return higher_half(self.seen)
+        """The mean of the higher half of the readings; nan of none. Ref: [002] 5: low values are gaps between steps."""
+        kept = sorted(self.seen)[len(self.seen) // 2 :]
+        return sum(kept) / len(kept) if kept else math.nan
 
     def step(self) -> None:
         """A step has ended."""
