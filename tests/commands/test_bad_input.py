@@ -12,7 +12,7 @@ from PIL import Image
 
 from kasoku.cli import main
 from kasoku.core import files
-from kasoku.training import checkpoint_files
+from kasoku.training import checkpoint
 from kasoku.training.run_folder import RunFolder
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
@@ -205,7 +205,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path, capsys, monkeypatch):
     settings = [*ONE_EPOCH, "--set", "epochs=2", "--set", "save.every_steps=5"]
     assert main(["train", str(RECIPE), *settings, "--out", str(tmp_path / "whole")]) == 0
     flushed = [0]
-    flush = checkpoint_files.flush
+    flush = checkpoint.flush
 
     def full(path: Path) -> None:
         flushed[0] += 1
@@ -213,7 +213,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path, capsys, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         flush(path)
 
-    for module in (checkpoint_files, files):
+    for module in (checkpoint, files):
         monkeypatch.setattr(module, "flush", full)
     run = tmp_path / "run"
     assert main(["train", str(RECIPE), *settings, "--out", str(run)]) == 2

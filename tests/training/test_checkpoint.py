@@ -11,6 +11,7 @@ import torch
 from contracts import Net
 from kasoku.core import InputError
 from kasoku.core.files import load_weights, save_weights
+from kasoku.training import checkpoint
 from kasoku.training.run_folder import RunFolder
 
 
@@ -24,12 +25,12 @@ def run(tmp_path: Path):
 
 def newest(run: RunFolder):
     warnings: list[str] = []
-    return run.newest(warn=warnings.append), warnings
+    return checkpoint.newest(run.path, warn=warnings.append, clean=True), warnings
 
 
 def test_a_checkpoint_comes_back_and_old_ones_go(run: RunFolder):
     for step in (3, 5, 12):
-        run.save(step, Net(seed=step), {"steps": step, "x": torch.arange(3)}, keep=2)
+        checkpoint.save(run.path, step, Net(seed=step), {"steps": step, "x": torch.arange(3)})
     found, warnings = newest(run)
     assert warnings == []
     assert [p.name for p in sorted((run.path / "checkpoints").iterdir())] == ["step-000000005", "step-000000012"]
@@ -41,7 +42,7 @@ def test_a_checkpoint_comes_back_and_old_ones_go(run: RunFolder):
 
 def test_a_channels_last_model_is_saved(run: RunFolder):
     model = Net().to(memory_format=torch.channels_last)
-    run.save(1, model, {})
+    checkpoint.save(run.path, 1, model, {})
     back = Net(seed=4)
     newest(run)[0].load(back)
     assert torch.equal(back.stage[0].conv.weight, model.stage[0].conv.weight)
@@ -51,7 +52,7 @@ def test_a_channels_last_model_is_saved(run: RunFolder):
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(run: RunFolder, name: str, damage: str):
     for step in (1, 2):
-        run.save(step, Net(), {"steps": step})
+        checkpoint.save(run.path, step, Net(), {"steps": step})
     file = run.path / "checkpoints" / "step-000000002" / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -63,19 +64,19 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(run: RunFolder, na
     assert found.step == 1
     assert len(warnings) == 1
     assert "step-000000002 is damaged" in warnings[0]
-    run.save(2, Net(), {"steps": 2})  # and is written anew
+    checkpoint.save(run.path, 2, Net(), {"steps": 2})  # and is written anew
     assert newest(run)[0].step == 2
 
 
 def test_a_kill_in_the_middle_of_writing_leaves_no_checkpoint(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
-    run.save(1, Net(), {})
+    checkpoint.save(run.path, 1, Net(), {})
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", killed)
     with pytest.raises(KeyboardInterrupt):
-        run.save(2, Net(), {})
+        checkpoint.save(run.path, 2, Net(), {})
     found, warnings = newest(run)
     assert found.step == 1
     assert len(warnings) == 1
@@ -83,13 +84,13 @@ def test_a_kill_in_the_middle_of_writing_leaves_no_checkpoint(run: RunFolder, mo
 
 
 def test_a_full_disk_is_one_line_and_what_was_there_stays(run: RunFolder):
-    run.save(1, Net(), {"steps": 1})
+    checkpoint.save(run.path, 1, Net(), {"steps": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # no file may grow beyond 1 KiB
     try:
         with pytest.raises(InputError, match="cannot be written") as error:
-            run.save(2, Net(), {"steps": 2})
+            checkpoint.save(run.path, 2, Net(), {"steps": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, old)

@@ -55,9 +55,8 @@ def test_tuning_begins_at_a_size_that_ranks_can_share_within_the_points():
     ],
 )
 def test_sizes_are_cut_off_where_the_points_end_and_epochs_follow_them(asked, found):
-    how = sizing.TuneSettings(None, 60.0, *asked)
     for begin in (1632, 4096):
-        assert sizing.limits(mlperf, how, images=IMAGENET, multiple=32, begin=begin, few=8) == found
+        assert sizing.limits(mlperf, asked, images=IMAGENET, multiple=32, begin=begin, few=8) == found
     curve = sizing.curve(mlperf, *found)
     assert curve[0] == (found[0], mlperf(found[0]).epochs)
     assert curve[-1] == (found[1], mlperf(found[1]).epochs)
@@ -69,7 +68,7 @@ def test_the_largest_size_that_grows_within_the_images_is_found_exactly(small):
     def at(batch: int) -> recipes.Recipe:
         return recipes.load(small, [f"batch={batch}", "epochs=2", grow])
 
-    least, most = sizing.limits(at, sizing.TuneSettings(), images=1437, multiple=1, begin=64, few=8)
+    least, most = sizing.limits(at, (0, 0), images=1437, multiple=1, begin=64, few=8)
     assert (least, most) == (8, 718)
 
 

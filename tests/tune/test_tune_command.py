@@ -84,7 +84,7 @@ def test_sizes_stay_within_the_points_and_epochs_follow_them():
 
     first = recipes.load(MLPERF, ["batch=auto"])
     begin, multiple = first.batch, max(1, first.norm_batch)
-    least, most = sizing.limits(at, sizing.TuneSettings(), images=1_281_167, multiple=multiple, begin=begin, few=8)
+    least, most = sizing.limits(at, (0, 0), images=1_281_167, multiple=multiple, begin=begin, few=8)
     assert least == begin
     assert most == max(point["batch"] for point in tomllib.loads(MLPERF.read_text())["points"])
     curve = sizing.curve(at, least, most)
@@ -211,7 +211,7 @@ def tuned_by(comm, path: Path) -> tuple[int, float]:
     def at(batch: int) -> recipes.Recipe:
         return recipes.load(path, [f"batch={batch}"])
 
-    tuned = tuning.tune(recipes.load(path), at, comm=comm, how=tuning.TuneSettings(budget_s=4.0, most=512))
+    tuned = tuning.tune(recipes.load(path), at, comm=comm, budget_s=4.0, sizes=(0, 512))
     return tuned.recipe.batch, tuned.recipe.rate_scale
 
 

@@ -191,7 +191,7 @@ def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
         return _load(arguments, f"batch={batch}")
 
     run_on_all_ranks(comm, check)
-    tuned = auto_batch.tune(recipe, at, comm=comm, how=auto_batch.TuneSettings(budget_s=auto_batch.BUDGET_S))
+    tuned = auto_batch.tune(recipe, at, comm=comm)
     auto_batch.free_memory(recipe)
     if not arguments.quiet:
         auto_batch.show(tuned)

@@ -24,7 +24,7 @@ from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
 from kasoku.memory import SavedMemory, larger
 from kasoku.report import print_table
-from kasoku.training.auto_batch import BUDGET_S, TunedRecipe, TuneSettings, plainly, show, tune
+from kasoku.training.auto_batch import BUDGET_S, TunedRecipe, plainly, show, tune
 from kasoku.training.trainer import build
 from kasoku.tune import Strategy, strategies
 from kasoku.tune.lr_range_test import RangeTest, range_test, rates_of, reference_rate, try_alone
@@ -85,11 +85,16 @@ def _check_same(recipe: Recipe, comm: Comm) -> None:
 
 
 def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
-    settings = run_on_all_ranks(comm, lambda: _settings(arguments))
+    sizes = run_on_all_ranks(comm, lambda: _range(arguments.range, int) if arguments.range else (0, 0))
+    strategy = run_on_all_ranks(comm, lambda: _strategy(arguments.strategy))
     recipe = run_on_all_ranks(comm, arguments.load)
     _check_same(recipe, comm)
     fixed = _fixed(arguments, recipe)
-    tuned = tune(recipe, lambda batch: arguments.load(f"batch={batch}", *fixed), comm=comm, how=settings)
+
+    def at(batch: int) -> Recipe:
+        return arguments.load(f"batch={batch}", *fixed)
+
+    tuned = tune(recipe, at, comm=comm, strategy=strategy, budget_s=arguments.budget, sizes=sizes)
     twice = _twice(tuned, comm)
 
     def report() -> None:
@@ -105,11 +110,6 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
 
     run_on_all_ranks(comm, report)
     return 0
-
-
-def _settings(arguments: TuneArguments) -> TuneSettings:
-    smallest, largest = _range(arguments.range, int) if arguments.range else (0, 0)
-    return TuneSettings(_strategy(arguments.strategy), arguments.budget, smallest, largest)
 
 
 def _fixed(arguments: TuneArguments, recipe: Recipe) -> list[str]:

@@ -53,8 +53,11 @@ class AsyncSource:
             if self._synchronous:
                 for batch in islice(batches(job, self.state.activity, barrier), end - first):
                     yield batch
-                    if self._is_sync_requested():
-                        return
+                    request = self._channel.exchange(self._update_request())
+                    if request is not None:  # of all ranks
+                        self._request = request
+                        if any(request):
+                            return
             else:
                 exchange.deal(first * size, end * size)
                 with loader.deal_from(lambda: exchange.share_of_data(any(self._update_request()))) as deal:
@@ -80,8 +83,10 @@ class AsyncSource:
         limit_s = _PATIENCE * state.activity.limit_s
         with job.trace.span("wait", "the other ranks"), state.activity.busy("the other ranks", limit_s):
             job.drain()
-        self.metrics.read_own()
-        requests, sums, counts = zip(*job.comm.gather_objects((self._request, *self.metrics.pop_own())), strict=True)
+        metrics = self.metrics
+        metrics.read_own()
+        own = self._request, metrics.own_sum, metrics.own_count
+        requests, sums, counts = zip(*job.comm.gather_objects(own), strict=True)
         if not self._synchronous:
             reached = job.comm.broadcast_object(self._exchange.shares_dealt) // job.comm.size
             loader.seek(loader.epoch + reached // len(loader), reached % len(loader))
@@ -91,7 +96,7 @@ class AsyncSource:
         job.set_progress(job.steps / len(loader))
         state.progress.images += (job.steps - before) * state.recipe.batch
         run_on_all_ranks(job.comm, partial(raise_if, self._failure))
-        self.metrics.read_mean(sum(sums), sum(counts))
+        metrics.read_mean(sum(sums), sum(counts))
         return Request.merge(requests)
 
     def close(self) -> None:
@@ -127,11 +132,3 @@ class AsyncSource:
         diverged = Request(failed=self.metrics.diverged)
         self._request = Request.merge((self._request, self.own_request(), diverged))
         return self._request
-
-    def _is_sync_requested(self) -> bool:
-        """In synchronous steps: whether all ranks know that one of them requests a sync point."""
-        request = self._channel.exchange(self._update_request())
-        if request is None:
-            return False
-        self._request = request
-        return any(request)

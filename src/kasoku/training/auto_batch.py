@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from rich.console import Console
@@ -23,22 +22,11 @@ from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.rendezvous import is_lost_rank
 from kasoku.report import print_table
 from kasoku.training.trainer import build
-from kasoku.tune import BatchSizeResult, Measurement, Strategy, TimeToTarget, tune_batch_size
+from kasoku.tune import BatchSizeResult, Strategy, TimeToTarget, tune_batch_size
 from kasoku.tune.lr_range_test import rates_of
 from kasoku.tune.memory_forecast import out_of_memory
 
 BUDGET_S = 60.0
-_OF_A_STEP = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    NameError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)  # what may be raised by the user's model, loss or data
 
 
 @dataclass(frozen=True)
@@ -50,51 +38,53 @@ class TunedRecipe:
     dataset: Dataset
 
 
-@dataclass(frozen=True)
-class TuneSettings:
-    """How a batch is searched for.
-
-    Args:
-        strategy: TimeToTarget by default, with the recipe's own epochs for each batch where they differ.
-        budget_s: seconds; the best so far when they are over.
-        least: the smallest batch to try; 0: what the ranks can share, from 8 images each.
-        most: the largest; 0: the largest that the recipe can train with, however many images a rank then takes.
-    """
-
-    strategy: Strategy | None = None
-    budget_s: float = BUDGET_S
-    least: int = 0
-    most: int = 0
-
-
-def tune(recipe: Recipe, at: Callable[[int], Recipe], *, comm: Comm, how: TuneSettings) -> TunedRecipe:
+def tune(
+    recipe: Recipe,
+    at: Callable[[int], Recipe],
+    *,
+    comm: Comm,
+    strategy: Strategy | None = None,
+    budget_s: float = BUDGET_S,
+    sizes: tuple[int, int] = (0, 0),
+) -> TunedRecipe:
     """Chooses the batch of a recipe; the same on all ranks. Collective.
 
     Args:
         recipe: with the batch to begin at.
         at: the same recipe at a given batch, with rates that follow it.
         comm: the ranks.
-        how: how to search. Its range is cut to sizes that the ranks can share and the recipe can train with; a message
-            says so.
+        strategy: TimeToTarget by default, with the recipe's own epochs for each batch where they differ.
+        budget_s: seconds; the best so far when they are over.
+        sizes: the smallest batch to try, 0: what the ranks can share, from 8 images each; and the largest, 0: the
+            largest that the recipe can train with, however many images a rank then takes. The range is cut to sizes
+            that the ranks can share and the recipe can train with; a message says so.
 
     Raises:
         InputError: for an empty range of sizes, and where no size can run.
     """
-    at_once = partial(_at_once, at)
+
+    def at_once(batch: int, parts: int = 1) -> Recipe:
+        """The recipe at a batch; with norm_batch a device takes its share at once, or in the parts that were measured.
+
+        Otherwise every batch would run in groups of norm_batch, and no size would be faster than another.
+        """
+        tried = at(batch)
+        return replace(tried, accumulate=parts) if tried.norm_batch and tried.accumulate <= 1 else tried
+
     multiple = comm.size * max(1, recipe.accumulate) * max(1, recipe.norm_batch)
     begin = _begin(at, recipe.batch, multiple)
     training = run_on_all_ranks(comm, lambda: build(at_once(begin), comm))
     job, dataset = training.job, training.dataset
-    sizes = {"multiple": multiple, "begin": begin, "few": 8 * comm.size}
-    least, most = limits(at_once, how, images=len(dataset.train), **sizes)
-    if comm.rank == 0 and how.least and least <= most and (least, most) != (how.least, how.most):
-        range_ = f"of batches from {how.least:,} to {how.most:,} those from {least:,} to {most:,}"
+    shared = {"multiple": multiple, "begin": begin, "few": 8 * comm.size}
+    least, most = limits(at_once, sizes, images=len(dataset.train), **shared)
+    if comm.rank == 0 and sizes[0] and least <= most and (least, most) != sizes:
+        range_ = f"of batches from {sizes[0]:,} to {sizes[1]:,} those from {least:,} to {most:,}"
         print(f"kasoku: {range_} can be shared by the ranks and trained with", file=sys.stderr)
-    strategy = how.strategy or TimeToTarget(curve(at, least, most))
+    chosen = strategy or TimeToTarget(curve(at, least, most))
 
     def search() -> BatchSizeResult:
         with plainly():
-            return tune_batch_size(job, strategy, budget_s=how.budget_s, least=least, most=most, multiple=multiple)
+            return tune_batch_size(job, chosen, budget_s=budget_s, least=least, most=most, multiple=multiple)
 
     result = run_on_all_ranks(comm, search)
     job.close()
@@ -113,23 +103,14 @@ def _begin(at: Callable[[int], Recipe], batch: int, multiple: int) -> int:
     return below
 
 
-def _at_once(at: Callable[[int], Recipe], batch: int, parts: int = 1) -> Recipe:
-    """The recipe at a batch; with norm_batch a device takes its share at once, or in the parts that were measured.
-
-    Otherwise every batch would run in groups of norm_batch, and no size would be faster than another.
-    """
-    recipe = at(batch)
-    return replace(recipe, accumulate=parts) if recipe.norm_batch and recipe.accumulate <= 1 else recipe
-
-
 def limits(
-    at: Callable[[int], Recipe], how: TuneSettings, *, images: int, multiple: int, begin: int, few: int
+    at: Callable[[int], Recipe], sizes: tuple[int, int], *, images: int, multiple: int, begin: int, few: int
 ) -> tuple[int, int]:
     """The smallest and the largest batch to try: both can be shared by the ranks and trained with.
 
     Args:
         at: the recipe at a batch.
-        how: the range that the user wants.
+        sizes: the smallest and the largest that the user wants; 0: any.
         images: the number of training images.
         multiple: sizes are multiples of it.
         begin: a size that can be trained with.
@@ -142,24 +123,24 @@ def limits(
         except InputError:  # beyond the recipe's points, or more than there are images when it has grown
             return False
 
-    least = -(-(how.least or max(multiple, min(few, begin))) // multiple) * multiple
-    most = min(how.most or images, images) // multiple * multiple
+    def edge(bad: int) -> int:
+        """The last size that trains between `begin` and one that does not, by bisection."""
+        good = begin
+        while abs(bad - good) > multiple:
+            middle = (good + bad) // 2 // multiple * multiple
+            if trains(middle):
+                good = middle
+            else:
+                bad = middle
+        return good
+
+    least = -(-(sizes[0] or max(multiple, min(few, begin))) // multiple) * multiple
+    most = min(sizes[1] or images, images) // multiple * multiple
     if least < begin and not trains(least):
-        least = _edge(trains, begin, least, multiple=multiple)
+        least = edge(least)
     if most > begin and not trains(most):
-        most = _edge(trains, begin, most, multiple=multiple)
+        most = edge(most)
     return least, most or images
-
-
-def _edge(trains: Callable[[int], bool], good: int, bad: int, *, multiple: int) -> int:
-    """The last size that trains between one that does and one that does not, by bisection."""
-    while abs(bad - good) > multiple:
-        middle = (good + bad) // 2 // multiple * multiple
-        if trains(middle):
-            good = middle
-        else:
-            bad = middle
-    return good
 
 
 def curve(at: Callable[[int], Recipe], least: int, most: int) -> tuple[tuple[int, float], ...]:
@@ -179,7 +160,7 @@ def plainly() -> Iterator[None]:
         yield
     except InputError:
         raise
-    except _OF_A_STEP as error:
+    except Exception as error:
         if is_lost_rank(error):
             raise
         line = " ".join(str(error).split())[:200]
@@ -203,8 +184,14 @@ def show(tuned: TunedRecipe, *, memory: str = "") -> None:
     for name in ("batch", "ms a step", "images/s", "waits for input", "device used", "epochs"):
         rows.add_column(name, justify="right")
     for i, sample in enumerate(result.samples):
+        if sample.failed:
+            cells = [sample.failed, "-", "-", "-"]
+        else:
+            step = f"{1e3 * sample.step_s:.3g} ({1e3 * sample.low_s:.3g} to {1e3 * sample.high_s:.3g})"
+            used = f"{sample.utilisation:.0%}" if math.isfinite(sample.utilisation) else "-"
+            cells = [step, f"{sample.images_per_s:,.0f}", f"{sample.input_s / sample.step_s:.0%}", used]
         takes = f"{result.epochs[i]:.3g}" if result.epochs else "-"
-        rows.add_row(*_cells(sample), takes, style="bold" if sample.batch == result.batch else "")
+        rows.add_row(f"{sample.batch:,}", *cells, takes, style="bold" if sample.batch == result.batch else "")
     Console(highlight=False).print(rows)
     shares = ", ".join(f"{images:,}" for images in shares_of(recipe, result.speeds))
     rates = ", ".join(f"{path} {rate * recipe.rate_scale:.4g}" for path, rate in rates_of(recipe).items())
@@ -220,17 +207,3 @@ def show(tuned: TunedRecipe, *, memory: str = "") -> None:
             "tuning": f"{result.strategy}, {result.spent_s:.1f} s of {result.budget_s:g}",
         },
     )
-
-
-def _cells(sample: Measurement) -> list[str]:
-    if sample.failed:
-        return [f"{sample.batch:,}", sample.failed, "-", "-", "-"]
-    used = f"{sample.utilisation:.0%}" if math.isfinite(sample.utilisation) else "-"
-    step = f"{1e3 * sample.step_s:.3g} ({1e3 * sample.low_s:.3g} to {1e3 * sample.high_s:.3g})"
-    return [
-        f"{sample.batch:,}",
-        step,
-        f"{sample.images_per_s:,.0f}",
-        f"{sample.input_s / sample.step_s:.0%}",
-        used,
-    ]

@@ -1,18 +1,35 @@
-"""When checkpoints are written, what they hold, and how a training resumes from one."""
+"""Checkpoints: when they are written, what they hold, their files, and how a training resumes from one.
+
+Note: a checkpoint that can be trusted. All files of a checkpoint are written and flushed into a hidden folder with a
+file of their checksums, and the folder is renamed last, so a checkpoint with its final name was complete. The checksums
+detect later damage; a damaged checkpoint is reported and skipped in favour of the one before it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
 import sys
-from dataclasses import asdict
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_model
+from torch import nn
 
 from kasoku.core import InputError
+from kasoku.core.files import flush, load_weights, write_error
 from kasoku.distributed.consensus import run_on_all_ranks
-from kasoku.training.checkpoint_files import Checkpoint
 from kasoku.training.metrics import Metrics
 from kasoku.training.run_state import Progress, RunState
+
+_SUMS = "sums.json"
 
 
 class Checkpointing:
@@ -22,12 +39,12 @@ class Checkpointing:
         self.state, self.job, self.metrics = state, state.job, metrics
         self._steps, self._saved_s = self.job.steps, self.job.clock.now()
 
-    def is_time(self) -> bool:
+    def is_due_by_time(self) -> bool:
         """Whether `save.every_s` have passed by rank 0's clock; False on the other ranks."""
         every_s = self.state.recipe.save.every_s
         return bool(every_s and self.state.run and self.job.clock.now() - self._saved_s > every_s)
 
-    def crossed(self) -> bool:
+    def is_due_by_steps(self) -> bool:
         """Whether a multiple of `save.every_steps` was reached since the last call."""
         before, self._steps, every = self._steps, self.job.steps, self.state.recipe.save.every_steps
         return bool(every and self._steps // every > before // every)
@@ -41,19 +58,16 @@ class Checkpointing:
             weights = [p.detach().float().sum() for p in job.model.parameters() if p.is_floating_point()]
             if not torch.stack(weights).isfinite().all():
                 raise state.diverged("the weights are not finite", job.steps)
-            content = self._content()
-            state.write(lambda run: run.save(job.steps, job.model, content, keep=state.recipe.save.keep))
+            content = job.state_dict()
+            content["loader"] |= state.position  # after the last whole step
+            if getattr(job.plain_loader, "skipped", None):
+                ranks = job.comm.gather_objects(content["loader"].get("skipped", {}))
+                content["loader"]["skipped"] = {index: why for skipped in ranks for index, why in skipped.items()}
+            progress = {**asdict(state.progress), "spent_s": self.metrics.ledger.rows()}
+            whole = {"job": content, "progress": progress}
+            state.write(lambda run: save(run.path, job.steps, job.model, whole, keep=state.recipe.save.keep))
             state.last_checkpoint = f"step {job.steps}"
         self._saved_s = job.clock.now()
-
-    def _content(self) -> dict[str, Any]:
-        """A checkpoint beside the weights. The loader's position is that after the last whole step."""
-        content = self.job.state_dict()
-        content["loader"] |= self.state.position
-        if getattr(self.job.plain_loader, "skipped", None):
-            ranks = self.job.comm.gather_objects(content["loader"].get("skipped", {}))
-            content["loader"]["skipped"] = {index: why for skipped in ranks for index, why in skipped.items()}
-        return {"job": content, "progress": {**asdict(self.state.progress), "spent_s": self.metrics.ledger.rows()}}
 
 
 def resume_from_checkpoint(state: RunState) -> None:
@@ -72,7 +86,8 @@ def resume_from_checkpoint(state: RunState) -> None:
         except TypeError as error:
             raise InputError(f"{checkpoint.folder}: of another version of kasoku ({error}): use that one") from error
 
-    checkpoint = comm.broadcast_object(run_on_all_ranks(comm, lambda: run.newest(warn=say) if run else None))
+    found = run_on_all_ranks(comm, lambda: newest(run.path, warn=say, clean=True) if run else None)
+    checkpoint = comm.broadcast_object(found)
     if checkpoint is None:
         say("no good checkpoint there: starting from the beginning")
         return
@@ -82,3 +97,78 @@ def resume_from_checkpoint(state: RunState) -> None:
         state.last_checkpoint = f"step {job.steps}"
     state.target_reached = state.recipe.evaluate.stop and state.progress.reached_s is not None
     say(f"going on from step {job.steps} of {state.training.total_steps}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint on disk, written after `step` updates."""
+
+    step: int
+    folder: Path
+
+    def load(self, model: nn.Module) -> dict[str, Any]:
+        """Fills the model; returns the rest of the state. Raises InputError for a checkpoint of another model."""
+        load_weights(model, self.folder / "model.safetensors")
+        state: dict[str, Any] = torch.load(self.folder / "state.pt", weights_only=True, map_location="cpu")
+        return state
+
+
+def save(path: Path, step: int, model: nn.Module, state: dict[str, Any], *, keep: int = 2) -> None:
+    """Writes a checkpoint of the run folder `path` after `step` updates and removes all but the newest `keep`."""
+    final = path / "checkpoints" / f"step-{step:09d}"
+    if final.exists():
+        if _damage(final) is None:
+            return
+        shutil.rmtree(final)
+    part = final.with_name(f".part-{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir()
+        save_model(model, str(part / "model.safetensors"))
+        torch.save(state, part / "state.pt")
+        (part / _SUMS).write_text(json.dumps({p.name: _checksum(p) for p in sorted(part.iterdir())}))
+        for file in part.iterdir():
+            flush(file)
+        part.rename(final)
+        flush(final.parent)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise write_error(final, error) from error
+    for old in sorted(final.parent.glob("step-*"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def newest(path: Path, *, warn: Callable[[str], None], clean: bool = False) -> Checkpoint | None:
+    """The newest good checkpoint of a run folder, or None; each bad one on the way is named through `warn`.
+
+    `clean` removes half-written checkpoints and renames damaged ones: only for the process that holds the folder.
+    """
+    if clean:
+        for part in (path / "checkpoints").glob(".part-*"):
+            warn(f"checkpoint {part} was half written: passed over, removed")
+            shutil.rmtree(part, ignore_errors=True)
+    for folder in sorted((path / "checkpoints").glob("step-*"), reverse=True):
+        damage = _damage(folder)
+        if damage is None:
+            return Checkpoint(int(folder.name.removeprefix("step-")), folder)
+        warn(f"checkpoint {folder} is damaged ({damage}): passed over")
+        if clean:
+            folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
+    return None
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files; None if nothing is."""
+    try:
+        sums = json.loads((folder / _SUMS).read_text())
+        for name in ("model.safetensors", "state.pt"):
+            if _checksum(folder / name) != sums[name]:
+                return f"{name} does not match its checksum"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -153,7 +153,8 @@ def _take_turns(
                     training_members.remove(behind)
             except (DivergedError, GoneError) as error:
                 for i, trainer in enumerate(trainers):
-                    if isinstance(error, GoneError) or (trainer.metrics.between_steps and i != behind):
+                    between_steps = trainer.metrics.images_begun == 0
+                    if isinstance(error, GoneError) or (between_steps and i != behind):
                         trainer.checkpointing.save()
                 raise
         results = []

@@ -14,7 +14,7 @@ from kasoku.core.hardware import cores
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.environment import place
 from kasoku.distributed.startup import startup_line
-from kasoku.report import Bar, Ledger, Log, StepBottleneck, StepFacts, facts_of
+from kasoku.report import Bar, Ledger, Log, StepBottleneck, facts_of
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import Result, RunState
 
@@ -38,11 +38,15 @@ class Metrics:
         comm = self.job.comm
         self.log = run_on_all_ranks(comm, lambda: Log(run.path if run else None, resume_step=resume_step))
         self.bar = Bar(training.total_steps, state.recipe.epochs, quiet=quiet or run is None)
-        self._log_start()
+        self.log.mlperf("global_batch_size", state.recipe.batch)
+        self.log.mlperf("seed", state.recipe.seed)
+        self.log.mlperf("train_samples", len(training.dataset.train))
+        self.log.mlperf("eval_samples", len(training.dataset.test))
+        self.log.mlperf("run_start", event="INTERVAL_START")
         self.loss, self._shown_s = math.nan, -math.inf
         self._losses: list[Tensor] = []
         self._sum, self._parts, self.images_begun = torch.zeros(()), 0, 0  # of the step under way
-        self._own_sum, self._own_count = 0.0, 0  # this rank's losses since the last sync point
+        self.own_sum, self.own_count = 0.0, 0  # this rank's losses since the last sync point
         setup, beside = training.start.shares(started)
         earlier = state.progress.spent_s
         self.ledger = Ledger(self.job.trace, started=started, setup=setup, beside=beside, earlier=earlier)
@@ -55,13 +59,8 @@ class Metrics:
 
     # ---- losses
 
-    @property
-    def between_steps(self) -> bool:
-        """Whether the weights contain every batch that was taken."""
-        return self._parts == 0
-
-    def add(self, loss: Tensor, images: int) -> bool:
-        """Takes the loss of a micro-batch; True if that completes a step."""
+    def add_micro_batch(self, loss: Tensor, images: int) -> bool:
+        """Adds the loss of a micro-batch; returns whether that completes a step."""
         self.job.trace.phase("other")
         self._parts += 1
         self._sum = loss.detach() if self._parts == 1 else self._sum + loss.detach()
@@ -74,11 +73,16 @@ class Metrics:
         return True
 
     def end_step(self) -> None:
-        """After `optimizer.step()`: the failure detector hears of it, and the first step ends the start-up."""
+        """After `optimizer.step()`: the failure detector hears of it. The first one ends the start-up."""
         self.state.activity.step()
-        if self._first_step:
-            self._first_step = False
-            self._report_start()
+        start, first, self._first_step = self.state.training.start, self._first_step, False
+        if not first or "first step" in start.after:
+            return  # an earlier training of this job reported its start
+        start.note("run folder", start.spans[-1].stop, self._began_s)
+        start.note("first step", self._began_s, self.job.clock.now())
+        self.bar.say(startup_line(start.spans, self.started))
+        tasks = {s.name: [round(s.start - self.started, 4), round(s.stop - self.started, 4)] for s in start.spans}
+        self.log.mlperf("start", round(start.spans[-1].stop - self.started, 4), tasks=tasks, after=start.after)
 
     @property
     def is_read_due(self) -> bool:
@@ -114,19 +118,15 @@ class Metrics:
         """Reads this rank's losses alone, for the bar; all ranks take their mean at the next sync point."""
         if self._losses:
             losses = torch.stack(self._losses).float()
-            self._own_sum, self._own_count = self._own_sum + float(losses.sum()), self._own_count + len(losses)
+            self.own_sum, self.own_count = self.own_sum + float(losses.sum()), self.own_count + len(losses)
             self.loss = float(losses.mean())
             self._losses.clear()
             if self._is_due():
                 self.bar.step(self.job.steps, self.job.progress, loss=self.loss, images_per_s=self.images_per_s())
 
-    def pop_own(self) -> tuple[float, int]:
-        """Sum and count of this rank's losses since the last sync point."""
-        own, self._own_sum, self._own_count = (self._own_sum, self._own_count), 0.0, 0
-        return own
-
     def read_mean(self, total: float, count: int) -> None:
         """Takes the mean of all ranks' losses since the last sync point, and writes it. Collective."""
+        self.own_sum, self.own_count = 0.0, 0
         if count:
             self._losses, self._shown_s = [torch.tensor(total / count)], -math.inf
         self.read()
@@ -153,40 +153,25 @@ class Metrics:
         """Writes values of this step to the log."""
         self.log.metrics(self.job.steps, self.job.progress, {**values, "seconds": self.seconds()})
 
-    # ---- start and end
-
-    def _log_start(self) -> None:
-        """The first lines of an MLPerf log."""
-        dataset, recipe = self.state.training.dataset, self.state.recipe
-        self.log.mlperf("global_batch_size", recipe.batch)
-        self.log.mlperf("seed", recipe.seed)
-        self.log.mlperf("train_samples", len(dataset.train))
-        self.log.mlperf("eval_samples", len(dataset.test))
-        self.log.mlperf("run_start", event="INTERVAL_START")
-
-    def _report_start(self) -> None:
-        """Prints the seconds from process start to the end of the first step, by task."""
-        start = self.state.training.start
-        if "first step" in start.after:
-            return  # an earlier training of this job reported it
-        start.note("run folder", start.spans[-1].stop, self._began_s)
-        start.note("first step", self._began_s, self.job.clock.now())
-        self.bar.say(startup_line(start.spans, self.started))
-        tasks = {s.name: [round(s.start - self.started, 4), round(s.stop - self.started, 4)] for s in start.spans}
-        self.log.mlperf("start", round(start.spans[-1].stop - self.started, 4), tasks=tasks, after=start.after)
-
     def finish(self, stopped: str | None) -> Result:
         """Writes result.json, ledger.json, timeline.json and the techniques' documents. Collective."""
-        job, progress = self.job, self.state.progress
+        job, progress, recipe = self.job, self.state.progress, self.state.recipe
         with self.state.busy("save"):
-            facts = self._facts()
+            facts = facts_of(
+                job,
+                recipe.images_at_once(job.comm.size),
+                threads=self.state.training.chosen.threads,
+                cores=cores(),
+                processes=place().ranks_on_its_cores if job.comm.size > 1 else 1,
+                starved=self.ledger.starved(),
+            )
         ledger, timeline = self.ledger.document(job.comm, facts)
         result = Result(
             top1=progress.scores.get("top1"),
             top5=progress.scores.get("top5"),
             loss=progress.scores.get("loss"),
             best_top1=progress.best,
-            target=self.state.recipe.evaluate.target,
+            target=recipe.evaluate.target,
             time_to_target_s=progress.reached_s,
             seconds_by={row: round(s, 3) for row, s in ledger["rows"].items()},
             images_per_s=round(self.images_per_s(), 1),
@@ -206,14 +191,6 @@ class Metrics:
             self.bar.say(str(StepBottleneck(**bottleneck)))
         self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
         return result
-
-    def _facts(self) -> StepFacts:
-        """What the search for bottlenecks needs beside the ledger's rows."""
-        size, recipe = self.job.comm.size, self.state.recipe
-        images = recipe.images_at_once(size)
-        processes = place().ranks_on_its_cores if size > 1 else 1
-        threads, starved = self.state.training.chosen.threads, self.ledger.starved()
-        return facts_of(self.job, images, threads=threads, cores=cores(), processes=processes, starved=starved)
 
 
 def skipped_images(state: RunState) -> list[str]:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
-
-from torch import nn
 
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import Comm, InputError, Job
@@ -22,7 +18,6 @@ from kasoku.data import Dataset
 from kasoku.device import Chosen
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.report import environment
-from kasoku.training import checkpoint_files
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 
@@ -61,7 +56,6 @@ class RunFolder:
         self._lock.flush()
 
     def close(self) -> None:
-        """Releases the folder."""
         self._lock.close()
 
     def __enter__(self) -> Self:
@@ -74,31 +68,13 @@ class RunFolder:
         """Writes a small file whole or not at all."""
         write_text(self.path / name, text)
 
-    def save(self, step: int, model: nn.Module, state: dict[str, Any], *, keep: int = 2) -> None:
-        """Writes a checkpoint after `step` updates and removes all but the newest `keep`."""
-        checkpoint_files.save(self.path, step, model, state, keep=keep)
-
-    def newest(self, *, warn: Callable[[str], None]) -> checkpoint_files.Checkpoint | None:
-        """The newest good checkpoint, or None; damaged ones are reported through `warn` and renamed."""
-        for part in (self.path / "checkpoints").glob(".part-*"):
-            warn(f"checkpoint {part} was half written: passed over, removed")
-            shutil.rmtree(part, ignore_errors=True)
-        good = checkpoint_files.newest(self.path, warn=warn)
-        for folder in (self.path / "checkpoints").glob("step-*"):
-            if good is None or folder.name > good.folder.name:
-                folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))
-        return good
-
 
 @contextmanager
 def run_folder(comm: Comm, path: Path, *, resume: bool) -> Iterator[RunFolder | None]:
     """The run folder, locked by rank 0; None on the other ranks. Collective: if that fails, all ranks raise."""
     run = run_on_all_ranks(comm, lambda: RunFolder(path, resume=resume) if comm.rank == 0 else None)
-    try:
+    with run or nullcontext():
         yield run
-    finally:
-        if run is not None:
-            run.close()
 
 
 def free_folder(name: str, parent: Path = Path("runs")) -> Path:

@@ -21,7 +21,7 @@ from kasoku.core import InputError, Job
 from kasoku.core.files import load_weights
 from kasoku.data import Dataset, Files, find_images, folder, loader, normalise, read_image
 from kasoku.device import Chosen, choose
-from kasoku.training.checkpoint_files import newest
+from kasoku.training.checkpoint import newest
 from kasoku.training.evaluation import averaged, tally
 from kasoku.training.run_folder import allow_own_modules, members_of
 
@@ -132,7 +132,9 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
     else:
         photos = folder(str(data), size=trained.image_size[0])
         if not (data / "train").is_dir():  # no test split: all images are tested
-            photos = dataclasses.replace(photos, test=_all_images(photos))
+            train, test = cast(Files, photos.train), cast(Files, photos.test)
+            everything = Files(train.paths + test.paths, torch.cat([train.labels_N, test.labels_N]))
+            photos = dataclasses.replace(photos, test=everything)
         dataset = dataclasses.replace(photos, mean=trained.mean, std=trained.std)
     if dataset.classes != trained.classes:
         unlike = sorted(set(dataset.classes) ^ set(trained.classes))[:3]
@@ -141,8 +143,3 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
             f"({', '.join(unlike)}): the same class folders are wanted"
         )
     return dataset
-
-
-def _all_images(photos: Dataset) -> Files:
-    train, test = cast(Files, photos.train), cast(Files, photos.test)
-    return Files(train.paths + test.paths, torch.cat([train.labels_N, test.labels_N]))

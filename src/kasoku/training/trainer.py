@@ -95,7 +95,7 @@ class Trainer:
             for x_NCHW, y_N in source.batches():
                 loss = job.loss(job.model(x_NCHW), y_N)
                 job.backward(loss)
-                if metrics.add(loss, source.images(y_N)):
+                if metrics.add_micro_batch(loss, source.images(y_N)):
                     job.optimizer.step()
                     job.optimizer.zero_grad()
                     metrics.end_step()
@@ -114,19 +114,19 @@ class Trainer:
         request = self.source.sync()
         self.validation.run_if_due()
         self.stopped = request.stop or None
-        if self.checkpointing.crossed() or (request.save and not request.stop):
+        if self.checkpointing.is_due_by_steps() or (request.save and not request.stop):
             self.checkpointing.save()
 
     def own_request(self) -> Request:
         """What this rank asks all ranks to do: save, stop."""
-        return Request(save=self.checkpointing.is_time(), stop=self.caught[0] if self.caught else "")
+        return Request(save=self.checkpointing.is_due_by_time(), stop=self.caught[0] if self.caught else "")
 
     def finish(self) -> Result:
         """Writes the last checkpoint, the weights as evaluated, and the result. Collective; drains."""
         self.source.close()
         stopped = None if self.state.over else self.stopped
-        if stopped is None:
-            self.validation.run_unless_done()
+        if stopped is None and self.validation.last_step != self.job.steps:
+            self.validation.run()
         self.checkpointing.save()
         for line in skipped_images(self.state):
             self.metrics.bar.say(line)
@@ -283,14 +283,8 @@ def _apply_techniques(job: Job, classes: int, *, recipe: Recipe, chosen: Chosen,
     job.apply(*chosen.techniques, *own, *techniques_for(recipe, job.comm.size), Timed())
     if recipe.evaluate.stale and not any(t.renews_statistics for t in recipe.techniques):
         raise InputError("evaluate.stale = true: compares with the technique kasoku.distributed.Recalibrate; add it")
-    _check_loss(job, classes)
-
-
-def _check_loss(job: Job, classes: int) -> None:
-    """Tries the loss on zeros, so that a wrong setting is reported before anything is written."""
-    outputs_NK, labels_N = torch.zeros(2, classes), torch.zeros(2, dtype=torch.long)
-    try:
-        loss = job.loss(outputs_NK, labels_N)
+    try:  # so that a wrong setting is reported before anything is written
+        loss = job.loss(torch.zeros(2, classes), torch.zeros(2, dtype=torch.long))
     except InputError as error:
         raise InputError(f"loss: {error}") from error
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

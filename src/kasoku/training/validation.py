@@ -21,7 +21,7 @@ class Validation:
     def __init__(self, state: RunState, metrics: Metrics) -> None:
         self.state, self.job, self.metrics, self.settings = state, state.job, metrics, state.recipe.evaluate
         self._predictions: PredictionLog | None = None  # of the last evaluation
-        self._step = -1  # of the last evaluation
+        self.last_step = -1  # of the last evaluation
         if state.progress.last_evaluation is None:
             state.progress.last_evaluation = self.job.progress
         self._seen = state.progress.last_evaluation  # so a resumed training repeats an evaluation that failed
@@ -56,22 +56,21 @@ class Validation:
             state.target_reached = state.target_reached or (reached and self.settings.stop)
             if state.over:
                 state.write(lambda run: save_weights(model, run.path / "model.safetensors"))
-        self._step = job.steps
+        self.last_step = job.steps
         progress.best = max(progress.best, scores.top1)
         progress.scores = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss}
         metrics.note({f"test_{name}": score for name, score in progress.scores.items()})
         if self.settings.stale:
-            self._compare_stale(scores.top1)
+            with state.busy("evaluate"), job.evaluation(renew_statistics=False) as model:
+                stale = self._scores(model).top1
+            metrics.note({"test_stale_top1": stale})
+            lost = f"{100 * (scores.top1 - stale):.2f} points ({stale:.2%} with them)"
+            metrics.bar.say(f"accuracy lost to stale averages: {lost}")
         metrics.log.mlperf("eval_accuracy", scores.top1, epoch_num=epoch)
         metrics.log.mlperf("eval_stop", event="INTERVAL_END", epoch_num=epoch)
         metrics.bar.accuracy(job.progress, scores.top1, loss=metrics.loss, images_per_s=images_per_s)
         if reached and progress.reached_s is None:
             progress.reached_s = metrics.seconds()
-
-    def run_unless_done(self) -> None:
-        """Evaluates unless that was done after this step. Collective; drains if it evaluates."""
-        if self._step != self.job.steps:
-            self.run()
 
     def write_predictions(self) -> None:
         """Writes classes.json of the last evaluation. Collective."""
@@ -83,10 +82,3 @@ class Validation:
     def _scores(self, model: nn.Module, also: Callable[[Tensor, Tensor], object] | None = None) -> Scores:
         test = iterate_on_all_ranks(self.job.comm, self.state.training.test)
         return evaluate(model, test, self.settings.views, self.job.comm, also=also)
-
-    def _compare_stale(self, top1: float) -> None:
-        with self.state.busy("evaluate"), self.job.evaluation(renew_statistics=False) as model:
-            stale = self._scores(model).top1
-        self.metrics.note({"test_stale_top1": stale})
-        lost = f"accuracy lost to stale averages: {100 * (top1 - stale):.2f} points ({stale:.2%} with them)"
-        self.metrics.bar.say(lost)
