@@ -221,7 +221,7 @@ def test_a_folder_with_something_else_is_left_alone(photos, tmp_path):
     assert sorted(photos.rglob("*")) == before
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "pack.json").write_text("{")
-    with pytest.raises(InputError, match=r"pack\.json: damaged .*; give an empty folder"):
+    with pytest.raises(InputError, match=r"pack\.json: cannot be read \(.*\); give an empty folder"):
         pack(str(photos), str(tmp_path / "p"))
 
 

@@ -155,7 +155,7 @@ def pack_facts(store: Store) -> dict[str, Any] | None:
     try:
         facts: dict[str, Any] = json.loads(data)
         if facts["version"] != VERSION:
-            raise Damaged(f"pack.json: of version {facts['version']}, this kasoku reads {VERSION}")
+            raise ValueError(f"version {facts['version']}, this kasoku reads {VERSION}")
         texts, counts = [facts["name"], *facts["classes"]], [facts["images_per_shard"], *facts["counts"].values()]
         good = bool(facts["classes"]) and facts["format"] in ("jpeg", "raw") and isinstance(facts["whole"], bool)
         for shard in facts["shards"]:
@@ -165,10 +165,8 @@ def pack_facts(store: Store) -> dict[str, Any] | None:
         good = good and all(isinstance(text, str) for text in texts)
         if not (good and all(type(count) is int and count >= 0 for count in counts) and facts["images_per_shard"]):
             raise ValueError("a name, count or checksum in it is not valid")
-    except Damaged:
-        raise
     except Exception as error:  # a damaged file may raise any error
-        raise Damaged(f"pack.json: damaged ({one_line(str(error)) or type(error).__name__})") from error
+        raise Damaged(f"pack.json: cannot be read ({one_line(str(error)) or type(error).__name__})") from error
     return facts
 
 
@@ -183,7 +181,7 @@ def pack_index(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> In
         raise Damaged(f"{table}: has changed since it was packed")
     index = Index.load(data)
     fits = (index.shard_bytes, len(index.names), index.sha256) == (whole, shard["images"], shard["sha256"])
-    if not fits or (index.label_N >= len(facts["classes"])).any():
+    if not fits or (index.rows_N4[:, 2] >= len(facts["classes"])).any():
         raise Damaged(f"{table}: does not fit {file} or the classes in pack.json")
     return index
 
@@ -203,14 +201,12 @@ def _joined(top: str, store: Store, files: list[str], known: list[Index], raw: b
     names = tuple(itertools.chain.from_iterable(index.names for index in known))
     if not names:
         raise InputError(f"{top}: no whole sample (an image and its class) in its shards; give other shards")
-    columns = (
-        np.repeat(np.arange(len(known)), [len(index.names) for index in known]),
-        np.concatenate([index.offset_N for index in known]),
-        np.concatenate([index.size_N for index in known]),
-        np.concatenate([index.crc32_N if index.sha256 else index.crc32_N * 0 - 1 for index in known]),
-        np.array([name.lower().endswith(".npy") for name in names]) if raw is None else np.full(len(names), raw),
-    )
-    labels_N = torch.from_numpy(np.concatenate([index.label_N for index in known]))
+    counts = [len(index.names) for index in known]
+    offset_N, size_N, label_N, crc32_N = np.concatenate([index.rows_N4 for index in known]).T
+    shard_N = np.repeat(np.arange(len(known)), counts)
+    hashed_N = np.repeat([bool(index.sha256) for index in known], counts)
+    raw_N = np.array([name.lower().endswith(".npy") for name in names]) if raw is None else np.full(len(names), raw)
+    place_N5 = np.stack((shard_N, offset_N, size_N, np.where(hashed_N, crc32_N, -1), raw_N), 1)
     store.close()  # the indices' files need not stay open
 
     @functools.lru_cache(_MAPS)
@@ -224,7 +220,7 @@ def _joined(top: str, store: Store, files: list[str], known: list[Index], raw: b
             raise InputError(f"{path}: cannot be read ({error}); mend or remove the file") from error
 
     weakref.finalize(mapped, store.close).atexit = False  # with the last split; not at exit, when threads may read
-    return Shards(store, tuple(files), np.stack(columns, 1).astype(np.int64), labels_N, names, mapped)
+    return Shards(store, tuple(files), place_N5, torch.from_numpy(label_N.copy()), names, mapped)
 
 
 # ---- foreign shards

@@ -39,26 +39,24 @@ class Damaged(Exception):  # noqa: N818 - internal: users get an InputError with
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Offsets and sizes of a shard's images (int64), their labels and names, and the reasons for samples left out."""
+    """The images of a shard, and the reasons for samples left out."""
 
-    offset_N: np.ndarray  # noqa: N815
-    size_N: np.ndarray  # noqa: N815
-    label_N: np.ndarray  # noqa: N815
-    crc32_N: np.ndarray  # noqa: N815
+    rows_N4: np.ndarray  # noqa: N815 - offset, bytes, label and crc32 of each image (int64)
     names: tuple[str, ...]
     shard_bytes: int
-    sha256: str = ""  # of the shard; if its bytes were not read it is empty, and crc32_N is not known
+    sha256: str = ""  # of the shard; if its bytes were not read it is empty, and crc32 is not known
     left_out: tuple[str, ...] = ()
 
     def dump(self) -> bytes:
         out = io.BytesIO()
+        offset_N, size_N, label_N, crc32_N = self.rows_N4.T
         np.savez(
             out,
             version=np.int64(VERSION),
-            offset=self.offset_N.astype(np.int64),
-            size=self.size_N.astype(np.int64),
-            label=self.label_N.astype(np.int32),
-            crc32=self.crc32_N.astype(np.uint32),
+            offset=offset_N,
+            size=size_N,
+            label=label_N.astype(np.int32),
+            crc32=crc32_N.astype(np.uint32),
             names=_letters(self.names),
             bytes=np.int64(self.shard_bytes),
             sha256=_letters((self.sha256,)),
@@ -72,21 +70,21 @@ class Index:
         try:
             with _PARSING, np.load(io.BytesIO(data), allow_pickle=False) as stored:
                 if int(stored["version"]) != VERSION:
-                    raise Damaged(f"of version {int(stored['version'])}, this kasoku reads {VERSION}")
-                offset_N, size_N, label_N, crc32_N = (
+                    raise ValueError(f"version {int(stored['version'])}, this kasoku reads {VERSION}")
+                columns = [
                     stored[name].astype(np.int64, casting="safe") for name in ("offset", "size", "label", "crc32")
-                )
-                names, sha256, left_out = (_texts(stored[name]) for name in ("names", "sha256", "left_out"))
+                ]
                 whole = int(stored["bytes"].astype(np.int64, casting="safe"))
-            shapes = {column.shape for column in (offset_N, size_N, label_N, crc32_N)}
+                texts = [stored[name].tobytes().decode() for name in ("names", "sha256", "left_out")]
+            names, sha256, left_out = (tuple(text.split("\n")) if text else () for text in texts)
+            offset_N, size_N, label_N, _ = columns
+            shapes = {column.shape for column in columns}
             inside_N = (offset_N >= 0) & (size_N >= 0) & (size_N <= whole) & (offset_N <= whole - size_N)
             if shapes != {(len(names),)} or not inside_N.all() or (label_N < 0).any():
-                raise Damaged("damaged (its columns do not fit each other)")
-        except Damaged:
-            raise
+                raise ValueError("its columns do not fit each other")
         except Exception as error:  # damaged bytes make the reader raise nearly anything
-            raise Damaged(f"damaged ({one_line(str(error)) or type(error).__name__})") from error
-        return Index(offset_N, size_N, label_N, crc32_N, names, whole, "".join(sha256), left_out)
+            raise Damaged(f"cannot be read ({one_line(str(error)) or type(error).__name__})") from error
+        return Index(np.stack(columns, 1), names, whole, "".join(sha256), left_out)
 
 
 def one_line(text: str) -> str:
@@ -120,7 +118,7 @@ def walk(top: str, store: Store, file: str) -> Index:
                 members.append((key, suffix, offset, size, label))
     except Damaged as damaged:
         wrong.append(str(damaged))
-    rows, left = [], 0
+    rows_4, names, left = [], [], 0
     for key, group in itertools.groupby(members, key=lambda sample: sample[0]):
         parts = list(group)
         image = next((part for part in parts if part[1] in _SUFFIXES), None)
@@ -128,12 +126,12 @@ def walk(top: str, store: Store, file: str) -> Index:
         if image is None or label is None:
             left += 1
         else:
-            rows.append((image[2], image[3], label, one_line(f"{file}/{key}.{image[1]}")))
+            rows_4.append((image[2], image[3], label, 0))
+            names.append(one_line(f"{file}/{key}.{image[1]}"))
     if left:
         wrong.append(f"{left:,} without an image or a class left out")
-    offset_N, size_N, label_N = np.array([row[:3] for row in rows], np.int64).reshape(-1, 3).T
-    names = tuple(row[3] for row in rows)
-    return Index(offset_N, size_N, label_N, label_N * 0, names, window.whole, left_out=tuple(wrong))
+    rows_N4 = np.array(rows_4, np.int64).reshape(-1, 4)
+    return Index(rows_N4, tuple(names), window.whole, left_out=tuple(wrong))
 
 
 class _Window:
@@ -225,8 +223,3 @@ def _label(suffix: str, text: bytes) -> int | None:
 
 def _letters(texts: Sequence[str]) -> np.ndarray:
     return np.frombuffer("\n".join(texts).encode(), np.uint8)
-
-
-def _texts(data_B: np.ndarray) -> tuple[str, ...]:
-    text = data_B.tobytes().decode()
-    return tuple(text.split("\n")) if text else ()

@@ -111,11 +111,10 @@ def _verified(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> int
     """Reads a whole shard and checks it; returns its number of images. Raises Damaged."""
     index, file = pack_index(store, facts, shard), shard["file"]
     digest, at = hashlib.sha256(), 0
-    for row, name in enumerate(index.names):
-        offset, size = int(index.offset_N[row]), int(index.size_N[row])
+    for name, (offset, size, _, crc32) in zip(index.names, index.rows_N4.tolist(), strict=True):
         digest.update(store.read(file, at, offset))
         data = store.read(file, offset, offset + size)
-        if zlib.crc32(data) != index.crc32_N[row]:
+        if zlib.crc32(data) != crc32:
             raise Damaged(f"{file}: {name} is damaged")
         digest.update(data)
         at = offset + size
@@ -204,9 +203,8 @@ class _Run:
                 digest.update(_END)
 
         write_atomically(path, write)
-        offset_N, size_N, label_N, crc32_N = np.array(rows_4, np.int64).reshape(-1, 4).T
-        shard_bytes, sha256 = path.stat().st_size, digest.hexdigest()
-        index = Index(offset_N, size_N, label_N, crc32_N, tuple(names), shard_bytes, sha256, tuple(bad))
+        rows_N4 = np.array(rows_4, np.int64).reshape(-1, 4)
+        index = Index(rows_N4, tuple(names), path.stat().st_size, digest.hexdigest(), tuple(bad))
         write_atomically(table, lambda part: part.write_bytes(index.dump()))
         return index
 
