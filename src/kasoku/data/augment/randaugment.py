@@ -152,19 +152,16 @@ def strength_of(magnitude: float, size: tuple[int, int], mean: tuple[float, ...]
 def _affine(op: str, share: float, size: tuple[int, int]) -> list[int]:
     """The row of `affine_K6`, from pixel centre to pixel centre."""
     height, width = size
-    a, b, c, d, e, f = 1.0, 0.0, 0.0, 0.0, 1.0, 0.0
-    if op == "rotate":  # about the middle, counter-clockwise
-        angle = math.radians(30 * share)
-        a, b, d, e = math.cos(angle), -math.sin(angle), math.sin(angle), math.cos(angle)
-        c, f = (width - a * width - b * height) / 2, (height - d * width - e * height) / 2
-    elif op == "shear_x":
-        b = 0.3 * share
-    elif op == "shear_y":
-        d = 0.3 * share
-    elif op == "translate_x":
-        c = 150 / 331 * width * share
-    elif op == "translate_y":
-        f = 150 / 331 * height * share
+    angle = math.radians(30 * share)  # counter-clockwise, about the middle
+    cos, sin = math.cos(angle), math.sin(angle)
+    x, y = (width - cos * width + sin * height) / 2, (height - sin * width - cos * height) / 2
+    a, b, c, d, e, f = {
+        "rotate": (cos, -sin, x, sin, cos, y),
+        "shear_x": (1.0, 0.3 * share, 0.0, 0.0, 1.0, 0.0),
+        "shear_y": (1.0, 0.0, 0.0, 0.3 * share, 1.0, 0.0),
+        "translate_x": (1.0, 0.0, 150 / 331 * width * share, 0.0, 1.0, 0.0),
+        "translate_y": (1.0, 0.0, 0.0, 0.0, 1.0, 150 / 331 * height * share),
+    }.get(op, (1.0, 0.0, 0.0, 0.0, 1.0, 0.0))
     at_centres = (a, b, c + (a + b) / 2, d, e, f + (d + e) / 2)
     return [math.floor(number * 2**_BIT + 0.5) for number in at_centres]
 

@@ -54,15 +54,7 @@ def decode(source: str | bytes, shorter: int = 0, *, name: str = "") -> np.ndarr
             least = (int(opened.width * scale) + 1, int(opened.height * scale) + 1)
             opened.draft(None, least)  # a JPEG is decoded at 1/2, 1/4 or 1/8 where that is enough
         opened.load()
-        turn = _TURNS.get(_orientation(opened))
-        image = _rgb(opened)
-        if shorter and min(image.size) > shorter:
-            scale = shorter / min(image.size)
-            size = (max(shorter, round(image.width * scale)), max(shorter, round(image.height * scale)))
-            image = image.resize(size, Image.Resampling.BILINEAR)
-        if turn is not None:
-            image = image.transpose(turn)
-        return np.asarray(image)
+        return upright(opened, shorter)
 
 
 def crop(source: bytes | np.ndarray, box: Callable[[int, int], Box], out_HWC: np.ndarray, *, name: str = "") -> None:
@@ -78,8 +70,22 @@ def crop(source: bytes | np.ndarray, box: Callable[[int, int], Box], out_HWC: np
         if not jpeg.resize(source, wanted, out_HWC):
             out_HWC[:] = fitted(source, wanted, out_HWC.shape[:2])
     elif not jpeg.crop(source, box, out_HWC):
-        with _opened(source, name) as opened:
-            out_HWC[:] = _cropped(opened, box, out_HWC.shape[:2])
+        with _opened(source, name) as opened:  # by Pillow alone
+            turn, (rows, columns, _) = _orientation(opened), out_HWC.shape
+            width, height = opened.size[::-1] if turn > 4 else opened.size
+            left, top, right, bottom = box(width, height)
+            spare = min((right - left) / columns, (bottom - top) / rows) / _REDUCED
+            if spare > 1:
+                opened.draft(None, (int(opened.width / spare) + 1, int(opened.height / spare) + 1))
+            opened.load()
+            image = _rgb(opened)
+            if turn in _TURNS:
+                image = image.transpose(_TURNS[turn])
+            if (width, height, left, top, right, bottom) != (columns, rows, 0, 0, columns, rows):
+                x, y = image.width / width, image.height / height
+                part = (left * x, top * y, min(right * x, image.width), min(bottom * y, image.height))
+                image = image.resize((columns, rows), Image.Resampling.BILINEAR, box=part)
+            out_HWC[:] = image
 
 
 def fitted(pixels_HWC: np.ndarray, box: Box, size: tuple[int, int]) -> np.ndarray:
@@ -125,29 +131,13 @@ def _opened(source: str | bytes, name: str) -> Iterator[Any]:
         raise InputError(f"{name}: cannot be decoded as an image ({reason}); mend or remove the file") from error
 
 
-def _cropped(opened: Any, box: Callable[[int, int], Box], size: tuple[int, int]) -> Any:
-    """The part of an upright image, by Pillow alone."""
-    turn = _orientation(opened)
-    width, height = opened.size[::-1] if turn > 4 else opened.size
-    left, top, right, bottom = box(width, height)
-    spare = min((right - left) / size[1], (bottom - top) / size[0]) / _REDUCED
-    if spare > 1:
-        opened.draft(None, (int(opened.width / spare) + 1, int(opened.height / spare) + 1))
-    opened.load()
-    image = _rgb(opened)
-    if turn in _TURNS:
-        image = image.transpose(_TURNS[turn])
-    if (width, height) == size[::-1] and (left, top, right, bottom) == (0, 0, width, height):
-        return image
-    x, y = image.width / width, image.height / height
-    part = (left * x, top * y, min(right * x, image.width), min(bottom * y, image.height))
-    return image.resize(size[::-1], Image.Resampling.BILINEAR, box=part)
-
-
-def upright(image: Any) -> np.ndarray:
-    """RGB pixels_HWC (uint8) of a Pillow image; see `decode` for what becomes of other modes."""
-    turn = _TURNS.get(_orientation(image))
-    image = _rgb(image)
+def upright(image: Any, shorter: int = 0) -> np.ndarray:
+    """RGB pixels_HWC (uint8) of a Pillow image; see `decode` for other modes and for `shorter`."""
+    turn, image = _TURNS.get(_orientation(image)), _rgb(image)
+    if shorter and min(image.size) > shorter:
+        scale = shorter / min(image.size)
+        size = (max(shorter, round(image.width * scale)), max(shorter, round(image.height * scale)))
+        image = image.resize(size, Image.Resampling.BILINEAR)
     return np.asarray(image if turn is None else image.transpose(turn))
 
 
