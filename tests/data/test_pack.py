@@ -17,11 +17,9 @@ from kasoku.core import InputError
 from kasoku.data import folder, loader
 from kasoku.data.decode.decode import decode
 from kasoku.data.loading.shuffle import order
-from kasoku.data.packs import encode
 from kasoku.data.packs import writer as pack_module
-from kasoku.data.packs.encode import Form
 from kasoku.data.packs.reader import shards
-from kasoku.data.packs.writer import pack, verify
+from kasoku.data.packs.writer import Form, pack, verify
 from kasoku.data.remote.store import Store
 
 shards_module = sys.modules["kasoku.data.packs.reader"]  # the package has a function of that name
@@ -294,13 +292,13 @@ def test_what_is_no_baseline_jpeg_is_encoded_anew(options):
     picture(1, 64, 64).save(out, **({"format": "JPEG"} | options))
     got = Form(0, "jpeg", 90).encoded(out.getvalue(), "x")
     assert got != out.getvalue()
-    assert encode._baseline(got)
-    assert not encode._baseline(out.getvalue())
+    assert pack_module._baseline(got)
+    assert not pack_module._baseline(out.getvalue())
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff", b"\xff\xd8", b"\xff\xd8" + b"\xff" * 99, b"\xff\xd8\xff\xe0\0\0" * 9])
 def test_scraps_of_a_jpeg_are_not_taken_for_a_baseline_one(body):
-    assert not encode._baseline(body)
+    assert not pack_module._baseline(body)
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 30), (256, 341), (16, 16), (500, 17)])

@@ -20,8 +20,7 @@ from distributed.ranks import context
 from kasoku.core import InputError
 from kasoku.data.datasets.base import GoneError
 from kasoku.data.packs import tar_index as tar
-from kasoku.data.packs.encode import planes
-from kasoku.data.packs.reader import shards
+from kasoku.data.packs.reader import planes, shards
 from kasoku.data.remote.store import Store
 
 shards_module = sys.modules["kasoku.data.packs.reader"]  # the package has a function of that name

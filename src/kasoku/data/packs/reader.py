@@ -24,7 +24,6 @@ import torch
 from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import Dataset, GoneError
 from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, held_out
-from kasoku.data.packs.encode import planes
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, one_line, walk
 from kasoku.data.remote.cache import cache_folder, keep
 from kasoku.data.remote.store import Store, is_remote
@@ -32,6 +31,9 @@ from kasoku.data.remote.store import Store, is_remote
 _SHARD = re.compile(r"(train|val)-\d{5,}\.tar")
 _PART = re.compile(r"(?:^|[^a-z])(training|train|validation|valid|val|testing|test)(?![a-z])")
 _PASSWORD = re.compile(r"(?<=://)[^/@]*@")
+_PLANES = re.compile(
+    rb"\x93NUMPY\x01\0(..)\{'descr': '\|u1', 'fortran_order': False, 'shape': \(3, (\d{1,6}), (\d{1,6})\), \} *\n", re.S
+)
 _AT_ONCE = 16  # indices that are read in parallel: a remote one takes several requests
 _MAPS = 256  # shards that stay mapped: each takes a file descriptor
 
@@ -82,6 +84,19 @@ class Shards:
     def take(self, rows_N: np.ndarray) -> Shards:
         names = tuple(self.names[row] for row in rows_N.tolist())
         return replace(self, place_N5=self.place_N5[rows_N], labels_N=self.labels_N[rows_N], names=names)
+
+
+def planes(data_B: np.ndarray, name: str) -> np.ndarray:
+    """pixels_HWC (uint8) of raw pixels, a view of the planes in the bytes of an .npy file.
+
+    Errors: InputError, which names `name`, for other bytes.
+    """
+    head = _PLANES.match(data_B[:256].tobytes())
+    if head is not None and head.end() == 10 + int.from_bytes(head[1], "little"):
+        height, width = int(head[2]), int(head[3])
+        if height * width > 0 and len(data_B) == head.end() + 3 * height * width:
+            return data_B[head.end() :].reshape(3, height, width).transpose(1, 2, 0)
+    raise InputError(f"{name}: not an .npy file of uint8 pixels, 3 x height x width; mend or remove the image")
 
 
 def shards(  # noqa: PLR0913

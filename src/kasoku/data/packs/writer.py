@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import textwrap
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -31,9 +33,8 @@ from kasoku.core.files import write_atomically, write_text
 from kasoku.core.hardware import cores
 from kasoku.data.datasets.base import Dataset, Encoded, GoneError
 from kasoku.data.datasets.folder import folder
-from kasoku.data.decode.decode import SUFFIXES
+from kasoku.data.decode.decode import SUFFIXES, decode, fitted
 from kasoku.data.loading.shuffle import order
-from kasoku.data.packs.encode import Form
 from kasoku.data.packs.reader import opened, pack_facts, pack_index, shards
 from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member, one_line
 from kasoku.data.remote.store import Store, is_remote
@@ -41,6 +42,54 @@ from kasoku.data.remote.store import Store, is_remote
 _SETTINGS = ("side", "format", "quality", "shard_bytes", "classes", "source")  # must not change when a run is resumed
 _ESTIMATED = 64  # images
 _END = bytes(2 * BLOCK_BYTES)  # of a tar file
+
+
+@dataclass(frozen=True)
+class Form:
+    """The format of packed images.
+
+    Attributes:
+        side: pixels of the shorter side to which larger images are reduced; 0: no change.
+        format: jpeg or raw.
+        quality: of JPEG files, 1 to 100.
+    """
+
+    side: int
+    format: str
+    quality: int
+
+    def __post_init__(self) -> None:
+        if self.side < 0:
+            raise InputError(f"side={self.side}: 0 (as they are) or more pixels")
+        if self.format not in ("jpeg", "raw"):
+            raise InputError(f"format={self.format}: jpeg or raw")
+        if not 1 <= self.quality <= 100:
+            raise InputError(f"quality={self.quality}: 1 to 100")
+
+    def encoded(self, source: bytes | np.ndarray, name: str) -> bytes:
+        """Encodes an image file's bytes, or pixels_HWC (uint8). Raises InputError for a damaged image."""
+        if isinstance(source, bytes):
+            if self.side == 0 and self.format == "jpeg" and _baseline(source):
+                decode(source, 1, name=name)  # checks that it is whole; an eighth of its size is enough
+                return source
+            pixels_HWC = decode(source, self.side, name=name)
+        else:
+            height, width = source.shape[:2]
+            scale = self.side / min(height, width) if 0 < self.side < min(height, width) else 1.0
+            pixels_HWC = fitted(source, (0, 0, width, height), (round(height * scale), round(width * scale)))
+        out = io.BytesIO()
+        if self.format == "raw":  # colour planes, so that a resize reads whole rows of one colour
+            planes_CHW = np.ascontiguousarray(pixels_HWC.transpose(2, 0, 1))
+            np.lib.format.write_array(out, planes_CHW, version=(1, 0), allow_pickle=False)
+            return out.getvalue()
+        # A restart marker every 64 pixels, so that a crop needs no decoding of earlier blocks. Standard Huffman tables
+        # instead of optimised ones: a few bytes more, but decoders have the tables ready.
+        image = Image.fromarray(np.ascontiguousarray(pixels_HWC))
+        try:
+            image.save(out, "JPEG", quality=self.quality, subsampling="4:2:0", restart_marker_blocks=4)
+        except OSError as error:
+            raise InputError(f"{name}: cannot be written as JPEG ({error}); remove the image") from error
+        return out.getvalue()
 
 
 def pack(  # noqa: PLR0913
@@ -262,6 +311,17 @@ def _named(bad: list[str]) -> str:
 
 def _write_facts(home: Path, facts: dict[str, Any]) -> None:
     write_text(home / "pack.json", json.dumps(facts, indent=1) + "\n")
+
+
+def _baseline(data: bytes) -> bool:
+    """Whether these bytes are a baseline JPEG file, by the frame header before the first scan."""
+    at = 2
+    while data[:2] == b"\xff\xd8" and at + 4 <= len(data) and data[at] == 0xFF:
+        kind = data[at + 1]
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # DHT, JPG and DAC are no frame headers
+            return kind == 0xC0
+        at += 1 if kind == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return False
 
 
 @contextmanager
