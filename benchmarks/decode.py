@@ -36,7 +36,7 @@ from PIL import Image
 from common import finish, spread
 from kasoku.core import InputError
 from kasoku.data.augment.basic import box_draws, random_box
-from kasoku.data.decode import jpeg
+from kasoku.data.decode import native
 from kasoku.data.decode.decode import Box, crop
 from kasoku.data.packs.reader import shards
 from kasoku.data.packs.writer import pack
@@ -89,7 +89,7 @@ def bound(data: bytes, box: Where, out_HWC: np.ndarray) -> None:
         _, _, right, bottom = box(width, height)
         return right - 1, bottom - 1, right, bottom
 
-    jpeg.crop(data, last, out_HWC[:1, :1].copy())
+    native.crop_jpeg(data, last, out_HWC[:1, :1].copy())
 
 
 def ours(data: bytes | np.ndarray, box: Where, out_HWC: np.ndarray) -> None:
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--side", type=int, default=224)
     arguments = parser.parse_args()
     data = os.environ.get("KASOKU_DATA")
-    if not data or not jpeg.available():
+    if not data or not native.LIBRARY:
         raise InputError(
             "decode.py: set KASOKU_DATA to the folder of imagenet_fullsize/, and install with a C compiler"
         )

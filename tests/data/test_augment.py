@@ -46,8 +46,8 @@ def test_batches_looked_up_in_c_are_bit_for_bit_those_of_torch(dtype, shape, fli
     x_NHWC = images(*shape)
     mean, std = (0.1, 0.2, 0.3, 0.4)[: shape[3]], (0.5, 0.25, 0.125, 0.2)[: shape[3]]
     flip_N = torch.arange(shape[0]) % 3 == 0 if flip else None
-    calls, in_c = [], augment._looked_up
-    monkeypatch.setattr(augment, "_looked_up", lambda *given: calls.append(1) or in_c(*given))
+    calls, in_c = [], native.look_up
+    monkeypatch.setattr(native, "look_up", lambda *given: calls.append(1) or in_c(*given))
     found = normalise(x_NHWC, mean, std, dtype, flip_N=flip_N)
     assert calls
     monkeypatch.setattr(native, "LIBRARY", None)

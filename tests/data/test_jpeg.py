@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from kasoku.data.decode import jpeg, native
+from kasoku.data.decode import native
 from kasoku.data.decode.decode import crop, decode, fitted
 
-pytestmark = pytest.mark.skipif(not jpeg.available(), reason="kasoku was installed without a C compiler")
+pytestmark = pytest.mark.skipif(not native.LIBRARY, reason="kasoku was installed without a C compiler")
 
 
 def picture(width, height, seed=0):
@@ -66,7 +66,7 @@ def test_crops_have_the_pixels_that_pillow_gives(options, mode, shape):
     for box in boxes(*shape):
         for size in ((32, 32), (7, 50), (1, 1)):
             got = np.zeros((*size, 3), np.uint8)
-            assert jpeg.crop(data, lambda w, h, box=box: box, got)
+            assert native.crop_jpeg(data, lambda w, h, box=box: box, got)
             assert_near(got, by_pillow(data, box, size))
 
 
@@ -83,7 +83,7 @@ def test_crops_of_real_photos_have_the_pixels_that_pillow_gives(real_data):
         box = (x[0], y[0], max(x[1], x[0] + 0.5), max(y[1], y[0] + 0.5))
         box = (*box[:2], min(box[2], width), min(box[3], height))
         got = np.zeros((96, 112, 3), np.uint8)
-        if jpeg.crop(data, lambda w, h, box=box: box, got):
+        if native.crop_jpeg(data, lambda w, h, box=box: box, got):
             own += 1
             away = np.abs(got.astype(int) - by_pillow(data, box, (96, 112)).astype(int))
             assert away.max() <= 5  # a column of chroma too far to a side is ten and more
@@ -116,7 +116,9 @@ def test_pixels_are_the_same_with_and_without_wide_vectors(options, size, plain)
         for box in boxes(*shape):
             got = [np.zeros((*size, 3), np.uint8) for _ in range(2)]
             left = iter(got)
-            assert plain(lambda box=box, left=left, data=data: jpeg.crop(data, lambda w, h: box, next(left))) == (
+            assert plain(
+                lambda box=box, left=left, data=data: native.crop_jpeg(data, lambda w, h: box, next(left))
+            ) == (
                 True,
                 True,
             )
@@ -129,7 +131,7 @@ def test_a_flat_image_stays_as_it_is_however_much_it_is_reduced(side, level):
     data = saved(Image.new("RGB", (side, side), (level,) * 3), quality=100)
     for out in (4, 16, 64, 224):
         got = np.zeros((out, out, 3), np.uint8)
-        assert jpeg.crop(data, lambda w, h: (0, 0, w, h), got)
+        assert native.crop_jpeg(data, lambda w, h: (0, 0, w, h), got)
         assert np.abs(got.astype(int) - level).max() <= 1, (out, got[0, 0])
 
 
@@ -140,7 +142,7 @@ def test_chroma_that_is_halved_from_top_to_bottom_alone():
     data = cv2.imencode(".jpg", pixels[:, :, ::-1], options)[1].tobytes()
     for box in boxes(131, 97):
         got = np.zeros((32, 40, 3), np.uint8)
-        assert jpeg.crop(data, lambda w, h, box=box: box, got)
+        assert native.crop_jpeg(data, lambda w, h, box=box: box, got)
         assert_near(got, by_pillow(data, box, (32, 40)))
 
 
@@ -148,8 +150,8 @@ def test_a_header_that_takes_the_end_marker_in_is_damaged():
     body = saved(picture(20, 20).convert("L"))
     scan = body.index(b"\xff\xda")
     data = body[:scan] + b"\xff\xda\x00\x08\x01\x01\x00\x00\xff\xd9"
-    assert not jpeg.crop(data, lambda w, h: (0, 0, w, h), np.zeros((16, 16, 3), np.uint8))
-    assert jpeg.size(data) is None
+    assert not native.crop_jpeg(data, lambda w, h: (0, 0, w, h), np.zeros((16, 16, 3), np.uint8))
+    assert native.jpeg_size(data) is None
 
 
 def test_others_are_left_to_pillow():
@@ -167,16 +169,16 @@ def test_others_are_left_to_pillow():
         b"\xff\xd8",
         os.urandom(300),
     ):
-        assert not jpeg.crop(data, lambda w, h: (0, 0, w, h), got)
+        assert not native.crop_jpeg(data, lambda w, h: (0, 0, w, h), got)
 
 
 @pytest.mark.parametrize("box", [
     (0, 0, 0, 10), (5, 5, 4, 8), (-1, 0, 10, 10), (0, 0, 41, 10), (float("nan"), 0, 10, 10), (0, 0, float("inf"), 9),
 ])  # fmt: skip
 def test_a_box_outside_the_image_is_refused(box):
-    assert not jpeg.crop(saved(picture(40, 30)), lambda w, h: box, np.zeros((8, 8, 3), np.uint8))
+    assert not native.crop_jpeg(saved(picture(40, 30)), lambda w, h: box, np.zeros((8, 8, 3), np.uint8))
     planes = np.zeros((3, 30, 40), np.uint8).transpose(1, 2, 0)
-    assert not jpeg.resize(planes, box, np.zeros((8, 8, 3), np.uint8))
+    assert not native.resize_planes(planes, box, np.zeros((8, 8, 3), np.uint8))
 
 
 BODIES = [
@@ -204,7 +206,7 @@ def test_damaged_files_never_do_harm(body, changes, corners, early):
         top, bottom = sorted((corners[1] * height, corners[3] * height))
         return left, top, right, bottom
 
-    jpeg.crop(bytes(data), box, out[1:-1])
+    native.crop_jpeg(bytes(data), box, out[1:-1])
     assert (out[[0, -1]] == 7).all()
 
 
@@ -221,7 +223,7 @@ def test_planes_are_resized_as_pillow_does(width, height, corners, out_width, ou
         return
     planes = np.ascontiguousarray(pixels.transpose(2, 0, 1)).transpose(1, 2, 0)
     got = np.zeros((out_height, out_width, 3), np.uint8)
-    assert jpeg.resize(planes, box, got)
+    assert native.resize_planes(planes, box, got)
     want = fitted(pixels, box, (out_height, out_width))
     assert np.abs(got.astype(int) - want.astype(int)).max() <= 1
 
@@ -231,7 +233,7 @@ def test_crop_without_the_piece_of_c_gives_the_same_pixels(monkeypatch):
         found = []
         for there in (True, False):
             if not there:
-                monkeypatch.setattr(jpeg, "_LIBRARY", None)
+                monkeypatch.setattr(native, "LIBRARY", None)
             out = np.zeros((64, 64, 3), np.uint8)
             crop(data, lambda w, h: (0.1 * w, 0.2 * h, 0.8 * w, 0.9 * h), out)
             found.append(out)
@@ -254,4 +256,4 @@ def test_an_orientation_told_in_xmp_is_obeyed(number):
     seen = []
     crop(with_xmp(number), lambda w, h: seen.append((w, h)) or (0, 0, w, h), out)
     assert seen[-1] == decode(with_xmp(number)).shape[1::-1] == ((40, 20) if number == 1 else (20, 40))
-    assert jpeg.crop(with_xmp(number), lambda w, h: (0, 0, w, h), out) is (number == 1)
+    assert native.crop_jpeg(with_xmp(number), lambda w, h: (0, 0, w, h), out) is (number == 1)

@@ -12,11 +12,11 @@ from PIL import Image
 from kasoku.core import InputError, Job
 from kasoku.data import Augment, Decoding, folder, loader
 from kasoku.data.augment.basic import box_draws, random_box
-from kasoku.data.decode import jpeg, nvjpeg
+from kasoku.data.decode import native, nvjpeg
 from kasoku.data.decode.decode import crop
 from kasoku.data.loading.file_executor import PendingBatch
 
-pytestmark = pytest.mark.skipif(not jpeg.available(), reason="kasoku's piece of C was not built here")
+pytestmark = pytest.mark.skipif(not native.LIBRARY, reason="kasoku's piece of C was not built here")
 CPU = torch.device("cpu")
 SIZE = (48, 40)
 
@@ -373,7 +373,7 @@ def test_a_torchvision_without_nvjpeg_is_refused_in_one_line(monkeypatch):
 
 
 def test_without_the_piece_of_c_nvjpeg_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(jpeg, "_LIBRARY", None)
+    monkeypatch.setattr(native, "LIBRARY", None)
     with pytest.raises(InputError, match="install with a C compiler") as e:
         nvjpeg.check("nvjpeg", torch.device("cuda"))
     one_line(e)

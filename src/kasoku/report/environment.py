@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kasoku.core.hardware import cores
-from kasoku.data.decode.jpeg import decoder
+from kasoku.data.decode.native import decoder
 
 
 def environment() -> dict[str, Any]:

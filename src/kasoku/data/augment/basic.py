@@ -157,22 +157,12 @@ def normalise(
     count, height, width, channels = images_NHWC.shape
     bytes_here = images_NHWC.dtype == torch.uint8 and images_NHWC.device.type == "cpu" and images_NHWC.is_contiguous()
     if native.LIBRARY and bytes_here and dtype.itemsize in (2, 4) and len(mean) == len(std) == channels:
-        return _looked_up(images_NHWC, _table(tuple(mean), tuple(std), dtype), flip_N)
+        return native.look_up(images_NHWC, _table(tuple(mean), tuple(std), dtype), flip_N)
     if flip_N is not None:
         images_NHWC = torch.where(flip_N[:, None, None, None], images_NHWC.flip(2), images_NHWC)
     scale_R, shift_R = _row_constants(tuple(mean), tuple(std), width, images_NHWC.device)
     x_PR = images_NHWC.reshape(count * height, width * channels).to(torch.float32).mul_(scale_R).add_(shift_R)
     return x_PR.to(dtype).view(images_NHWC.shape).permute(0, 3, 1, 2)
-
-
-def _looked_up(images_NHWC: torch.Tensor, table_C256: torch.Tensor, flip_N: torch.Tensor | None) -> torch.Tensor:
-    """The same in one pass over memory: there are but 256 values."""
-    x_NHWC = torch.empty(images_NHWC.shape, dtype=table_C256.dtype, device="cpu")
-    flips = None if flip_N is None else flip_N.to(torch.bool).contiguous()
-    flips_at = None if flips is None else flips.data_ptr()
-    where = images_NHWC.data_ptr(), flips_at, *images_NHWC.shape, table_C256.data_ptr(), table_C256.element_size()
-    native.LIBRARY.kasoku_looked_up(*where, x_NHWC.data_ptr())
-    return x_NHWC.permute(0, 3, 1, 2)
 
 
 @functools.lru_cache(maxsize=32)

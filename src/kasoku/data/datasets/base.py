@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
-from kasoku.data.decode import jpeg
+from kasoku.data.decode import native
 from kasoku.data.decode.decode import upright
 from kasoku.data.loading.shuffle import order
 
@@ -174,7 +174,7 @@ class Dataset:
     def index(self) -> dict[str, str]:
         """A summary that ranks can compare: classes, a digest of labels and names, the decoder."""
         facts = {"classes": ", ".join(self.classes), "train": _digest(self.train), "test": _digest(self.test)}
-        return facts if isinstance(self.train, Memory) else facts | {"decoder": jpeg.decoder()}  # pixels depend on it
+        return facts if isinstance(self.train, Memory) else facts | {"decoder": native.decoder()}  # pixels depend on it
 
 
 def _digest(split: Split) -> str:

@@ -22,8 +22,8 @@ from PIL import (
 
 from kasoku.core.errors import InputError
 from kasoku.data.augment.basic import centre_box, stored_side
-from kasoku.data.decode import jpeg
-from kasoku.data.decode.jpeg import Box
+from kasoku.data.decode import native
+from kasoku.data.decode.native import Box
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _READERS = (JpegImagePlugin, PngImagePlugin, WebPImagePlugin, BmpImagePlugin)  # imported before threads need them
@@ -67,9 +67,9 @@ def crop(source: bytes | np.ndarray, box: Callable[[int, int], Box], out_HWC: np
     if isinstance(source, np.ndarray):
         height, width = source.shape[:2]
         wanted = box(width, height)
-        if not jpeg.resize(source, wanted, out_HWC):
+        if not native.resize_planes(source, wanted, out_HWC):
             out_HWC[:] = fitted(source, wanted, out_HWC.shape[:2])
-    elif not jpeg.crop(source, box, out_HWC):
+    elif not native.crop_jpeg(source, box, out_HWC):
         with _opened(source, name) as opened:  # by Pillow alone
             turn, (rows, columns, _) = _orientation(opened), out_HWC.shape
             width, height = opened.size[::-1] if turn > 4 else opened.size

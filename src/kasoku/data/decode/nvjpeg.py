@@ -20,9 +20,9 @@ from PIL import Image
 
 from kasoku.core.errors import InputError
 from kasoku.core.technique import Stage, Technique
-from kasoku.data.decode import jpeg
+from kasoku.data.decode import native
 from kasoku.data.decode.decode import crop
-from kasoku.data.decode.jpeg import Box
+from kasoku.data.decode.native import Box
 
 if TYPE_CHECKING:
     from kasoku.core.job import Job
@@ -70,7 +70,7 @@ def check(decoder: str, device: torch.device) -> None:
         raise InputError(f"decoder={decoder}: cpu or nvjpeg")
     if device.type != "cuda":
         raise InputError(f"decoder=nvjpeg: only for a loader on a CUDA device, this one is on {device}; set it to cpu")
-    if not jpeg.available():
+    if not native.LIBRARY:
         raise InputError("decoder=nvjpeg: needs kasoku's piece of C to tell the files apart: install with a C compiler")
     decoding(device)
 
@@ -112,7 +112,7 @@ class Jpegs:
 
     def take(self, index: int, source: bytes | np.ndarray, box: Callable[[int, int], Box], *, name: str = "") -> bool:
         """Whether this image will be decoded with its batch; if not, the caller crops it now."""
-        size = jpeg.size(source) if isinstance(source, bytes) else None
+        size = native.jpeg_size(source) if isinstance(source, bytes) else None
         if not isinstance(source, bytes) or size is None or size[0] * size[1] > _LARGEST:
             return False
         on_cpu = functools.partial(crop, source, box, name=name)

@@ -23,7 +23,7 @@ import torch
 from kasoku.core.errors import InputError
 from kasoku.data.augment.basic import Augment, Transform, box_draws, centre_box, random_box, stored_side
 from kasoku.data.datasets.base import Dataset, Items, Memory, Split
-from kasoku.data.decode.jpeg import Box
+from kasoku.data.decode.native import Box
 from kasoku.data.loading.shuffle import order
 
 Crop = Callable[[int, int], Box]  # of the width and the height of an image
