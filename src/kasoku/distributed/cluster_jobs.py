@@ -18,11 +18,11 @@ _SBATCH = """\
 #!/bin/bash
 # Submit with sbatch, from a folder that all nodes see. At its time limit the training writes a checkpoint and the job
 # is put into the queue again; it goes on from there.
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={each}
+#SBATCH --job-name={spec.name}
+#SBATCH --nodes={spec.nodes}
+#SBATCH --ntasks-per-node={spec.each}
 {more}\
-#SBATCH --time={time}
+#SBATCH --time={spec.time}
 #SBATCH --signal=TERM@{grace_s}
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -98,15 +98,42 @@ def sbatch(spec: SlurmSpec) -> str:
         "account": spec.account,
     }
     more = "".join(f"#SBATCH --{key}={value}\n" for key, value in settings.items() if value is not None)
-    shape = {"name": spec.name, "nodes": spec.nodes, "each": spec.each, "time": spec.time}
     port = spec.port or "$((20000 + SLURM_JOB_ID % 10000))"
-    return _SBATCH.format(**shape, port=port, more=more, grace_s=_GRACE_S, arguments=quoted)
+    return _SBATCH.format(spec=spec, port=port, more=more, grace_s=_GRACE_S, arguments=quoted)
 
 
 def manifest(spec: KubernetesSpec) -> str:
     """A Kubernetes List as JSON, which is YAML: the recipe, the Service that names the pods, and the Job."""
+    _, recipe, *more = train_arguments(_RECIPE, spec.set, spec.out, go_on=True)
+    shape = ["--nodes", str(spec.nodes), "--gpus-per-node", str(spec.each)]
+    claims = [(f"claim-{i}", *mount.partition(":")[::2]) for i, mount in enumerate(spec.mount)]
+    mounts = [{"name": "recipe", "mountPath": str(_RECIPE.parent)}, {"name": "shm", "mountPath": "/dev/shm"}]
+    container: dict[str, Any] = {
+        "name": "kasoku",
+        "image": spec.image,
+        "command": ["kasoku", "launch", "local", recipe, *shape, *more],  # its node is JOB_COMPLETION_INDEX
+        "env": [
+            {"name": "MASTER_ADDR", "value": f"{spec.name}-0.{spec.name}"},
+            {"name": "MASTER_PORT", "value": str(spec.port)},
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+        ],
+        "ports": [{"name": "rank-0", "containerPort": spec.port}],
+        "volumeMounts": mounts + [{"name": name, "mountPath": path} for name, _, path in claims],
+    }
+    if spec.on_gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": str(spec.each)}}
+    pod = {
+        "subdomain": spec.name,  # the pods' hosts are NAME-INDEX.NAME
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _GRACE_S,
+        "containers": [container],
+        "volumes": [
+            {"name": "recipe", "configMap": {"name": spec.name}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # NCCL's, between the GPUs of a node
+            *({"name": name, "persistentVolumeClaim": {"claimName": claim}} for name, claim, _ in claims),
+        ],
+    }
     labels = {"app.kubernetes.io/name": "kasoku", "app.kubernetes.io/instance": spec.name}
-    recipe = {"recipe.toml": spec.recipe.read_text()}
     ports = [{"name": "rank-0", "port": spec.port}]
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels, "ports": ports}
     job = {
@@ -114,50 +141,12 @@ def manifest(spec: KubernetesSpec) -> str:
         "completions": spec.nodes,
         "parallelism": spec.nodes,
         "backoffLimit": 0,  # ranks end together: a pod alone cannot be started again
-        "template": {"metadata": {"labels": labels}, "spec": _pod(spec)},
+        "template": {"metadata": {"labels": labels}, "spec": pod},
     }
     named = {"metadata": {"name": spec.name, "labels": labels}}
     items: list[dict[str, Any]] = [
-        {"apiVersion": "v1", "kind": "ConfigMap", **named, "data": recipe},
+        {"apiVersion": "v1", "kind": "ConfigMap", **named, "data": {"recipe.toml": spec.recipe.read_text()}},
         {"apiVersion": "v1", "kind": "Service", **named, "spec": service},
         {"apiVersion": "batch/v1", "kind": "Job", **named, "spec": job},
     ]
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2) + "\n"
-
-
-def _container(spec: KubernetesSpec) -> dict[str, Any]:
-    """Runs this node's ranks; Kubernetes sets the node's number as JOB_COMPLETION_INDEX."""
-    _, recipe, *more = train_arguments(_RECIPE, spec.set, spec.out, go_on=True)
-    shape = ["--nodes", str(spec.nodes), "--gpus-per-node", str(spec.each)]
-    mounts = [{"name": "recipe", "mountPath": str(_RECIPE.parent)}, {"name": "shm", "mountPath": "/dev/shm"}]
-    paths = [mount.partition(":")[2] for mount in spec.mount]
-    container: dict[str, Any] = {
-        "name": "kasoku",
-        "image": spec.image,
-        "command": ["kasoku", "launch", "local", recipe, *shape, *more],
-        "env": [
-            {"name": "MASTER_ADDR", "value": f"{spec.name}-0.{spec.name}"},
-            {"name": "MASTER_PORT", "value": str(spec.port)},
-            {"name": "PYTHONUNBUFFERED", "value": "1"},
-        ],
-        "ports": [{"name": "rank-0", "containerPort": spec.port}],
-        "volumeMounts": mounts + [{"name": f"claim-{i}", "mountPath": path} for i, path in enumerate(paths)],
-    }
-    if spec.on_gpus:
-        container["resources"] = {"limits": {"nvidia.com/gpu": str(spec.each)}}
-    return container
-
-
-def _pod(spec: KubernetesSpec) -> dict[str, Any]:
-    claims = [mount.partition(":")[0] for mount in spec.mount]
-    return {
-        "subdomain": spec.name,  # the pods' hosts are NAME-INDEX.NAME
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _GRACE_S,
-        "containers": [_container(spec)],
-        "volumes": [
-            {"name": "recipe", "configMap": {"name": spec.name}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # NCCL's, between the GPUs of a node
-            *({"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": c}} for i, c in enumerate(claims)),
-        ],
-    }

@@ -14,8 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kasoku.core import Comm
@@ -74,15 +73,33 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
         port: free on that host; 0: any, if all ranks are on this machine.
         started: when the command was started (time.perf_counter).
     """
-    common = {"MASTER_ADDR": address, "MASTER_PORT": str(port or free_port()), STARTED: repr(started)}
+    if not port:
+        with socket.socket() as s:
+            s.bind(("", 0))
+            port = s.getsockname()[1]
+    common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started)}
     command = [sys.executable, "-m", "kasoku", *arguments]
     processes: list[subprocess.Popen[bytes]] = []
-    with _forward_signals(processes) as signals:
+    arrived: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        arrived.append(number)
+        for process in processes:
+            process.send_signal(number)
+
+    old = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
         for here in places:
-            if not signals:  # in a group of its own, so that a terminal's Ctrl-C arrives once, through us
+            if not arrived:  # in a group of its own, so that a terminal's Ctrl-C arrives once, through us
                 environment = {**os.environ, **common, **here.environment}
                 processes.append(subprocess.Popen(command, env=environment, process_group=0))
         return _wait(processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def train_arguments(recipe: Path, settings: Sequence[str], out: Path | None, *, go_on: bool) -> list[str]:
@@ -105,60 +122,22 @@ def attach_to_launcher() -> float | None:
     return float(started)
 
 
-def free_port() -> int:
-    """A port that is free on this machine now."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        port: int = s.getsockname()[1]
-        return port
-
-
-@contextmanager
-def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Forwards SIGINT and SIGTERM to the processes; yields the list of those that arrived."""
-    arrived: list[int] = []
-
-    def handle(number: int, frame: object) -> None:
-        arrived.append(number)
-        for process in processes:
-            process.send_signal(number)
-
-    old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield arrived
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Waits for all; the exit code of the first that failed by itself, or 128 + n if signal n ended it."""
     failed: dict[int, int] = {}  # by process, in the order they failed
-    since, signals = 0.0, 0
-    while any(process.poll() is None for process in processes):
-        time.sleep(_POLL_S)
-        since = since if failed else time.monotonic()
+    since, signals = time.monotonic(), 0
+    while True:
+        codes = [process.poll() for process in processes]
         if not signals:
-            _note(processes, failed)
-        if failed and signals < 2 and time.monotonic() - since > _GRACE_S.get(_code(failed), 20.0) * (1 + signals):
+            failed |= {i: code for i, code in enumerate(codes) if code and i not in failed}
+        others = (code for code in failed.values() if code != LOST_RANK_EXIT_CODE)
+        first = next(others, LOST_RANK_EXIT_CODE if failed else 0)
+        if None not in codes:
+            return first if first >= 0 else 128 - first
+        now = time.monotonic()
+        since = since if failed else now
+        if failed and signals < 2 and now - since > _GRACE_S.get(first, 20.0) * (1 + signals):
             for process in processes:
                 process.send_signal((signal.SIGTERM, signal.SIGKILL)[signals])
             signals += 1
-    if not signals:
-        _note(processes, failed)
-    code = _code(failed)
-    return code if code >= 0 else 128 - code
-
-
-def _note(processes: Sequence[subprocess.Popen[bytes]], failed: dict[int, int]) -> None:
-    for i, process in enumerate(processes):
-        if code := process.poll():
-            failed.setdefault(i, code)
-
-
-def _code(failed: dict[int, int]) -> int:
-    """The first code that is not the loss of another rank."""
-    return next((code for code in failed.values() if code != LOST_RANK_EXIT_CODE), LOST_RANK_EXIT_CODE if failed else 0)
+        time.sleep(_POLL_S)
