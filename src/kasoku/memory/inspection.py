@@ -53,10 +53,9 @@ class LayerProxy(BoundToModel):
 
     Attributes:
         segment: the segment that begins with this layer, in training.
-        length: the number of layers in that segment.
-        calls: the number of these layers that the present forward has called; 0: the segment has not run in it.
+        following: the other layers of that segment.
+        waiting: those of them that the present forward has still to call, since the segment has run.
         leader: the proxy whose segment contains this layer, if it is not the first.
-        position: of this layer in the leader's segment.
         log: notes the calls during an inspection.
         checking: the segment runs in eval mode too, and returns NaN until its last layer.
     """
@@ -72,7 +71,8 @@ class LayerProxy(BoundToModel):
     def reset(self) -> None:
         self.segment: Segment | None = None
         self.leader: LayerProxy | None = None
-        self.position, self.length, self.calls = 0, 1, 0
+        self.following: list[LayerProxy] = []
+        self.waiting: list[LayerProxy] = []
         self.output_ref: weakref.ref[Tensor] | None = None
         self.real_output: Tensor | None = None  # while NaN is passed on
 
@@ -215,26 +215,21 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             proxy.log.calls.append(Call(proxy, x, result, autocast_type(x)))
         return result
     leader = proxy.leader
-    if leader is not None and leader.calls:
+    if leader is not None and leader.waiting:
         expected = leader.output_ref() if leader.output_ref is not None else None
-        if x is None or expected is not x or leader.calls != proxy.position:
+        if x is None or expected is not x or leader.waiting.pop(0) is not proxy:
             raise leader.order_changed()
-        leader.calls += 1
-        if leader.calls == leader.length and leader.real_output is not None:
+        if not leader.waiting and leader.real_output is not None:
             x, leader.real_output = leader.real_output, None
         return x
-    if (
-        proxy.segment is None
-        or x is None
-        or not (proxy.model.training or proxy.checking)
-        or not torch.is_grad_enabled()
-    ):
-        proxy.calls = 0
+    proxy.waiting = []
+    active = (proxy.model.training or proxy.checking) and torch.is_grad_enabled()
+    if proxy.segment is None or x is None or not active:
         return plain()
     out = proxy.segment(x)
-    if proxy.checking and proxy.length > 1:
+    if proxy.checking and proxy.following:
         proxy.real_output, out = out, torch.full_like(out, float("nan"))
-    proxy.calls, proxy.output_ref = 1, weakref.ref(out)
+    proxy.waiting, proxy.output_ref = [*proxy.following], weakref.ref(out)
     return out
 
 
@@ -300,13 +295,3 @@ def chains_of(log: CallLog) -> list[list[Call]]:
         chains[-1].append(call)
         last = call
     return [chain for chain in chains if any(call.proxy.convolves for call in chain)]
-
-
-def units_of(chain: Sequence[LayerProxy]) -> list[list[LayerProxy]]:
-    """A chain cut before every layer with a convolution."""
-    units: list[list[LayerProxy]] = []
-    for proxy in chain:
-        if not units or proxy.convolves:
-            units.append([])
-        units[-1].append(proxy)
-    return units

@@ -91,7 +91,7 @@ def memory_need(program: Program, shapes: list[ValueShape], setting: ChainSettin
     # clears the pages of a newly allocated gradient; where it does so each time, in place is faster.
     norms = [step.at + 1 for step in grads if step.inplace and nodes[step.at].op == "norm"]
     work += sum((1 if setting.channels_last else 5) * shapes[v].nbytes * _WORK_OF_A_BYTE for v in norms)
-    loads = [step.at for step in program.backward if step.kind == "load"]
+    loads = [v for step in program.backward for v, _ in step.loads]
     passes = sum(1.5 * shapes[v].nbytes for v in (*loads, *program.in_bf16 - {out_at}))
     rounding = passes * _WORK_OF_A_BYTE * scale
     return MemoryNeed(kept, kept_x, kept_out, forward, backward, gradients, work * scale + slower, rounding)
@@ -120,8 +120,8 @@ class _ByteCount:
         extras: bytes of positions in max-pools and of statistics.
         kept: bytes from forward to backward, without input and output.
         present: bytes of the values that exist now.
-        areas: for each value the bytes of its gradient, and the number of gradients in that memory.
-        live, peak: bytes now, and at most.
+        areas: for each value the memory of its gradient, which several may share: (the step that took it, bytes).
+        live, gradients, peak: bytes now, and of gradients of values; of both at most.
     """
 
     def __init__(self, program: Program, shapes: list[ValueShape], setting: ChainSetting) -> None:
@@ -139,24 +139,23 @@ class _ByteCount:
                 self.extras += -(-out.numel // 4) if two_bits else out.numel
         self.kept = sum(self.held[v] for v in program.kept - self.ends) + self.extras
         self.present: dict[int, int] = {}
-        self.areas: dict[int, list[int]] = {}
-        self.live = self.peak = 0
+        self.areas: dict[int, tuple[int, int]] = {}
+        self.live = self.gradients = self.peak = 0
 
     def _add(self, n: int, beside: int = 0) -> None:
         """Allocates n bytes, or frees them; `beside`: temporary bytes."""
         self.live += n
-        self.peak = max(self.peak, self.live + beside)
+        self.peak = max(self.peak, self.live + self.gradients + beside)
 
     def forward(self) -> int:
         """The peak of forward, with the output."""
-        self.present, self.live, self.peak = {0: 0}, 0, 0
+        self.present, self.live, self.gradients, self.peak = {0: 0}, 0, 0, 0
         for step in self.program.forward:
-            if step.kind == "compute":
-                self._compute(step)
-                continue
-            if step.at in self.program.in_bf16 - self.ends:
-                self._add(self.held[step.at])
-            self._add(-self.present.pop(step.at))
+            self._compute(step)
+            for v in step.frees:
+                if v in self.program.in_bf16 - self.ends:
+                    self._add(self.held[v])
+                self._add(-self.present.pop(v))
         return self.peak
 
     def backward(self, out: int) -> int:
@@ -169,70 +168,59 @@ class _ByteCount:
         held = {v: 0 if v in self.ends else self.held[v] for v in program.kept} | {program.graph.out: out}
         rounded = {v: held.pop(v) for v in program.in_bf16}
         self.present, self.live, self.peak = held, self.kept + out, self.kept + out
-        self.areas = {program.graph.out: [0, 2]}
+        self.areas, self.gradients = {program.graph.out: (-1, 0)}, 0
         for step in program.backward:
-            if step.kind == "free":
-                self._add(-self.present.pop(step.at, 0))
-            elif step.kind == "compute":
+            for v, last in step.loads:
+                self.present[v] = self.shapes[v].nbytes
+                self._add(self.present[v])
+                self._add(-rounded.pop(v) if last else 0)
+            if step.kind == "compute":
                 self._compute(step)
-            elif step.kind == "grad":
-                self._grad(step)
             else:
-                self.present[step.at] = self.shapes[step.at].nbytes
-                self._add(self.present[step.at])
-                self._add(-rounded.pop(step.at) if step.inplace else 0)
+                self._grad(step)
+            self._add(-sum(self.present.pop(v, 0) for v in step.frees))
         return self.peak
 
     def _compute(self, step: Instruction) -> None:
-        node, out = self.nodes[step.at], self.shapes[step.at + 1]
-        x, work = self.shapes[node.inputs[0]], 0
-        if node.op == "conv":
-            work = self._conv_workspace(node, x, out, backward=False)
-        elif node.op == "pool":
-            work = out.nbytes + 4 * out.numel if has_2_bit_positions(node.layer, x.shape) else 27 * out.numel
+        first = self.nodes[step.at].inputs[0]
+        new = 0 if step.inplace else self.shapes[step.at + 1].nbytes
+        self.present[step.at + 1] = new
         if step.inplace:
-            self.present[step.at + 1], self.present[node.inputs[0]] = self.present[node.inputs[0]], 0
-        else:
-            self.present[step.at + 1] = out.nbytes
-        self._add(0 if step.inplace else out.nbytes, work)
+            self.present[step.at + 1], self.present[first] = self.present[first], 0
+        self._add(new, self._workspace(step))
 
     def _grad(self, step: Instruction) -> None:
         node, areas = self.nodes[step.at], self.areas
-        work = self._gradient_workspace(node, step)
-        incoming = areas.pop(step.at + 1)
         passes_on = node.op == "add" or (node.op == "relu" and step.inplace)
-        self._add(sum(p.nbytes for p in node.params if p.requires_grad), work)
-        incoming[1] += sum(bool(join) for join in step.joins) if passes_on else 0
-        for v, join in zip(node.inputs, step.joins, strict=True):
-            if not join:
-                continue
-            new = incoming if passes_on else [self.shapes[v].nbytes, 1]
-            if node.op == "norm" and step.inplace:
-                self.present[v] = 0  # its memory is the gradient's now
-            elif not passes_on:
-                self._add(new[0], work)
-            old = areas.get(v, [0, 1])
-            areas[v] = new
-            if join == "fresh":
-                areas[v] = [self.shapes[v].nbytes, 1]
-                self._add(areas[v][0] - _release(old) - _release(new))
-            else:
-                self._add(-_release(old))
-        self._add(-_release(incoming))
+        joins = {v: join for v, join in zip(node.inputs, step.joins, strict=True) if join}
+        own = {v: (step.at, self.shapes[v].nbytes) for v in joins}
+        if node.op == "norm" and step.inplace:  # the gradient takes the memory of the input
+            self._add(-self.present[node.inputs[0]])
+            self.present[node.inputs[0]] = 0
+        new = dict.fromkeys(joins, areas[step.at + 1]) if passes_on else own
+        self.gradients = sum(n for _, n in {*areas.values(), *new.values()})
+        self._add(sum(p.nbytes for p in node.params if p.requires_grad), self._workspace(step))
+        del areas[step.at + 1]
+        areas.update({v: own[v] if join == "fresh" else new[v] for v, join in joins.items()})
+        self.gradients = sum(n for _, n in {*areas.values()})
+        self._add(0)
 
-    def _gradient_workspace(self, node: GraphNode, step: Instruction) -> int:
-        """Temporary bytes while gradients are taken."""
-        out, x = self.shapes[step.at + 1], self.shapes[node.inputs[0]]
+    def _workspace(self, step: Instruction) -> int:
+        """Temporary bytes of a step."""
+        node, out = self.nodes[step.at], self.shapes[step.at + 1]
+        x, backward = self.shapes[node.inputs[0]], step.kind == "grad"
         if node.op == "conv":
-            return self._conv_workspace(node, x, out, backward=True)
-        if node.op == "pool":
+            return self._conv_workspace(node, x, out, backward=backward)
+        if node.op == "pool" and backward:
             return out.nbytes + 2 * out.numel
+        if node.op == "pool":
+            return out.nbytes + 4 * out.numel if has_2_bit_positions(node.layer, x.shape) else 27 * out.numel
         if node.op == "norm" and step.inplace:  # parts of it and of the gradient in fp32, if they have fewer bits
             images = x.shape[0]
             return 0 if x.dtype.itemsize >= 4 else 8 * -(-images // IN_PLACE_PARTS) * (x.numel // images)
-        if node.op == "other":  # its output; in place: the copy, and what torch keeps of that
+        if node.op == "other" and backward:  # its output; in place: the copy, and what torch keeps of that
             return out.nbytes * (2 if getattr(node.layer, "inplace", False) else 1)
-        copies_gradient = node.op == "norm" and self.setting.device == "cpu"  # torch's kernel allocates another one
+        copies_gradient = node.op == "norm" and backward and self.setting.device == "cpu"  # as torch's kernel does
         return out.nbytes if copies_gradient else 0
 
     def _conv_workspace(self, node: GraphNode, x: ValueShape, out: ValueShape, *, backward: bool) -> int:
@@ -256,9 +244,3 @@ class _ByteCount:
             return cast + weight
         images = x.nbytes + out.nbytes if backward else max(x.nbytes, out.nbytes)
         return cast + images + weight
-
-
-def _release(area: list[int]) -> int:
-    """Takes one sharer off; the bytes that become free."""
-    area[1] -= 1
-    return area[0] if area[1] == 0 else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from kasoku.memory.inspection import (
     memory_of,
     record_forward,
     tensors_in,
-    units_of,
     without_side_effects,
 )
 from kasoku.memory.memory_model import ChainSetting, work_of
@@ -80,7 +79,7 @@ class InspectedNetwork:
         """The peak of plain PyTorch for another batch, in its backward."""
         outside, scale = self.plain_outside, batch / self.batch
         kept = outside.head_kept * scale
-        peak = outside.fixed + kept + outside.copies + outside.head_backward
+        peak = outside.fixed + kept + outside.head_backward
         peak += sum(unit.plain * scale + unit.copies for unit in self.units)
         gradients = sum(unit.gradients for unit in self.units)
         for unit in self.units:
@@ -136,13 +135,12 @@ class InspectedNetwork:
         for proxy in self.proxies:
             proxy.reset()
         for choice in plan.choices:
-            leader, *following = self._layers_of(choice)
-            name = f"{leader.name} to {following[-1].name if following else leader.name}"
-            how = self.units[choice.first].how
+            layers, how = self._layers_of(choice), self.units[choice.first].how
+            leader, name = layers[0], f"{layers[0].name} to {layers[-1].name}"
             leader.segment = Segment(choice.program, how, choice.chunk, name, leader.module)
-            leader.length = 1 + len(following)
-            for position, proxy in enumerate(following, 1):
-                proxy.leader, proxy.position = leader, position
+            leader.following = layers[1:]
+            for proxy in leader.following:
+                proxy.leader = leader
 
     def _layers_of(self, choice: SegmentChoice) -> list[LayerProxy]:
         return [proxy for unit in self.units[choice.first : choice.last + 1] for proxy in unit.proxies]
@@ -159,13 +157,13 @@ class InspectedNetwork:
             with without_side_effects(self.job.model, x):
                 images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
                 outputs = tensors_in(self.job.model.forward(images))
-            leaders = [proxy for proxy in self.proxies if proxy.calls and proxy.length > 1]
-            nan_is_held = any(p.output_ref is not None and p.output_ref() is not None for p in leaders)
+            nan = [proxy.output_ref for proxy in self.proxies if proxy.following]
+            nan_is_held = any(ref is not None and ref() is not None for ref in nan)
         except (RuntimeError, ValueError) as e:  # the NaN has the shape of the segment's output
             raise refused from e
         finally:
             for proxy in self.proxies:
-                proxy.checking, proxy.calls, proxy.real_output = False, 0, None
+                proxy.checking, proxy.waiting, proxy.real_output = False, [], None
         tolerance = 2e-2 if any(unit.how.half is not None for unit in self.units) else 1e-3
         near = len(outputs) == len(self.outputs) and all(
             torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
@@ -249,9 +247,9 @@ def inspect_network(
     for freed, without_gradient in ((gradients_freed, inner | linear_weights), (False, inner)):
         gradients = [p.nbytes for p in learning if p not in without_gradient]
         if job.accumulate > 1 or freed:
-            outside.append(OutsideBytes(fixed, kept, copies, 0, False, max(gradients, default=0)))
+            outside.append(OutsideBytes(fixed, kept, 0, False, copies + max(gradients, default=0)))
         else:
-            outside.append(OutsideBytes(fixed, kept, copies, sum(gradients), True, sum(gradients)))
+            outside.append(OutsideBytes(fixed, kept, sum(gradients), True, copies + sum(gradients)))
     ours, plain = outside
     return InspectedNetwork(job, proxies, len(x), units, choices, ours, plain, log.outputs, state)
 
@@ -277,8 +275,12 @@ def _units_and_choices(
             reads_batch,
             (reads_batch or log.is_kept_outside(x, planned), log.is_kept_outside(calls[-1].out, planned)),
         )
-        parts = units_of([call.proxy for call in calls])
-        graphs = [_joined(part) for part in parts]
+        parts: list[list[LayerProxy]] = []  # the chain, cut before every layer with a convolution
+        for call in calls:
+            if not parts or call.proxy.convolves:
+                parts.append([])
+            parts[-1].append(call.proxy)
+        graphs = [reduce(LayerGraph.then, (proxy.graph for proxy in part)) for part in parts]
         offset = len(units)
         for choice in segment_choices(graphs, setting):
             choices.append(replace(choice, first=choice.first + offset, last=choice.last + offset))
@@ -309,13 +311,6 @@ def optimizer_bytes(job: Job) -> int:
             state = [t.nbytes for t in job.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
             total += sum(state) if state else tensors * p.nbytes
     return total
-
-
-def _joined(proxies: Sequence[LayerProxy]) -> LayerGraph:
-    graph = LayerGraph(())
-    for proxy in proxies:
-        graph = graph.then(proxy.graph)
-    return graph
 
 
 def _is_channels_last(x: Tensor) -> bool:

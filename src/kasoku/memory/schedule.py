@@ -22,22 +22,26 @@ _NEAR = 2  # gradient steps during which a recomputed cheap value, or one conver
 
 
 class Instruction(NamedTuple):
-    """One step: "compute" a node's value, take the "grad" of a node, "free" a value, or "load" one held in bf16.
+    """One step: "compute" a node's value, or take the "grad" of a node.
 
     Args:
-        kind: one of the four.
-        at: the node, or the value to free or load.
-        inplace: the result takes the memory of the first input (compute), of the incoming gradient (grad of a ReLU), of
-            the input (grad of a norm), or the bf16 is freed, as it is not read again (load).
+        kind: one of the two.
+        at: the node.
+        inplace: the result takes the memory of the first input (compute), of the incoming gradient (grad of a ReLU) or
+            of the input (grad of a norm).
         joins: for "grad", how the gradient of each input is added to the gradient of the same value from another
             reader: "set" (there is none yet), "into" (the other is added to it), "fresh" (a new tensor, as it shares
             its memory), or "" if the input needs no gradient.
+        loads: the values converted from bf16 before it, and whether the bf16 is freed, as it is not read again.
+        frees: the values freed after it.
     """
 
     kind: str
     at: int
     inplace: bool = False
     joins: tuple[str, ...] = ()
+    loads: tuple[tuple[int, bool], ...] = ()
+    frees: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,10 @@ def norms_in_place(program: Program) -> Program:
     Ref: [003], which writes errors over the data that they belong to.
     """
     nodes, steps = program.graph.nodes, list(program.backward)
-    for i, (step, following) in enumerate(pairwise(program.backward)):
+    for i, step in enumerate(steps):
         if step.kind == "grad" and nodes[step.at].op == "norm":
             (x,) = nodes[step.at].inputs
-            steps[i] = step._replace(inplace=x != 0 and following == Instruction("free", x))
+            steps[i] = step._replace(inplace=x != 0 and x in step.frees)
     return replace(program, backward=tuple(steps))
 
 
@@ -74,20 +78,6 @@ def backward_reads(node: GraphNode, at: int) -> tuple[int, ...]:
     if node.op in ("conv", "norm", "other"):
         return node.inputs
     return (at + 1,) if node.op == "relu" else ()
-
-
-def _need_gradients(graph: LayerGraph, input_gradient: bool) -> list[bool]:
-    needs = [input_gradient]
-    for node in graph.nodes:
-        learns = any(p.requires_grad for p in node.params)
-        needs.append(learns or any(needs[v] for v in node.inputs))
-    return needs
-
-
-def values_for_backward(graph: LayerGraph, *, input_gradient: bool) -> set[int]:
-    """The values that the backward of a graph reads."""
-    needs = _need_gradients(graph, input_gradient)
-    return {v for i, node in enumerate(graph.nodes) if needs[i + 1] for v in backward_reads(node, i)}
 
 
 def build_program(
@@ -107,16 +97,17 @@ def build_program(
         reuse: hold recomputed values until their last use; False: cheap values only over the next few steps.
         bf16: values that are held in bf16 if they are kept.
     """
-    needs = _need_gradients(graph, input_gradient)
+    needs = [input_gradient]
+    for node in graph.nodes:
+        learns = any(p.requires_grad for p in node.params)
+        needs.append(learns or any(needs[v] for v in node.inputs))
     order, useful = _backward_order(graph, needs, {0, *kept}, reuse)
     in_bf16 = useful & bf16
     inner = in_bf16 - {0, graph.out}  # the ends are rounded after the forward
     computes = [Instruction("compute", i) for i in range(len(graph.nodes))]
-    end = (useful - inner) | {graph.out}
-    forward = _with_frees(graph, computes, start=frozenset({0}), end=end, not_over=inner)
-    backward = _with_frees(graph, order, start=useful, end=frozenset())
-    backward = _with_loads(graph, _with_joins(graph, needs, backward), in_bf16)
-    return Program(graph, useful, tuple(forward), tuple(backward), in_bf16)
+    forward = _with_frees(graph, computes, end=(useful - inner) | {graph.out}, not_over=inner)
+    backward = _with_joins(graph, needs, _with_frees(graph, order))
+    return Program(graph, useful, tuple(forward), tuple(_with_loads(graph, backward, in_bf16)), in_bf16)
 
 
 def _backward_order(
@@ -156,50 +147,42 @@ def _with_frees(
     graph: LayerGraph,
     steps: list[Instruction],
     *,
-    start: frozenset[int],
-    end: frozenset[int],
+    end: frozenset[int] = frozenset(),
     not_over: frozenset[int] = frozenset(),
 ) -> list[Instruction]:
     """The steps with each value freed after its last use; a first input that ends there may be written over.
 
-    Values of `start` exist before, values of `end` still exist afterwards. The segment's input and output, which its
-    neighbours may hold too, are not written over, nor are values of `not_over`, which are read when they are freed.
+    Values of `end` still exist afterwards. The segment's input and output, which its neighbours may hold too, are not
+    written over, nor are values of `not_over`, which are read when they are freed.
     """
     reverse: list[Instruction] = []
     alive = set(end)
     for step in reversed(steps):
+        node, ending = graph.nodes[step.at], [v for v in dict.fromkeys(_reads(graph, step)) if v not in alive]
+        first, inplace = node.inputs[0], False
         if step.kind == "compute":
-            if step.at + 1 not in alive:
-                alive.add(step.at + 1)
-                reverse.append(Instruction("free", step.at + 1))
-            alive.discard(step.at + 1)
-        ending = [v for v in dict.fromkeys(_reads(graph, step)) if v not in alive]
-        reverse += [Instruction("free", v) for v in ending]
-        alive.update(ending)
-        node = graph.nodes[step.at]
-        first = node.inputs[0]
-        distinct = len(set(node.inputs)) == len(node.inputs)
-        free_input = first not in not_over | {0, graph.out} and first in ending and distinct
-        inplace = step.kind == "compute" and free_input and node.op in ("relu", "add")
-        reverse.append(step._replace(inplace=inplace))
-    reverse += [Instruction("free", v) for v in sorted(start - alive)]
+            distinct = len(set(node.inputs)) == len(node.inputs)
+            free_input = first not in not_over | {0, graph.out} and first in ending and distinct
+            inplace = free_input and node.op in ("relu", "add")
+        unread = () if step.kind == "grad" or step.at + 1 in alive else (step.at + 1,)
+        reverse.append(step._replace(inplace=inplace, frees=(*ending[::-1], *unread)))
+        alive = (alive - {step.at + 1} if step.kind == "compute" else alive) | {*ending}
     return reverse[::-1]
 
 
 def _with_loads(graph: LayerGraph, steps: list[Instruction], in_bf16: frozenset[int]) -> list[Instruction]:
     """The steps with values converted from bf16 before use, and freed again if the next use is far away."""
-    grads_before = [0, *accumulate(step.kind == "grad" for step in steps)]
-    before: dict[int, list[Instruction]] = {}
-    after: dict[int, list[Instruction]] = {}
+    grads_before = [*accumulate((step.kind == "grad" for step in steps), initial=0)]
+    steps = list(steps)
     for v in sorted(in_bf16):
-        uses = [i for i, step in enumerate(steps) if step.kind != "free" and v in _reads(graph, step)]
-        loads = [uses[0], *(j for i, j in pairwise(uses) if grads_before[j] - grads_before[i] > _NEAR)]
-        for i, j in pairwise([*loads, len(steps)]):
-            before.setdefault(i, []).append(Instruction("load", v, inplace=j == len(steps)))
-            if j < len(steps):
-                last_use = max(use for use in uses if use < j)
-                after.setdefault(last_use, []).append(Instruction("free", v))
-    return [new for i, step in enumerate(steps) for new in (*before.get(i, ()), step, *after.get(i, ()))]
+        uses = [i for i, step in enumerate(steps) if v in _reads(graph, step)]
+        far = [(i, j) for i, j in pairwise(uses) if grads_before[j] - grads_before[i] > _NEAR]
+        for i, _ in far:
+            steps[i] = steps[i]._replace(frees=(v, *steps[i].frees))
+        for i in (uses[0], *(j for _, j in far)):
+            last = i == (far[-1][1] if far else uses[0])
+            steps[i] = steps[i]._replace(loads=(*steps[i].loads, (v, last)))
+    return steps
 
 
 def _with_joins(graph: LayerGraph, needs: list[bool], steps: list[Instruction]) -> list[Instruction]:

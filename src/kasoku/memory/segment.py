@@ -142,18 +142,16 @@ def run_forward(program: Program, x: Tensor, how: ops.Numerics) -> tuple[Tensor,
     """The output, and the values held for backward; input and output are not rounded yet."""
     values, in_bf16, extras, dtypes = {0: x}, {}, {}, [x.dtype]
     for step in program.forward:
-        if step.kind == "free":
-            ended = values.pop(step.at)
-            if step.at in program.in_bf16:
-                in_bf16[step.at] = ended.to(torch.bfloat16)
-            del ended
-            continue
         node = program.graph.nodes[step.at]
         value, extra = ops.compute(node, [values[v] for v in node.inputs], how=how, inplace=step.inplace)
         values[step.at + 1] = value
         dtypes.append(value.dtype)
         if extra is not None:
             extras[step.at] = extra
+        for v in step.frees:
+            value = values.pop(v)
+            if v in program.in_bf16:
+                in_bf16[v] = value.to(torch.bfloat16)
         del value
     out = values[program.graph.out]
     kept = {v: values[v].detach() for v in program.kept - in_bf16.keys()}
@@ -165,31 +163,27 @@ def run_backward(segment: Segment, saved: SavedValues, dy: Tensor, gradients: di
     graph, how, values = segment.program.graph, segment.how, saved.values
     arrived = {graph.out: dy}
     for step in segment.program.backward:
-        if step.kind == "free":
-            values.pop(step.at, None)
-            continue
-        if step.kind == "load":
-            rounded = saved.in_bf16.pop(step.at) if step.inplace else saved.in_bf16[step.at]
-            values[step.at] = rounded.to(saved.dtypes[step.at])
-            del rounded
-            continue
         node = graph.nodes[step.at]
+        for v, last in step.loads:
+            values[v] = (saved.in_bf16.pop(v) if last else saved.in_bf16[v]).to(saved.dtypes[v])
         if step.kind == "compute":
             inputs, extra = [values[v] for v in node.inputs], saved.extras.get(step.at)
             values[step.at + 1] = ops.recompute(node, inputs, extra, how=how, inplace=step.inplace)
             del inputs, extra
-            continue
-        value = next((values[v] for v in backward_reads(node, step.at)), None)
-        extra, incoming = saved.extras.pop(step.at, None), arrived.pop(step.at + 1)
-        new, of_weights = ops.gradients(node, step, incoming, value, extra, how)
-        del value, extra, incoming
-        for p, g in zip(node.params, of_weights, strict=True):
-            if g is not None:
-                gradients[p] = gradients[p].add_(g) if p in gradients else g
-        for v, join, gradient in zip(node.inputs, step.joins, new, strict=True):
-            if join:
-                arrived[v] = _join(arrived.get(v), gradient.to(saved.dtypes[v]), join)
-        del new, gradient
+        else:
+            value = next((values[v] for v in backward_reads(node, step.at)), None)
+            extra, incoming = saved.extras.pop(step.at, None), arrived.pop(step.at + 1)
+            new, of_weights = ops.gradients(node, step, incoming, value, extra, how)
+            del value, extra, incoming
+            for p, g in zip(node.params, of_weights, strict=True):
+                if g is not None:
+                    gradients[p] = gradients[p].add_(g) if p in gradients else g
+            for v, join, gradient in zip(node.inputs, step.joins, new, strict=True):
+                if join:
+                    arrived[v] = _join(arrived.get(v), gradient.to(saved.dtypes[v]), join)
+            del new, gradient
+        for v in step.frees:
+            values.pop(v, None)
     return arrived.get(0)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kasoku.memory.graph import LayerGraph
 from kasoku.memory.memory_model import ChainSetting, MemoryNeed, memory_need
-from kasoku.memory.schedule import Program, build_program, norms_in_place, values_for_backward
+from kasoku.memory.schedule import Program, build_program, norms_in_place
 
 _LONGEST = 4  # units in a segment
 _CHUNKS = (4, 16)  # images at a time
@@ -39,15 +39,13 @@ class OutsideBytes(NamedTuple):
     Args:
         fixed: weights and optimizer state, all the time.
         head_kept: activations that the layers after the units (the head) keep for backward.
-        copies: copies of the head's weights (autocast's); they do not grow with the batch.
         gradients: gradients of the head that still exist when the units' backward begins.
         gradients_stay: the gradients of units also exist until the step.
-        head_backward: peak of the head's backward, besides what is kept.
+        head_backward: peak of the head's backward, with copies of its weights (autocast's), besides what is kept.
     """
 
     fixed: int
     head_kept: int
-    copies: int
     gradients: int
     gradients_stay: bool
     head_backward: int
@@ -113,9 +111,9 @@ def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int
     yield from in_place
 
 
-def _remedies(graph: LayerGraph, input_gradient: bool) -> Iterator[tuple[str, set[int], bool]]:
+def _remedies(graph: LayerGraph, input_gradient: bool) -> Iterator[tuple[str, frozenset[int], bool]]:
     """(name, the kept values, whether recomputed values are reused), the most kept values first."""
-    full = values_for_backward(graph, input_gradient=input_gradient)
+    full = build_program(graph, range(graph.out + 1), input_gradient=input_gradient).kept
     ends = full & {0, graph.out}
 
     def follows_cheaply(v: int) -> bool:
@@ -179,6 +177,6 @@ def plan_within(
     plans = []
     for plan in fronts[count]:
         kept = plan.kept + outside.head_kept
-        peak = max(plan.peak, outside.fixed + kept + outside.copies + outside.head_backward)
+        peak = max(plan.peak, outside.fixed + kept + outside.head_backward)
         plans.append(plan._replace(kept=kept, peak=peak))
     return min((p for p in plans if p.peak <= budget), key=lambda p: (p.work, p.peak), default=None)
