@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kasoku.core import InputError
-from kasoku.tune.utilization import UtilizationMonitor
+from kasoku.tune.trial import UtilizationMonitor
 
 GPU = torch.device("cuda")
 

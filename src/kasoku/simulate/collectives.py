@@ -67,7 +67,6 @@ class Fastest(LinkModel):
     choices: tuple[tuple[str, LinkModel], ...] = ()
 
     def seconds(self, size: float) -> float:
-        """Seconds of one collective of `size` bytes."""
         return min(link.seconds(size) for _, link in self.choices)
 
     def choice(self, size: float) -> str:

@@ -45,7 +45,6 @@ class FixedPlan(Policy):
     fixed: BucketPlan
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
-        """Returns the plan, whatever the tensors."""
         return self.fixed
 
 

@@ -109,7 +109,6 @@ class SimulatedStep:
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
         return self.compute_s + self.straggler_s + self.exposed_s + self.input_s
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor
 from kasoku.config.recipe import Recipe
 from kasoku.config.toml import resolve, table
 from kasoku.core import Batch, InputError, Job
+from kasoku.tune.measurement import finite_or_none
 from kasoku.tune.sandbox import Sandbox, endless, undisturbed
 
 _SMOOTHING = 0.9  # weight of the earlier steps in the smoothed loss
@@ -85,15 +86,12 @@ class RangeTest:
             "steepest": rate(self.steepest),
             "diverged": rate(self.diverged),
             "samples": [
-                {"lr": lr * s.factor, "loss": _finite(s.loss), "smoothed": _finite(s.smoothed)} for s in self.samples
+                {"lr": lr * s.factor, "loss": finite_or_none(s.loss), "smoothed": finite_or_none(s.smoothed)}
+                for s in self.samples
             ],
             "spent_s": round(self.spent_s, 3),
             "budget_s": budget_s,
         }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def rates_of(recipe: Recipe) -> dict[str, float]:
@@ -178,9 +176,17 @@ def range_test(
             factor = low * (high / low) ** (step / (steps - 1))
             for group, rate in zip(job.optimizer.param_groups, own, strict=True):
                 group["lr"] = rate * factor
-            loss, over = _reduced(job, _step(job, batches), job.clock.now() - started > budget_s)
-            samples.append(RateStep(factor, loss, _smoothed(samples, loss)))
-            if _diverged(samples):
+            own_loss, own_over = _step(job, batches).float(), job.clock.now() - started > budget_s
+            message = torch.stack([own_loss, own_loss.new_tensor(float(own_over))])
+            job.comm.all_reduce(message, op="mean").wait()
+            loss, share_over = message.tolist()
+            over = share_over > 0
+            # the exponentially weighted mean of the losses so far
+            before = samples[-1].smoothed * (1 - _SMOOTHING**step) if samples else 0.0
+            smoothed = (_SMOOTHING * before + (1 - _SMOOTHING) * loss) / (1 - _SMOOTHING ** (step + 1))
+            samples.append(RateStep(factor, loss, smoothed))
+            least = min(s.smoothed for s in samples)
+            if not math.isfinite(loss) or smoothed > max(_DIVERGED * least, samples[0].loss):
                 diverged = diverged or factor
             if step and (over or diverged):  # at least two, or `Seeded` takes the next batch for a part of this step
                 break
@@ -210,26 +216,6 @@ def _step(job: Job, batches: Iterator[Batch]) -> Tensor:
     job.optimizer.step()
     job.optimizer.zero_grad()
     return total / job.accumulate
-
-
-def _reduced(job: Job, loss: Tensor, over: bool) -> tuple[float, bool]:
-    """The mean loss over the ranks, and whether time is over on any of them. Collective."""
-    message = torch.stack([loss.float(), loss.new_tensor(float(over)).float()])
-    job.comm.all_reduce(message, op="mean").wait()
-    mean, share = message.tolist()
-    return mean, share > 0
-
-
-def _smoothed(samples: Sequence[RateStep], loss: float) -> float:
-    """The exponentially weighted mean of the losses so far."""
-    n = len(samples)
-    before = samples[-1].smoothed * (1 - _SMOOTHING**n) if samples else 0.0
-    return (_SMOOTHING * before + (1 - _SMOOTHING) * loss) / (1 - _SMOOTHING ** (n + 1))
-
-
-def _diverged(samples: Sequence[RateStep]) -> bool:
-    last, least = samples[-1], min(s.smoothed for s in samples)
-    return not math.isfinite(last.loss) or last.smoothed > max(_DIVERGED * least, samples[0].loss)
 
 
 @contextmanager

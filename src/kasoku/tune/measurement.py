@@ -58,10 +58,6 @@ class Measurement:
         """The median's standard error, as a share of it; 0 where it failed."""
         return 0.0 if self.failed else (self.high_s - self.low_s) / 4 / self.step_s
 
-    def epoch_s(self, images: int) -> float:
-        """Seconds for this many images."""
-        return math.inf if self.failed else images / self.images_per_s
-
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """(median, low, high) of at least one value: two standard errors of the median to each side, by the MAD."""
@@ -133,16 +129,6 @@ class Limits:
         """The largest multiple."""
         return self.most // self.multiple * self.multiple
 
-    @property
-    def begin(self) -> int:
-        """The multiple nearest to `start`, within the limits."""
-        return min(max(round(self.start / self.multiple) * self.multiple, self.first), self.last)
-
-    @property
-    def over(self) -> bool:
-        """Whether time is over."""
-        return self.clock.now() >= self.until_s
-
 
 @dataclass(frozen=True)
 class BatchSizeResult:
@@ -182,16 +168,17 @@ class BatchSizeResult:
         for sample, epochs in zip(self.samples, self.epochs or [None] * len(self.samples), strict=True):
             goodput = sample.images_per_s / epochs if epochs else None
             derived = {"images_per_s": sample.images_per_s, "epochs": epochs, "goodput": goodput}
-            samples.append({k: _finite_or_none(v) for k, v in (asdict(sample) | derived).items()})
+            samples.append({k: finite_or_none(v) for k, v in (asdict(sample) | derived).items()})
         document = {"what": "minibatch", "chosen": self.batch, **asdict(self), "samples": samples}
-        return {k: _finite_or_none(v) for k, v in document.items() if k not in ("batch", "epochs")}
+        return {k: finite_or_none(v) for k, v in document.items() if k not in ("batch", "epochs")}
 
     def save(self, path: Path) -> None:
         """Writes tuning.json. Raises InputError where the file cannot be written."""
         write_atomically(path, lambda part: part.write_text(json.dumps(self.as_json(), indent=1)))
 
 
-def _finite_or_none(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
+    """None for a number that is not finite, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -246,19 +233,9 @@ class SizeSearch:
         return [good[batch] for batch in sorted(good)]
 
     @property
-    def first(self) -> Measurement:
-        """The first measurement that did not fail."""
-        return next(s for s in self.samples if not s.failed)
-
-    @property
-    def last(self) -> Measurement | None:
-        """The last measurement that did not fail."""
-        return next((s for s in reversed(self.samples) if not s.failed), None)
-
-    @property
     def over(self) -> bool:
         """Whether time is over; never before the first size."""
-        return bool(self.samples) and (self.late or self.limits.over)
+        return bool(self.samples) and (self.late or self.limits.clock.now() >= self.limits.until_s)
 
     def result(
         self, batch: int, why: str, *, epochs: Callable[[int], float] | None = None, in_time: bool = True

@@ -243,10 +243,10 @@ def undisturbed(job: Job) -> Iterator[None]:
     """
     plain = job.plain_loader
     kept = copy.deepcopy(plain.state_dict()) if hasattr(plain, "state_dict") else None
-    samplers = (getattr(plain, "sampler", None), getattr(getattr(plain, "batch_sampler", None), "sampler", None))
-    # those from which a torch DataLoader draws its order
-    drawn = {id(g): g for g in (getattr(thing, "generator", None) for thing in (plain, *samplers))}
-    generators = [(g, g.get_state()) for g in drawn.values() if isinstance(g, torch.Generator)]
+    # a torch DataLoader draws its order from the generators of these
+    drawing = (plain, getattr(plain, "sampler", None), getattr(getattr(plain, "batch_sampler", None), "sampler", None))
+    generators = [g for g in (getattr(thing, "generator", None) for thing in drawing) if isinstance(g, torch.Generator)]
+    drawn = [generator.get_state() for generator in generators]
     mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
     states = np.random.get_state(), random.getstate()
     unchanged: AbstractContextManager[Any] = nullcontext()
@@ -262,7 +262,7 @@ def undisturbed(job: Job) -> Iterator[None]:
         random.setstate(states[1])
         if mps is not None:
             torch.mps.set_rng_state(mps)
-        for generator, state in generators:
+        for generator, state in zip(generators, drawn, strict=True):
             generator.set_state(state)
         if kept is not None and hasattr(plain, "load_state_dict") and not isinstance(plain, Loader):
             plain.load_state_dict(kept)

@@ -68,12 +68,10 @@ class OneOf:
             raise InputError("choices = []: an empty range; give at least one value")
 
     def proposed(self, trial: Any, path: str) -> str:
-        """The value proposed by Optuna's trial, as TOML."""
         return str(trial.suggest_categorical(path, self.examples))
 
     @property
     def examples(self) -> tuple[str, ...]:
-        """Its values, as TOML."""
         return tuple(map(toml, self.choices))
 
 

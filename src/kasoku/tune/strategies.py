@@ -47,8 +47,9 @@ class _Growth:
 
     def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
         """The size at convergence, or the last one that ran; when time is over, the best so far."""
-        tries, assessed = SizeSearch(measure, limits), dict[int, _Assessment]()
-        size, step, grow, checked = limits.begin, 1, True, math.nan
+        tries, ran, assessed = SizeSearch(measure, limits), list[Measurement](), dict[int, _Assessment]()
+        size = min(max(round(limits.start / limits.multiple) * limits.multiple, limits.first), limits.last)
+        step, grow, checked = 1, True, math.nan
         for loop in range(_MAX_LOOPS + 1):
             if tries.over:
                 batch = min((s.batch for s in tries.good), key=lambda b: assessed[b].loss)
@@ -61,7 +62,8 @@ class _Growth:
             if sample.failed:
                 size = max(limits.first, size // 2 // limits.multiple * limits.multiple)
             else:
-                assessment = assessed[size] = self._assess(sample, tries.first, limits)
+                ran.append(sample)
+                assessment = assessed[size] = self._assess(sample, ran[0], limits)
                 if loop % _CHECK_EVERY == 0 or len(assessed) == 1:
                     if abs(assessment.settled_by - checked) <= self.near:
                         return tries.result(size, f"{assessment.why}, converged in {loop} loops")
@@ -70,7 +72,7 @@ class _Growth:
                 size = min(max(size + (step if grow else -step) * limits.multiple, limits.first), tries.most)
             if size == before:
                 break
-        last, end = tries.last or tries.good[-1], tries.samples[-1]  # `good` raises where no size worked
+        last, end = (ran or tries.good)[-1], tries.samples[-1]  # `good` raises where no size worked
         why = f"; batch {end.batch}: {end.failed}" if end.failed else f", after {len(tries.samples) - 1} loops"
         return tries.result(last.batch, assessed[last.batch].why + why)
 
@@ -130,7 +132,6 @@ class Throughput:
         _check_gain(self.least_gain)
 
     def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
-        """The size with the most images a second."""
         tries = SizeSearch(measure, limits)
         best, in_time = search_sizes(tries, lambda batch, step_s: batch / step_s, least_gain=self.least_gain)
         return tries.result(best.batch, _most(best, tries), in_time=in_time)
@@ -171,7 +172,6 @@ class TimeToTarget:
         return Needs(noise=not self.epochs, brief=True)
 
     def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
-        """The size with the most images a second, weighted by their worth."""
         if self.epochs:
             limits = replace(
                 limits, least=max(limits.least, self.epochs[0][0]), most=min(limits.most, self.epochs[-1][0])
