@@ -84,7 +84,13 @@ def folder(  # noqa: PLR0913
     if is_remote(where):
         store, address = Store(where, cache=cache, cache_bytes=cache_bytes), urlsplit(where)
         top, name = root.rstrip("/"), PurePosixPath(address.path).name or str(address.hostname)
-        listing = once(where, lambda: _list_store(store, top), lambda got: store.learn(_paths_in_store(got[0]), got[1]))
+
+        def scan() -> Listing:
+            """Lists the folder, with size and version of each image where the source lists them (http does not)."""
+            parts = arranged(look_in(store.list()), top)
+            return parts, store.facts(_paths_in_store(parts))
+
+        listing = once(where, scan, lambda got: store.learn(_paths_in_store(got[0]), got[1]))
         prefix, split = "", partial(FarFiles, store=store)
     else:
         home = Path(where.removeprefix("file://")).expanduser()
@@ -150,12 +156,6 @@ def _train_and_test(parts: Parts, top: str, validation: float, seed: int) -> lis
         )
     kept = {name: [file for file in files if file not in held[name]] for name, files in whole.items()}
     return [(home, kept), (home, {name: sorted(files) for name, files in held.items()})]
-
-
-def _list_store(store: Store, top: str) -> Listing:
-    """Lists a remote folder, with size and version of each image where the source lists them (http does not)."""
-    parts = arranged(look_in(store.list()), top)
-    return parts, store.facts(_paths_in_store(parts))
 
 
 def _paths_in_store(parts: Parts) -> list[str]:

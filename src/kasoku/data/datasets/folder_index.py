@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -177,52 +176,44 @@ class OneScan:
     all lists at once. Meanwhile the other ranks build theirs, and wait only when they need a list. So there is one
     collective, whatever the number of folders and whichever rank fails. A data set without folders waits for nothing.
     A list is found by the root in the recipe, which may be another path on each host ($VARIABLES). If rank 0 has not
-    listed a folder, a rank lists it itself. The lists are dropped when the data set is built.
+    listed a folder, a rank lists it itself.
     """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._listings: dict[str, Listing] = {}
-        self._failed = ""
-        self._built = threading.Event()
-        self._shared: Future[None] = Future()
+        self._listings: dict[str, Listing] = {}  # of rank 0, while it builds
+        self._message: Future[bytes] = Future()  # rank 0's lists, and why its data set failed; compressed
 
     def build(self, make: Callable[[], T]) -> T:
         """Runs make(), which builds the data set. All ranks call `broadcast` in parallel; those above 0 also before."""
         if self._comm.size == 1:
             return make()
-        before = _ONE_SCAN.set(self)
+        failed, before = "", _ONE_SCAN.set(self)
         try:
             return make()
         except Exception as error:
-            self._failed = str(error) or type(error).__name__
+            failed = str(error) or type(error).__name__
             raise
         finally:
             _ONE_SCAN.reset(before)
-            self._built.set()
-            if self._shared.done():
-                self._listings.clear()
+            if self._comm.rank == 0:
+                self._message.set_result(_packed({"listings": self._listings, "failed": failed}))
+                self._listings = {}
 
     def broadcast(self) -> None:
         """Sends rank 0's lists to the other ranks once its data set is built; a collective."""
-        message = b""
         if self._comm.rank == 0:
-            self._built.wait()
-            message = _packed({"listings": self._listings, "failed": self._failed})
-        message = self.before_broadcast(lambda: self._comm.broadcast_object(message))
-        if self._comm.rank > 0:
-            received = _unpacked(message)
-            self._listings, self._failed = received["listings"], received["failed"]
-        self._shared.set_result(None)
-        if self._built.is_set():  # `build` has ended already
-            self._listings.clear()
+            self._comm.broadcast_object(self._message.result())
+        else:
+            self._message.set_result(self.before_broadcast(lambda: self._comm.broadcast_object(b"")))
 
     def before_broadcast(self, f: Callable[[], T]) -> T:
         """Runs f(), without which no broadcast can follow: if it fails, threads that wait for the lists fail too."""
         try:
             return f()
         except BaseException as error:
-            self._shared.set_exception(error)
+            if self._comm.rank > 0:
+                self._message.set_exception(error)
             raise
 
     def listing(self, root: str, scan: Callable[[], Listing], take: Callable[[Listing], None]) -> Listing:
@@ -230,13 +221,13 @@ class OneScan:
         if self._comm.rank == 0:
             self._listings[root] = scan()
             return self._listings[root]
-        self._shared.result()
-        listing = self._listings.get(root)
-        if listing is not None:
+        message = _unpacked(self._message.result())
+        if root in message["listings"]:
+            listing: Listing = message["listings"][root]
             take(listing)
             return listing
-        if self._failed:
-            raise InputError(self._failed)
+        if message["failed"]:
+            raise InputError(message["failed"])
         return scan()
 
 

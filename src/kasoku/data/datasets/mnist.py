@@ -40,9 +40,14 @@ def idx(root: str = "", classes: Sequence[str] = (), *, name: str = "idx") -> Da
             f"{name}: no data in {', '.join(map(str, tried))}; looked for {', '.join(_STEMS)}, each plain or .gz; "
             "give root=<folder that holds them>"
         )
+    paths = []
+    for stem in _STEMS:
+        path = _file(folder, stem)
+        if path is None:
+            raise InputError(f"{folder / stem}: missing (nor is there a {stem}.gz); {name} needs {', '.join(_STEMS)}")
+        paths.append(path)
     splits = []
-    for images_stem, labels_stem in (_STEMS[:2], _STEMS[2:]):
-        images_path, labels_path = _need(folder, images_stem, name), _need(folder, labels_stem, name)
+    for images_path, labels_path in (paths[:2], paths[2:]):
         images_NHW, labels_N = read_idx(images_path, 3), read_idx(labels_path, 1).astype(np.int64)
         if len(images_NHW) != len(labels_N):
             raise InputError(
@@ -93,10 +98,3 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
 
 def _file(folder: Path, stem: str) -> Path | None:
     return next((path for path in (folder / stem, folder / f"{stem}.gz") if path.is_file()), None)
-
-
-def _need(folder: Path, stem: str, name: str) -> Path:
-    path = _file(folder, stem)
-    if path is None:
-        raise InputError(f"{folder / stem}: missing (nor is there a {stem}.gz); {name} needs {', '.join(_STEMS)}")
-    return path

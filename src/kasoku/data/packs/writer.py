@@ -276,7 +276,7 @@ def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
         if not bytes_each:
             raise InputError(f"{dataset.name}: no image can be packed: {_named([str(data) for data in images])}")
         facts["images_per_shard"] = max(1, shard_bytes * len(bytes_each) // sum(bytes_each))
-        _write_facts(run.home, facts)
+        write_text(run.home / "pack.json", json.dumps(facts, indent=1) + "\n")
         return facts
     for name in _SETTINGS:
         if before.get(name) != facts[name]:
@@ -299,7 +299,7 @@ def _finished(run: _Run, dataset: Dataset, facts: dict[str, Any]) -> str:
             shard = {"file": file, "images": len(index.names), "bytes": index.shard_bytes, "sha256": index.sha256}
             facts["shards"].append(shard | {"index_sha256": table})
         facts["counts"][part] = count
-    _write_facts(run.home, facts | {"bad": run.bad, "whole": True})
+    write_text(run.home / "pack.json", json.dumps(facts | {"bad": run.bad, "whole": True}, indent=1) + "\n")
     images, megabytes = sum(facts["counts"].values()), sum(shard["bytes"] for shard in facts["shards"]) / 1e6
     line = f"{images:,} images of {len(facts['classes'])} classes, {megabytes:,.1f} MB in {len(facts['shards'])} shards"
     return f"{run.home}: {line}" + (f"; {len(run.bad)} left out: {_named(run.bad)}" if run.bad else "")
@@ -307,10 +307,6 @@ def _finished(run: _Run, dataset: Dataset, facts: dict[str, Any]) -> str:
 
 def _named(bad: list[str]) -> str:
     return ", ".join([*bad[:10], *(["..."] if len(bad) > 10 else [])])
-
-
-def _write_facts(home: Path, facts: dict[str, Any]) -> None:
-    write_text(home / "pack.json", json.dumps(facts, indent=1) + "\n")
 
 
 def _baseline(data: bytes) -> bool:
