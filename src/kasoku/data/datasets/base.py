@@ -246,22 +246,16 @@ def places(root: str, name: str, below: Sequence[str]) -> list[Path]:
     If `root` is empty, the roots are $KASOKU_DATA/<name> and $KASOKU_DATA.
     """
     home = os.environ.get("KASOKU_DATA", "")
-    if root:
-        tops = [Path(root).expanduser()]
-    elif home:
-        tops = [Path(home).expanduser() / name, Path(home).expanduser()]
-    else:
+    if not root and not home:
         raise InputError(
             f"{name}: no root given and $KASOKU_DATA is not set; "
             f"give root=<folder> or set $KASOKU_DATA to the folder that holds {name}/"
         )
+    tops = [Path(root).expanduser()] if root else [Path(home).expanduser() / name, Path(home).expanduser()]
     folders = [place for top in tops for place in (top, *(top / sub for sub in below)) if place.is_dir()]
     if not folders:
-        raise InputError(
-            f"{name}: no folder {tops[0]}"
-            + ("" if root else " (from $KASOKU_DATA)")
-            + "; give root=<folder that holds the data>"
-        )
+        origin = "" if root else " (from $KASOKU_DATA)"
+        raise InputError(f"{name}: no folder {tops[0]}{origin}; give root=<folder that holds the data>")
     return folders
 
 

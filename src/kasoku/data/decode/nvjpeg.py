@@ -113,7 +113,7 @@ class Jpegs:
     def take(self, index: int, source: bytes | np.ndarray, box: Callable[[int, int], Box], *, name: str = "") -> bool:
         """Whether this image will be decoded with its batch; if not, the caller crops it now."""
         size = native.jpeg_size(source) if isinstance(source, bytes) else None
-        if not isinstance(source, bytes) or size is None or size[0] * size[1] > _LARGEST:
+        if size is None or size[0] * size[1] > _LARGEST:
             return False
         on_cpu = functools.partial(crop, source, box, name=name)
         data = torch.frombuffer(bytearray(source), dtype=torch.uint8)  # a copy: torch wants memory it may write to

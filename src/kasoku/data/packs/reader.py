@@ -276,19 +276,15 @@ def _part(file: str) -> str:
 
 def _indexed(top: str, store: Store, file: str, cache: str) -> Index:
     """The index of one shard, from the cache or from its headers; a damaged index is built anew."""
-    whole = store.size(file)
     version = store.version(file)
     if not version:  # a new file of the same size would not be noticed
         return walk(top, store, file)
-    known = f"{top}\n{os.path.expandvars(store.root)}\n{file}\n{whole}\n{version}"
+    known = f"{top}\n{os.path.expandvars(store.root)}\n{file}\n{store.size(file)}\n{version}"
     key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]
     kept = cache_folder(cache) / "shards" / f"{key}.npz"
     try:
-        index = Index.load(kept.read_bytes())
-        if index.shard_bytes == whole:
-            return index
+        return Index.load(kept.read_bytes())
     except (OSError, Damaged):
-        pass
-    index = walk(top, store, file)
-    keep(kept, index.dump())
-    return index
+        index = walk(top, store, file)
+        keep(kept, index.dump())
+        return index
