@@ -1,6 +1,13 @@
-"""The blocks of a model: its parts in order, which are compiled and frozen one by one."""
+"""The blocks of a model: its parts in order, which are compiled, timed and frozen one by one; hooks on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import nn
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def blocks(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -14,3 +21,13 @@ def blocks(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
         stage = isinstance(child, nn.Sequential | nn.ModuleList) and any(len(list(c.children())) for c in child)
         result += blocks(child, f"{prefix}{name}.") if stage else [(f"{prefix}{name}", child)]
     return result
+
+
+def ignores_values(hook: F) -> F:
+    """Declares that a module hook neither changes inputs and outputs nor depends on their values.
+
+    A technique may then call the hook with other tensors, or leave out a forward hook, where it runs several layers at
+    once (`SavedMemory`). Layers with any other hook run as torch runs them.
+    """
+    hook.ignores_values = True  # type: ignore[attr-defined]
+    return hook

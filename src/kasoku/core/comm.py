@@ -57,6 +57,7 @@ class Comm(Protocol):
 
     def broadcast_object(self, thing: T, *, root: int = 0) -> T:
         """The root's object, on every rank; waits."""
+        return self.gather_objects(thing)[root]
 
     def gather_objects(self, thing: T) -> list[T]:
         """Every rank's object in rank order, on every rank; waits."""
@@ -107,24 +108,17 @@ class Solo(Comm):
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
         return _Done()
 
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        return self.all_gather(out, x)
-
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         out.copy_(x.view_as(out))
         return _Done()
 
-    def all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        return self.all_gather(out, x)
+    reduce_scatter = all_to_all = all_gather
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
         raise InputError(f"send to rank {to}: this job has one rank")
 
     def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
         raise InputError(f"receive from rank {source}: this job has one rank")
-
-    def broadcast_object(self, thing: T, *, root: int = 0) -> T:
-        return thing
 
     def gather_objects(self, thing: T) -> list[T]:
         return [thing]

@@ -25,12 +25,14 @@ from torch.utils.hooks import RemovableHandle
 from kasoku.core.comm import Comm, Solo
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.partial_step import Hyper, partial_step
 from kasoku.core.technique import Technique
+from kasoku.core.torch_internals import remove_step_hooks
 from kasoku.core.trace import Trace
 
 Batch = tuple[Tensor, Tensor]
+Hyper = list[dict[str, Any]]
 Around = Callable[[], AbstractContextManager[object]]
+_SET_BY_TORCH = ("_need_device_dtype_check_for_fused",)  # by torch's own step() on itself; no state of the rule
 
 
 class Stateful(Protocol):
@@ -205,7 +207,9 @@ class Job:
         return self
 
     def update(self, params: Iterable[Tensor], hyper: Hyper | None = None) -> None:
-        """The optimizer's own step on some of its parameters, then the `after_update` hooks.
+        """The optimizer's own step on some of its parameters, without its step hooks; then the `after_update` hooks.
+
+        A twin of the optimizer, which shares its state, steps on parameter groups that hold these parameters only.
 
         Args:
             params: parameters with their gradients in `p.grad`.
@@ -214,7 +218,27 @@ class Job:
         Raises:
             InputError: for an optimizer with state outside `state[p]`, which this would change for all parameters.
         """
-        self.run_after_update(partial_step(self.optimizer, set(params), hyper))
+        optimizer, part = self.optimizer, set(params)
+        settings = optimizer.param_groups if hyper is None else hyper
+        twin = object.__new__(type(optimizer))
+        vars(twin).update({k: v for k, v in vars(optimizer).items() if k != "step"})
+        remove_step_hooks(twin)
+        twin.param_groups = [
+            {**own, "params": [p for p in group["params"] if p in part]}
+            for group, own in zip(optimizer.param_groups, settings, strict=True)
+        ]
+        before = {k: v for k, v in vars(twin).items() if k not in ("state", "param_groups")}
+        type(optimizer).step(twin)
+        changed = [k for k, v in vars(twin).items() if k in before and before[k] is not v and k not in _SET_BY_TORCH]
+        groups = zip(twin.param_groups, settings, strict=True)
+        changed += [f"param_groups[{k!r}]" for g, h in groups for k in g if k != "params" and g[k] is not h[k]]
+        if changed or not all(isinstance(key, Tensor) for key in optimizer.state):
+            what = f"self.{changed[0]}" if changed else "state of its own"
+            raise InputError(
+                f"optimizer {type(optimizer).__name__} keeps {what} outside state[p], so a part of the model cannot be "
+                "updated alone: use a rule that keeps its state per parameter, or leave the technique out"
+            )
+        self.run_after_update([p for group in optimizer.param_groups for p in group["params"] if p in part])
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of one batch; its loss is divided by `accumulate`, so that a step takes the mean."""

@@ -7,8 +7,10 @@ detected at once and named. torch's CPU random state travels with the turn: each
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -42,7 +44,8 @@ class _Shared:
     def __init__(self, size: int) -> None:
         self.size = size
         self.turns = [threading.Semaphore(0) for _ in range(size)]
-        self.collectives: dict[tuple[str, int], _Collective] = {}
+        self.collectives: dict[int, _Collective] = {}
+        self.messages: dict[tuple[int, int, int, int], Tensor] = {}  # by sender, receiver, tag and number
         self.waiting: dict[int, tuple[str, Callable[[], bool]]] = {}
         self.ended: set[int] = set()
         self.failure: BaseException | None = None
@@ -70,7 +73,7 @@ class _ThreadWork(Work):
         self._read = False
 
     def done(self) -> bool:
-        return self._ready()
+        return self._read or self._ready()
 
     def wait(self) -> None:
         if not self._read:
@@ -85,7 +88,7 @@ class _ThreadComm(Comm):
     def __init__(self, shared: _Shared, rank: int, clock: Clock) -> None:
         self.rank, self.size, self.clock = rank, shared.size, clock
         self._shared = shared
-        self._counts: dict[str, int] = {}
+        self._numbers: dict[object, Iterator[int]] = defaultdict(itertools.count)
 
     def block(self, what: str, ready: Callable[[], bool]) -> None:
         """Gives the turn away until `ready()`; also when it is ready already, so that turns are regular."""
@@ -100,9 +103,8 @@ class _ThreadComm(Comm):
             raise shared.failure
 
     def _join(self, what: str, part: Any, finish: Callable[[list[Any]], Any]) -> tuple[str, _Collective]:
-        number = self._counts["all"] = self._counts.get("all", -1) + 1
-        collective = self._shared.collectives.setdefault(("all", number), _Collective(what))
-        name = f"collective {number} ({collective.what})"
+        number = next(self._numbers["collective"])
+        collective = self._shared.collectives.setdefault(number, _Collective(what))
         if collective.what != what:
             peers = f"the other ranks call {collective.what}"
             raise InputError(f"rank {self.rank} calls {what}, {peers} (collective {number})")
@@ -110,8 +112,8 @@ class _ThreadComm(Comm):
         if len(collective.parts) == self.size:
             collective.result = finish([collective.parts[r] for r in range(self.size)])
             collective.finished = True
-            del self._shared.collectives["all", number]
-        return name, collective
+            del self._shared.collectives[number]
+        return f"collective {number} ({what})", collective
 
     def _collective(
         self,
@@ -147,32 +149,28 @@ class _ThreadComm(Comm):
             "all_to_all", x, out, torch.cat, lambda x: x.view(self.size, self.size, -1)[:, self.rank]
         )
 
-    def _message(self, sender: int, receiver: int, tag: int) -> tuple[str, _Collective, Callable[[], object]]:
-        route = f"{sender}->{receiver}" + (f" by tag {tag}" if tag else "")
-        mine = f"{'sent' if self.rank == sender else 'received'} {route}"
-        number = self._counts[mine] = self._counts.get(mine, -1) + 1
-        name = f"message {number} from rank {sender} to rank {receiver}"
-        collectives = self._shared.collectives
-        message = collectives.setdefault((route, number), _Collective(name))
-        return name, message, lambda: collectives.pop((route, number))
+    def _message(self, sender: int, receiver: int, tag: int) -> tuple[str, tuple[int, int, int, int]]:
+        """The name and the key of the next message from one rank to another."""
+        number = next(self._numbers[self.rank == sender, sender, receiver, tag])
+        return f"message {number} from rank {sender} to rank {receiver}", (sender, receiver, tag, number)
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
-        name, message, _ = self._message(self.rank, to, tag)
-        message.result, message.finished = x.detach().clone(), True
+        name, key = self._message(self.rank, to, tag)
+        self._shared.messages[key] = x.detach().clone()
         return _ThreadWork(self, name, lambda: True, lambda: None)
 
     def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
-        name, message, delete = self._message(source, self.rank, tag)
+        name, key = self._message(source, self.rank, tag)
+        messages = self._shared.messages
 
         def read() -> None:
             with torch.no_grad():
-                x.copy_(message.result)
-            delete()
+                x.copy_(messages.pop(key))
 
-        return _ThreadWork(self, name, lambda: message.finished, read)
+        return _ThreadWork(self, name, lambda: key in messages, read)
 
     def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
-        number = self._counts["sub"] = self._counts.get("sub", -1) + 1
+        number = next(self._numbers["sub"])
         mine = tuple(next(ranks for ranks in groups if self.rank in ranks))
         shared = self._shared.subs.setdefault((number, mine), _Shared(len(mine)))
         comm = _ThreadComm(shared, mine.index(self.rank), self.clock)

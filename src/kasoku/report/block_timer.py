@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Job
-from kasoku.core.blocks import blocks
-from kasoku.core.hooks import ignores_values
+from kasoku.core.blocks import blocks, ignores_values
 
 BlockEvent = Callable[[str, str], None]  # (block, "forward" | "ended" | "backward")
 

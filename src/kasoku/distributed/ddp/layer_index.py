@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor, nn
 
 from kasoku.core import Job
-from kasoku.core.blocks import blocks
-from kasoku.core.hooks import ignores_values
+from kasoku.core.blocks import blocks, ignores_values
 from kasoku.distributed.ddp.cost_model import Sized
 
 
