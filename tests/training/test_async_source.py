@@ -231,8 +231,8 @@ def test_a_signal_to_one_rank_stops_all_and_resuming_goes_on(tmp_path, monkeypat
     own_request, run, asked = Trainer.own_request, tmp_path / "run", recipe("epochs=1")
 
     def signalled(self: Trainer) -> Request:
-        late = self.job.comm.rank == 1 and getattr(self.job.plain_loader.deal, "last", 0) >= 10
-        return Request(stop="SIGTERM") if late else own_request(self)
+        late = self.job.comm.rank == 1 and self.job.plain_loader.last_share >= 10
+        return Request(stop=signal.SIGTERM) if late else own_request(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "own_request", signalled)
@@ -299,7 +299,7 @@ def test_a_rank_that_gets_no_share_ends_nothing(tmp_path):
             return ask(wish)
 
         exchange.share_of_data = late
-        training.job.before_step(lambda: steps.append(plain.deal.last))
+        training.job.before_step(lambda: steps.append(plain.last_share))
         with run_folder(comm, tmp_path / "run", resume=False) as run:
             return fit(training, run, started=process_start(), quiet=True), len(steps)
 

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ from helpers.grids import covering
 from helpers.photos import photos_command
 from kasoku.cli import main
 from kasoku.config.recipe import load
-from kasoku.core import Comm, InputError, Solo, Threads, Trace
+from kasoku.core import Comm, InputError, Solo, Threads
 from kasoku.data import Dataset, GoneError, loader, order
 from kasoku.data.loading import file_executor
-from kasoku.data.loading.device_prefetch import DevicePrefetch
 from kasoku.distributed.consensus import SharedInputError
 from kasoku.distributed.counting_comm import BUSY, STALLED, Activity
 from kasoku.training.batches import BatchBarrier
@@ -262,23 +260,11 @@ def test_images_gone_while_statistics_are_measured_have_all_save(tmp_path: Path)
     assert steps_saved(tmp_path) == [5]
 
 
-class Ahead(DevicePrefetch):
-    """Copies that begin ahead of their turn, as on a GPU."""
-
-    def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
-        super().__init__(device, trace)
-        self.stream = object()  # type: ignore[assignment]
-
-    def start(self, images_NHWC: torch.Tensor, y_N: torch.Tensor, index_N: torch.Tensor, jpegs: object) -> Any:
-        return (images_NHWC, y_N, index_N), None
-
-
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_a_batch_that_fails_while_copied_ahead_is_told_in_its_turn(
     tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_executor, "DevicePrefetch", Ahead)
-    monkeypatch.setattr("torch.cuda.stream", nullcontext)
+    monkeypatch.setattr(file_executor._Iteration, "copies_ahead", True)  # as on a GPU
     monkeypatch.setattr(file_executor.PendingBatch, "ready", property(lambda batch: bool(wait(batch.chunks))))
     lost: list[Lost] = [{}, {"train": {shown(0, batch, 5): GoneError(LINE)}}]
     zero, one = Threads(2).run(lambda comm: trained(comm, tmp_path, lost=lost[comm.rank]))

@@ -60,9 +60,9 @@ class AsyncSource:
                             return
             else:
                 exchange.deal(first * size, end * size)
-                with loader.deal_from(lambda: exchange.share_of_data(any(self._update_request()))) as deal:
+                with loader.deal_from(lambda: exchange.share_of_data(any(self._update_request()))):
                     for batch in own_batches(job.loader, self.state.activity):
-                        number = deal.last // size  # all shares of a batch have the same progress
+                        number = loader.last_share // size  # all shares of a batch have the same progress
                         job.set_progress(epoch + number / len(loader))
                         yield batch
         except InputError as error:

@@ -60,15 +60,15 @@ class SyncSource:
 def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Batch]:
     """The rest of an epoch. If the input of one rank fails, all ranks raise before that batch. Collective."""
     loader = job.plain_loader
-    iterator = iter(job.loader)
     if job.comm.size == 1 or getattr(loader, "skipped", None) is None:  # memory does not fail
-        yield from iterator
+        yield from job.loader
         return
+    own = own_batches(job.loader, activity)
     while True:
         batch: list[Batch] = []
         failure: InputError | None = None
         try:
-            batch.extend(_next(iterator, activity))
+            batch.extend(islice(own, 1))
         except InputError as error:
             failure = error
         if not batch and not failure:
@@ -83,14 +83,12 @@ def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Bat
 def own_batches(loader: Iterable[Batch], activity: Activity) -> Iterator[Batch]:
     """This rank's batches, whether or not the other ranks have one."""
     iterator = iter(loader)
-    while batch := _next(iterator, activity):
-        yield batch.pop()
-
-
-def _next(iterator: Iterator[Batch], activity: Activity) -> list[Batch]:
-    """The next batch, or an empty list; nothing else holds it, so its memory is free after its step."""
-    with activity.busy("input", _INPUT_S):
-        return [*islice(iterator, 1)]
+    while True:
+        with activity.busy("input", _INPUT_S):
+            batch = [*islice(iterator, 1)]
+        if not batch:
+            return
+        yield batch.pop()  # nothing here holds it, so its memory is free after its step
 
 
 class BatchBarrier:

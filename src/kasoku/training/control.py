@@ -19,29 +19,20 @@ _SAME_S = 0.3  # a parent that is killed signals its children once for each of i
 
 
 class Request(NamedTuple):
-    """What a rank, or all ranks together, request between steps.
+    """What a rank, or all ranks together, request between steps; the maxima over ranks are the request of them all.
 
-    Fields: `save`: a checkpoint is due; `stop`: the name of the signal that was caught, or ""; `failed`: the rank
+    Fields: `save`: a checkpoint is due; `stop`: the number of the signal that was caught, or 0; `failed`: the rank
     cannot go on, so the ranks must meet.
     """
 
     save: bool = False
-    stop: str = ""
+    stop: int = 0
     failed: bool = False
-
-    def encode(self) -> tuple[float, float, float]:
-        """As numbers: their maxima over the ranks are the request of all ranks together."""
-        return float(self.save), float(signal.Signals[self.stop]) if self.stop else 0.0, float(self.failed)
-
-    @classmethod
-    def decode(cls, save: float, stop: float, failed: float) -> Request:
-        """The opposite of `encode`."""
-        return cls(bool(save), signal.Signals(int(stop)).name if stop else "", bool(failed))
 
     @classmethod
     def merge(cls, requests: Iterable[Request]) -> Request:
         """The request of several ranks together."""
-        return cls.decode(*map(max, zip(*(request.encode() for request in requests), strict=True)))
+        return cls(*map(max, zip(*requests, strict=True)))
 
 
 class ControlChannel:
@@ -71,12 +62,13 @@ class ControlChannel:
             return None
         now = self._comm.clock.now()
         step_s = (now - self._since) / self._steps
-        *values, slowest_s = self.close() or (*Request().encode(), 0.0)
-        self._values = torch.tensor([*request.encode(), step_s], dtype=torch.float64)
+        *values, slowest_s = self.close() or (*Request(), 0.0)
+        self._values = torch.tensor([*map(float, request), step_s], dtype=torch.float64)
         self._work = self._comm.all_reduce(self._values, op="max")
         self._gap = max(1, min(1000, math.floor(_EVERY_S / slowest_s))) if slowest_s else 1
         self._steps, self._since = 0, now
-        return Request.decode(*values)
+        save, stop, failed = map(int, values)
+        return Request(bool(save), stop, bool(failed))
 
     def close(self) -> list[float] | None:
         """Ends the exchange under way."""

@@ -141,8 +141,8 @@ def _take_turns(
         for i, (training, run) in enumerate(zip(trainings, runs, strict=True)):
             if i > 0:
                 training.start.note("members before", started, training.start.began)
-            trainer = Trainer(training, run, started=started, resume=resume, quiet=quiet or i > 0)
-            trainers.append(stack.enter_context(trainer))
+            trainers.append(Trainer(training, run, started=started, resume=resume, quiet=quiet or i > 0))
+            stack.callback(trainers[-1].metrics.close)
         caught = stack.enter_context(signals())
         turns = [_turns(trainer, caught) for trainer in trainers]
         training_members = [i for i, turn in enumerate(turns) if next(turn)]

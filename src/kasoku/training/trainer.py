@@ -5,10 +5,11 @@ or returns with `stopped` set by SIGINT or SIGTERM (75: resume it).
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from importlib import import_module
-from types import TracebackType
-from typing import Any, Self
+from signal import Signals
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ from kasoku.training.validation import Validation
 
 
 class Trainer:
-    """A training from its first batch, or from a checkpoint, to its result; a context manager.
+    """A training from its first batch, or from a checkpoint, to its result; its `metrics` are to be closed.
 
     Note: two kinds of training. Synchronous ranks meet after every step, ranks that do not wait for each other
     (Asynchronous) only now and then: each meeting is a sync point. Only the batch source differs.
@@ -67,12 +68,6 @@ class Trainer:
         self.source: AsyncSource | SyncSource = source(self.state, self.metrics, self.own_request)
         self.caught: Sequence[str] = ()  # names of the signals that this rank caught
         self.stopped: str | None = None  # the signal that ends the training, once all ranks know of it
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.metrics.close()
 
     @property
     def ended(self) -> bool:
@@ -113,13 +108,13 @@ class Trainer:
         """A sync point: evaluates and saves if that is due. Collective; drains if it does either."""
         request = self.source.sync()
         self.validation.run_if_due()
-        self.stopped = request.stop or None
+        self.stopped = Signals(request.stop).name if request.stop else None
         if self.checkpointing.is_due_by_steps() or (request.save and not request.stop):
             self.checkpointing.save()
 
     def own_request(self) -> Request:
         """What this rank asks all ranks to do: save, stop."""
-        return Request(save=self.checkpointing.is_due_by_time(), stop=self.caught[0] if self.caught else "")
+        return Request(save=self.checkpointing.is_due_by_time(), stop=Signals[self.caught[0]] if self.caught else 0)
 
     def finish(self) -> Result:
         """Writes the last checkpoint, the weights as evaluated, and the result. Collective; drains."""
@@ -147,7 +142,8 @@ def fit(
         InputError: if the run folder cannot be written; if the data source is gone, after a checkpoint (exact, but
             without virtual ranks BatchNorm's running statistics may include batches of an incomplete step).
     """
-    with Trainer(training, run, started=started, resume=resume, quiet=quiet) as trainer, signals() as caught:
+    trainer = Trainer(training, run, started=started, resume=resume, quiet=quiet)
+    with closing(trainer.metrics), signals() as caught:
         try:
             for _ in trainer.steps(caught):
                 pass

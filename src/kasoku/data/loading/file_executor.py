@@ -1,4 +1,4 @@
-"""Batches of images that are read and decoded a few batches ahead, by threads or processes."""
+"""Batches of images that are read, decoded and copied to the device a few batches ahead, by threads or processes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from kasoku.data.datasets.base import Encoded, GoneError, Items
 from kasoku.data.decode import nvjpeg
 from kasoku.data.decode.decode import decode
 from kasoku.data.loading.bad_samples import Skipped
-from kasoku.data.loading.device_prefetch import DevicePrefetch, Moving
 from kasoku.data.loading.executor import Executor, Numbers, RawBatch, RawBatches
 from kasoku.data.loading.pipeline import Pipeline
 from kasoku.data.loading.workers import Autotuner, Bad, Chunk, Pool, ProcessPool, ThreadPool, decode_chunk, result
@@ -28,6 +28,7 @@ from kasoku.data.loading.workers import Autotuner, Bad, Chunk, Pool, ProcessPool
 _AHEAD = 2  # batches that are decoded while one is used
 _CHUNK = 16  # images a thread takes at a time
 _MOST = 64  # threads
+Moving = tuple[RawBatch, Any]  # tensors on their way to the device, and the event that they are there
 
 
 class FileExecutor(Executor):
@@ -132,7 +133,12 @@ class _Iteration:
         self.split, self.stats, self.skipped = executor.split, executor.stats, executor.skipped
         self.size, self.device = pipeline.dataset.image_size, pipeline.device
         self.read = executor.cached if pipeline.keeps_decoded else executor.split.read
-        self.prefetch = DevicePrefetch(self.device, trace)
+        make: Any = torch.cuda.Stream  # copies have a stream of their own, so that computing goes on meanwhile
+        self.stream = make(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def copies_ahead(self) -> bool:
+        return self.stream is not None
 
     def batches(self, indices: Iterator[torch.Tensor]) -> RawBatches:
         """The batches of these indices. Nothing but `moving` refers to a batch that was sent to the device.
@@ -143,7 +149,6 @@ class _Iteration:
         waiting: deque[PendingBatch] = deque()
         moving: deque[Moving] = deque()
         failure: InputError | None = None  # of the batch after those that are moving
-        ahead = self.prefetch.stream is not None
         request_s = time.perf_counter()
         try:
             while True:
@@ -156,7 +161,7 @@ class _Iteration:
                     if failure:
                         raise failure
                     moving.append(self._send(waiting.popleft()))
-                if ahead and not failure and waiting and waiting[0].ready:
+                if self.copies_ahead and not failure and waiting and waiting[0].ready:
                     try:
                         moving.append(self._send(waiting.popleft()))
                     except InputError as error:
@@ -164,7 +169,7 @@ class _Iteration:
                 if self.pipeline.size > 1:
                     good = () if failure else takewhile(lambda batch: batch.good, waiting)
                     self.executor.safe_batches = len(moving) - 1 + sum(1 for _ in good)
-                yield self.prefetch.arrive(moving.popleft())
+                yield self._arrive(moving.popleft())
                 now_s = time.perf_counter()
                 self.executor.tune(self.pool, now_s - request_s, waited_s)
                 request_s = now_s
@@ -201,7 +206,7 @@ class _Iteration:
         if waiting:
             stats.waits += 1
             stats.full += (ready / len(waiting) - stats.full) / stats.waits
-            with self.trace.span("input", f"{ready} batches ready") if self.trace else nullcontext():
+            with self._span("input", f"{ready} batches ready"):
                 for chunk in waiting[0].chunks:
                     result(chunk)
         waited_s = time.perf_counter() - begin_s
@@ -209,9 +214,30 @@ class _Iteration:
         return waited_s
 
     def _send(self, batch: PendingBatch) -> Moving:
-        stream = self.prefetch.stream
-        with torch.cuda.stream(stream) if stream else nullcontext():
-            return self.prefetch.start(*self._finish(batch), batch.jpegs)
+        """Begins to copy a batch to the device, to be read after `_arrive`; what the device decoded joins it there."""
+        aside = self.stream is not None
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            host = self._finish(batch)
+            with self._span("copy", bytes=host[0].nbytes):
+                pinned = [t if t.is_pinned() else t.pin_memory() for t in host] if aside else host
+                images_NHWC, y_N, index_N = (t.to(self.device, non_blocking=aside) for t in pinned)
+                if batch.jpegs:
+                    batch.jpegs.fill(images_NHWC, host[2])
+                return (images_NHWC, y_N, index_N), self.stream and self.stream.record_event()
+
+    def _arrive(self, moving: Moving) -> RawBatch:
+        """Has what is computed from here on wait for the copies; the host does not."""
+        batch, event = moving
+        if event is not None:
+            with self._span("copy"):
+                now = torch.cuda.current_stream(self.device)
+                now.wait_event(event)
+                for tensor in batch:
+                    tensor.record_stream(now)  # its memory is not reused before
+        return batch
+
+    def _span(self, kind: str, name: str = "", *, bytes: int = 0) -> AbstractContextManager[None]:
+        return self.trace.span(kind, name, bytes=bytes) if self.trace else nullcontext()
 
     def _finish(self, batch: PendingBatch) -> RawBatch:
         """A decoded batch. In place of a bad image training shows the next good one; a test leaves it out."""

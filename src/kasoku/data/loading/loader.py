@@ -57,26 +57,6 @@ def loader(
     return Loader(pipeline, FileExecutor(source, skipped, side=stored_side(min(dataset.image_size))))
 
 
-class Deal:
-    """Shares of an epoch's batches that are dealt out to ranks, which take another when they have used one.
-
-    Attributes:
-        last: number of the share that was handed out last, of those of all ranks in this epoch (batch * size + rank).
-    """
-
-    def __init__(self, next_share: Callable[[], int | None]) -> None:
-        self.last = 0
-        self.ahead: deque[int] = deque()  # numbers of shares that are being decoded
-        self._next_share = next_share
-
-    def numbers(self, size: int) -> Iterator[tuple[int, int]]:
-        """Batch and rank of each share that this rank takes."""
-        self.ahead.clear()
-        while (share := self._next_share()) is not None:
-            self.ahead.append(share)
-            yield divmod(share, size)
-
-
 def _of(path: str) -> Any:
     """A read-only property: an attribute of the pipeline or of the executor."""
     return property(attrgetter(path))
@@ -93,7 +73,7 @@ class Loader:
             with the last one `epoch` becomes the next. A loop that is left early goes on there.
         trace: where waiting for input is noted; a Job sets its own.
         index_N: which images of the split the last batch handed out holds.
-        deal: within `deal_from`, the shares that are dealt.
+        last_share: within `deal_from`, the share that was handed out last.
     """
 
     dataset: Dataset = _of("pipeline.dataset")
@@ -117,7 +97,8 @@ class Loader:
         self.epoch, self.position = 0, 0
         self.trace: Trace | None = None
         self.index_N = torch.zeros(0, dtype=torch.int64)
-        self.deal: Deal | None = None
+        self.last_share = 0
+        self._next_share: Callable[[], int | None] | None = None
 
     def __str__(self) -> str:
         return str(self.pipeline)
@@ -128,7 +109,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What is left of this epoch."""
-        pipeline, epoch, number, deal = self.pipeline, self.epoch, self.position, self.deal
+        pipeline, epoch, number, next_share = self.pipeline, self.epoch, self.position, self._next_share
         batch, ranks, parts = pipeline.batch, pipeline.size, pipeline.parts
         if not pipeline.shares and batch % (ranks * parts):
             raise InputError(
@@ -138,7 +119,14 @@ class Loader:
             pipeline.check_augment()
         transform, count = pipeline.transform(), len(pipeline)
         vary = pipeline.vary if pipeline.train else None
-        numbers = deal.numbers(ranks) if deal else pipeline.numbers(number)
+        ahead: deque[int] = deque()  # shares that are being decoded
+
+        def dealt() -> Iterator[tuple[int, int]]:
+            while next_share and (share := next_share()) is not None:
+                ahead.append(share)
+                yield divmod(share, ranks)
+
+        numbers = dealt() if next_share else pipeline.numbers(number)
         with closing(self.executor.run(pipeline, epoch, numbers, self.trace)) as batches:
             for images_NHWC, y_N, index_N in batches:  # enumerate() would keep the last one
                 number += 1
@@ -146,8 +134,8 @@ class Loader:
                     images_NHWC = vary(images_NHWC, index_N, epoch)
                 x_NCHW = transform(images_NHWC, index_N, epoch)
                 del images_NHWC  # its memory goes to a batch that is decoded meanwhile
-                if deal:
-                    deal.last = deal.ahead.popleft()
+                if next_share:
+                    self.last_share = ahead.popleft()
                 else:
                     self.epoch, self.position = (epoch + 1, 0) if number == count else (epoch, number)
                 self.index_N = index_N
@@ -184,16 +172,17 @@ class Loader:
             self.skipped.load_state_dict(state.get("skipped", {}))
 
     @contextmanager
-    def deal_from(self, next_share: Callable[[], int | None]) -> Iterator[Deal]:
-        """In the body, iterating gives the shares whose numbers next_share returns, until it returns None.
+    def deal_from(self, next_share: Callable[[], int | None]) -> Iterator[None]:
+        """In the body, iterating gives the shares of batches that next_share returns, until it returns None.
 
-        `position` does not move.
+        A share is a number, batch * size + rank, so that ranks take another one when they have used theirs. `position`
+        does not move.
         """
-        self.deal = Deal(next_share)
+        self._next_share, self.last_share = next_share, 0
         try:
-            yield self.deal
+            yield
         finally:
-            self.deal = None
+            self._next_share = None
 
     # ---- other settings
 
