@@ -128,7 +128,7 @@ def planned(comm: Comm, accumulate: int = 1) -> list[dict[str, Tensor]]:
         contracts.train(job, 2 * STEPS)
         found.append(contracts.weights(job))
     engine: Any = job.kept("overlap")
-    assert not engine.listener.profiling, "the plan was not made"
+    assert engine.profiler is None, "the plan was not made"
     assert engine.forecast is not None
     return found
 
@@ -165,7 +165,7 @@ def test_of_a_short_epoch_few_steps_are_measured(batches: int, accumulate: int, 
         loader = [(torch.zeros(1), torch.zeros(1))] * (batches + 50 * comm.rank if batches else 0)
         job = Job(contracts.Net(), contracts.rule, loader=loader, comm=comm, accumulate=accumulate).apply(Overlap())
         engine: Any = job.kept("overlap")
-        kinds: list[str] = engine.listener.kinds
+        kinds: list[str] = engine.profiler.kinds
         return kinds
 
     one, other = Threads(2).run(run)
@@ -184,9 +184,9 @@ def test_a_training_may_end_or_be_saved_while_it_measures(
         contracts.train(job, steps)
         engine: Any = job.kept("overlap")
         state = engine.state_dict()
-        assert bool(state["plan"]) == (not engine.listener.profiling) == (steps == 5)
+        assert bool(state["plan"]) == (engine.profiler is None) == (steps == 5)
         job.close()
-        assert not engine.listener.profiling or not engine.listener.background
+        assert engine.profiler is None or not engine.profiler.background
         return len([key for kept in state["reduce"] for by_key in kept.values() for key in by_key if "beside" in key])
 
     kept = Threads(2).run(run)
@@ -361,7 +361,7 @@ def test_a_resumed_run_keeps_its_plan() -> None:
         other.load_state_dict(state)
         ours: Any = job.kept("overlap")
         theirs: Any = other.kept("overlap")
-        return not (ours.listener.profiling or theirs.listener.profiling) and ours.layout.plan == theirs.layout.plan
+        return (ours.profiler is None is theirs.profiler) and ours.layout.plan == theirs.layout.plan
 
     assert Threads(2).run(run) == [True, True]
 
@@ -527,7 +527,7 @@ def test_a_model_whose_forward_is_not_seen_keeps_its_first_groups(capsys: pytest
         job = contracts.make(Overlap(Planned(warm=0, measure=1)), comm=comm)
         job.model.eval()
         contracts.train(job, STEPS)
-        return not job.kept("overlap").listener.profiling
+        return job.kept("overlap").profiler is None
 
     assert Threads(2).run(run) == [True, True]
     assert capsys.readouterr().out.count("no whole step in training mode") == 1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kasoku.core import InputError, Job
 from kasoku.distributed.ddp.bucket_plan import Policy
-from kasoku.distributed.ddp.engine import Engine
+from kasoku.distributed.ddp.overlap import Engine, Overlap
 
 
 class SyncPhases:
@@ -29,7 +29,7 @@ class SyncPhases:
     def __init__(self, job: Job, buckets: Policy, warmup: float, finish: float) -> None:
         self._job, self.bounds, self.active = job, (warmup, finish), False
         if warmup or finish:
-            engine = Engine(job, buckets, next_forward=False)
+            engine = Engine(job, Overlap(buckets, next_forward=False))
             job.gradient_ready(lambda p: engine.arrive(p) if self.active else None)
             job.before_step(lambda: engine.step() if self.active else None)
 

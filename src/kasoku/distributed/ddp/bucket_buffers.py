@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kasoku.core import Comm, InputError, Work
+from kasoku.core import Comm, InputError, Trace, Work
 from kasoku.core.hardware import is_dense
 from kasoku.core.torch_internals import version
-from kasoku.distributed.ddp.cost_model import BucketPlan
+from kasoku.distributed.ddp.compression import Reduce
+from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk
 from kasoku.distributed.ddp.layer_index import LayerIndex
 
 
@@ -84,11 +85,17 @@ class BucketLayout:
         self.members = {m.p: m for bucket in self.buckets for m in bucket.members}
         last = {chunk.bucket: i for i, chunk in enumerate(plan.order)}
         self.by_arrival = [self.buckets[b] for b in sorted(last, key=lambda b: last[b])]
-        of_layer: list[set[int]] = [set() for _ in layers.modules]
-        for b, bucket in enumerate(self.buckets):
-            for layer in (layer for m in bucket.members for layer in layers.users[m.p]):
-                of_layer[layer].add(b)
-        self.needed = [[self.buckets[b] for b in sorted(mine, key=lambda b: last[b])] for mine in of_layer]
+        self.needed: list[list[Bucket]] = [[] for _ in layers.modules]
+        for bucket in self.by_arrival:
+            for layer in {layer for m in bucket.members for layer in layers.users[m.p]}:
+                self.needed[layer].append(bucket)
+
+    def send(self, chunk: Chunk, prefix: str, reduce: Reduce, trace: Trace) -> None:
+        """Starts to average one chunk; the reducer keeps its state by the chunk's key."""
+        bucket = self.buckets[chunk.bucket]
+        x = bucket.flat[chunk.start : chunk.stop]
+        work = reduce(f"{prefix} {chunk.bucket}:{chunk.start}", x)
+        bucket.works.append(trace.transfer(f"bucket {chunk.bucket}", x, work))
 
     def missing(self) -> list[Member]:
         """The parameters without a gradient so far."""

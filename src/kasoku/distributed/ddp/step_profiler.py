@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kasoku.core import Clock, Work
-from kasoku.distributed.ddp.bucket_plan import MIB, Planned, cut, search, table
-from kasoku.distributed.ddp.cost_model import LinkModel, Sized, UnitTimes
-from kasoku.distributed.ddp.engine import Engine, StepListener
+from kasoku.core import Clock, Comm, Job, Work
+from kasoku.distributed.ddp.bucket_buffers import BucketLayout
+from kasoku.distributed.ddp.bucket_plan import MIB, Planned, cut, search
+from kasoku.distributed.ddp.compression import Reduce
+from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, LinkModel, Sized, UnitTimes
 from kasoku.distributed.ddp.layer_index import LayerIndex
 
 _KINDS = ("alone", "beside")  # gradients are sent after backward; the same, and compute runs beside transfers
@@ -77,15 +78,15 @@ class Stopwatch:
         return self.clock.now()
 
 
-class StepProfiler(StepListener):
-    """Times an empty all-reduce and steps of two kinds, then hands the engine the plan that rank 0 finds."""
+class StepProfiler:
+    """Times an empty all-reduce and steps of two kinds; then rank 0 searches a plan for all."""
 
-    profiling = True
-
-    def __init__(self, engine: Engine, settings: Planned) -> None:
-        self.engine = engine
-        batches = operator.length_hint(engine.job.loader)  # 0: not known
-        most = max(1, batches // engine.job.accumulate // _SHARE) if batches else settings.measure
+    def __init__(
+        self, job: Job, settings: Planned, comm: Comm, reduce: Reduce, layers: LayerIndex, layout: BucketLayout
+    ) -> None:
+        self.job, self.reduce, self.layers, self.layout = job, reduce, layers, layout
+        batches = operator.length_hint(job.loader)  # 0: not known
+        most = max(1, batches // job.accumulate // _SHARE) if batches else settings.measure
         each = min(settings.measure, most)
         self.steps: dict[str, list[StepMoments]] = {kind: [] for kind in ("warm", *_KINDS)}
         self.sending_s: list[float] = []  # of all gradients, after each step alone
@@ -93,19 +94,19 @@ class StepProfiler(StepListener):
         self.transfers = 0  # beside each step
         self.background: list[Work] = []
         self.done, self.now = 0, StepMoments()
-        flat = engine.layout.buckets[0].flat
-        self.watch = Stopwatch(engine.job.clock, cuda=flat.is_cuda)
+        flat = layout.buckets[0].flat
+        self.watch = Stopwatch(job.clock, cuda=flat.is_cuda)
         self.device = torch.device("cpu") if flat.is_meta else flat.device
         least = torch.tensor(-float(each), device=self.device)
         moments = []
         for _ in range(1 + _LATENCIES):
-            engine.comm.all_reduce(least, op="max").wait()
+            comm.all_reduce(least, op="max").wait()
             moments.append(self.watch.synchronize())
         self.latency_s = statistics.median_low(b - a for a, b in itertools.pairwise(moments))  # no rank was late
         each = round(-least.item())
         self.kinds = ["warm"] * (settings.warm + 1) + [*_KINDS] * each  # the first one has no begin
-        self.hook = engine.job.model.register_forward_hook(lambda *_: self.output())
-        engine.job.undo(self.close)
+        self.hook = job.model.register_forward_hook(lambda *_: self.output())
+        job.undo(self.close)
 
     def close(self) -> None:
         """Waits for its transfers and frees its memory."""
@@ -114,54 +115,54 @@ class StepProfiler(StepListener):
         self.zeros, self.steps = (), {}
 
     @property
-    def holds_back(self) -> bool:  # type: ignore[override]
+    def holds_back(self) -> bool:
         """In a measured step nothing is sent before `optimizer.step()`, so that compute is seen alone."""
         return self.kinds[self.done] in _KINDS
 
     @property
-    def allows_late_updates(self) -> bool:  # type: ignore[override]
+    def allows_late_updates(self) -> bool:
         """Updates may wait for the next forward if neither it nor this step is measured."""
         return not self.holds_back and self.kinds[self.done + 1] not in _KINDS
 
     # ---- moments
 
     def entered(self, layer: int) -> None:
-        if self.now.out is None and self.engine.job.model.training:
+        """The forward of a layer begins."""
+        if self.now.out is None and self.job.model.training:
             self.now.entered.setdefault(layer, self.watch.moment())
 
     def output(self) -> None:
         """The model's forward has ended. Evaluation before a step does not belong to the step."""
-        if not self.engine.job.model.training:
+        if not self.job.model.training:
             if not self.now.entered and self.now.begin is not None:
                 self.now.begin = self.watch.moment()
         elif self.now.out is None:
             self.now.out = self.watch.moment()
 
     def arrived(self, p: Tensor) -> None:
-        self.now.arrived[self.engine.layers.users[p][0]] = self.watch.moment()
+        """The gradient of p is in its bucket."""
+        self.now.arrived[self.layers.users[p][0]] = self.watch.moment()
 
     def called(self) -> None:
-        """Sends the gradients that were held back, and times that."""
+        """`optimizer.step()` was called, and all buckets are whole: sends those that were held back, and times that."""
         self.now.called = self.watch.moment()
         if not self.holds_back:
             return
         self.wait_background()
         self.now.background_done = self.watch.moment()
-        engine = self.engine
         begin = self.watch.synchronize()
-        engine.key_prefix = "measured"
-        for chunk in cut(engine.layout.plan.buckets, engine.layers.tensors, _CHUNK):
-            engine.send_chunk(chunk)
-        engine.key_prefix = "first"
-        for bucket in engine.layout.buckets:
+        for chunk in cut(self.layout.plan.buckets, self.layers.tensors, _CHUNK):
+            self.layout.send(chunk, "measured", self.reduce, self.job.trace)
+        for bucket in self.layout.buckets:
             bucket.wait()
         self.now.transfer_s = self.watch.synchronize() - begin
 
     def averaged(self) -> None:
+        """The gradients are averaged, or will be before the next forward."""
         self.now.averaged = self.watch.moment()
 
-    def stepped(self) -> None:
-        """Notes the step; after the last one, makes the plan."""
+    def stepped(self) -> bool:
+        """`optimizer.step()` has ended; returns whether it was the last step to measure."""
         self.wait_background()  # if there was no backward
         self.now.end = self.watch.moment()
         kind = self.kinds[self.done]
@@ -171,11 +172,11 @@ class StepProfiler(StepListener):
         self.done += 1
         self.watch.synchronize()
         if self.done == len(self.kinds):
-            self.finish()
-            return
+            return True
         if self.kinds[self.done] == "beside":
             self.start_background()
         self.now = StepMoments(begin=self.watch.moment())
+        return False
 
     def start_background(self) -> None:
         """All ranks agree on the times of a step alone; the first time, on how much to send beside compute."""
@@ -187,15 +188,15 @@ class StepProfiler(StepListener):
             return
         self.sending_s.append(max(-negative_s, 1e-9))
         if not self.zeros:
-            total_bytes = sum(t.size for t in self.engine.layers.tensors)
-            flat = self.engine.layout.buckets[0].flat
+            total_bytes = sum(t.size for t in self.layers.tensors)
+            flat = self.layout.buckets[0].flat
             step = max(1, min(_CHUNK, total_bytes) // flat.element_size())
             self.zeros = torch.split(flat.new_zeros(total_bytes // flat.element_size()), step)
             passes = _LONGER * compute_s / self.sending_s[0]
             self.transfers = min(_MOST * len(self.zeros), math.ceil(passes * len(self.zeros)))
         for k in range(self.transfers):
             part = k % len(self.zeros)
-            self.background.append(self.engine.reduce(f"beside {part}", self.zeros[part]))
+            self.background.append(self.reduce(f"beside {part}", self.zeros[part]))
 
     def wait_background(self) -> None:
         for work in self.background:
@@ -205,42 +206,37 @@ class StepProfiler(StepListener):
     def all_reduced(self, values: Sequence[float], *, op: str) -> list[float]:
         """The mean or the maximum over ranks."""
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self.engine.job.comm.all_reduce(x, op=op).wait()
+        self.job.comm.all_reduce(x, op=op).wait()
         result: list[float] = x.tolist()
         return result
 
     # ---- the plan
 
-    def finish(self) -> None:
-        """All ranks agree on the measurements; rank 0 searches; all ranks change to its plan."""
-        engine, layers = self.engine, self.engine.layers
+    def search_plan(self, *, next_forward: bool) -> tuple[BucketPlan, Forecast, bool, LinkModel] | None:
+        """The result of rank 0's `search`, and the link; None if a rank saw no whole step. Collective."""
+        layers, comm = self.layers, self.job.comm
         n = len(layers.modules)
         alone, beside = (self.steps[kind] for kind in _KINDS)
         incomplete = not (alone and beside)
         own = [0.0] * (2 * n + 6) if incomplete else medians(alone, beside, self.watch, n)
         lacks, *values = self.all_reduced([float(incomplete), *own], op="mean")
         if lacks:
-            engine.stop_profiling()
-            engine.print_once("Overlap: no whole step in training mode was seen, so the first buckets stay")
-            return
+            return None
         result: Any = None
-        if engine.comm.rank == 0:
+        if comm.rank == 0:
             called = list(alone[0].entered)
             layers.order = [*called, *(i for i in range(n) if i not in called)]
             tensors = [Sized(t.unit + 1, t.elements, t.size, t.kind) for t in layers.tensors]
             transfer_s = statistics.median_low(self.sending_s)
-            latencies_s = len(cut(engine.layout.plan.buckets, tensors, _CHUNK)) * self.latency_s
+            latencies_s = len(cut(self.layout.plan.buckets, tensors, _CHUNK)) * self.latency_s
             moving_s = max(transfer_s - latencies_s, 0.1 * transfer_s, 1e-9)
             alone_s, beside_s, rest_s = values[-3:]
             kept = shares(alone_s, beside_s, rest_s, self.transfers / len(self.zeros) * transfer_s)
             link = LinkModel(self.latency_s, sum(t.size for t in tensors) / moving_s, *kept)
-            found = search(unit_times(layers, values), tensors, link, next_forward=engine.late)
+            found = search(unit_times(layers, values), tensors, link, next_forward=next_forward)
             result = (layers.order, *found, link)
-        layers.order, plan, engine.forecast, late, engine.link = engine.job.comm.broadcast_object(result)
-        engine.change_plan(plan, late=late)
-        if engine.show:
-            expected = table(plan, layers.tensors, engine.forecast, engine.link, next_forward=engine.late)
-            engine.print_once(expected)
+        layers.order, plan, forecast, late, link = comm.broadcast_object(result)
+        return plan, forecast, late, link
 
 
 def medians(alone: Sequence[StepMoments], beside: Sequence[StepMoments], watch: Stopwatch, layers: int) -> list[float]:
