@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,6 @@ from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.data import digits, loader
 from kasoku.distributed import Asynchronous, Graded, OneBucket, Overlap, PerLayer, Remedies
 from kasoku.distributed.async_sgd import shared_memory as segments
-from kasoku.distributed.async_sgd.peers import Pending
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.worker import WorkerGroup
 
@@ -199,7 +199,7 @@ def test_nothing_is_lost_of_groups_that_take_turns(on_ranks, every: int):
 
 @pytest.mark.parametrize(("over", "sent"), [(True, 40), (False, 4)])  # steps 1, 17, 33, and the rest in the end
 def test_a_rank_waits_for_no_exchange_until_it_was_alone_for_16_steps(monkeypatch, over: bool, sent: int):
-    monkeypatch.setattr(Pending, "done", property(lambda _: over))
+    monkeypatch.setattr(Future, "done", lambda _: over)
     for moved, wanted, staleness in Threads(2).run(lambda comm: counted(comm, Asynchronous(), steps=40)):
         assert torch.equal(moved, wanted)
         assert sum(staleness.values()) == sent * 2 * 2  # of two workers to two owners

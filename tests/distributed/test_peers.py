@@ -15,7 +15,7 @@ from torch import Tensor
 from kasoku.core import InputError
 from kasoku.distributed.async_sgd import peers as peers_module
 from kasoku.distributed.async_sgd import survivors
-from kasoku.distributed.async_sgd.peers import LostError, Peers, Pending
+from kasoku.distributed.async_sgd.peers import LostError, Peers
 from kasoku.distributed.async_sgd.survivors import Survivors, Table, on_survivors
 from kasoku.distributed.counting_comm import Activity
 from kasoku.distributed.liveness import LostRankError
@@ -179,24 +179,24 @@ def test_a_broken_connection_is_a_death_at_once_and_all_hear_of_it():
 
 def test_a_rank_that_was_given_up_ends_and_nothing_it_waits_for_comes():
     with cluster(3) as (ranks, _, _, _):
-        waits = ranks[2].wait_for(Pending(0, [Comes(torch.zeros(1), queue.SimpleQueue())]))
+        waits = ranks[2].wait_for(0, [Comes(torch.zeros(1), queue.SimpleQueue())])
         ranks[0].lose(2, "a test says so")
         until(lambda: ranks[2].failed)
         with pytest.raises(LostError, match="rank 0 is dead"):
-            waits.wait()
+            waits.result()
         with pytest.raises(InputError, match="rank 2 was given up by the others, which go on without it"):
             ranks[2].check()
 
 
 def test_what_is_waited_for_of_a_dead_rank_is_lost():
     with cluster(2) as (ranks, _, _, _):
-        waits = ranks[0].wait_for(Pending(1, [Comes(torch.zeros(1), queue.SimpleQueue())]))
-        assert not waits.over.is_set()
+        waits = ranks[0].wait_for(1, [Comes(torch.zeros(1), queue.SimpleQueue())])
+        assert not waits.done()
         ranks[0].lose(1, "a test says so")
         with pytest.raises(LostError, match="rank 1 is dead"):
-            waits.wait()
+            waits.result()
         with pytest.raises(LostError):
-            ranks[0].wait_for(Pending(1, [])).wait()
+            ranks[0].wait_for(1, []).result()
 
 
 def _sums(peers: Peers, begun: threading.Event, *, when: str) -> Any:
@@ -216,8 +216,8 @@ def test_survivors_meet_without_the_dead(when: str, monkeypatch: pytest.MonkeyPa
     results: dict[int, Any] = {}
 
     class Between(Survivors):
-        def __init__(self, comm: Any, peers: Peers) -> None:
-            super().__init__(comm, peers)
+        def __init__(self, comm: Any, peers: Peers, ranks: list[int]) -> None:
+            super().__init__(comm, peers, ranks)
             if when == "between" and comm.rank == 1 and len(peers.living) == 4:
                 peers.lose(3, "a test says so")
 
@@ -269,18 +269,18 @@ def test_ranks_that_a_watchdog_watches_never_go_on_without_a_dead_one():
         warnings.simplefilter("error")
         for rank in ranks:
             rank.start()
-        waits = ranks[0].wait_for(Pending(1, [Comes(torch.zeros(1), queue.SimpleQueue())]))
+        waits = ranks[0].wait_for(1, [Comes(torch.zeros(1), queue.SimpleQueue())])
         mail.cut.add(1)
         for _ in range(int(peers_module.DEAD_S / peers_module.BEAT_S) + 1):
             time.beat(0, 2)
             heard(ranks, 0, 2)
             heard(ranks, 2, 0)
         assert verdict.waiting.wait(WAIT_S)
-        assert not waits.over.is_set()
+        assert not waits.done()
         ranks[0].check()
         verdict.over.set()  # in real life the verdict ends the process
         with pytest.raises(LostError):
-            waits.wait()
+            waits.result()
         with pytest.raises(LostRankError, match=r"rank 1 died: no heartbeat for 5 s"):
             ranks[0].check()
     assert (gone, [rank.dead for rank in ranks]) == ([], [{}, {}, {}])

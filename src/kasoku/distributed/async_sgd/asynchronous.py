@@ -296,7 +296,7 @@ class Exchange:
         self._start()
         none, share = torch.zeros(0), -1
         with suppress(LostError):
-            share = self.transport.ask(self.weights.owners[0], (SHARE, int(stop)), none, none).wait()[0]
+            share = self.transport.ask(self.weights.owners[0], (SHARE, int(stop)), none, none).result()[0]
         return share if share >= 0 else None
 
     def _send_clock(self, clock: int) -> None:
@@ -304,7 +304,7 @@ class Exchange:
         if self.settings.max_staleness is not None and self.trains:
             none = torch.zeros(0)
             with self.job.trace.span("wait", "the slowest rank"), suppress(LostError):
-                self.transport.ask(self.weights.owners[0], (CLOCK, clock), none, none).wait()
+                self.transport.ask(self.weights.owners[0], (CLOCK, clock), none, none).result()
 
     @torch.no_grad()
     def _after_step(self) -> None:

@@ -1,8 +1,8 @@
 """Heartbeats between asynchronous ranks, and waits that end when the rank at the other end dies.
 
 Note: threads. A gloo wait for a stopped rank would end only by a time-out, which breaks the connections to all other
-ranks too. So each wait for a rank runs in a daemon thread, which is abandoned when that rank dies; the caller gets
-LostError.
+ranks too. So each wait for a rank runs in a daemon thread, which is abandoned when that rank dies; its future raises
+LostError. (A ThreadPoolExecutor would join that thread when the process ends.)
 
 Note: one view of the dead. A heartbeat carries the ranks that its sender takes for dead, and every receiver believes
 it. A rank that was removed and wakes up reads so in their heartbeats, and ends.
@@ -15,6 +15,8 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +28,11 @@ from kasoku.distributed.liveness import ENDED, Detector, LostRankError
 BEAT_S, DEAD_S = 1.0, 5.0
 _SLOWEST_S = 10.0  # the pause between beats of many ranks; three of them in silence are a death
 BEAT, SYNC = 1, 8  # tags; a sync point has one for each number of deaths
-_LONG, _SHORT = 0, 1  # lanes; the higher ones belong to one attempt of a sync point each
+LONG, SHORT = 0, 1  # lanes of messages
+SYNC_LANE = 2  # and the higher ones: of an attempt of a sync point, by the number of deaths before it
 _ATTEMPTS = 1 << 12  # at most, of one sync point
 Pause = Callable[[threading.Event, float], bool]
+Reply = Future[list[int]]  # the header of a reply; empty for messages that have none
 
 
 class LostError(RuntimeError):
@@ -39,88 +43,67 @@ class LostError(RuntimeError):
         self.rank = rank
 
 
-class Pending:
-    """A wait for messages to or from one rank.
-
-    Args:
-        rank: the rank at the other end.
-        works: the messages, which keep their tensors alive.
-        reply: the header of a reply, which is one of the messages.
-        arrived: whether they have arrived already.
-    """
-
-    def __init__(self, rank: int, works: Sequence[Work], reply: Tensor | None = None, *, arrived: bool = False) -> None:
-        self.rank, self.works, self.arrived, self._reply = rank, works, arrived, reply
-        self.over = threading.Event()
-        if arrived:
-            self.over.set()
-
-    @property
-    def done(self) -> bool:
-        """Whether `wait()` would return, or raise, at once."""
-        return self.over.is_set()
-
-    def wait(self) -> list[int]:
-        """The reply's header. Raises LostError if the messages will not arrive."""
-        self.over.wait()
-        if not self.arrived:
-            raise LostError(self.rank)
-        header: list[int] = [] if self._reply is None else self._reply.tolist()
-        return header
-
-
 class WaitThreads:
     """One thread for each rank and lane, which waits for the messages of that lane in order.
 
-    Attributes: `pending`: the unfinished waits by rank.
+    Attributes: `unfinished`: the waits by rank, with their lanes and their messages, which keep the tensors alive.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self.pending: dict[int, list[Pending]] = {}
-        self._lanes: dict[tuple[int, int], tuple[queue.SimpleQueue[Pending | None], threading.Thread]] = {}
+        self.unfinished: dict[int, dict[Reply, tuple[int, Sequence[Work]]]] = {}
+        self._lanes: dict[tuple[int, int], tuple[queue.SimpleQueue[Any], threading.Thread]] = {}
 
     def start(self, ranks: Sequence[int]) -> None:
         """Begins anew with these ranks."""
         self._lanes.clear()
-        self.pending.update({rank: [] for rank in ranks})
+        self.unfinished.update({rank: {} for rank in ranks})
 
-    def add(self, pending: Pending, lane: int) -> None:
+    def add(self, rank: int, works: Sequence[Work], lane: int, header: Tensor | None = None) -> Reply:
         """Waits behind all other waits of the lane; a dead rank's messages are only kept, as nobody may read them."""
-        rank = pending.rank
-        self.pending[rank].append(pending)
-        if rank in self._peers.dead:
-            return
-        if (rank, lane) not in self._lanes:
-            line: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
-            name = f"kasoku waits for {rank}"
-            thread = threading.Thread(target=self._wait, args=(rank, line), name=name, daemon=True)
-            self._lanes[rank, lane] = line, thread
-            thread.start()
-        self._lanes[rank, lane][0].put(pending)
+        reply: Reply = Future()
+        self.unfinished[rank][reply] = lane, works
+        if rank not in self._peers.dead:
+            if (rank, lane) not in self._lanes:
+                line: queue.SimpleQueue[Any] = queue.SimpleQueue()
+                name = f"kasoku waits for {rank}"
+                thread = threading.Thread(target=self._wait, args=(rank, line), name=name, daemon=True)
+                self._lanes[rank, lane] = line, thread
+                thread.start()
+            self._lanes[rank, lane][0].put((reply, works, header))
+        return reply
 
-    def stop(self, lanes: Sequence[int]) -> None:
-        """Ends all threads, and waits for the end of those of these lanes."""
+    def lose(self, rank: int | None = None) -> None:
+        """Ends the waits for a rank, and for all in the attempt of a sync point; all waits by default."""
+        for source, waits in self.unfinished.items():
+            for reply, (lane, _) in waits.items():
+                if not reply.done() and (rank in (None, source) or lane >= SYNC_LANE):
+                    reply.set_exception(LostError(source))
+
+    def stop(self) -> None:
+        """Ends all threads, and waits for their end, but not in an attempt that failed: its messages may never come."""
+        last = max((lane for _, lane in self._lanes), default=0)
         for (rank, lane), (line, thread) in self._lanes.items():
             line.put(None)
-            if lane in lanes:
+            if lane in (LONG, SHORT, last):
                 self._peers.join(rank, thread)
 
-    def _wait(self, rank: int, line: queue.SimpleQueue[Pending | None]) -> None:
+    def _wait(self, rank: int, line: queue.SimpleQueue[Any]) -> None:
         """The main function of a thread."""
         peers = self._peers
-        while (pending := line.get()) is not None:
+        while item := line.get():
+            reply, works, header = item
             try:
-                for work in pending.works:
+                for work in works:
                     work.wait()
             except RuntimeError:
                 return peers.lose(rank, "its connection broke")
             with peers.changed:
                 if rank in peers.dead:
                     return None
-                pending.arrived = True
-                self.pending[rank].remove(pending)
-            pending.over.set()
+                self.unfinished[rank].pop(reply, None)
+                if not reply.done():
+                    reply.set_result([] if header is None else header.tolist())
         return None
 
 
@@ -142,18 +125,15 @@ class Peers:
         self.dead: dict[int, str] = {}
         self.changed = threading.Condition(threading.RLock())
         self.reports: dict[int, list[int]] = {}
-        # Of the current attempt of a sync point (survivors.py): its number, its ranks, and the deaths before it.
-        self.attempt, self.attempt_ranks, self.attempt_deaths = 0, list[int](), 0
-        self.first_attempt = 0
+        self.attempt = self.first_attempt = 0  # of a sync point (survivors.py): the last complete one's number
         activity: Activity | None = comm.activity
         self._watched = activity if activity is not None and activity.heartbeat is not None else None
         self._beat_s = min(_SLOWEST_S, BEAT_S * max(1.0, comm.size / 8))  # as each rank sends to all the rest
         self._dead_s = max(DEAD_S, 3 * self._beat_s)
         self._detector = Detector([], 1)
         self._waits = WaitThreads(self)
-        self._attempted: list[Pending] = []
         self._listening: dict[int, threading.Thread] = {}
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._suspects: set[int] = set()  # taken for dead; `dead` are those that this rank goes on without
         self._ended = False
         self._ending = threading.Event()
@@ -194,14 +174,14 @@ class Peers:
         self.beat(ended=True)
         for rank, thread in self._listening.items():
             self.join(rank, thread)
-        self._waits.stop([_LONG, _SHORT, self._lane])  # in an attempt that failed, a message may never have been sent
+        self._waits.stop()
         self._ending.set()
         self._heartbeat.join()
         self._listening.clear()
 
-    def join(self, rank: int, thread: threading.Thread, until: Callable[[], bool] = lambda: False) -> None:
-        """Waits for a thread that waits for a rank, but not after that rank's death, a failure here or `until`."""
-        while rank not in self.dead and not self._failure and thread.is_alive() and not until():
+    def join(self, rank: int, thread: threading.Thread) -> None:
+        """Waits for a thread that waits for a rank, but not after that rank's death or a failure here."""
+        while rank not in self.dead and not self._failure and thread.is_alive():
             thread.join(0.05)
 
     @property
@@ -216,33 +196,18 @@ class Peers:
 
     # ---- waits
 
-    def wait_for(self, pending: Pending, *, small: bool = False, syncs: bool = False) -> Pending:
-        """Starts to wait in a thread for the messages, in order.
+    def wait_for(self, rank: int, works: Sequence[Work], header: Tensor | None = None, *, lane: int = LONG) -> Reply:
+        """Starts to wait in a thread for messages to a rank and from it, in order, behind those of the same lane.
 
-        Args:
-            pending: the messages.
-            small: do not wait for longer messages first.
-            syncs: they belong to this attempt of a sync point, and are lost with any rank that dies.
+        Messages in a lane of a sync point are lost with any rank that dies.
         """
         with self.changed:
             self.check()
-            if pending.rank in self.dead or (syncs and len(self.dead) > self.attempt_deaths):
-                pending.over.set()
-            else:
-                if syncs:
-                    self._attempted.append(pending)
-                self._waits.add(pending, self._lane if syncs else _SHORT if small else _LONG)
-        return pending
-
-    def begin_attempt(self) -> None:
-        """Makes the living ranks those of a new attempt of a sync point."""
-        self.attempt_deaths, self.attempt_ranks = len(self.dead), self.living
-        self._attempted.clear()
-
-    @property
-    def _lane(self) -> int:
-        """Of this attempt's messages: those of a failed attempt may never come, and must not hold up the next."""
-        return _SHORT + 1 + self.attempt_deaths
+            if rank not in self.dead and (lane < SYNC_LANE or len(self.dead) == lane - SYNC_LANE):
+                return self._waits.add(rank, works, lane, header)
+        lost: Reply = Future()
+        lost.set_exception(LostError(rank))
+        return lost
 
     # ---- deaths
 
@@ -268,25 +233,18 @@ class Peers:
         """Goes on without a rank: ends the waits for it and informs the other ranks."""
         with self.changed:
             self.dead[rank] = why
-            for pending in [*self._waits.pending.get(rank, ()), *self._attempted]:
-                pending.over.set()
+            self._waits.lose(rank)
+            self.on_death(rank)
             self.changed.notify_all()
         self.beat(also=rank)
-        self.on_death(rank)
         warnings.warn(f"rank {rank} died: {why}; the other ranks go on without it", RuntimeWarning, stacklevel=2)
 
-    def fail(self, error: Exception) -> None:
-        """Ends all waits; from then on `check` raises the error."""
-        with self.changed:
-            self._failure = self._failure or error
-        self.end()
-
-    def end(self) -> None:
-        """Ends all waits and the heartbeat, so that the other ranks take this one for dead."""
+    def fail(self, error: BaseException) -> None:
+        """Ends all waits and the heartbeat, so the other ranks take this one for dead; `check` raises the error."""
         self._ending.set()
         with self.changed:
-            for pending in (p for waits in self._waits.pending.values() for p in waits):
-                pending.over.set()
+            self._failure = self._failure or error
+            self._waits.lose()
             self.changed.notify_all()
 
     # ---- heartbeats
@@ -303,7 +261,7 @@ class Peers:
                     work = self.small.send(report, to=rank, tag=BEAT)
                 except RuntimeError:
                     continue  # the thread that listens to it will notice
-                self._waits.add(Pending(rank, [work]), _LONG)  # a dead rank's is kept for ever
+                self._waits.add(rank, [work], LONG)  # a dead rank's is kept for ever
 
     def _keep_beating(self) -> None:
         """The main function of a thread."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from kasoku.core import Trace
 from kasoku.distributed.async_sgd.parameter_server import UPDATE, ParameterServer, ParameterShard
-from kasoku.distributed.async_sgd.peers import LostError
 from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import Momentum
 from kasoku.distributed.async_sgd.worker import WorkerGroup
@@ -74,10 +73,10 @@ class SharedWeights:
         lost = []
         with trace.span("wait", "fresh weights", bytes=group.reply.nbytes):
             for owner, reply in group.pending.items():
-                try:
-                    group.version_read[owner] = reply.wait()[0]
-                except LostError:
+                if reply.exception():
                     lost.append(owner)
+                else:
+                    group.version_read[owner] = reply.result()[0]
         for owner in lost:  # after all other owners have replied
             group.drop_owner(owner)
         group.pending.clear()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm
-from kasoku.distributed.async_sgd.peers import SYNC, LostError, Peers, Pending
+from kasoku.distributed.async_sgd.peers import SYNC, SYNC_LANE, LostError, Peers
 
 T = TypeVar("T")
 
@@ -38,25 +38,26 @@ class Table:
 class Survivors(Table):
     """The ranks of one attempt; raises LostError if one of them dies meanwhile."""
 
-    def __init__(self, comm: Comm, peers: Peers) -> None:
-        self.comm, self._peers, self.ranks = comm, peers, peers.attempt_ranks
-        self._tag = SYNC + peers.attempt_deaths
+    def __init__(self, comm: Comm, peers: Peers, ranks: list[int]) -> None:
+        self.comm, self._peers, self.ranks = comm, peers, ranks
+        self._deaths = comm.size - len(ranks)
 
     def swap(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Sends to each other rank and receives from it, and waits for all."""
-        pending = []
+        replies, tag = {}, SYNC + self._deaths
         for rank in self.ranks:
             if rank != self.comm.rank:
                 x, out = outgoing[rank], incoming[rank]
                 try:
-                    works = [self.comm.send(x, to=rank, tag=self._tag)] if len(x) else []
-                    works += [self.comm.receive(out, source=rank, tag=self._tag)] if len(out) else []
+                    works = [self.comm.send(x, to=rank, tag=tag)] if len(x) else []
+                    works += [self.comm.receive(out, source=rank, tag=tag)] if len(out) else []
                 except RuntimeError as error:
                     self._peers.lose(rank, "its connection broke")
                     raise LostError(rank) from error
-                pending.append(self._peers.wait_for(Pending(rank, works), syncs=True))
-        for wait in pending:
-            wait.wait()
+                replies[rank] = self._peers.wait_for(rank, works, lane=SYNC_LANE + self._deaths)
+        for rank, reply in replies.items():
+            if reply.exception():  # raised itself, it would keep the tensors of these frames alive
+                raise LostError(rank)
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> None:
         """Each rank sums one part, in the order of ranks, and sends the sum to all."""
@@ -98,6 +99,7 @@ def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> tuple[T, 
 
     f is called again after each death, so it must only read.
     """
+    ranks = peers.living
 
     def wait(ready: Callable[[], bool]) -> None:
         peers.beat()
@@ -107,24 +109,25 @@ def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> tuple[T, 
 
     def same() -> bool:
         """Whether all living ranks report the same dead ranks."""
-        peers.begin_attempt()
+        nonlocal ranks
+        ranks = peers.living
         return all(peers.reports[rank][2:] == peers.flags for rank in peers.living_peers)
 
     def done() -> bool:
         return all(peers.reports[rank][0] >= peers.attempt for rank in peers.living_peers)
 
     def failed() -> bool:
-        reports = [peers.reports[rank] for rank in peers.living_peers]
-        return any(attempt < peers.attempt and sum(dead) > peers.attempt_deaths for attempt, _, *dead in reports)
+        reports, deaths = [peers.reports[rank] for rank in peers.living_peers], comm.size - len(ranks)
+        return any(attempt < peers.attempt and sum(dead) > deaths for attempt, _, *dead in reports)
 
     while True:
         wait(same)
-        table = Survivors(comm, peers)
+        table = Survivors(comm, peers, ranks)
         try:
             result = f(table)
         except LostError:
             continue
-        peers.attempt = peers.first_attempt + peers.attempt_deaths  # it is complete here
+        peers.attempt = peers.first_attempt + comm.size - len(ranks)  # it is complete here
         wait(lambda: done() or failed())
         if done():
             return result, table.ranks

@@ -13,7 +13,8 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from kasoku.core import Comm, Work
 from kasoku.distributed.async_sgd.parameter_server import Head, ParameterServer
-from kasoku.distributed.async_sgd.peers import LostError, Peers, Pending
+from kasoku.distributed.async_sgd.peers import LONG, SHORT, LostError, Peers, Reply
 from kasoku.distributed.async_sgd.shared_memory import PLACE, Segments
 from kasoku.distributed.async_sgd.survivors import Table, on_survivors
 
@@ -51,11 +52,11 @@ class InProcess:
     def set_server(self, server: ParameterServer, workers: Sequence[int], owners: Sequence[int]) -> None:
         self._servers = self._comm.gather_objects(server)
 
-    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Pending:
+    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Reply:
         """Sends a request to rank `to` once it can be answered."""
         server, rank = self._servers[to], self._comm.rank
         self._block(f"a reply of rank {to}", lambda: server.ready(rank, head))
-        return Pending(to, [], torch.tensor([*server.answer(rank, head, body, out)]), arrived=True)
+        return _answered(server.answer(rank, head, body, out))
 
     def finish_requests(self) -> None:
         """Waits until all ranks have sent their last request."""
@@ -80,10 +81,8 @@ class NetworkTransport:
     def __init__(self, comm: Comm, segments: Segments) -> None:
         self._comm, self._segments = comm, segments
         self._threads: list[tuple[int, threading.Thread]] = []
-        self._errors: list[BaseException] = []
-        self.peers = Peers(comm, self._rank_died)
+        self.peers = Peers(comm, lambda rank: self._server.rank_died(rank))
         self.dead = self.peers.dead
-        self.changed = threading.Condition()
 
     def set_server(self, server: ParameterServer, workers: Sequence[int], owners: Sequence[int]) -> None:
         """Sets what answers the requests of the workers from the next `start` on, and the owners to send them to."""
@@ -105,14 +104,14 @@ class NetworkTransport:
         for _, thread in self._threads:
             thread.start()
 
-    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Pending:
+    def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Reply:
         """Sends a request to rank `to`; until its reply, `body` must not be changed, nor `out` read.
 
         The callee may use `body` as working memory, so its content is undefined afterwards.
         """
         self.check()
         if to == self._comm.rank:
-            return Pending(to, [], torch.tensor([*self._answer(to, head, body, out)]), arrived=True)
+            return _answered(self._answer(to, head, body, out))
         request, reply = torch.zeros(HEADER, dtype=torch.int64), torch.zeros(HEADER, dtype=torch.int64)
         request[: len(head)] = torch.tensor(head)
         small = to == self._first_owner and not (len(body) or len(out))
@@ -129,29 +128,26 @@ class NetworkTransport:
                 works += [channel.receive(x, source=to, tag=REPLY) for x in (reply, out) if len(x)]
         except RuntimeError:
             self.peers.lose(to, "its connection broke")
-        return self.peers.wait_for(Pending(to, works, reply), small=small)
+        return self.peers.wait_for(to, works, reply, lane=SHORT if small else LONG)
 
     def check(self) -> None:
         """Raises InputError if the other ranks took this one for dead, or the error of an answering thread."""
         self.peers.check()
-        if self._errors:
-            raise self._errors[0]
 
     def finish_requests(self) -> None:
         """Announces the last request, and answers other ranks' requests until their last. Raises as `check` does."""
         self.check()
-        bye, pending = torch.zeros(HEADER, dtype=torch.int64), []
+        bye, replies = torch.zeros(HEADER, dtype=torch.int64), []
         for rank, channel in self._callees:
             try:
-                farewell = Pending(rank, [channel.send(bye, to=rank, tag=ASK)])
-                pending.append(self.peers.wait_for(farewell, small=channel is self.peers.small))
+                works, lane = [channel.send(bye, to=rank, tag=ASK)], SHORT if channel is self.peers.small else LONG
+                replies.append(self.peers.wait_for(rank, works, lane=lane))
             except RuntimeError:
                 self.peers.lose(rank, "its connection broke")
-        for farewell in pending:
-            with suppress(LostError):
-                farewell.wait()
+        for reply in replies:
+            reply.exception()  # waits
         for rank, thread in self._threads:
-            self.peers.join(rank, thread, lambda: bool(self._errors))
+            self.peers.join(rank, thread)
         self.check()
         self._threads.clear()
 
@@ -164,21 +160,17 @@ class NetworkTransport:
         self.peers.stop()
         self._segments.forget()
 
-    def _rank_died(self, rank: int) -> None:
-        self._server.rank_died(rank)
-        with self.changed:
-            self.changed.notify_all()
-
     def _answer(self, rank: int, head: Head, body: Tensor, out: Tensor) -> Head:
-        if not self._server.ready(rank, head):
-            with self.changed:
-                self.changed.notify_all()  # other requests may wait for this one
-                self.changed.wait_for(lambda: self._errors or self._server.ready(rank, head))
-            if not self._server.ready(rank, head):
-                raise self._errors[0]
-        reply = self._server.answer(rank, head, body, out)
-        with self.changed:
-            self.changed.notify_all()
+        server, changed = self._server, self.peers.changed
+        if not server.ready(rank, head):
+            with changed:
+                changed.notify_all()  # other requests may wait for this one
+                changed.wait_for(lambda: self.peers.failed or server.ready(rank, head))
+            if not server.ready(rank, head):
+                self.check()
+        reply = server.answer(rank, head, body, out)
+        with changed:
+            changed.notify_all()
         return reply
 
     def _serve(self, rank: int, channel: Comm) -> None:
@@ -213,10 +205,13 @@ class NetworkTransport:
         except LostError:
             self.peers.lose(rank, "its connection broke")
         except BaseException as error:
-            with self.changed:  # wakes the threads that wait for a result of this one
-                self._errors.append(error)
-                self.changed.notify_all()
-            self.peers.end()
+            self.peers.fail(error)
+
+
+def _answered(header: Head) -> Reply:
+    reply: Reply = Future()
+    reply.set_result([*header])
+    return reply
 
 
 @contextmanager

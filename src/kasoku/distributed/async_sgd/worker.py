@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kasoku.distributed.async_sgd.peers import Pending
+from kasoku.distributed.async_sgd.peers import Reply
 from kasoku.distributed.async_sgd.quantization import Codec
 
 _MOST_LOCAL_STEPS = 16  # between two exchanges, however long an exchange takes
@@ -140,7 +140,7 @@ class WorkerGroup:
                 start, end = end, end + codec.elements(piece.stop - piece.start)
                 self.slots[owner] = slice(start, end)
             self.request, self.reply = (zeros(end, dtype=codec.dtype) for _ in range(2))
-        self.pending: dict[int, Pending] = {}
+        self.pending: dict[int, Reply] = {}
         self.orphans: list[slice] = []
 
     def begin(self) -> None:
@@ -154,7 +154,7 @@ class WorkerGroup:
 
     def due(self, step: int, most: int) -> bool:
         """Whether to exchange at this step: the last exchange has finished, or began `most` steps ago."""
-        return step - self.sent_at >= most or all(reply.done for reply in self.pending.values())
+        return step - self.sent_at >= most or all(reply.done() for reply in self.pending.values())
 
     @property
     def _by_parameter(self) -> bool:
