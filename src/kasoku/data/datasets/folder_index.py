@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,12 +70,13 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
         )
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-list") as pool:  # in parallel: folders may be remote
         listed = list(pool.map(lambda name: look(f"{part}/{name}" if part else name)[1], names))
-    for name, images in zip(names, listed, strict=True):
+    tree = dict(zip(names, listed, strict=True))
+    for name, images in tree.items():
         if not images:
             raise InputError(
                 f"{home}/{name}: a class folder with no image ({' '.join(SUFFIXES)}); add some or remove it"
             )
-    return dict(zip(names, listed, strict=True))
+    return tree
 
 
 def look_in(paths: Iterable[str]) -> Look:
@@ -107,7 +109,13 @@ def indexed(top: Path, cache: str = "") -> Parts:
     """
     root, began_ns = str(top), time.time_ns()
     kept = cache_folder(cache) / f"folder-{hashlib.sha256(os.fsencode(top)).hexdigest()[:20]}.index"
-    known, entries = _read(kept, root), dict[str, Entry]()
+    known, entries = dict[str, Entry](), dict[str, Entry]()
+    # a missing or damaged file, or one of another version or root, counts as empty
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, zlib.error):
+        index = _unpacked(kept.read_bytes())
+        fits = index["version"] == _VERSION and index["root"] == root
+        if fits and all([type(part) for part in entry] == [list] * 3 for entry in index["folders"].values()):
+            known = index["folders"]
 
     def look(sub: str) -> Names:
         path = below(root, sub)
@@ -146,19 +154,6 @@ def _listed(path: str) -> tuple[list[str], list[str], bool]:
                 continue
             links = links or entry.is_symlink()
     return sorted(folders), sorted(images), links
-
-
-def _read(kept: Path, root: str) -> dict[str, Entry]:
-    """The cached entries by folder; {} if the file is missing, damaged, or of another version or root."""
-    try:
-        index = _unpacked(kept.read_bytes())
-        entries: dict[str, Entry] = index["folders"]
-        fits = index["version"] == _VERSION and index["root"] == root
-        if fits and all(isinstance(e, list) and [type(x) for x in e] == [list] * 3 for e in entries.values()):
-            return entries
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, zlib.error):
-        pass
-    return {}
 
 
 def _packed(thing: Any) -> bytes:
