@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from kasoku.core.errors import InputError
+from kasoku.core.job import Job
 from kasoku.core.technique import Stage, Technique
 from kasoku.data.decode import native
 from kasoku.data.loading.shuffle import draws, whole
-
-if TYPE_CHECKING:
-    from kasoku.core.job import Job
 
 _FLIP, _SHIFT_Y, _SHIFT_X, _CUT_Y, _CUT_X, _AREA, _RATIO, _BOX_Y, _BOX_X, _BRIGHTNESS, _CONTRAST = range(11)
 

@@ -14,17 +14,15 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kasoku.core.errors import InputError
+from kasoku.core.job import Job
 from kasoku.core.technique import Stage, Technique
 from kasoku.data.loading.shuffle import draws, whole
-
-if TYPE_CHECKING:
-    from kasoku.core.job import Job
 
 _KINDS = (
     ("identity",),

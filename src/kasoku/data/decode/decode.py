@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,15 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import (
-    BmpImagePlugin,
-    ExifTags,
-    Image,
-    JpegImagePlugin,
-    PngImagePlugin,
-    UnidentifiedImageError,
-    WebPImagePlugin,
-)
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from kasoku.core.errors import InputError
 from kasoku.data.augment.basic import centre_box, stored_side
@@ -26,8 +19,9 @@ from kasoku.data.decode import native
 from kasoku.data.decode.native import Box
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-_READERS = (JpegImagePlugin, PngImagePlugin, WebPImagePlugin, BmpImagePlugin)  # imported before threads need them
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # by content, not by name; keeps Pillow's exotic readers out
+for _format in ("Jpeg", "Png", "WebP", "Bmp"):  # before threads need them
+    importlib.import_module(f"PIL.{_format}ImagePlugin")
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

@@ -12,20 +12,18 @@ import importlib
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from PIL import Image
 
 from kasoku.core.errors import InputError
+from kasoku.core.job import Job
 from kasoku.core.technique import Stage, Technique
 from kasoku.data.decode import native
 from kasoku.data.decode.decode import crop
 from kasoku.data.decode.native import Box
-
-if TYPE_CHECKING:
-    from kasoku.core.job import Job
 
 _LARGEST = 2**24  # pixels of an image; of a larger one the CPU decodes only what the crop needs
 _AT_ONCE = 64, 2**26  # images, and pixels of them all, that are decoded together: they lie in the device's memory
