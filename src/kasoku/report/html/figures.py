@@ -15,7 +15,7 @@ from typing import Any
 
 from kasoku.core import InputError
 from kasoku.report.html.content import Panel, RunRecord
-from kasoku.report.html.timeline import SpanRecord, depths, lane_of, lanes
+from kasoku.report.html.timeline import depths, lane_of, lanes
 
 try:
     import plotly.graph_objects as go
@@ -51,7 +51,6 @@ _MIN_SHARE = 5e-4  # rows with a smaller share of a ledger are not drawn
 _MAX_SPANS, _MAX_LANES = 6000, 48  # of a timeline
 _MAX_CLASSES = 40
 _MAX_CLASSES_WITH_COUNTS = 14  # more would leave no room for numbers in the cells
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -100,40 +99,33 @@ def curves(runs: Sequence[RunRecord]) -> list[Chart]:
         ("accuracy", "Accuracy", accuracy + _targets(runs, accuracy), "epoch", percent),
         ("accuracy-time", "Accuracy over time", by_time + _targets(runs, by_time), "seconds from start", percent),
     ]
+    few = len(runs) <= _MAX_LEGEND_RUNS  # a longer legend would leave no room for the curves
     return [
-        Chart(key, title, new_figure(traces, 320, {"title_text": x}, y, showlegend=_has_legend(runs, traces)))
+        Chart(key, title, new_figure(traces, 320, {"title_text": x}, y, showlegend=few and len(traces) > 1))
         for key, title, traces, x, y in charts
         if traces
     ]
-
-
-def _has_legend(runs: Sequence[RunRecord], traces: Sequence[Any]) -> bool:
-    return len(runs) <= _MAX_LEGEND_RUNS and len(traces) > 1  # a longer legend would leave no room for the curves
 
 
 def _lines(runs: Sequence[RunRecord], x: str, names: Mapping[str, str]) -> list[Any]:
     """A line for each run and each of its metrics in `names`; the second metric of a run is dotted."""
     traces = []
     for i, run in enumerate(runs):
+        since = run.metrics[0]["time_s"] if run.metrics else 0.0  # for runs older than `seconds` in metrics.jsonl
         for number, (metric, name) in enumerate(names.items()):
-            xs, ys = _points(run, x, metric)
+            rows = [r for r in run.metrics if isinstance(r.get(metric), int | float) and math.isfinite(r[metric])]
+            if not rows:
+                continue
+            every = -(-len(rows) // _MAX_POINTS)  # more points cannot be seen
+            kept = [row for k, row in enumerate(rows) if k % every == 0 or k == len(rows) - 1]
+            xs = [row["epoch"] if x == "epoch" else row.get("seconds", row["time_s"] - since) for row in kept]
+            ys = [row[metric] for row in kept]
             label = ", ".join(text for text in (plain(run.name, 40) if len(runs) > 1 else "", name) if text)
             dash = "dot" if number else _DASHES[i // len(COLOURS) % len(_DASHES)]
             mode = "lines+markers" if len(xs) <= 60 else "lines"
             line = {"color": COLOURS[i % len(COLOURS)], "dash": dash, "width": 2}
-            if xs:
-                traces.append(go.Scatter(x=xs, y=ys, name=label, mode=mode, line=line, marker_size=5))
+            traces.append(go.Scatter(x=xs, y=ys, name=label, mode=mode, line=line, marker_size=5))
     return traces
-
-
-def _points(run: RunRecord, x: str, metric: str) -> tuple[list[float], list[float]]:
-    """The values of a metric over epochs or seconds, thinned to the number that can be seen."""
-    rows = [row for row in run.metrics if isinstance(row.get(metric), int | float) and math.isfinite(row[metric])]
-    every = -(-len(rows) // _MAX_POINTS)
-    kept = [row for i, row in enumerate(rows) if i % every == 0 or i == len(rows) - 1]
-    since = run.metrics[0]["time_s"] if run.metrics else 0.0  # for runs older than `seconds` in metrics.jsonl
-    xs = [row["epoch"] if x == "epoch" else row.get("seconds", row["time_s"] - since) for row in kept]
-    return xs, [row[metric] for row in kept]
 
 
 def _targets(runs: Sequence[RunRecord], traces: Sequence[Any]) -> list[Any]:
@@ -150,28 +142,29 @@ def _targets(runs: Sequence[RunRecord], traces: Sequence[Any]) -> list[Any]:
 def panels(charts: Sequence[Panel], x_label: str, *, x_log: bool = False) -> list[Chart]:
     """A chart for each panel; a name has one colour in all of them. Refuses lines that cannot be drawn."""
     order = list(dict.fromkeys(name for panel in charts for name in panel.lines))
-    return [Chart(f"panel-{i}", p.label, _panel(p, order, x_label, x_log=x_log)) for i, p in enumerate(charts)]
-
-
-def _panel(panel: Panel, order: Sequence[str], x_label: str, *, x_log: bool) -> go.Figure:
-    traces = []
-    for name, points in panel.lines.items():
-        finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-        if not finite:
-            raise InputError(f"line {name!r} of {panel.label!r}: {len(points)} points, none finite: give 1 or more")
-        x, y = min(x for x, _ in finite), min(y for _, y in finite)
-        if (x_log and x <= 0) or (panel.log and y <= 0):
-            raise InputError(f"line {name!r} of {panel.label!r} goes down to ({x:g}, {y:g}): log axes take values > 0")
-        i = order.index(name)
-        line = {"color": COLOURS[i % len(COLOURS)], "dash": _DASHES[i // len(COLOURS) % len(_DASHES)], "width": 2}
-        mode = "lines+markers" if panel.markers or len(finite) == 1 else "lines"
-        xs, ys = [x for x, _ in points], [y for _, y in points]
-        traces.append(go.Scatter(x=xs, y=ys, name=plain(name), mode=mode, line=line))
-    if not traces:
-        raise InputError(f"panel {panel.label!r} has no lines: give 1 or more")
-    x_axis = {"title_text": plain(x_label), "type": "log" if x_log else "linear"}
-    y_axis = {"title_text": plain(panel.label), "type": "log" if panel.log else "linear", "exponentformat": "power"}
-    return new_figure(traces, 340, x_axis, y_axis, showlegend=len(traces) > 1)
+    drawn = []
+    for number, panel in enumerate(charts):
+        traces = []
+        for name, points in panel.lines.items():
+            finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+            if not finite:
+                raise InputError(f"line {name!r} of {panel.label!r}: {len(points)} points, none finite: give 1 or more")
+            x, y = min(x for x, _ in finite), min(y for _, y in finite)
+            if (x_log and x <= 0) or (panel.log and y <= 0):
+                message = f"line {name!r} of {panel.label!r} goes down to ({x:g}, {y:g}): log axes take values > 0"
+                raise InputError(message)
+            i = order.index(name)
+            line = {"color": COLOURS[i % len(COLOURS)], "dash": _DASHES[i // len(COLOURS) % len(_DASHES)], "width": 2}
+            mode = "lines+markers" if panel.markers or len(finite) == 1 else "lines"
+            xs, ys = [x for x, _ in points], [y for _, y in points]
+            traces.append(go.Scatter(x=xs, y=ys, name=plain(name), mode=mode, line=line))
+        if not traces:
+            raise InputError(f"panel {panel.label!r} has no lines: give 1 or more")
+        x_axis = {"title_text": plain(x_label), "type": "log" if x_log else "linear"}
+        y_axis = {"title_text": plain(panel.label), "type": "log" if panel.log else "linear", "exponentformat": "power"}
+        figure = new_figure(traces, 340, x_axis, y_axis, showlegend=len(traces) > 1)
+        drawn.append(Chart(f"panel-{number}", panel.label, figure))
+    return drawn
 
 
 # ---- where the time went
@@ -228,8 +221,14 @@ def timeline(key: str, document: Mapping[str, Any]) -> Chart:
     drawn = [s for s in spans if lane_of(s) in place][:_MAX_SPANS]
     depth = depths(drawn)
     kinds: dict[str, list[int]] = {}
+    hover = []
     for i, span in enumerate(drawn):
         kinds.setdefault(str(span["kind"]), []).append(i)
+        kind, name = plain(span["kind"], 40), plain(span["name"], 60)
+        lines = [kind if not name or name == kind else f"{kind}: {name}", f"rank {lane_of(span)[0]}"]
+        lines.append(f"{1e3 * (span['stop'] - span['start']):.3f} ms, from {1e3 * span['start']:.3f} ms on")
+        lines += [f"{span['bytes'] / 2**20:.2f} MiB"] if span.get("bytes") else []
+        hover.append("<br>".join(lines))
     # outer spans first, so that inner ones are drawn over them
     outer_first = sorted(kinds, key=lambda kind: sum(depth[i] for i in kinds[kind]) / len(kinds[kind]))
     traces = [
@@ -239,7 +238,7 @@ def timeline(key: str, document: Mapping[str, Any]) -> Chart:
             y=[place[lane_of(drawn[i])] for i in kinds[kind]],
             width=[max(0.2, 0.86 * 0.7 ** depth[i]) for i in kinds[kind]],
             name=plain(kind, 30), orientation="h", marker={"color": row_colour(kind, [*kinds]), "line_width": 0},
-            customdata=[_span_hover(drawn[i]) for i in kinds[kind]], **HOVER,
+            customdata=[hover[i] for i in kinds[kind]], **HOVER,
         )
         for kind in outer_first
     ]  # fmt: skip
@@ -250,15 +249,6 @@ def timeline(key: str, document: Mapping[str, Any]) -> Chart:
     cut = f"The first {len(drawn):,} spans of {len(spans):,} are drawn. " if len(drawn) < len(spans) else ""
     figure = new_figure(traces, 150 + 30 * len(names), {"title_text": "ms"}, y, barmode="overlay", bargap=0)
     return Chart(key, "A few steps", figure, f"{cut}Drag to zoom in, double-click to see all again.")
-
-
-def _span_hover(span: SpanRecord) -> str:
-    kind, name = plain(span["kind"], 40), plain(span["name"], 60)
-    lines = [kind if not name or name == kind else f"{kind}: {name}", f"rank {lane_of(span)[0]}"]
-    lines.append(f"{1e3 * (span['stop'] - span['start']):.3f} ms, from {1e3 * span['start']:.3f} ms on")
-    if span.get("bytes"):
-        lines.append(f"{span['bytes'] / _MIB:.2f} MiB")
-    return "<br>".join(lines)
 
 
 # ---- classes

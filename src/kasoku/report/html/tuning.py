@@ -22,7 +22,8 @@ def tuning(key: str, document: Mapping[str, Any]) -> Chart:
     failed = [s for s in samples if s.get("failed")]
     chosen = [s for s in good if s["batch"] == document.get("chosen")][:1]
     useful = [s for s in good if s.get("goodput") is not None]
-    traces = [_throughput("images/s", good, mode="lines+markers", line_width=2, marker_size=6)]
+    blue = {"line_color": COLOURS[0], "marker_color": COLOURS[0], "line_width": 2, "marker_size": 6}
+    traces = [_throughput("images/s", good, mode="lines+markers", **blue)]
     if useful:
         line = {"color": COLOURS[2], "dash": "dot", "width": 2}
         x, y = [s["batch"] for s in useful], [s["goodput"] for s in useful]
@@ -37,71 +38,51 @@ def tuning(key: str, document: Mapping[str, Any]) -> Chart:
         x, y = [s["batch"] for s in failed], [0] * len(failed)
         style = {"mode": "markers", "marker": marker, "cliponaxis": False}
         traces.append(go.Scatter(x=x, y=y, name="failed", customdata=hover, **style, **HOVER))
-    ticks = _ticks(sorted({s["batch"] for s in samples}))
+    sizes = sorted({s["batch"] for s in samples})
+    apart = (sizes[-1] / sizes[0]) ** (1 / _MAX_TICKS)  # the ratio from which on two labels do not overlap
+    ticks = [sizes[0]]
+    ticks += [size for size in sizes[1:-1] if size >= ticks[-1] * apart and sizes[-1] >= size * apart]
     x_axis = {"title_text": "batch", "type": "log", "tickvals": ticks, "ticktext": [f"{size:,}" for size in ticks]}
-    right = {
+    right: dict[str, Any] = {
         "title": {"text": "goodput", "standoff": 8},
         "overlaying": "y",
         "side": "right",
         "tickmode": "auto",
-        "showgrid": False,
     }
-    right |= {"rangemode": "tozero", "automargin": True, "zeroline": False}
+    right |= {"showgrid": False, "rangemode": "tozero", "automargin": True, "zeroline": False}
     second = {"yaxis2": right} if useful else {}
     drawn = new_figure(traces, 340, x_axis, {"title_text": "images/s", "rangemode": "tozero"}, **second)
-    return Chart(key, "Tuning of the batch", drawn, _summary(document))
-
-
-def _ticks(sizes: Sequence[int]) -> list[int]:
-    """The sizes to label on a log axis: those far enough apart for their numbers."""
-    least = (sizes[-1] / sizes[0]) ** (1 / _MAX_TICKS)  # ratio of two neighbours
-    ticks = [sizes[0]]
-    ticks += [size for size in sizes[1:-1] if size >= ticks[-1] * least and sizes[-1] >= size * least]
-    return ticks
+    by = f" by {document['strategy']}" if document.get("strategy") else ""
+    speed = f", {chosen[0]['batch'] / chosen[0]['step_s']:,.1f} images/s, {_step(chosen[0])}" if chosen else ""
+    why = f" {document['why']}." if document.get("why") else ""
+    note = f"Chosen{by}: batch {document.get('chosen')}{speed}{_cost(document)}.{why}"
+    return Chart(key, "Tuning of the batch", drawn, note)
 
 
 def _throughput(name: str, samples: Sequence[Mapping[str, Any]], **style: Any) -> Any:
     """A trace of images/s, with intervals that follow from those of the step times."""
-    rates = [_rate(s) for s in samples]
-    ends = [(s["batch"] / (s.get("low_s") or math.inf), s["batch"] / (s.get("high_s") or math.inf)) for s in samples]
-    up = [max(0.0, high - rate) for (high, _), rate in zip(ends, rates, strict=True)]
-    down = [max(0.0, rate - low) if low else 0.0 for (_, low), rate in zip(ends, rates, strict=True)]
+    rates = [s["batch"] / s["step_s"] for s in samples]
+    # a low end of 0 s has no rate: no line upwards
+    up = [max(0.0, s["batch"] / (s["low_s"] or math.inf) - rate) for s, rate in zip(samples, rates, strict=True)]
+    down = [max(0.0, rate - s["batch"] / s["high_s"]) for s, rate in zip(samples, rates, strict=True)]
     error = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.5}
-    x, hover = [s["batch"] for s in samples], [_sample_hover(s) for s in samples]
-    colour = {} if "marker" in style else {"line_color": COLOURS[0], "marker_color": COLOURS[0]}
-    return go.Scatter(x=x, y=rates, error_y=error, name=name, customdata=hover, **colour, **style, **HOVER)
-
-
-def _rate(sample: Mapping[str, Any]) -> float:
-    rate = sample.get("images_per_s")
-    return float(rate if rate is not None else sample["batch"] / sample["step_s"])
-
-
-def _sample_hover(sample: Mapping[str, Any]) -> str:
-    lines = [f"batch {sample['batch']}: {_rate(sample):,.1f} images/s", _step(sample)]
-    busy = sample.get("utilisation")
-    return "<br>".join([*lines, *([f"device {busy:.0%} busy"] if busy is not None else [])])
+    hover = []
+    for s, rate in zip(samples, rates, strict=True):
+        busy = f"<br>device {s['utilisation']:.0%} busy" if s.get("utilisation") is not None else ""
+        hover.append(f"batch {s['batch']}: {rate:,.1f} images/s<br>{_step(s)}{busy}")
+    x = [s["batch"] for s in samples]
+    return go.Scatter(x=x, y=rates, error_y=error, name=name, customdata=hover, **style, **HOVER)
 
 
 def _step(sample: Mapping[str, Any]) -> str:
-    low, high = sample.get("low_s"), sample.get("high_s")
     unit, scale = ("s", 1.0) if sample["step_s"] >= 1 else ("ms", 1e3)
-    interval = f" ({scale * low:.3g} to {scale * high:.3g})" if low is not None and high is not None else ""
-    return f"{scale * sample['step_s']:.3g} {unit} a step{interval}"
+    interval = f"{scale * sample['low_s']:.3g} to {scale * sample['high_s']:.3g}"
+    return f"{scale * sample['step_s']:.3g} {unit} a step ({interval})"
 
 
-def _summary(document: Mapping[str, Any]) -> str:
-    """The result of tuning in one line."""
+def _cost(document: Mapping[str, Any]) -> str:
     spent, budget = document.get("spent_s"), document.get("budget_s")
-    cost = f"; tuning took {spent:.1f} s" + (f" of {budget:g}" if budget else "") if spent is not None else ""
-    chosen = document.get("chosen")
-    if document.get("what") == "lr":
-        return f"Chosen: a learning rate of {chosen:.4g}{cost}." if chosen is not None else ""
-    samples = [s for s in document["samples"] if s["batch"] == chosen and not s.get("failed")][-1:]
-    by = f" by {document['strategy']}" if document.get("strategy") else ""
-    speed = f", {_rate(samples[0]):,.1f} images/s, {_step(samples[0])}" if samples else ""
-    why = f" {document['why']}." if document.get("why") else ""
-    return f"Chosen{by}: batch {chosen}{speed}{cost}.{why}"
+    return f"; tuning took {spent:.1f} s" + (f" of {budget:g}" if budget else "") if spent is not None else ""
 
 
 def _range_test(key: str, document: Mapping[str, Any]) -> Chart:
@@ -109,11 +90,12 @@ def _range_test(key: str, document: Mapping[str, Any]) -> Chart:
     samples = [s for s in document["samples"] if s.get("lr") is not None and s.get("loss") is not None]
     rates, losses = [s["lr"] for s in samples], [s["loss"] for s in samples]
     traces = [go.Scatter(x=rates, y=losses, name="loss", mode="lines", line={"color": COLOURS[0], "width": 2})]
-    chosen = document.get("chosen")
-    if chosen is not None and samples:
+    chosen, note = document.get("chosen"), ""
+    if chosen is not None:
+        note = f"Chosen: a learning rate of {chosen:.4g}{_cost(document)}."
         nearest = min(samples, key=lambda s: abs(math.log(s["lr"] / chosen)))
         star = {"symbol": "star", "size": 13, "color": COLOURS[1]}
         name = f"suggested: {chosen:.4g}"
         traces.append(go.Scatter(x=[chosen], y=[nearest["loss"]], name=name, mode="markers", marker=star))
     x_axis = {"title_text": "learning rate", "type": "log", "exponentformat": "power"}
-    return Chart(key, "Range test", new_figure(traces, 320, x_axis, {"title_text": "loss"}), _summary(document))
+    return Chart(key, "Range test", new_figure(traces, 320, x_axis, {"title_text": "loss"}), note)
