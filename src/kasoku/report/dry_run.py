@@ -36,8 +36,19 @@ def preview(
         print_table("", _table(recipe, data, curve))
     if remark:
         print(f"kasoku: {remark}", file=sys.stderr)
-    if plot:
-        _plot(plot, f"batch {recipe.batch:,}, {recipe.epochs:g} epochs", curve)
+    if plot is None:
+        return
+    from kasoku.report.html.page import draw  # plotly and jinja2 take 0.4 s, and only this page needs them
+
+    panels = [
+        Panel("rate", {"rate": [(m.epoch, m.lr) for m in curve]}),  # as [000] Fig. 5 draws it
+        Panel("weight decay", {"weight decay": [(m.epoch, m.weight_decay) for m in curve]}),
+    ]
+    if curve[0].momentum is not None:
+        panels.append(Panel("momentum", {"momentum": [(m.epoch, m.momentum or 0.0) for m in curve]}))
+    if len({m.batch for m in curve}) > 1:
+        panels.append(Panel("batch", {"batch": [(m.epoch, float(m.batch)) for m in curve]}))
+    draw(plot, f"batch {recipe.batch:,}, {recipe.epochs:g} epochs", panels, x_label="epoch")
 
 
 def _table(recipe: Recipe, data: Facts, curve: list[Moment]) -> dict[str, str]:
@@ -64,18 +75,3 @@ def _table(recipe: Recipe, data: Facts, curve: list[Moment]) -> dict[str, str]:
     if recipe.norm_average:
         rows["BatchNorm momentum"] = f"{momentum(recipe.norm_average, per_epoch):.3g}"
     return rows
-
-
-def _plot(path: Path, title: str, curve: list[Moment]) -> None:
-    """Writes a page of the rate, weight decay and momentum over epochs, as [000] Fig. 5 draws the rate."""
-    from kasoku.report.html.page import draw  # plotly and jinja2 take 0.4 s, and only this page needs them
-
-    panels = [
-        Panel("rate", {"rate": [(m.epoch, m.lr) for m in curve]}),
-        Panel("weight decay", {"weight decay": [(m.epoch, m.weight_decay) for m in curve]}),
-    ]
-    if curve[0].momentum is not None:
-        panels.append(Panel("momentum", {"momentum": [(m.epoch, m.momentum or 0.0) for m in curve]}))
-    if len({m.batch for m in curve}) > 1:
-        panels.append(Panel("batch", {"batch": [(m.epoch, float(m.batch)) for m in curve]}))
-    draw(path, title, panels, x_label="epoch")

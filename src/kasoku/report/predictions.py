@@ -16,7 +16,6 @@ from kasoku.core import Comm, InputError
 from kasoku.data import Dataset, GoneError, Memory, read_image
 
 _THUMBNAIL = 96  # pixels, the longer side
-_Image = tuple[float, int, int, int]  # loss, index, label, predicted
 
 
 class PredictionLog:
@@ -28,7 +27,7 @@ class PredictionLog:
 
     def __init__(self, loader: object) -> None:
         self._loader = loader
-        self._rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._rows: list[tuple[Tensor, ...]] = []  # loss, index, label, predicted class of each batch
         self._images = self._outputs = 0
 
     def add(self, logits_NK: Tensor, y_N: Tensor) -> None:
@@ -37,7 +36,7 @@ class PredictionLog:
         if index_N is None or len(index_N) != len(y_N):
             index_N = torch.arange(self._images, self._images + len(y_N))
         loss_N = nn.functional.cross_entropy(logits_NK.float(), y_N, reduction="none")
-        self._rows.append((index_N.clone(), y_N.clone(), logits_NK.argmax(1), loss_N))
+        self._rows.append((loss_N, index_N.clone(), y_N.clone(), logits_NK.argmax(1)))
         self._images += len(y_N)
         self._outputs = logits_NK.shape[1]
 
@@ -48,12 +47,13 @@ class PredictionLog:
         largest loss, largest first, with name, label, predicted, loss and a thumbnail (`png`, base64; empty if it
         cannot be drawn). Only rank 0 draws thumbnails.
         """
-        index_N, label_N, predicted_N, loss_N = self._whole()
-        rows = loss_N.topk(min(worst, len(loss_N))).indices
-        columns = (loss_N, index_N, label_N, predicted_N)
-        listed = (column[rows].tolist() for column in columns)
-        mine: list[_Image] = [(loss, i, label, predicted) for loss, i, label, predicted in zip(*listed, strict=True)]
-        seen = Counter(zip(label_N.tolist(), predicted_N.tolist(), strict=True))
+        mine: list[tuple[float, int, int, int]] = []
+        seen: Counter[tuple[int, int]] = Counter()
+        if self._rows:
+            columns = [torch.cat(batches).cpu() for batches in zip(*self._rows, strict=True)]
+            largest = columns[0].topk(min(worst, len(columns[0]))).indices
+            mine = list(zip(*(column[largest].tolist() for column in columns), strict=True))
+            seen.update(zip(columns[2].tolist(), columns[3].tolist(), strict=True))
         gathered = comm.gather_objects((self._outputs, mine, seen))
         side = max(len(dataset.classes), *(outputs for outputs, _, _ in gathered))
         counts: Counter[tuple[int, int]] = Counter()
@@ -77,14 +77,6 @@ class PredictionLog:
             ],
         }
 
-    def _whole(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Index, label, predicted and loss of all images of this rank, on the CPU."""
-        if not self._rows:
-            none = torch.zeros(0, dtype=torch.int64)
-            return none, none, none, torch.zeros(0)
-        index_N, label_N, predicted_N, loss_N = (torch.cat(part).cpu() for part in zip(*self._rows, strict=True))
-        return index_N, label_N, predicted_N, loss_N
-
 
 def _name(dataset: Dataset, index: int) -> str:
     part = dataset.test
@@ -95,28 +87,23 @@ def _name(dataset: Dataset, index: int) -> str:
 
 def _thumbnails(dataset: Dataset, index: list[int]) -> dict[int, str]:
     """PNG files as base64, by index. Images that cannot be read are left out; if their source is gone, the rest too."""
-    thumbnails = {}
+    part, thumbnails = dataset.test, {}
     for i in index:
         try:
-            thumbnails[i] = _thumbnail(dataset, i)
+            if isinstance(part, Memory):
+                pixels_HWC = part.images_NHWC[i].cpu()
+            else:
+                pixels_HWC = read_image(part.read(i), dataset.image_size, name=part.name(i))
+            if pixels_HWC.shape[2] not in (1, 3):
+                continue
+            pixels = pixels_HWC[..., 0] if pixels_HWC.shape[2] == 1 else pixels_HWC
+            image = Image.fromarray(pixels.contiguous().numpy())
+            image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+            out = io.BytesIO()
+            image.save(out, "PNG")
         except GoneError:
             break  # a training does not wait at its end for pictures
         except (InputError, IndexError, OSError, ValueError, TypeError):
             continue
+        thumbnails[i] = base64.b64encode(out.getvalue()).decode("ascii")
     return thumbnails
-
-
-def _thumbnail(dataset: Dataset, index: int) -> str:
-    part = dataset.test
-    if isinstance(part, Memory):
-        pixels_HWC = part.images_NHWC[index].cpu()
-    else:
-        pixels_HWC = read_image(part.read(index), dataset.image_size, name=part.name(index))
-    channels = pixels_HWC.shape[2]
-    if channels not in (1, 3):
-        return ""
-    image = Image.fromarray((pixels_HWC[..., 0] if channels == 1 else pixels_HWC).contiguous().numpy())
-    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return base64.b64encode(out.getvalue()).decode("ascii")
