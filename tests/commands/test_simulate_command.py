@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -386,3 +387,14 @@ def test_a_rank_alone_exchanges_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     found = simulated(tmp_path / "s", "--cluster", "abci", "--gpus", "1", "--set", "batch=64", *asynchronous())
     assert found["exposed_s"] == found["exchange_s"] == 0
     assert "asynchronous" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("missing", ["plotly", "jinja2"])
+def test_without_the_packages_of_the_page_the_figures_are_written(tmp_path, capsys, monkeypatch, missing):
+    for name in [name for name in sys.modules if name.startswith((missing, "kasoku.report.html."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert simulated(tmp_path / "s", "--cluster", "abci", "--gpus", "4", "--set", "batch=2560")["rows"]
+    shown = capsys.readouterr()
+    assert f"kasoku: no page: the page needs {missing}: pip install" in shown.err
+    assert shown.out.endswith(f"{tmp_path / 's'}: simulation.json\n")

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,17 @@ def run(arguments: PlanArguments) -> int:
     recipe, cluster_name = arguments.recipe, arguments.cluster
     if not recipe or not cluster_name:
         raise InputError("kasoku plan: RECIPE and --cluster are wanted, or --compare RUN")
-    _check(arguments)
+    given = {"deadline": arguments.deadline, "budget": arguments.budget, "fastest": arguments.fastest}
+    goals = [goal for goal, value in given.items() if value]
+    if not goals:
+        raise InputError("kasoku plan: what for? one of --deadline TIME, --budget USD, --fastest")
+    if len(goals) > 1:
+        raise InputError(f"--{goals[0]} beside --{goals[1]}: give one of --deadline TIME, --budget USD, --fastest")
+    if arguments.noise_scale is not None and not 0 < arguments.noise_scale < math.inf:
+        raise InputError(f"--noise-scale {arguments.noise_scale:g}: images, above 0 and finite")
     sys.path.extend(own_folders(recipe))
-    deadline_s, budget_usd = _seconds(arguments.deadline), _usd(arguments.budget)
+    deadline_s = _amount("--deadline", arguments.deadline, _SECONDS, "a number with s, min, h or d is wanted, as 10min")
+    budget_usd = _amount("--budget", arguments.budget, {"USD": 1.0}, "an amount is wanted, as 100USD")
     recipes, remark = plan_search.candidates(recipe, arguments.set, arguments.noise_scale)
     if remark:
         print(f"kasoku: {remark}", file=sys.stderr)
@@ -79,33 +88,15 @@ def run(arguments: PlanArguments) -> int:
         print(f"kasoku: {cluster.name} has no [costs]: 0 s are expected before the first step", file=sys.stderr)
     print_table(f"the best of {len(tried)} ways", _rows(chosen))
     _write(chosen, folder, recipe)
-    print(f"{folder}: {recipe.stem}.toml, launch.sbatch, plan.json")
     return 0
 
 
-def _check(arguments: PlanArguments) -> None:
-    goals = ["deadline"] * bool(arguments.deadline) + ["budget"] * bool(arguments.budget)
-    goals += ["fastest"] * arguments.fastest
-    if not goals:
-        raise InputError("kasoku plan: what for? one of --deadline TIME, --budget USD, --fastest")
-    if len(goals) > 1:
-        raise InputError(f"--{goals[0]} beside --{goals[1]}: give one of --deadline TIME, --budget USD, --fastest")
-    if arguments.noise_scale is not None and not 0 < arguments.noise_scale < math.inf:
-        raise InputError(f"--noise-scale {arguments.noise_scale:g}: images, above 0 and finite")
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h|d)", text)
+def _amount(flag: str, text: str, units: Mapping[str, float], wanted: str) -> float:
+    """A number above 0 times its unit; 0 for an empty text. Raises InputError for other texts."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text)
     if text and (not match or float(match[1]) <= 0):
-        raise InputError(f"--deadline {text}: a number with s, min, h or d is wanted, as 10min")
-    return float(match[1]) * _SECONDS[match[2]] if match else 0.0
-
-
-def _usd(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)USD", text)
-    if text and (not match or float(match[1]) <= 0):
-        raise InputError(f"--budget {text}: an amount is wanted, as 100USD")
-    return float(match[1]) if match else 0.0
+        raise InputError(f"{flag} {text}: {wanted}")
+    return float(match[1]) * units[match[2]] if match else 0.0
 
 
 def _rows(chosen: Choice) -> dict[str, str]:
@@ -155,21 +146,18 @@ def _write(chosen: Choice, folder: Path, original: Path) -> None:
     expected = {**chosen.scenario.document(chosen.step), "least": LEAST, "most": MOST, "shown": _rows(chosen)}
     expected["import_folders"] = own_folders(original)
     file = folder / f"{original.stem}.toml"
-    text, script = dumps(planned_recipe(chosen)), _script(file, chosen)  # raise before anything is written
+    nodes = chosen.scenario.simulator.cluster.nodes_for(chosen.step.gpus)
+    minutes = max(10, round(2 * chosen.late_s / 60))  # twice the longest expected time
+    limit = f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
+    plain = re.sub(r"[^a-z0-9]+", "-", original.stem.lower()).strip("-")
+    name = (plain if plain[:1].isalpha() else f"kasoku-{plain}")[:63].strip("-")  # a job's begins with a letter
+    each, on_gpus = chosen.step.gpus // nodes, chosen.scenario.recipe.device.kind != "cpu"
+    script = sbatch(SlurmSpec(name=name, recipe=file, nodes=nodes, each=each, on_gpus=on_gpus, time=limit))
+    text = dumps(planned_recipe(chosen))  # raises before anything is written
     write_text(file, text)
     write_text(folder / "launch.sbatch", script)
     write_text(folder / "plan.json", json.dumps(expected, indent=1) + "\n")
-
-
-def _script(recipe: Path, chosen: Choice) -> str:
-    """The script that `kasoku launch slurm` writes; its time limit is twice the longest expected time."""
-    nodes = chosen.scenario.simulator.cluster.nodes_for(chosen.step.gpus)
-    minutes = max(10, round(2 * chosen.late_s / 60))
-    limit = f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
-    plain = re.sub(r"[^a-z0-9]+", "-", recipe.stem.lower()).strip("-")
-    name = (plain if plain[:1].isalpha() else f"kasoku-{plain}")[:63].strip("-")  # a job's begins with a letter
-    each, on_gpus = chosen.step.gpus // nodes, chosen.scenario.recipe.device.kind != "cpu"
-    return sbatch(SlurmSpec(name=name, recipe=recipe, nodes=nodes, each=each, on_gpus=on_gpus, time=limit))
+    print(f"{folder}: {file.name}, launch.sbatch, plan.json")
 
 
 # ---- a run beside its plan
@@ -189,11 +177,13 @@ def compare(run: Path) -> int:
             f"{run}: {ranks} ranks and batch={batch}, the plan is of {expected['gpus']} and batch={expected['batch']}: "
             "train it as planned, or plan what was trained"
         )
-    planned = expected["rows"]
-    pairs = {"before the first step": (_left(planned, 0), _left(took, 1))}
-    for item, names in _ITEMS.items():
-        a, b = (sum(rows.get(name, 0.0) for name in of) for rows, of in zip((planned, took), names, strict=True))
-        pairs[item] = a, b
+    sides: list[dict[str, float]] = []
+    for side, seconds in enumerate((expected["rows"], took)):
+        items = {item: sum(seconds.get(row, 0.0) for row in rows[side]) for item, rows in _ITEMS.items()}
+        named = {row for rows in _ITEMS.values() for row in rows[side]}
+        before_s = sum(s for row, s in seconds.items() if row not in named)
+        sides.append({"before the first step": before_s, **items})
+    pairs = {item: (sides[0][item], sides[1][item]) for item in sides[0]}
     pairs["in all"] = sum(a for a, _ in pairs.values()), sum(b for _, b in pairs.values())
     rows = {}
     for item, (a, b) in pairs.items():
@@ -206,12 +196,6 @@ def compare(run: Path) -> int:
         )
     print_table(f"{run}", rows)
     return 0
-
-
-def _left(rows: dict[str, float], side: int) -> float:
-    """Seconds of the rows that no item names: the time before the first step."""
-    named = {name for names in _ITEMS.values() for name in names[side]}
-    return sum(seconds for row, seconds in rows.items() if row not in named)
 
 
 def _expected(run: Path) -> dict[str, Any]:

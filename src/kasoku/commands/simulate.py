@@ -21,7 +21,6 @@ from kasoku.distributed import Asynchronous
 from kasoku.distributed.ddp.bucket_plan import table
 from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
-from kasoku.report.html.page import draw, page
 from kasoku.simulate import SimulatedStep, compressed, profile_of, timeline
 from kasoku.simulate import load as load_cluster
 from kasoku.simulate.collectives import fills
@@ -76,22 +75,32 @@ def run(arguments: SimulateArguments) -> int:
         _show(other, then, document["what_if"][what_if], title=f"{cluster.name}, {what_if}")
     lines = sweep(case, over, step, (what_if, changed) if changed else None) if over else {}
     if lines:
-        document["sweep"] = _sweep_document(case, step, lines)
+        points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
+        parts = case.recipe.parts(step.gpus)
+        document["sweep"] = {"images_a_gpu": images_each(case, step), "parts": parts, "points": points}
     folder = own_folder(arguments.out, arguments.recipe, "simulated")
     write_text(folder / "simulation.json", json.dumps(document, indent=1) + "\n")
+    files = ["simulation.json"]
     try:
-        pages = _page(case, step, folder, arguments.recipe.stem)
-        pages += _sweep_page(folder, cluster.name, document["sweep"], lines) if lines else ""
+        from kasoku.report.html.page import draw, page  # plotly and jinja2 may be missing
+
+        write_text(folder / "report.html", page([_record(case, step, arguments.recipe.stem)]))
+        files.append("report.html")
+        if lines:
+            rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
+            shares = {
+                name: list(zip([s.gpus for s in steps], efficiency(steps), strict=True))
+                for name, steps in lines.items()
+            }
+            panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
+            title = f"{cluster.name}, {document['sweep']['images_a_gpu']} images a GPU"
+            title += f" in {parts} parts" if parts > 1 else ""
+            draw(folder / "sweep.html", title, panels, x_label="GPUs", x_log=True)
+            files.append("sweep.html")
     except InputError as error:
         print(f"kasoku: no page: {error}", file=sys.stderr)
-        pages = ""
-    print(f"{folder}: simulation.json{pages}")
+    print(f"{folder}: {', '.join(files)}")
     return 0
-
-
-def _sweep_document(case: Scenario, step: SimulatedStep, lines: dict[str, list[SimulatedStep]]) -> dict[str, Any]:
-    points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
-    return {"images_a_gpu": images_each(case, step), "parts": case.recipe.parts(step.gpus), "points": points}
 
 
 def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any], *, title: str) -> None:
@@ -137,33 +146,18 @@ def _range(text: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def _page(case: Scenario, step: SimulatedStep, folder: Path, name: str) -> str:
-    """Writes the page of a step; returns what it adds to the list of files. Raises InputError without plotly."""
+def _record(case: Scenario, step: SimulatedStep, name: str) -> RunRecord:
+    """The simulated training as a run, whose page shows a step."""
     kinds = ("input", "forward", "backward", "exposed")
     rows = case.rows(step)
     whole = sum(rows[kind] for kind in kinds)
     step_s = {kind: rows[kind] / whole * step.step_s for kind in kinds}
-    device = case.simulator.cluster.device.name
-    run = RunRecord(
-        f"{name} on {step.gpus:,} {device}, simulated",
+    cluster, what = case.simulator.cluster, "updates" if step.inputs.asynchronous else "gradients"
+    return RunRecord(
+        f"{name} on {step.gpus:,} {cluster.device.name}, simulated",
         toml.table(case.recipe),
         result={"images_per_s": step.images_per_s, "seconds": sum(rows.values()), "epochs": case.recipe.epochs},
         parts={"ledger": {"rows": rows, "step_s": step_s}, "timeline": timeline(step)},
-        buckets=table(
-            step.inputs.plan, step.inputs.tensors, what="updates" if step.inputs.asynchronous else "gradients"
-        ),
-        machine={"chosen": f"{case.simulator.cluster.name}, simulated"},
+        buckets=table(step.inputs.plan, step.inputs.tensors, what=what),
+        machine={"chosen": f"{cluster.name}, simulated"},
     )
-    write_text(folder / "report.html", page([run]))
-    return ", report.html"
-
-
-def _sweep_page(folder: Path, cluster: str, sweep: dict[str, Any], lines: dict[str, list[SimulatedStep]]) -> str:
-    rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
-    counts = {name: [s.gpus for s in steps] for name, steps in lines.items()}
-    shares = {name: list(zip(counts[name], efficiency(steps), strict=True)) for name, steps in lines.items()}
-    panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
-    title = f"{cluster}, {sweep['images_a_gpu']} images a GPU"
-    title += f" in {sweep['parts']} parts" if sweep["parts"] > 1 else ""
-    draw(folder / "sweep.html", title, panels, x_label="GPUs", x_log=True)
-    return ", sweep.html"

@@ -8,9 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.report.html import figures
@@ -18,6 +15,12 @@ from kasoku.report.html.content import Panel, RunRecord
 from kasoku.report.html.figures import COLOURS, Chart
 from kasoku.report.html.tuning import tuning
 from kasoku.report.phase_timer import STEP
+
+try:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+except ImportError as error:
+    raise InputError('the page needs jinja2: pip install "jinja2>=3.1"') from error
 
 _PARTS = {
     "ledger": "where the time went (ledger.json)",
