@@ -50,17 +50,11 @@ class LocalArguments(LaunchArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterArguments(LaunchArguments):
-    """The arguments that `kasoku launch` has where it writes a file for a cluster."""
+class SlurmArguments(LaunchArguments):
+    """The arguments of `kasoku launch slurm`."""
 
     name: str | None = option(help="of the job (default: the recipe's)")
     write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmArguments(ClusterArguments):
-    """The arguments of `kasoku launch slurm`."""
-
     port: int | None = option(metavar="P", help="of rank 0 (default: from the job's number)")
     cpus_per_gpu: int = option(default=SlurmSpec.cpus_per_gpu, metavar="C", help="(default: %(default)s)")
     partition: str | None = option(metavar="NAME", help="(default: the cluster's)")
@@ -69,9 +63,11 @@ class SlurmArguments(ClusterArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KubernetesArguments(ClusterArguments):
+class KubernetesArguments(LaunchArguments):
     """The arguments of `kasoku launch kubernetes`."""
 
+    name: str | None = option(help="of the job (default: the recipe's)")
+    write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
     image: str = option(default=KubernetesSpec.image, help="a container image with kasoku in it (default: %(default)s)")
     mount: tuple[str, ...] = option(default=(), metavar="CLAIM:DIR", help="a volume claim for the run, the data, ...")
     port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")

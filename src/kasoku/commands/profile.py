@@ -8,19 +8,19 @@ training writes them (of the profiled steps alone), and trace.json for chrome://
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kasoku.commands import RecipeArguments, option
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.core.hardware import cores
-from kasoku.report import Ledger, StepBottleneck, facts_of, print_table
+from kasoku.report import Ledger, facts_of, print_table
 from kasoku.report.bottleneck import find_bottlenecks
 from kasoku.report.profiler import Profiler, StepProfile
 from kasoku.training.run_folder import free_folder
-from kasoku.training.run_state import Training
 from kasoku.training.trainer import build
 
 _SHOWN = 12  # rows of a table
@@ -46,43 +46,33 @@ def run(arguments: ProfileArguments) -> int:
     training = build(recipe)
     print(training.chosen, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    profile, ledger, timeline = measure(training, arguments.steps, folder / "trace.json")
-    documents = {"profile.json": asdict(profile), "ledger.json": ledger, "timeline.json": timeline}
-    for name, document in documents.items():
-        write_text(folder / name, json.dumps(document, indent=1) + "\n")
-    show(profile, ledger)
+    job, chosen = training.job, training.chosen
+    profiler = Profiler(job, chosen.dtype)
+    profiler.warm()
+    ledger = Ledger(job.trace, started=job.clock.now())
+    plain = profiler.plain(arguments.steps)
+    images, starved = recipe.images_at_once(1), ledger.starved()
+    facts = facts_of(job, images, threads=chosen.threads, cores=cores(), starved=starved)
+    ledger.steps.settle()
+    mean_s = ledger.mean_s()  # of these steps alone
+    document, timeline = ledger.document(job.comm, facts)
+    profile = profiler.look(arguments.steps, plain, trace=folder / "trace.json")
+    causes = find_bottlenecks([mean_s], facts, profile.bounds)
+    document |= {"bounds": profile.bounds, "verdict": [asdict(cause) for cause in causes]}
+    documents = {"profile.json": asdict(profile), "ledger.json": document, "timeline.json": timeline}
+    for name, content in documents.items():
+        write_text(folder / name, json.dumps(content, indent=1) + "\n")
+    _show(profile, document["step_s"])
+    for cause in causes:
+        print(cause)
     print(f"{folder}: {', '.join(documents)}, trace.json (open it in chrome://tracing or Perfetto)")
     return 0
 
 
-def measure(training: Training, steps: int, trace: Path) -> tuple[StepProfile, dict[str, Any], dict[str, Any]]:
-    """Trains some steps; returns the profile, and the documents of the ledger and the timeline.
-
-    Args:
-        training: a training that `build` has built; its model changes.
-        steps: the number of steps of each measurement.
-        trace: the file for the Chrome trace.
-    """
-    job, chosen, recipe = training.job, training.chosen, training.recipe
-    profiler = Profiler(job, chosen.dtype)
-    profiler.warm()
-    ledger = Ledger(job.trace, started=job.clock.now())
-    plain = profiler.plain(steps)
-    images, starved = recipe.images_at_once(1), ledger.starved()
-    facts = facts_of(job, images, threads=chosen.threads, cores=cores(), starved=starved)
-    ledger.steps.settle()
-    mean_s = ledger.mean_s()
-    document, timeline = ledger.document(job.comm, facts)
-    profile = profiler.look(steps, plain, trace=trace)
-    causes = find_bottlenecks([mean_s], facts, profile.bounds)
-    document |= {"bounds": profile.bounds, "verdict": [asdict(cause) for cause in causes]}
-    return profile, document, timeline
-
-
-def show(profile: StepProfile, ledger: dict[str, Any]) -> None:
-    """Prints the tables and the verdict."""
-    whole_s = sum(ledger["step_s"].values())
-    rows = {row: f"{_ms(s)}  {s / max(whole_s, 1e-9):.0%}" for row, s in ledger["step_s"].items() if s > 0}
+def _show(profile: StepProfile, step_s: Mapping[str, float]) -> None:
+    """Prints the tables."""
+    whole_s = sum(step_s.values())
+    rows = {row: f"{_ms(s)}  {s / max(whole_s, 1e-9):.0%}" for row, s in step_s.items() if s > 0}
     print_table("a step, the median", {**rows, "in all": _ms(whole_s)})
     slowest = sorted(profile.blocks, key=lambda block: -(block.forward_s + block.backward_s))[:_SHOWN]
     blocks = {
@@ -110,8 +100,6 @@ def show(profile: StepProfile, ledger: dict[str, Any]) -> None:
         "bound": needs,
     }
     print_table("the device", facts)
-    for cause in ledger["verdict"]:
-        print(StepBottleneck(**cause))
 
 
 def _ms(seconds: float) -> str:

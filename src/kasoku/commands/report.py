@@ -49,7 +49,10 @@ def run(arguments: ReportArguments) -> int:
     paths = [path for members in expanded for path in members]
     runs = read(paths)
     if arguments.trace:
-        _write_trace(runs, arguments.trace)
+        if len(runs) != 1:
+            raise InputError(f"--trace: the timeline of one run is written; {len(runs)} are given")
+        _write(arguments.trace, _trace_of(runs[0]))
+        print(arguments.trace)
         if not arguments.out:
             return 0
     split = sum(map(len, expanded[:-after])) if after else 0
@@ -125,13 +128,11 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
             values = json.loads(line)
         except ValueError:
             continue  # half written
-        if isinstance(values, dict) and all(_is_number(values.get(k)) for k in ("step", "epoch", "time_s")):
-            lines.append(values)
+        if isinstance(values, dict):
+            numbers = [values.get(key) for key in ("step", "epoch", "time_s")]
+            if all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+                lines.append(values)
     return lines
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 # ---- groups of runs
@@ -141,26 +142,24 @@ def by_recipe(runs: Sequence[RunRecord]) -> list[Group]:
     """Groups of runs whose recipes differ in the seed only, each with a name, in order of appearance."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        groups.setdefault(json.dumps(_settings(run), sort_keys=True, default=str), []).append(run)
+        groups.setdefault(json.dumps(_settings(run.recipe), sort_keys=True, default=str), []).append(run)
     return [(_label(members[0]), members) for members in groups.values()]
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
     """A sentence for each group against the first one."""
-    outcomes = [
-        [RunOutcome(r.seed, r.target, r.result.get("time_to_target_s"), _top1_at_the_end(r)) for r in runs]
-        for _, runs in groups
-    ]
+    outcomes, machines = [], []
+    for _, runs in groups:
+        top1 = [None if run.result.get("stopped") else run.result.get("top1") for run in runs]  # at the end
+        times_s = [run.result.get("time_to_target_s") for run in runs]
+        outcomes.append([RunOutcome(r.seed, r.target, s, t) for r, s, t in zip(runs, times_s, top1, strict=True)])
+        machines.append({json.dumps([run.machine.get(k) for k in ("cpu", "cores", "gpus")]) for run in runs})
     lines = []
-    for (name, runs), theirs in list(zip(groups, outcomes, strict=True))[1:]:
-        verdict = compare(outcomes[0], theirs, names=(groups[0][0], name))
-        machines = {json.dumps(_hardware(run), sort_keys=True) for run in (*groups[0][1], *runs)}
-        lines.append(verdict.line + ("; these runs were made on different machines" if len(machines) > 1 else ""))
+    for (name, _), theirs, their_machines in zip(groups[1:], outcomes[1:], machines[1:], strict=True):
+        line = compare(outcomes[0], theirs, names=(groups[0][0], name)).line
+        several = len(machines[0] | their_machines) > 1
+        lines.append(line + ("; these runs were made on different machines" if several else ""))
     return lines
-
-
-def _top1_at_the_end(run: RunRecord) -> float | None:
-    return None if run.result.get("stopped") else run.result.get("top1")
 
 
 def _with_own_names(groups: Sequence[Group]) -> list[Group]:
@@ -168,7 +167,7 @@ def _with_own_names(groups: Sequence[Group]) -> list[Group]:
     names = [name for name, _ in groups]
     if len(set(names)) == len(names):
         return list(groups)
-    each = [_settings(runs[0]) for _, runs in groups]
+    each = [_settings(runs[0].recipe) for _, runs in groups]
     keys = sorted({key for settings in each for key in settings})
     differ = [key for key in keys if len({json.dumps(settings.get(key), default=str) for settings in each}) > 1]
     out: list[Group] = []
@@ -178,19 +177,15 @@ def _with_own_names(groups: Sequence[Group]) -> list[Group]:
     return out
 
 
-def _settings(run: RunRecord) -> dict[str, Any]:
-    """All settings of a run's recipe by their paths, but its seed and what changes no result."""
-    return {key: value for key, value in _flat(run.recipe).items() if not key.startswith(_NO_RECIPE)}
-
-
-def _flat(document: Any, prefix: str = "") -> dict[str, Any]:
+def _settings(table: Any, prefix: str = "") -> dict[str, Any]:
+    """All settings of a recipe by their paths, but its seed and what changes no result."""
     out: dict[str, Any] = {}
-    items: Any = dict(enumerate(document)) if isinstance(document, list) else document
-    for key, value in items.items():
+    for key, value in enumerate(table) if isinstance(table, list) else table.items():
+        path = f"{prefix}{key}"
         if isinstance(value, Mapping | list):
-            out |= _flat(value, f"{prefix}{key}.")
-        else:
-            out[f"{prefix}{key}"] = value
+            out |= _settings(value, f"{path}.")
+        elif not path.startswith(_NO_RECIPE):
+            out[path] = value
     return out
 
 
@@ -202,27 +197,19 @@ def _label(run: RunRecord) -> str:
     return Path(file).stem if file else re.sub(r"[-_]?(seed)?[-_]?\d+$", "", name) or name
 
 
-def _hardware(run: RunRecord) -> dict[str, Any]:
-    return {k: run.machine.get(k) for k in ("cpu", "cores", "gpus")}
-
-
 # ---- files
 
 
-def _write_trace(runs: Sequence[RunRecord], file: Path) -> None:
-    if len(runs) != 1:
-        raise InputError(f"--trace: the timeline of one run is written; {len(runs)} are given")
-    timeline = runs[0].parts.get("timeline")
+def _trace_of(run: RunRecord) -> str:
+    timeline = run.parts.get("timeline")
     if timeline is None:
-        raise InputError(f"--trace: {runs[0].name} has no timeline.json; train it anew, or give another run")
+        raise InputError(f"--trace: {run.name} has no timeline.json; train it anew, or give another run")
     try:
-        text = json.dumps(chrome_trace(timeline))
+        return json.dumps(chrome_trace(timeline))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
-            f"--trace: timeline.json of {runs[0].name} is damaged ({type(error).__name__}: {error}); train it anew"
+            f"--trace: timeline.json of {run.name} is damaged ({type(error).__name__}: {error}); train it anew"
         ) from error
-    _write(file, text)
-    print(file)
 
 
 def _write(file: Path, text: str) -> None:

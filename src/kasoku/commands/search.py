@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from kasoku.distributed.local_launch import STARTED
 from kasoku.training.control import signals
 from kasoku.training.run_folder import free_folder
 from kasoku.tune.hyperparameters import STOPPED, SearchSettings, TrialResult, search
-from kasoku.tune.search_space import Space, read_space
+from kasoku.tune.search_space import read_space
 
 _SHOWN = 10  # trials in the table that is printed
 
@@ -45,7 +45,16 @@ def run(arguments: SearchArguments) -> int:
     """Searches; returns the exit code."""
     space = read_space(arguments.space)
     recipe = arguments.load()
-    check(space, arguments.space, lambda settings: arguments.load(*settings))
+    for path, values in space.items():  # has the recipe this path, and does it take some of these values?
+        refusals = []
+        for value in values.examples:
+            try:
+                arguments.load(f"{path}={value}")
+                break
+            except InputError as error:
+                refusals.append(error)
+        else:
+            raise InputError(f"{arguments.space}: {refusals[0]}") from refusals[0]
     folder = arguments.out or free_folder(f"{arguments.recipe.stem}-search")
     # accuracies at the end are compared, so none ends at its target; K trainings share the cores
     settings = ["evaluate.stop=false"]
@@ -59,39 +68,19 @@ def run(arguments: SearchArguments) -> int:
         arguments.trials,
         arguments.jobs,
         about="\n".join([dumps(recipe), *(f"{path}: {values}" for path, values in space.items())]),
-        environment=partial(environment, arguments.jobs),
+        environment=partial(_environment, arguments.jobs),
     )
     print(f"{arguments.trials} trials, {arguments.jobs} at once, in {folder}", flush=True)
     with signals() as caught:
         results = search(plan, caught=caught, say=lambda line: print(line, flush=True))
-    show(results)
+    _show(results)
     if caught:
         print(f"kasoku: stopped by {caught[0]}; go on with the same command and --out {folder}", file=sys.stderr)
         return STOPPED
     return 0
 
 
-def check(space: Space, file: Path, load_with: Callable[[Sequence[str]], object]) -> None:
-    """Raises InputError for a path that the recipe does not have, and where the recipe refuses all example values.
-
-    Args:
-        space: the settings that are varied.
-        file: of the space, for the message.
-        load_with: reads the recipe with more settings.
-    """
-    for path, values in space.items():
-        refusals = []
-        for value in values.examples:
-            try:
-                load_with([f"{path}={value}"])
-                break
-            except InputError as error:
-                refusals.append(error)
-        else:
-            raise InputError(f"{file}: {refusals[0]}") from refusals[0]
-
-
-def environment(jobs: int, job: int) -> dict[str, str]:
+def _environment(jobs: int, job: int) -> dict[str, str]:
     """Environment variables of a trial's process: its start, and with several jobs its share of the GPUs.
 
     A process that has its start also ends when this one is killed.
@@ -104,7 +93,7 @@ def environment(jobs: int, job: int) -> dict[str, str]:
     return own
 
 
-def show(results: Sequence[TrialResult]) -> None:
+def _show(results: Sequence[TrialResult]) -> None:
     """Prints the best trials, and the settings of the best one as --set takes them."""
     rows = Table()
     for name in ("trial", "how", "top-1", "seconds", *(results[0].settings if results else ())):

@@ -227,7 +227,12 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     from kasoku.training import ensemble, trained_run
     from kasoku.training.run_folder import members_of
 
-    run_on_all_ranks(comm, lambda: _check_members(comm.size))
+    def check() -> None:
+        if comm.size > 1:
+            message = f"--members on {comm.size} ranks: members train on one device, by turns; start one process"
+            raise InputError(message)
+
+    run_on_all_ranks(comm, check)
     if arguments.resume:
         paths = members_of(folder)
         recipes = [load(path / "recipe.toml", arguments.set) for path in paths]
@@ -247,11 +252,6 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
         _print_stopped(stopped[0], folder)
         return STOPPED
     return 0 if arguments.quiet else trained_run.evaluate_runs(paths, None)
-
-
-def _check_members(ranks: int) -> None:
-    if ranks > 1:
-        raise InputError(f"--members on {ranks} ranks: members train on one device, by turns; start one process")
 
 
 def _print_stopped(signal: str, folder: Path) -> None:

@@ -89,7 +89,9 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     strategy = run_on_all_ranks(comm, lambda: _strategy(arguments.strategy))
     recipe = run_on_all_ranks(comm, arguments.load)
     _check_same(recipe, comm)
-    fixed = _fixed(arguments, recipe)
+    # where the recipe does not say how the rates follow the batch, they stay those of its own batch
+    known = recipe.reference_batch or read(arguments.recipe, arguments.set).get("points")
+    fixed = [] if known else [f"reference_batch={recipe.batch}"]
 
     def at(batch: int) -> Recipe:
         return arguments.load(f"batch={batch}", *fixed)
@@ -112,10 +114,15 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     return 0
 
 
-def _fixed(arguments: TuneArguments, recipe: Recipe) -> list[str]:
-    """The setting that ties the rates to the recipe's own batch, where the recipe does not say how they follow it."""
-    known = recipe.reference_batch or read(arguments.recipe, arguments.set).get("points")
-    return [] if known else [f"reference_batch={recipe.batch}"]
+def _strategy(name: str) -> Strategy | None:
+    """The strategy of a name; None for the default, which depends on the recipe."""
+    if name not in _STRATEGIES:
+        near = difflib.get_close_matches(name.lower(), [known.lower() for known in _STRATEGIES], n=1)
+        known = next((known for known in _STRATEGIES if known.lower() in near), "")
+        advice = f"did you mean {known}?" if known else f"one of {', '.join(_STRATEGIES)}"
+        raise InputError(f"--strategy {name}: no such strategy: {advice}")
+    strategy: Strategy = getattr(strategies, name)()
+    return None if name == _STRATEGIES[0] else strategy
 
 
 def _twice(tuned: TunedRecipe, comm: Comm) -> str:
@@ -133,17 +140,6 @@ def _twice(tuned: TunedRecipe, comm: Comm) -> str:
     finally:
         job.close()
     return f"{cost} (kasoku.memory.SavedMemory)" if cost else ""
-
-
-def _strategy(name: str) -> Strategy | None:
-    """The strategy of a name; None for the default, which depends on the recipe."""
-    if name not in _STRATEGIES:
-        near = difflib.get_close_matches(name.lower(), [known.lower() for known in _STRATEGIES], n=1)
-        known = next((known for known in _STRATEGIES if known.lower() in near), "")
-        advice = f"did you mean {known}?" if known else f"one of {', '.join(_STRATEGIES)}"
-        raise InputError(f"--strategy {name}: no such strategy: {advice}")
-    strategy: Strategy = getattr(strategies, name)()
-    return None if name == _STRATEGIES[0] else strategy
 
 
 def _range(text: str, kind: type[Any]) -> tuple[Any, Any]:
@@ -172,12 +168,7 @@ def _tune_rate(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     low, high = (bound / lr for bound in bounds) if bounds else (_LOW, _HIGH)
     scaled = [rate * recipe.rate_scale for rate in own]
     if comm.size > 1:  # an error that all ranks meet is printed once, while no rank waits for another
-
-        def step_alone() -> None:
-            with plainly():
-                try_alone(job)
-
-        run_on_all_ranks(comm, step_alone)
+        run_on_all_ranks(comm, partial(plainly()(try_alone), job))
     with plainly():  # not on_all_ranks: a rank that fails in a step leaves the others in it, as in a training
         result = range_test(job, low=low, high=high, steps=_STEPS, budget_s=arguments.budget, rates=scaled)
 

@@ -1,9 +1,11 @@
-"""Time: `Wall` for real runs; simulations have a virtual clock with the same method."""
+"""Time: `Wall` for real runs; simulations have a virtual clock with the same method; `Stopwatch` for a GPU's time."""
 
 import os
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 
 class Clock(Protocol):
@@ -18,6 +20,31 @@ class Wall:
 
     def now(self) -> float:
         return time.perf_counter()
+
+
+class Stopwatch:
+    """Moments on the stream of a GPU, or on the clock of the host."""
+
+    def __init__(self, clock: Clock, *, cuda: bool) -> None:
+        self.clock, self.cuda = clock, cuda
+
+    def moment(self) -> Any:
+        """Now, on the stream where there is one."""
+        if not self.cuda:
+            return self.clock.now()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Seconds between two moments."""
+        return float(start.elapsed_time(stop) / 1e3 if self.cuda else stop - start)
+
+    def synchronize(self) -> float:
+        """Waits for the device; the host's time then."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        return self.clock.now()
 
 
 def process_start() -> float:

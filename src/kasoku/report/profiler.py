@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kasoku.core import Batch, InputError, Job
 from kasoku.core.blocks import blocks
+from kasoku.core.clock import Stopwatch
 from kasoku.core.hardware import cores, resident_bytes
 from kasoku.report.block_timer import BlockEvent, block_hooks
 
@@ -163,21 +164,11 @@ class Profiler:
 
     def _block_times(self, steps: int) -> dict[str, tuple[float, float]]:
         """Median seconds of forward and backward of each block; a backward lasts until the next block's begins."""
-
-        def moment() -> Any:
-            if not self.cuda:
-                return time.perf_counter()
-            recorded: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            recorded.record()
-            return recorded
-
-        def between(start: Any, stop: Any) -> float:
-            return float(start.elapsed_time(stop) / 1000 if self.cuda else stop - start)
-
+        watch = Stopwatch(self.job.clock, cuda=self.cuda)
         forward: dict[str, list[float]] = {name: [] for name, _ in self.blocks}  # seconds of each step
         backward: dict[str, list[float]] = {name: [] for name, _ in self.blocks}
         for _ in range(steps):
-            events = self._events(moment)
+            events = self._events(watch.moment)
             for times_s in (*forward.values(), *backward.values()):
                 times_s.append(0.0)
             entered: dict[str, Any] = {}
@@ -185,9 +176,9 @@ class Profiler:
                 if what == "forward":
                     entered[name] = begin
                 elif what == "ended":
-                    forward[name][-1] += between(entered[name], begin)
+                    forward[name][-1] += watch.seconds(entered[name], begin)
                 elif what == "backward":
-                    backward[name][-1] += between(begin, following)
+                    backward[name][-1] += watch.seconds(begin, following)
         return {name: (statistics.median(forward[name]), statistics.median(backward[name])) for name in forward}
 
     def _memory(self) -> list[tuple[float, str, int]]:

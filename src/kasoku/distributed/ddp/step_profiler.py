@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kasoku.core import Clock, Comm, Job, Work
+from kasoku.core import Comm, Job, Work
+from kasoku.core.clock import Stopwatch
 from kasoku.distributed.ddp.bucket_buffers import BucketLayout
 from kasoku.distributed.ddp.bucket_plan import MIB, Planned, cut, search
 from kasoku.distributed.ddp.compression import Reduce
@@ -51,31 +52,6 @@ class StepMoments:
     transfer_s: float = 0.0
     averaged: Any = None
     end: Any = None
-
-
-class Stopwatch:
-    """Moments on the stream of a GPU, or on the clock of the host."""
-
-    def __init__(self, clock: Clock, *, cuda: bool) -> None:
-        self.clock, self.cuda = clock, cuda
-
-    def moment(self) -> Any:
-        """Now, on the stream where there is one."""
-        if not self.cuda:
-            return self.clock.now()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def seconds(self, start: Any, stop: Any) -> float:
-        """Seconds between two moments."""
-        return float(start.elapsed_time(stop) / 1e3 if self.cuda else stop - start)
-
-    def synchronize(self) -> float:
-        """Waits for the device; the host's time then."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        return self.clock.now()
 
 
 class StepProfiler:
