@@ -16,8 +16,7 @@ from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network
 from kasoku.memory.graph import GraphNode, LayerGraph
 from kasoku.memory.saved_memory import Planner
-from kasoku.memory.schedule import build_program
-from kasoku.memory.segment import shared_bf16
+from kasoku.memory.segment import build_program, shared_bf16
 from kasoku.memory.solver import segment_choices
 from kasoku.models.resnet import Bottleneck
 from kasoku.optim import sgd

@@ -12,8 +12,8 @@ from helpers.grids import covering
 from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network, ops
-from kasoku.memory.graph import GraphNode, LayerGraph
-from kasoku.memory.schedule import Instruction, build_program, norms_in_place
+from kasoku.memory.graph import GraphNode, Instruction, LayerGraph
+from kasoku.memory.segment import build_program, norms_in_place
 from kasoku.memory.solver import segment_choices
 from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.optim import sgd

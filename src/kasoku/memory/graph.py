@@ -134,6 +134,29 @@ class LayerGraph:
         return shapes
 
 
+class Instruction(NamedTuple):
+    """One step: "compute" a node's value, or take the "grad" of a node.
+
+    Args:
+        kind: one of the two.
+        at: the node.
+        inplace: the result takes the memory of the first input (compute), of the incoming gradient (grad of a ReLU) or
+            of the input (grad of a norm).
+        joins: for "grad", how the gradient of each input is added to the gradient of the same value from another
+            reader: "set" (there is none yet), "into" (the other is added to it), "fresh" (a new tensor, as it shares
+            its memory), or "" if the input needs no gradient.
+        loads: the values converted from bf16 before it, and whether the bf16 is freed, as it is not read again.
+        frees: the values freed after it.
+    """
+
+    kind: str
+    at: int
+    inplace: bool = False
+    joins: tuple[str, ...] = ()
+    loads: tuple[tuple[int, bool], ...] = ()
+    frees: tuple[int, ...] = ()
+
+
 def op_of(layer: nn.Module) -> str:
     """The operation of one of torch's layers; "" if it is not supported."""
     kind = type(layer)

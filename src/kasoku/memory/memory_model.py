@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-from kasoku.memory.graph import GraphNode, ValueShape
+from kasoku.memory.graph import GraphNode, Instruction, LayerGraph, ValueShape
 from kasoku.memory.ops import IN_PLACE_PARTS, Numerics, has_2_bit_positions
-from kasoku.memory.schedule import Instruction, Program
+from kasoku.memory.segment import Program
 
 _WORK_OF_A_BYTE = 16.0  # multiply-adds that a machine does while it moves a byte: 490 GFLOP/s against some 30 GB/s
 
@@ -65,7 +66,7 @@ class MemoryNeed(NamedTuple):
 def memory_need(program: Program, shapes: list[ValueShape], setting: ChainSetting, chunk: int = 0) -> MemoryNeed:
     """The need of a program for values of these shapes, `chunk` images at a time (0: all at once)."""
     n, nodes, out_at = shapes[0].shape[0], program.graph.nodes, program.graph.out
-    slower = 0.02 * work_of(program, shapes) if chunk else 0.0
+    slower = 0.02 * work_of(program.graph, shapes, range(len(nodes))) if chunk else 0.0
     if chunk:
         shapes = [ValueShape((chunk, *s.shape[1:]), s.dtype) for s in shapes]
     count = _ByteCount(program, shapes, setting)
@@ -86,7 +87,7 @@ def memory_need(program: Program, shapes: list[ValueShape], setting: ChainSettin
     if 0 in program.in_bf16:  # the input exists in forward, beside its bf16
         forward += x
     gradients = sum(p.nbytes for node in nodes for p in node.params if p.requires_grad)
-    work = sum(work_of_node(program, shapes, step.at) for step in program.backward if step.kind == "compute")
+    work = work_of(program.graph, shapes, [step.at for step in program.backward if step.kind == "compute"])
     # A norm's gradient in place beside torch's kernel: measured with one thread of an AVX2 core. Left out: the system
     # clears the pages of a newly allocated gradient; where it does so each time, in place is faster.
     norms = [step.at + 1 for step in grads if step.inplace and nodes[step.at].op == "norm"]
@@ -97,19 +98,17 @@ def memory_need(program: Program, shapes: list[ValueShape], setting: ChainSettin
     return MemoryNeed(kept, kept_x, kept_out, forward, backward, gradients, work * scale + slower, rounding)
 
 
-def work_of(program: Program, shapes: list[ValueShape]) -> float:
-    """Multiply-adds of the forward."""
-    return sum(work_of_node(program, shapes, at) for at in range(len(program.graph.nodes)))
-
-
-def work_of_node(program: Program, shapes: list[ValueShape], at: int) -> float:
-    """Multiply-adds of a node; a node that only moves bytes counts as the multiply-adds of the same time."""
-    node, out = program.graph.nodes[at], shapes[at + 1]
-    moves = (sum(shapes[v].nbytes for v in node.inputs) + out.nbytes) * _WORK_OF_A_BYTE
-    if node.op != "conv":
-        return moves
-    weight: Tensor = node.layer.weight
-    return max(out.numel * weight[0].numel() * (0.5 if out.dtype.itemsize == 2 else 1.0), moves)
+def work_of(graph: LayerGraph, shapes: list[ValueShape], nodes: Iterable[int]) -> float:
+    """Multiply-adds of nodes; one that only moves bytes counts as the multiply-adds of the same time."""
+    total = 0.0
+    for at in nodes:
+        node, out = graph.nodes[at], shapes[at + 1]
+        work = (sum(shapes[v].nbytes for v in node.inputs) + out.nbytes) * _WORK_OF_A_BYTE
+        if node.op == "conv":
+            weight: Tensor = node.layer.weight
+            work = max(out.numel * weight[0].numel() * (0.5 if out.dtype.itemsize == 2 else 1.0), work)
+        total += work
+    return total
 
 
 class _ByteCount:

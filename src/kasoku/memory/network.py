@@ -288,8 +288,9 @@ def _units_and_choices(
         for part, graph in zip(parts, graphs, strict=True):
             full = next(segment_choices([graph], own))
             shapes = full.program.graph.shapes(own.images, own.how.half)
+            work = work_of(full.program.graph, shapes, range(len(graph.nodes)))
             plain = round(sum(log.kept_bytes[proxy] for proxy in part) * scale)
-            copies, work = sum(log.copy_bytes[proxy] for proxy in part), work_of(full.program, shapes)
+            copies = sum(log.copy_bytes[proxy] for proxy in part)
             moves = full.need.backward - full.need.kept - full.need.input - full.need.gradients
             units.append(ChainUnit(part, plain, copies, work, setting.how, full.need.gradients, moves))
             own = replace(own, images=shapes[-1], image_gradient=True, reads_batch=False)

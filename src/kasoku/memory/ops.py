@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kasoku.core.torch_internals import batch_norm, batch_norm_backward
-from kasoku.memory.graph import GraphNode, pair
-from kasoku.memory.schedule import Instruction
+from kasoku.memory.graph import GraphNode, Instruction, pair
 
 _aten = torch.ops.aten
 IN_PLACE_PARTS = 16  # in which a gradient is written over its input
@@ -50,14 +49,13 @@ class MaxPositions(NamedTuple):
     """The position of each maximum in its window: 2 bits each for windows of 2x2, else a byte.
 
     Attributes:
-        inner, inner_stride: of the max-pool's input.
-        shape, stride: of the positions.
+        inner, inner_stride: shape and strides of the max-pool's input.
+        stride: of the positions.
     """
 
     packed: Tensor
     inner: tuple[int, ...]
     inner_stride: tuple[int, ...]
-    shape: tuple[int, ...]
     stride: tuple[int, ...]
 
 
@@ -174,12 +172,7 @@ def _norm_gradient_in_place(
 ) -> Tensor:
     """A BatchNorm's gradient over its input: scale * (dy - mean of dy - y * mean of dy * y), y being x normed.
 
-    Args:
-        layer: the BatchNorm.
-        dy: incoming gradient.
-        x: its input.
-        statistics: of its forward.
-        sums: of dy * y and of dy, over all but channels; not read with running statistics, which depend on no input.
+    `sums`: of dy * y and of dy, over all but channels; not read with running statistics, which depend on no input.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = statistics.scale if statistics.of_batch else (layer.running_var + layer.eps).rsqrt_()
@@ -232,7 +225,7 @@ def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, MaxPositions]:
         )
         positions = _positions_in_windows(layer, index, inner[3])
         packed = positions.as_strided((positions.numel(),), (1,))
-    return out, MaxPositions(packed, inner, x_NCHW.stride(), tuple(positions.shape), positions.stride())
+    return out, MaxPositions(packed, inner, x_NCHW.stride(), positions.stride())
 
 
 def unpool(layer: Any, dy_NCHW: Tensor, positions: MaxPositions) -> Tensor:
@@ -240,15 +233,15 @@ def unpool(layer: Any, dy_NCHW: Tensor, positions: MaxPositions) -> Tensor:
     inner = positions.inner
     two_bits = has_2_bit_positions(layer, inner)
     unpacked = _unpack(positions) if two_bits else positions.packed
-    position_NCHW = unpacked.as_strided(positions.shape, positions.stride)
+    position_NCHW = unpacked.as_strided(dy_NCHW.shape, positions.stride)
     dx = torch.empty_strided(inner, positions.inner_stride, dtype=dy_NCHW.dtype, device=dy_NCHW.device)
     if not two_bits or inner[2] % 2 or inner[3] % 2:
         dx.zero_()
     zero = dy_NCHW.new_zeros(())
     (rows, columns), (down, right), (top, left) = (pair(n) for n in (layer.kernel_size, layer.stride, layer.padding))
     for k in reversed(range(rows * columns)):
-        outer_h, inner_h = _covered(positions.shape[2], inner[2], k // columns - top, down)
-        outer_w, inner_w = _covered(positions.shape[3], inner[3], k % columns - left, right)
+        outer_h, inner_h = _covered(dy_NCHW.shape[2], inner[2], k // columns - top, down)
+        outer_w, inner_w = _covered(dy_NCHW.shape[3], inner[3], k % columns - left, right)
         is_maximum = position_NCHW[:, :, outer_h, outer_w] == k
         gradient = torch.where(is_maximum, dy_NCHW[:, :, outer_h, outer_w], zero)
         target = dx[:, :, inner_h, inner_w]
@@ -275,13 +268,10 @@ def _positions_in_windows(layer: Any, index: Tensor, width: int) -> Tensor:
     column = index32 - row * width
     down, right = pair(layer.stride)
     top, left = pair(layer.padding)
-    row -= _window_starts(index.shape[2], down, top, index.device)[:, None]
-    column -= _window_starts(index.shape[3], right, left, index.device)
+    first_row, first_column = (torch.arange(n, dtype=torch.int32, device=index.device) for n in index.shape[2:])
+    row -= (first_row * down - top)[:, None]
+    column -= first_column * right - left
     return (row * pair(layer.kernel_size)[1] + column).to(torch.uint8)
-
-
-def _window_starts(n: int, stride: int, padding: int, device: torch.device) -> Tensor:
-    return torch.arange(n, dtype=torch.int32, device=device) * stride - padding
 
 
 def _covered(outer: int, inner: int, offset: int, stride: int) -> tuple[slice, slice]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kasoku.memory.graph import LayerGraph
 from kasoku.memory.memory_model import ChainSetting, MemoryNeed, memory_need
-from kasoku.memory.schedule import Program, build_program, norms_in_place
+from kasoku.memory.segment import Program, build_program, norms_in_place
 
 _LONGEST = 4  # units in a segment
 _CHUNKS = (4, 16)  # images at a time

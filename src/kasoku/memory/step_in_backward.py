@@ -104,23 +104,18 @@ def _optimizer_settings(job: Job) -> list[dict[str, Any]]:
 # ---- large Linears
 
 
-class _Pass:
-    """A forward without its backward so far; `shared`: of two at once, so neither has the whole gradient."""
-
-    shared = False
-
-
 class LinearInBackward(BoundToModel):
     """Updates one Linear in its backward, if nothing else needs its gradient.
 
     Attributes:
         calls: during the inspection; only a layer that is called once is updated.
+        passes: forwards without their backward so far; of two at once, neither has the whole gradient.
     """
 
     def __init__(self, layer: nn.Linear, stepper: StepInBackward) -> None:
         self.layer, self.stepper = layer, stepper
         self.calls, self.inspected = 0, False
-        self.passes: WeakSet[_Pass] = WeakSet()
+        self.passes: WeakSet[Any] = WeakSet()
 
     @property
     def active(self) -> bool:
@@ -184,11 +179,10 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, owner: LinearInBackward, half: Any) -> Tensor:
-        ctx.owner, ctx.half, ctx.version, ctx.own = owner, half, version(weight), _Pass()
-        owner.passes.add(ctx.own)
-        if len(owner.passes) > 1:
-            for each in owner.passes:
-                each.shared = True
+        ctx.owner, ctx.half, ctx.version = owner, half, version(weight)
+        owner.passes.add(ctx)
+        for each in owner.passes:
+            each.shared = len(owner.passes) > 1 or getattr(each, "shared", False)
         ctx.save_for_backward(x if half is None else x.to(half))
         return nn.functional.linear(x, weight, bias)
 
@@ -198,7 +192,7 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         owner: LinearInBackward = ctx.owner
         weight, bias = owner.layer.weight, owner.layer.bias
-        owner.passes.discard(ctx.own)
+        owner.passes.discard(ctx)
         if weight in owner.stepper.stand_ins:
             raise InputError(
                 "SavedMemory: a second backward through a Linear whose weight the first one has updated: set "
@@ -210,7 +204,7 @@ class _Linear(torch.autograd.Function):
         dx = dy @ (weight if ctx.half is None else weight.to(ctx.half)) if ctx.needs_input_grad[0] else None
         db = flat.sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None
         adds, group = accumulates(ctx.next_functions[1][0]), owner.group
-        if adds is None or ctx.own.shared or group is None:
+        if adds is None or ctx.shared or group is None:
             return dx, (flat.t() @ x_NC).to(weight.dtype), db, None, None
         if adds:
             owner.update(group, flat, x_NC)
