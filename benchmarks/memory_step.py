@@ -24,7 +24,7 @@ from kasoku import models
 from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory
-from kasoku.memory.network import inspect_network
+from kasoku.memory.network import InspectedNetwork
 from kasoku.memory.ops import Numerics
 from kasoku.memory.saved_memory import BUDGET_SHARE, Planner
 from kasoku.optim import sgd
@@ -166,7 +166,7 @@ def plan(asked: dict) -> dict[str, object]:
     def fits(batch: int) -> bool:
         x = torch.zeros(batch, 3, asked["side"], asked["side"], device=DEVICE)
         x = x.contiguous(memory_format=torch.channels_last)
-        network = inspect_network(job, planner.proxies, x, how=how, gradients_freed=True, linears=planner.linears)
+        network = InspectedNetwork(job, planner.proxies, x, how=how, gradients_freed=True, linears=planner.linears)
         found = network.within(asked["limit"] * BUDGET_SHARE)
         return found is not None and network.longer(found) <= asked["time"]
 

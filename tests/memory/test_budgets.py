@@ -13,7 +13,7 @@ from kasoku.core.hardware import computes_bf16
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, larger, network
 from kasoku.memory.inspection import install, record_forward
-from kasoku.memory.network import InspectedNetwork, inspect_network, optimizer_bytes
+from kasoku.memory.network import InspectedNetwork, optimizer_bytes
 from kasoku.memory.ops import Numerics
 from kasoku.memory.saved_memory import BUDGET_SHARE
 from kasoku.models.resnet import Bottleneck, ResNet
@@ -30,7 +30,7 @@ def made(name: str) -> nn.Module:
 
 def seen(model: nn.Module, x: torch.Tensor) -> InspectedNetwork:
     job = Job(model, lambda m: sgd(m, 0.1))
-    found = inspect_network(job, install(job), x, how=Numerics(), gradients_freed=True)
+    found = InspectedNetwork(job, install(job), x, how=Numerics(), gradients_freed=True)
     job.close()
     return found
 
@@ -110,7 +110,7 @@ def test_copies_of_weights_under_autocast_are_counted_once():
     x, y = images(32, 32)
     x = x.contiguous(memory_format=torch.channels_last)
     job = Job(with_a_large_head(), lambda m: sgd(m, 0.1)).apply(ChannelsLast(), Autocast("bf16"))
-    seen = inspect_network(job, install(job), x, how=Numerics(), gradients_freed=False)
+    seen = InspectedNetwork(job, install(job), x, how=Numerics(), gradients_freed=False)
     job.close()
     measured = peak_of(with_a_large_head(), x, y, Autocast("bf16"))
     assert abs(seen.plain_bytes(len(x)) / (measured + seen.plain_outside.fixed) - 1) < 0.05
@@ -184,7 +184,7 @@ def test_what_is_computed_of_a_repeated_weight_grows_with_the_batch():
     def an_image(block):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), block, nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
         job = Job(model, lambda m: sgd(m, 0.1))
-        found = inspect_network(job, install(job), torch.zeros(64, 3, 16, 16), how=Numerics(), gradients_freed=True)
+        found = InspectedNetwork(job, install(job), torch.zeros(64, 3, 16, 16), how=Numerics(), gradients_freed=True)
         job.close()
         return (found.plain_bytes(64) - found.plain_bytes(32)) / 32
 

@@ -28,15 +28,8 @@ WINDOW_POSITIONS = 256  # of a max-pool's window: a position must fit in a byte
 # Layers without weights and without randomness, differentiated by torch from their input alone.
 OTHER = (nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Hardswish, nn.Tanh, nn.Sigmoid, nn.AvgPool2d)
 _FUNCTIONS: dict[Any, str] = {
-    operator.add: "add",
-    operator.iadd: "add",
-    torch.add: "add",
-    torch.relu: "relu",
-    nn.functional.relu: "relu",
-    "relu": "relu",
-    "relu_": "relu",
-    "add": "add",
-    "add_": "add",
+    **dict.fromkeys((operator.add, operator.iadd, torch.add, "add", "add_"), "add"),
+    **dict.fromkeys((torch.relu, nn.functional.relu, "relu", "relu_"), "relu"),
 }
 _IN_PLACE = ("relu_", "add_", operator.iadd)
 _MODULE = frozenset(vars(nn.Module())) - {"_modules"}  # attributes that every module has

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, reduce
 from typing import NamedTuple
 
@@ -53,9 +53,16 @@ class ChainUnit(NamedTuple):
     moves: int
 
 
-@dataclass
 class InspectedNetwork:
-    """The record of one forward, scaled to a batch.
+    """The record of a forward of a job's network on the first images of a batch, scaled to the batch.
+
+    Args:
+        job: with the model.
+        proxies: of its layers.
+        x: the batch.
+        how: whether recomputation is exact, and values may be held in bf16; precision is read from the forward.
+        gradients_freed: gradients are freed as they arrive.
+        linears: layers whose weights may have no gradient of their own.
 
     Attributes:
         units: of all chains, in order.
@@ -63,17 +70,55 @@ class InspectedNetwork:
         outside: bytes outside the units; `plain_outside`: the same if gradients stay until the step.
         outputs: of the model.
         optimizer_bytes: that the optimizer keeps, or will keep after its first step.
+
+    Raises:
+        InputError: if no convolution can be planned, or the network returns no tensor.
     """
 
-    job: Job
-    proxies: Sequence[LayerProxy]
-    batch: int
-    units: list[ChainUnit]
-    choices: list[SegmentChoice]
-    outside: OutsideBytes
-    plain_outside: OutsideBytes
-    outputs: list[Tensor]
-    optimizer_bytes: int
+    def __init__(
+        self,
+        job: Job,
+        proxies: Sequence[LayerProxy],
+        x: Tensor,
+        *,
+        how: Numerics,
+        gradients_freed: bool,
+        linears: Sequence[LinearInBackward] = (),
+    ) -> None:
+        self.job, self.proxies, self.batch = job, proxies, len(x)
+        self.optimizer_bytes = optimizer_bytes(job)
+        for proxy in proxies:
+            proxy.reset()
+        for linear in linears:
+            linear.calls, linear.inspected = 0, False
+        images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
+        log = record_forward(job.model, proxies, images)
+        self.outputs = log.outputs
+        try:
+            self.units, self.choices = _units_and_choices(log, images, len(x), how)
+        finally:
+            log.clear()
+        if not self.units:
+            raise InputError(f"SavedMemory: no convolution of {type(job.model).__name__} can be planned: leave it out")
+        for linear in linears:
+            linear.inspected = True
+        planned = {proxy for unit in self.units for proxy in unit.proxies}
+        counts = log.kept_bytes, log.copy_bytes
+        kept, copies = (sum(n for proxy, n in count.items() if proxy not in planned) for count in counts)
+        kept = round(kept * len(x) / len(images))
+        learning = [p for p in job.model.parameters() if p.requires_grad]
+        tensors = [*job.model.parameters(), *job.model.buffers(), *(learning if job.accumulate > 1 else [])]
+        fixed = sum(t.nbytes for t in tensors) + x.nbytes + self.optimizer_bytes
+        inner = {p for proxy in planned for node in proxy.graph.nodes for p in node.params}
+        linear_weights = {linear.layer.weight for linear in linears if linear.active}
+        outside = []
+        for freed, without_gradient in ((gradients_freed, inner | linear_weights), (False, inner)):
+            gradients = [p.nbytes for p in learning if p not in without_gradient]
+            if job.accumulate > 1 or freed:
+                outside.append(OutsideBytes(fixed, kept, 0, False, copies + max(gradients, default=0)))
+            else:
+                outside.append(OutsideBytes(fixed, kept, sum(gradients), True, copies + sum(gradients)))
+        self.outside, self.plain_outside = outside
 
     def plain_bytes(self, batch: float) -> float:
         """The peak of plain PyTorch for another batch, in its backward."""
@@ -196,62 +241,6 @@ class InspectedNetwork:
             f"time +{100 * self.longer(plan):.1f} %"
         )
         return "\n".join([head, *lines])
-
-
-def inspect_network(
-    job: Job,
-    proxies: Sequence[LayerProxy],
-    x: Tensor,
-    *,
-    how: Numerics,
-    gradients_freed: bool,
-    linears: Sequence[LinearInBackward] = (),
-) -> InspectedNetwork:
-    """Records a forward of the job's network on the first images of a batch.
-
-    Args:
-        job: with the model.
-        proxies: of its layers.
-        x: the batch.
-        how: whether recomputation is exact, and values may be held in bf16; precision is read from the forward.
-        gradients_freed: gradients are freed as they arrive.
-        linears: layers whose weights may have no gradient of their own.
-
-    Raises:
-        InputError: if no convolution can be planned, or the network returns no tensor.
-    """
-    for proxy in proxies:
-        proxy.reset()
-    for linear in linears:
-        linear.calls, linear.inspected = 0, False
-    images = x[:_INSPECTED_IMAGES].detach().requires_grad_(x.requires_grad)
-    log = record_forward(job.model, proxies, images)
-    try:
-        units, choices = _units_and_choices(log, images, len(x), how)
-    finally:
-        log.clear()
-    if not units:
-        raise InputError(f"SavedMemory: no convolution of {type(job.model).__name__} can be planned: leave it out")
-    for linear in linears:
-        linear.inspected = True
-    planned = {proxy for unit in units for proxy in unit.proxies}
-    counts = log.kept_bytes, log.copy_bytes
-    kept, copies = (sum(n for proxy, n in count.items() if proxy not in planned) for count in counts)
-    kept = round(kept * len(x) / len(images))
-    state, learning = optimizer_bytes(job), [p for p in job.model.parameters() if p.requires_grad]
-    tensors: list[Tensor] = [*job.model.parameters(), *job.model.buffers(), *(learning if job.accumulate > 1 else ())]
-    fixed = sum(t.nbytes for t in tensors) + x.nbytes + state
-    inner = {p for proxy in planned for node in proxy.graph.nodes for p in node.params}
-    linear_weights = {linear.layer.weight for linear in linears if linear.active}
-    outside = []
-    for freed, without_gradient in ((gradients_freed, inner | linear_weights), (False, inner)):
-        gradients = [p.nbytes for p in learning if p not in without_gradient]
-        if job.accumulate > 1 or freed:
-            outside.append(OutsideBytes(fixed, kept, 0, False, copies + max(gradients, default=0)))
-        else:
-            outside.append(OutsideBytes(fixed, kept, sum(gradients), True, copies + sum(gradients)))
-    ours, plain = outside
-    return InspectedNetwork(job, proxies, len(x), units, choices, ours, plain, log.outputs, state)
 
 
 def _units_and_choices(

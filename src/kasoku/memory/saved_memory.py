@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.memory.inspection import BoundToModel, LayerProxy, autocast_type, install
-from kasoku.memory.network import InspectedNetwork, inspect_network, optimizer_bytes
+from kasoku.memory.network import InspectedNetwork, optimizer_bytes
 from kasoku.memory.ops import Numerics
 from kasoku.memory.solver import MemoryPlan
 from kasoku.memory.step_in_backward import LinearInBackward, StepInBackward, install_linears
@@ -166,7 +166,7 @@ class Planner(BoundToModel):
 
     def _make_plan(self, x: Tensor) -> None:
         how = Numerics(exact=self.settings.lossless, bf16=self.settings.bf16)
-        network = inspect_network(
+        network = InspectedNetwork(
             self.job, self.proxies, x, how=how, gradients_freed=self._steps_in_backward, linears=self.linears
         )
         if self.settings.budget:
@@ -197,7 +197,7 @@ def larger(job: Job, x: Tensor, factor: float = 2.0) -> str:
     images = x.new_zeros((round(len(x) * factor), *x.shape[1:]))
     images = images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     freed = not job.needs_whole_gradients and job.comm.size == 1
-    network = inspect_network(job, proxies, images, how=Numerics(), gradients_freed=freed)
+    network = InspectedNetwork(job, proxies, images, how=Numerics(), gradients_freed=freed)
     plan = network.within(network.plain_bytes(len(x)))
     if plan is None:
         return f"batch {factor:g}x does not fit"
