@@ -12,24 +12,20 @@ from contextlib import suppress
 
 def main() -> int:
     """Runs the command; returns its exit code."""
-    imported = _nothing
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the parent process handles SIGINT
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # otherwise the parent process handles SIGINT
+    if ours:
         signal.signal(signal.SIGINT, _exit_at_once)
-        imported = _handle_interrupts
+
+    def imported() -> None:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
     from kasoku.cli import main as command
 
     code = command(imported=imported)
     from kasoku.distributed.rendezvous import leave  # imports torch, which `kasoku --help` does without
 
     return leave(code)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _handle_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _exit_at_once(*_: object) -> None:

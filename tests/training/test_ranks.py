@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from kasoku.cli import main
+from kasoku.config.ranks import can_share, check_share, most_ranks
 from kasoku.config.recipe import load
-from kasoku.config.sharing import can_share, check_share, most_ranks
 from kasoku.core import InputError, Threads
 from kasoku.core.comm import Comm
 from kasoku.data import digits, loader

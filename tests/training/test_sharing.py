@@ -12,8 +12,8 @@ from torch import Tensor
 
 from contracts import Batches, Net, rule
 from contracts import one_thread as one_thread
+from kasoku.config.ranks import shares_of
 from kasoku.config.recipe import Recipe, from_document
-from kasoku.config.sharing import shares_of
 from kasoku.core import Comm, Job, Solo, Threads
 from kasoku.training.run_folder import shares_in
 from kasoku.training.trainer import build

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 
 from kasoku.commands import RecipeArguments, option
+from kasoku.config.ranks import check_share
 from kasoku.config.recipe import Recipe
-from kasoku.config.sharing import check_share
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.core.hardware import cores

@@ -14,7 +14,7 @@ from typing import Any
 
 from kasoku.commands import RecipeArguments, option
 from kasoku.config import toml
-from kasoku.config.technique_choice import techniques_for
+from kasoku.config.ranks import techniques_for
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.distributed import Asynchronous

@@ -89,7 +89,7 @@ def _check(arguments: TrainArguments) -> None:
 
 def _gpus(arguments: TrainArguments) -> int:
     """The number of processes to train on this machine."""
-    from kasoku.config.sharing import gpus_for
+    from kasoku.config.ranks import gpus_for
 
     if torch.cuda.device_count() < 2 or arguments.members or arguments.dry_run:
         return 1
@@ -139,7 +139,7 @@ def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> in
 
 def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
-    from kasoku.config.sharing import shares_of
+    from kasoku.config.ranks import shares_of
     from kasoku.data.datasets.folder_index import scanned_once
     from kasoku.report import dry_run, print_table
     from kasoku.training import run_folder, trainer

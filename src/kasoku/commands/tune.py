@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from kasoku.commands import RecipeArguments, option
+from kasoku.config.ranks import gpus_for
 from kasoku.config.recipe import Recipe, dumps
-from kasoku.config.sharing import gpus_for
 from kasoku.config.toml import read
 from kasoku.core import Comm, InputError
 from kasoku.core.files import write_text

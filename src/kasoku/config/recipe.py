@@ -183,8 +183,17 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
     """The same from a parsed document."""
     for setting in settings:
         override(document, setting)
-    first = _first_batch(document) if document.get("batch") == AUTO else None
-    if first:
+    first = None  # where tuning begins: a batch whose settings are known, the reference batch or the smallest point
+    if document.get("batch") == AUTO:
+        points = document.get("points")
+        of_points = [p.get("batch") for p in points if isinstance(p, dict)] if isinstance(points, list) else []
+        for known in ([document.get("reference_batch")], of_points):
+            first = first or min((batch for batch in known if type(batch) is int and batch > 0), default=None)
+        if first is None:
+            raise InputError(
+                'batch = "auto": the rates follow the batch that tuning chooses: give reference_batch, the batch they '
+                "are for"
+            )
         document["batch"] = first
     if "points" in document:
         document = at_batch(document, document.pop("points"))
@@ -195,19 +204,6 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
         return parse(Recipe, document)
     recipe = parse(Recipe, {**document, "batch": first, "origin": "auto: tuning begins here"})
     return replace(recipe, auto_batch=True)
-
-
-def _first_batch(document: dict[str, Any]) -> int:
-    """The batch at which tuning begins, whose settings are known: the reference batch, or the smallest point."""
-    reference, points = document.get("reference_batch"), document.get("points")
-    of_points = [p.get("batch") for p in points if isinstance(p, dict)] if isinstance(points, list) else []
-    for known in ([reference], of_points):
-        batches = [batch for batch in known if type(batch) is int and batch > 0]
-        if batches:
-            return min(batches)
-    raise InputError(
-        'batch = "auto": the rates follow the batch that tuning chooses: give reference_batch, the batch they are for'
-    )
 
 
 def dumps(recipe: Recipe) -> str:

@@ -35,7 +35,6 @@ class _Collective:
     what: str
     parts: dict[int, Any] = field(default_factory=dict)
     result: Any = None
-    finished: bool = False
 
 
 class _Shared:
@@ -111,7 +110,6 @@ class _ThreadComm(Comm):
         collective.parts[self.rank] = part
         if len(collective.parts) == self.size:
             collective.result = finish([collective.parts[r] for r in range(self.size)])
-            collective.finished = True
             del self._shared.collectives[number]
         return f"collective {number} ({what})", collective
 
@@ -131,7 +129,7 @@ class _ThreadComm(Comm):
             with torch.no_grad():
                 out.copy_(pick(collective.result).view_as(out))
 
-        return _ThreadWork(self, name, lambda: collective.finished, read)
+        return _ThreadWork(self, name, lambda: len(collective.parts) == self.size, read)
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
         if op not in ("sum", "mean", "max"):
@@ -179,7 +177,7 @@ class _ThreadComm(Comm):
 
     def _objects(self, what: str, thing: T) -> list[T]:
         name, collective = self._join(what, thing, list)
-        self.block(name, lambda: collective.finished)
+        self.block(name, lambda: len(collective.parts) == self.size)
         return list(collective.result)
 
     def gather_objects(self, thing: T) -> list[T]:

@@ -5,15 +5,7 @@ from kasoku.models.check import check_fits
 from kasoku.models.cifarnet import cifarnet
 from kasoku.models.cnn11 import cnn11
 from kasoku.models.pretrained import Pretrained
-from kasoku.models.resnet import (
-    cifar_resnet18,
-    cifar_resnet50,
-    resnet18,
-    resnet34,
-    resnet50,
-    resnet101,
-    resnet152,
-)
+from kasoku.models.resnet import cifar_resnet18, cifar_resnet50, resnet18, resnet34, resnet50, resnet101, resnet152
 from kasoku.models.vgg import (
     cifar_vgg16,
     cifar_vgg16_bn,

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from kasoku import simulate
+from kasoku.config.ranks import TEST_PASSES, can_share, check_share, is_asynchronous, techniques_for
 from kasoku.config.recipe import Recipe
-from kasoku.config.sharing import can_share, check_share
-from kasoku.config.technique_choice import TEST_PASSES, is_asynchronous, techniques_for
 from kasoku.config.toml import Factory
 from kasoku.config.updates import data_info, updates
 from kasoku.core import InputError

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.config import batch_points
+from kasoku.config.ranks import can_share, techniques_for
 from kasoku.config.recipe import Recipe, load
-from kasoku.config.sharing import can_share
-from kasoku.config.technique_choice import techniques_for
 from kasoku.config.updates import updates
 from kasoku.core import InputError, Schedule
 from kasoku.core import schedule as schedules

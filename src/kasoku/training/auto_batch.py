@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from kasoku.config.ranks import shares_of
 from kasoku.config.recipe import Recipe
-from kasoku.config.sharing import shares_of
 from kasoku.config.updates import updates
 from kasoku.core import Comm, InputError
 from kasoku.data import Dataset

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kasoku.config.technique_choice import UNSURE
+from kasoku.config.ranks import UNSURE
 from kasoku.core import Batch, Comm
 
 Views = Literal["plain", "mirror", "crops"]

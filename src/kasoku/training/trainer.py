@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from kasoku.config.ranks import check_share, derived_techniques, is_asynchronous, techniques_for
 from kasoku.config.recipe import Recipe, checked, optimizer
-from kasoku.config.sharing import check_share
-from kasoku.config.technique_choice import derived_techniques, is_asynchronous, techniques_for
 from kasoku.config.updates import updates
 from kasoku.core import Comm, InputError, Job, Solo
 from kasoku.data import Dataset, Loader, Shares, loader, sample

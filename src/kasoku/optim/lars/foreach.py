@@ -34,30 +34,18 @@ class Rule:
 
     With f = rate * trust and d = d0 + d1 * f: step = f * g + d * w; V = keep * V + step;
     w = shrink * w - out * V, with nesterov w = shrink * w - out * (step + momentum * V).
-
-    Args:
-        rate: factor on the gradient, inside the buffer.
-        out: factor on the buffer when it is subtracted from the weights.
-        momentum: factor of Nesterov's look-ahead.
-        nesterov: whether the step looks ahead.
-        d0: the part of d that does not depend on f.
-        d1: the part of d that is proportional to f.
-        shrink: factor on the weights before the step.
-        decay: the weight decay in the trust ratio.
-        eta: the trust coefficient; None: trust is 1.
-        eps: added to the denominator of the trust ratio.
     """
 
-    rate: float
-    out: float
-    momentum: float
-    nesterov: bool
-    d0: float
-    d1: float
-    shrink: float
-    decay: float
-    eta: float | None
-    eps: float
+    rate: float  # factor on the gradient, inside the buffer
+    out: float  # factor on the buffer when it is subtracted from the weights
+    momentum: float  # factor of Nesterov's look-ahead
+    nesterov: bool  # whether the step looks ahead
+    d0: float  # the part of d that does not depend on f
+    d1: float  # the part of d that is proportional to f
+    shrink: float  # factor on the weights before the step
+    decay: float  # the weight decay in the trust ratio
+    eta: float | None  # the trust coefficient; None: trust is 1
+    eps: float  # added to the denominator of the trust ratio
 
 
 class Move(NamedTuple):
