@@ -115,7 +115,8 @@ class Start:
         if max((s.stop for s in spans), default=started) <= started:
             return {}, {}
         shares = attribute_seconds(spans, self.began)
-        overlapped = {s.name: _seconds([s]) - shares[s.name] for s in spans if shares[s.name] < 0.5 * _seconds([s])}
+        hidden = {s.name: s.stop - s.start - shares[s.name] for s in spans}
+        overlapped = {s.name: hidden[s.name] for s in spans if shares[s.name] < 0.5 * (s.stop - s.start)}
         if "import" not in shares:
             shares = {"import": min(self.began, *(s.start for s in spans)) - started, **shares}
         return shares, overlapped
@@ -170,9 +171,6 @@ def startup_line(spans: Sequence[Span], began: float) -> str:
     """One line with the seconds to the first step and of each task; overlapped ones have a +."""
     shares = attribute_seconds(spans, began)
     total_s = max((s.stop for s in spans), default=began) - began
-    items = [f"{s.name} {'+' * (shares[s.name] < 0.5 * _seconds([s]))}{_seconds([s]):.2f}" for s in spans]
+    times_s = {s.name: s.stop - s.start for s in spans}
+    items = [f"{name} {'+' * (shares[name] < 0.5 * taken_s)}{taken_s:.2f}" for name, taken_s in times_s.items()]
     return f"start-up {total_s:.2f} s: {', '.join(items)} (+: overlapped)"
-
-
-def _seconds(chain: Iterable[Span]) -> float:
-    return sum(s.stop - s.start for s in chain)

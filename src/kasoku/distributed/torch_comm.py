@@ -72,8 +72,11 @@ class TorchComm(Comm):
         """Every rank's x becomes the sum (or "mean", "max") over ranks, in place; any dense layout."""
         if op not in _OPS:
             raise InputError(f'all_reduce(op="{op}"): one of "sum", "mean", "max"')
+        if not is_dense(x):
+            raise InputError(f"all_reduce of shape {tuple(x.shape)}, strides {x.stride()}: the tensor must be dense")
+        flat = x.detach().as_strided((x.numel(),), (1,))
         finish = (lambda: x.div_(self.size)) if op == "mean" else None
-        return _Handle(dist.all_reduce(_flat(x), op=_OPS[op], group=self._group, async_op=True), finish)
+        return _Handle(dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True), finish)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         return _Handle(dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self._group, async_op=True))
@@ -122,12 +125,3 @@ class TorchComm(Comm):
         things: list[Any] = [None] * self.size
         dist.all_gather_object(things, thing, group=self._group)
         return things
-
-
-def _flat(x: Tensor) -> Tensor:
-    """X as flat memory, without a copy."""
-    if x.is_contiguous():
-        return x.detach().view(-1)
-    if not is_dense(x):
-        raise InputError(f"all_reduce of a tensor of shape {tuple(x.shape)}, strides {x.stride()}: it must be dense")
-    return x.detach().as_strided((x.numel(),), (1,))

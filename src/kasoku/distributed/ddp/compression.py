@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -94,7 +94,7 @@ class Wire(Reducer):
 
     def bind(self, comm: Comm) -> Reduce:
         """Errors are kept by key and start at zero."""
-        return _Wire(comm, self)
+        return _Wire(comm, self, single=self.sums == "wire")
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Hierarchical(Reducer):
             raise InputError(f"Hierarchical: {comm.size} ranks in nodes of {node}: node must divide {comm.size}")
         if node == comm.size:
             return _Mean(comm)
-        return self.across.bind(comm) if node == 1 else _Hierarchical(comm, node, self.across)
+        return self.across.bind(comm) if node == 1 else _Hierarchical(comm, replace(self, node=node))
 
 
 class _Mean(Reduce):
@@ -186,8 +186,8 @@ class _Kept(dict[str, dict[str, Tensor]]):
 class _Chained(Reduce):
     """Base class of reducers that keep state or need several collectives."""
 
-    def __init__(self, comm: Comm, *, single: bool = False) -> None:
-        self.comm = comm
+    def __init__(self, comm: Comm, settings: Reducer, *, single: bool = False) -> None:
+        self.comm, self.settings = comm, settings
         self.kept = _Kept()  # saved in checkpoints
         self.buffers = _Kept()
         self.runner = Runner(threads=comm.thread_safe and not single)
@@ -212,21 +212,18 @@ class _Chained(Reduce):
 
 
 class _Wire(_Chained):
-    def __init__(self, comm: Comm, settings: Wire) -> None:
-        self._plain = settings.sums == "wire"
-        super().__init__(comm, single=self._plain)
-        self._dtype, self._feedback = _WIRES[settings.dtype], settings.feedback
+    settings: Wire
 
     def chain(self, key: str, x: Tensor) -> Chain:
-        n, size = x.numel(), self.comm.size
-        if self._plain:
-            sent = self.buffers.at("sent", key, (n,), x, self._dtype)
+        n, size, dtype = x.numel(), self.comm.size, _WIRES[self.settings.dtype]
+        if self.settings.sums == "wire":
+            sent = self.buffers.at("sent", key, (n,), x, dtype)
             self._round(sent, "error", key, x, 1 / size)  # divided before the sum, which then stays in range
             yield self.comm.all_reduce(sent)
         else:
             part = -(-n // size)
-            sent = self.buffers.at("sent", key, (size * part,), x, self._dtype)
-            parts = self.buffers.at("parts", key, (size, part), x, self._dtype)
+            sent = self.buffers.at("sent", key, (size * part,), x, dtype)
+            parts = self.buffers.at("parts", key, (size, part), x, dtype)
             mean = self.buffers.at("mean", key, (part,), x)
             self._round(sent[:n], "error", key, x, 1.0)
             yield self.comm.all_to_all(parts, sent)
@@ -237,7 +234,7 @@ class _Wire(_Chained):
 
     def _round(self, out: Tensor, name: str, key: str, x: Tensor, factor: float) -> None:
         """Sets out = factor * x in the wire's dtype, and keeps the rounding error."""
-        if not self._feedback:
+        if not self.settings.feedback:
             torch.mul(x, factor, out=out)
             return
         error = self.kept.at(name, key, (x.numel(),), x)
@@ -247,22 +244,20 @@ class _Wire(_Chained):
 
 
 class _LowRank(_Chained):
-    def __init__(self, comm: Comm, settings: LowRank) -> None:
-        super().__init__(comm)
-        self._settings = settings
+    settings: LowRank
 
     def chain(self, key: str, x: Tensor) -> Chain:
-        n, rank = x.numel(), self._settings.rank
+        n, rank = x.numel(), self.settings.rank
         columns = max(1, math.isqrt(n))
         rows = -(-n // columns)
-        if n < self._settings.min_elements or rank * (rows + columns) >= n:
+        if n < self.settings.min_elements or rank * (rows + columns) >= n:
             yield self.comm.all_reduce(x, op="mean")
             return
         error = self.kept.at("error", key, (rows * columns,), x)
         last_q = self.kept.get("q", {}).get(key)
         p, q = self.buffers.at("p", key, (rows, rank), x), self.kept.at("q", key, (columns, rank), x)
         if last_q is None or last_q.shape != q.shape:  # at first random, from the seed and the key alone
-            own = torch.Generator().manual_seed((self._settings.seed << 32) + zlib.crc32(key.encode()))
+            own = torch.Generator().manual_seed((self.settings.seed << 32) + zlib.crc32(key.encode()))
             q.copy_(torch.randn(q.shape, generator=own))
         whole = self.buffers.at("product", key, (rows * columns,), x)
         error[:n].add_(x)
@@ -281,13 +276,13 @@ class _LowRank(_Chained):
 
 
 class _Hierarchical(_Chained):
-    def __init__(self, comm: Comm, node: int, across: Reducer) -> None:
-        super().__init__(comm)
+    def __init__(self, comm: Comm, settings: Hierarchical) -> None:
+        super().__init__(comm, settings)
+        self._node = node = settings.node
         nodes = [list(range(first, first + node)) for first in range(0, comm.size, node)]
         # scatter and gather have a group each, so that one piece can be scattered while another is gathered
         self._scatter, self._gather = (comm.sub(nodes) for _ in range(2))
-        self._across = across.bind(comm.sub(list(zip(*nodes, strict=True))))
-        self._node = node
+        self._across = settings.across.bind(comm.sub(list(zip(*nodes, strict=True))))
 
     def chain(self, key: str, x: Tensor) -> Chain:
         n = x.numel()
