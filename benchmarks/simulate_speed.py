@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 from common import finish, seconds_per_call, spread  # noqa: E402
 from kasoku.models import resnet50  # noqa: E402
 from kasoku.simulate import Sharing, Simulator, collectives, load, model_costs, stragglers  # noqa: E402  # noqa: E402
-from kasoku.simulate.sweep import sizes  # noqa: E402
+from kasoku.simulate.from_recipe import sizes  # noqa: E402
 
 
 def main() -> None:

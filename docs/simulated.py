@@ -29,7 +29,7 @@ from kasoku.models import alexnet, resnet50
 from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, Stragglers, load, model_costs
 from kasoku.simulate.cluster import ClusterNode, Gpu
 from kasoku.simulate.compute_model import units
-from kasoku.simulate.sweep import efficiency, sizes
+from kasoku.simulate.from_recipe import efficiency, sizes
 
 DOCS = Path(__file__).parent
 GPUS, IMAGES, STEPS = 2048, 42, 15  # of the MLPerf entry: images a GPU, steps an epoch

@@ -13,8 +13,7 @@ from helpers.inspected import remember_networks
 from kasoku.cli import main
 from kasoku.config.recipe import load as load_recipe
 from kasoku.simulate import load
-from kasoku.simulate.from_recipe import scenario
-from kasoku.simulate.sweep import sizes
+from kasoku.simulate.from_recipe import scenario, sizes
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 RECORD = RECIPES / "imagenet_resnet50_81920.toml"

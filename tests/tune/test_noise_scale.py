@@ -1,10 +1,12 @@
 """The gradient noise scale of problems whose scale is known."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
-from kasoku.tune.noise_scale import GradientParts, NoiseEstimate, from_lengths, mean
+from kasoku.tune.noise_scale import NoiseEstimate, from_lengths, mean, noise_of_parts
 
 DIMS, PLACE = 50, 0.5
 SIGNAL, TRACE = DIMS * PLACE**2, float(DIMS)  # of the gradient w - mean(x) with x ~ N(0, 1)
@@ -13,12 +15,14 @@ SIGNAL, TRACE = DIMS * PLACE**2, float(DIMS)  # of the gradient w - mean(x) with
 def planted(images: int, parts: int, generator: torch.Generator) -> NoiseEstimate:
     """The estimate of one step on the bowl |w - x|^2 / 2."""
     w = nn.Parameter(torch.full((DIMS,), PLACE))
-    collected = GradientParts([w, nn.Parameter(torch.zeros(3))])  # one that gets no gradient
-    for _ in range(parts):
-        x_ND = torch.randn(images, DIMS, generator=generator)
-        (0.5 * (w - x_ND).square().sum(1)).mean().backward()
-        collected.add()
-    noise = collected.noise(images)
+
+    def backwards() -> Iterator[int]:
+        for _ in range(parts):
+            x_ND = torch.randn(images, DIMS, generator=generator)
+            (0.5 * (w - x_ND).square().sum(1)).mean().backward()
+            yield images
+
+    noise = noise_of_parts([w, nn.Parameter(torch.zeros(3))], backwards())  # one that gets no gradient
     assert noise is not None
     assert w.grad is None
     return noise
@@ -56,7 +60,5 @@ def test_what_is_not_finite_does_not_spoil_the_mean():
 
 def test_one_part_tells_nothing():
     w = nn.Parameter(torch.ones(2))
-    parts = GradientParts([w])
     w.sum().backward()
-    parts.add()
-    assert parts.noise(8) is None
+    assert noise_of_parts([w], [8]) is None

@@ -24,8 +24,7 @@ from kasoku.report.html import Panel, RunRecord
 from kasoku.simulate import SimulatedStep, compressed, profile_of, timeline
 from kasoku.simulate import load as load_cluster
 from kasoku.simulate.collectives import fills
-from kasoku.simulate.from_recipe import Scenario, images_each, scenario, sweep
-from kasoku.simulate.sweep import efficiency, sizes
+from kasoku.simulate.from_recipe import Scenario, efficiency, images_each, scenario, sizes, sweep
 from kasoku.training.run_folder import own_folder
 
 _MS = 1e3

@@ -17,7 +17,7 @@ from functools import lru_cache
 from kasoku.core import Span
 from kasoku.distributed import Asynchronous
 from kasoku.distributed.async_sgd.worker import most_local_steps
-from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, Sized, UnitTimes
+from kasoku.distributed.ddp.cost_model import Forecast, UnitTimes
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.collectives import ALONE, Fastest, exchange, fastest
 
@@ -29,13 +29,6 @@ def link(cluster: Cluster, gpus: int) -> Fastest:
     """The time of an exchange by the bytes of a rank's update, which are sent both ways, with requests and replies."""
     once = exchange(cluster, gpus)
     return fastest(cluster, [("exchange", once + once)]) if gpus > 1 else ALONE
-
-
-def plan(pace: Asynchronous, tensors: Sequence[Sized]) -> BucketPlan:
-    """The buckets of its policy in order, each sent whole; `tensors` in order of definition."""
-    planned = pace.buckets.plan(tensors)
-    sizes = [sum(tensors[i].elements for i in group) for group in planned.buckets]
-    return BucketPlan(planned.buckets, tuple(Chunk(g, 0, size) for g, size in enumerate(sizes)), planned.policy)
 
 
 def settled(pace: Asynchronous, units: Sequence[UnitTimes], groups: Sequence[tuple[float, float]]) -> Asynchronous:

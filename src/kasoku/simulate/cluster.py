@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from kasoku.config.toml import parse, read
 from kasoku.core import InputError
 from kasoku.simulate.fair_share import Floats
 
-T = TypeVar("T")
 _HERE = Path(__file__).parent
 
 
@@ -184,8 +183,11 @@ class Cluster:
 
     @cached_property
     def device(self) -> Gpu:
-        """Its kind of GPU."""
-        return self.own_gpu or _shipped(Gpu, "gpus", self.gpu)
+        if self.own_gpu:
+            return self.own_gpu
+        if self.gpu not in shipped("gpus"):
+            raise InputError(f"gpu {self.gpu}: one of {', '.join(shipped('gpus'))}")
+        return parse(Gpu, read(_HERE / "gpus" / f"{self.gpu}.toml"))
 
     @property
     def table(self) -> tuple[Protocol, ...]:
@@ -275,9 +277,7 @@ def shipped(kind: str) -> list[str]:
 
 def load(name: str) -> Cluster:
     """A shipped cluster, or one from a file. Raises InputError for an unknown name or a bad file."""
-    if name in shipped("clusters"):
-        return _shipped(Cluster, "clusters", name)
-    path = Path(name)
+    path = _HERE / "clusters" / f"{name}.toml" if name in shipped("clusters") else Path(name)
     if path.suffix != ".toml":
         raise InputError(f"cluster {name}: one of {', '.join(shipped('clusters'))}, or a file that ends in .toml")
     document = read(path, wanted="a cluster file")
@@ -285,9 +285,3 @@ def load(name: str) -> Cluster:
         return parse(Cluster, document)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-
-
-def _shipped(cls: type[T], kind: str, name: str) -> T:
-    if name not in shipped(kind):
-        raise InputError(f"{kind[:-1]} {name}: one of {', '.join(shipped(kind))}")
-    return parse(cls, read(_HERE / kind / f"{name}.toml"))

@@ -17,8 +17,7 @@ from kasoku.distributed import Graded, Hierarchical, Mean, Overlap, Planned
 from kasoku.simulate import Cluster, SimulatedStep
 from kasoku.simulate.collectives import square
 from kasoku.simulate.compressed import flat
-from kasoku.simulate.from_recipe import Scenario, scenario, sharing
-from kasoku.simulate.sweep import sizes
+from kasoku.simulate.from_recipe import Scenario, scenario, sharing, sizes
 
 # Measured over simulated steps, at the best and at the worst of the published runs that calibrate nothing
 # (benchmarks/simulate_published.py): the ranges of a plan; no simulated step depends on them. Bounds from physics alone

@@ -17,7 +17,7 @@ from kasoku.core import InputError, Span
 from kasoku.distributed import Asynchronous, Reducer
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.ddp.bucket_plan import Graded, OneBucket, Planned, Policy, search
-from kasoku.distributed.ddp.cost_model import BucketPlan, Forecast, LinkModel, Sized, UnitTimes, forecast
+from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel, Sized, UnitTimes, forecast
 from kasoku.simulate import async_exchange, collectives, compressed, compute_model
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.compute_model import MeasuredTimes, ModelCosts
@@ -183,7 +183,9 @@ class Simulator:
         sharing, late = self.sharing, self.sharing.next_forward and not self.sharing.needs_all
         if asynchronous := sharing.asynchronous:
             tensors, _ = self.net.carried(CODECS[asynchronous.wire].dtype.itemsize)
-            plan = async_exchange.plan(asynchronous, self.net.defined)  # by the bytes in fp32, whatever type is sent
+            plan = asynchronous.buckets.plan(self.net.defined)  # by the bytes in fp32, whatever type is sent
+            sizes = [sum(self.net.defined[i].elements for i in bucket) for bucket in plan.buckets]
+            plan = replace(plan, order=tuple(Chunk(i, 0, size) for i, size in enumerate(sizes)))  # each sent whole
             inputs = StepInputs(units, tensors, plan, async_exchange.link(self.cluster, gpus), False, asynchronous)
             return replace(inputs, asynchronous=async_exchange.settled(asynchronous, units, inputs.timed()))
         if sharing.reducer:

@@ -217,12 +217,9 @@ class _Trials:
         options = [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]
         command = [*self.plan.command, *options, "--out", str(folder), *(["--continue"] if earlier else [])]
         environment = {**os.environ, **self.plan.environment(job)}
-        with _output(folder).open(
-            "ab"
-        ) as stream:  # its own process group: only this process receives a terminal's Ctrl-C
-            process = subprocess.Popen(
-                command, env=environment, stdout=stream, stderr=subprocess.STDOUT, process_group=0
-            )
+        with Path(f"{folder}.log").open("ab") as log:
+            # its own process group: only this process receives a terminal's Ctrl-C
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, process_group=0)
         self.say(f"trial {trial.number + 1}: {'continues' if earlier else 'begins'} ({_as_text(settings)})")
         return _TrialProcess(trial, process, folder)
 
@@ -267,9 +264,8 @@ class _Trials:
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(["trial", "how", *_FIGURES, *self.plan.space, "folder"])
         for run in self.outcomes():
-            facts = [run.result.get(name) for name in _FIGURES]
-            values = [run.settings.get(path, "") for path in self.plan.space]
-            rows.writerow([run.trial, run.how, *facts, *values, run.folder])
+            values = [*map(run.result.get, _FIGURES), *(run.settings.get(path, "") for path in self.plan.space)]
+            rows.writerow([run.trial, run.how, *values, run.folder])
         write_atomically(self.plan.folder / "trials.csv", lambda part: part.write_text(text.getvalue()))
 
 
@@ -283,17 +279,12 @@ def accuracies(metrics: str) -> list[float]:
     return values
 
 
-def _output(folder: Path) -> Path:
-    """The file with the output of the trial that has this run folder."""
-    return folder.with_name(f"{folder.name}.log")
-
-
 def _why(code: int, folder: Path) -> str:
     """Why a trial failed: the last line it printed, if any."""
     if code == STOPPED:
         return "stopped by a signal from outside"
     with suppress(OSError):
-        lines = [line for line in _output(folder).read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in Path(f"{folder}.log").read_text(errors="replace").splitlines() if line.strip()]
         if code > 0 and lines:
             return lines[-1].removeprefix("kasoku: ")
     return f"exit code {code}"

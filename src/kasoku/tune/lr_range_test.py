@@ -98,9 +98,9 @@ def rates_of(recipe: Recipe) -> dict[str, float]:
     """The rates among the settings of the recipe's optimizer, by path: `lr`, and names that end in `_lr`."""
     try:
         parameters = inspect.signature(resolve(recipe.optimizer.use, "optimizer.use")).parameters
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     except ValueError:  # a builtin without a signature
-        parameters = inspect.Signature().parameters
-    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        defaults = {}
     return dict(_rates({**defaults, **recipe.optimizer.keys}, "optimizer"))
 
 

@@ -121,12 +121,10 @@ class Limits:
 
     @property
     def first(self) -> int:
-        """The smallest multiple."""
         return -(-self.least // self.multiple) * self.multiple
 
     @property
     def last(self) -> int:
-        """The largest multiple."""
         return self.most // self.multiple * self.multiple
 
 
@@ -240,7 +238,6 @@ class SizeSearch:
     def result(
         self, batch: int, why: str, *, epochs: Callable[[int], float] | None = None, in_time: bool = True
     ) -> BatchSizeResult:
-        """The result of the search."""
         if not in_time:
             why = f"time was over, the best so far: {why}"
         of_each = tuple(epochs(s.batch) for s in self.samples) if epochs else ()

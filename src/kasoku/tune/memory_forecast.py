@@ -46,7 +46,6 @@ class MemoryForecast:
         self._seen = 0
 
     def begin(self) -> None:
-        """Starts the measurement of a size."""
         self._seen = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

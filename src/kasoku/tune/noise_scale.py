@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,6 @@ class NoiseEstimate:
 
     @property
     def is_finite(self) -> bool:
-        """Whether both are finite."""
         return math.isfinite(self.signal) and math.isfinite(self.trace)
 
     @property
@@ -44,46 +43,44 @@ def from_lengths(small_squared: float, big_squared: float, *, small: float, big:
     return NoiseEstimate(signal, (small_squared - big_squared) / (1 / small - 1 / big))
 
 
-def mean(noises: Sequence[NoiseEstimate]) -> NoiseEstimate | None:
+def mean(noises: Sequence[NoiseEstimate | None]) -> NoiseEstimate | None:
     """The mean of the finite estimates; None if there is none."""
-    finite = [n for n in noises if n.is_finite]
+    finite = [n for n in noises if n and n.is_finite]
     if not finite:
         return None
     return NoiseEstimate(sum(n.signal for n in finite) / len(finite), sum(n.trace for n in finite) / len(finite))
 
 
-class GradientParts:
-    """Collects the gradients of equal parts of a batch, each of the mean loss of its images.
+def noise_of_parts(params: Sequence[Tensor], backwards: Iterable[int]) -> NoiseEstimate | None:
+    """The estimate from the gradients of equal parts of a batch; None with fewer than two parts.
+
+    Args:
+        params: the parameters; their gradients are cleared after each part.
+        backwards: makes the gradients of a part, each of the mean loss of its images, and yields how many they are.
 
     Costs: a copy of the gradients.
     """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
-        self._sums: dict[Tensor, Tensor] = {}
-        self._squared: list[Tensor] = []  # length of each part's gradient
-
-    def add(self) -> None:
-        """Adds the gradients of one part, and clears them."""
+    sums: dict[Tensor, Tensor] = {}
+    squared: list[Tensor] = []  # length of each part's gradient
+    sizes: list[int] = []
+    for images in backwards:
+        sizes.append(images)
         lengths = []
-        for p in self._params:
+        for p in params:
             if p.grad is None:
                 continue
             grad = p.grad.detach()
             lengths.append(grad.float().square().sum())
-            if p in self._sums:
-                self._sums[p] += grad
+            if p in sums:
+                sums[p] += grad
             else:
-                self._sums[p] = grad.clone()
+                sums[p] = grad.clone()
             p.grad = None
         if lengths:
-            self._squared.append(torch.stack(lengths).sum())
-
-    def noise(self, images: int) -> NoiseEstimate | None:
-        """The estimate from the parts so far, each of `images` images; None with fewer than two parts."""
-        count = len(self._squared)
-        if count < 2:
-            return None
-        small = torch.stack(self._squared).mean().item()
-        big = torch.stack([s.float().square().sum() for s in self._sums.values()]).sum().item() / count**2
-        return from_lengths(small, big, small=images, big=images * count)
+            squared.append(torch.stack(lengths).sum())
+    count = len(squared)
+    if count < 2:
+        return None
+    small = torch.stack(squared).mean().item()
+    big = torch.stack([s.float().square().sum() for s in sums.values()]).sum().item() / count**2
+    return from_lengths(small, big, small=sizes[-1], big=sizes[-1] * count)

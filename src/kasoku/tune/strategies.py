@@ -20,13 +20,10 @@ class Strategy(Protocol):
     """Searches the best size by measuring some sizes."""
 
     @property
-    def needs(self) -> Needs:
-        """The measurements that the strategy needs."""
-        ...
+    def needs(self) -> Needs: ...
 
     def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
         """Tries sizes within the limits; returns the best so far when time is over. Raises InputError if none runs."""
-        ...
 
 
 class _Assessment(NamedTuple):

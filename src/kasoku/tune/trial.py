@@ -16,7 +16,7 @@ from torch import Tensor
 from kasoku.core import Batch, InputError, Job
 from kasoku.tune.measurement import Needs
 from kasoku.tune.memory_forecast import MemoryForecast
-from kasoku.tune.noise_scale import GradientParts, NoiseEstimate, mean
+from kasoku.tune.noise_scale import NoiseEstimate, mean, noise_of_parts
 from kasoku.tune.sandbox import Sandbox, endless
 
 _WARM_UP = 2  # steps at most that are not timed: they allocate memory, choose and compile kernels
@@ -132,33 +132,30 @@ class Trial:
     def _noise(self, job: Job, batches: Iterator[Batch], step_s: float, *, until_s: float) -> NoiseEstimate | None:
         """The mean of several noise measurements where steps are short, since a single one is far off.
 
-        An optimizer step separates two measurements.
+        Each compares the gradients of a few batches with their mean, at the same weights; an optimizer step separates
+        two measurements.
         """
-        estimates: list[NoiseEstimate] = []
+        params = [p for p in job.model.parameters() if p.requires_grad]
+        estimates: list[NoiseEstimate | None] = []
+
+        def backwards() -> Iterator[int]:
+            for _ in range(_NOISE_PASSES):
+                x_NCHW, y_N = next(batches)
+                job.loss(job.model(x_NCHW), y_N).backward()  # type: ignore[no-untyped-call]
+                yield len(y_N)
+
         began_s = now_s = self.now()
         while now_s + _NOISE_PASSES * step_s / job.accumulate < until_s:
-            if estimate := self._noise_here(job, batches):
-                estimates.append(estimate)
+            needs_whole, job.needs_whole_gradients = job.needs_whole_gradients, True  # none used as it arrives
+            try:
+                estimates.append(noise_of_parts(params, backwards()))
+            finally:
+                job.needs_whole_gradients = needs_whole
             now_s = self.now()
             if now_s - began_s > _NOISE_S:
                 break
             self._step(job, batches)
         return mean(estimates)
-
-    def _noise_here(self, job: Job, batches: Iterator[Batch]) -> NoiseEstimate | None:
-        """Compares the gradients of a few batches with their mean, at the same weights."""
-        parts = GradientParts([p for p in job.model.parameters() if p.requires_grad])
-        images, needs_whole = 0, job.needs_whole_gradients
-        job.needs_whole_gradients = True  # whole gradients, none used as it arrives
-        try:
-            for _ in range(_NOISE_PASSES):
-                x_NCHW, y_N = next(batches)
-                images = len(y_N)
-                job.loss(job.model(x_NCHW), y_N).backward()  # type: ignore[no-untyped-call]
-                parts.add()
-        finally:
-            job.needs_whole_gradients = needs_whole
-        return parts.noise(images)
 
     def now(self) -> float:
         """The job's clock after the device has finished its work."""
