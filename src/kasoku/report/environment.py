@@ -16,6 +16,15 @@ from kasoku.data.decode.native import decoder
 
 def environment() -> dict[str, Any]:
     """Versions, the commits of the working folder and of kasoku's source (None outside git), and the machine."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor() or platform.machine()
+    try:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        memory_bytes = None
     packages = ("kasoku", "torch", "numpy", "pillow", "safetensors")
     return {
         "command": sys.argv,
@@ -26,9 +35,9 @@ def environment() -> dict[str, Any]:
         "jpeg_decoder": decoder(),
         "machine": {
             "system": platform.platform(),
-            "cpu": _cpu(),
+            "cpu": cpu,
             "cores": cores(),
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": memory_bytes,
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "threads": torch.get_num_threads(),
         },
@@ -42,18 +51,3 @@ def _commit(folder: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return process.stdout.strip() if process.returncode == 0 else None
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None
