@@ -94,8 +94,8 @@ def bare_loop(training):
     """A function that runs STEPS steps of a hand-written loop and returns the seconds of each."""
     from kasoku.models import cifarnet
 
-    device = training.chosen.device.type
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(training.chosen.precision)
+    device = training.device_setup.device.type
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(training.device_setup.precision)
     model = cifarnet(num_classes=10).to(device, memory_format=torch.channels_last)
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     rest = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]

@@ -44,15 +44,15 @@ def run(arguments: ProfileArguments) -> int:
     if (folder / "recipe.toml").exists():
         raise InputError(f"{folder}: holds a run, whose ledger would be lost: give another --out")
     training = build(recipe)
-    print(training.chosen, flush=True)
+    print(training.device_setup, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    job, chosen = training.job, training.chosen
-    profiler = Profiler(job, chosen.dtype)
+    job, device_setup = training.job, training.device_setup
+    profiler = Profiler(job, device_setup.dtype)
     profiler.warm()
     ledger = Ledger(job.trace, started=job.clock.now())
     plain = profiler.plain(arguments.steps)
     images, starved = recipe.images_at_once(1), ledger.starved()
-    facts = facts_of(job, images, threads=chosen.threads, cores=cores(), starved=starved)
+    facts = facts_of(job, images, threads=device_setup.threads, cores=cores(), starved=starved)
     ledger.steps.settle()
     mean_s = ledger.mean_s()  # of these steps alone
     document, timeline = ledger.document(job.comm, facts)

@@ -206,7 +206,7 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
-        describe(run, recipe, training.dataset, training.chosen, own_folders(arguments.recipe))
+        describe(run, recipe, training.dataset, training.device_setup, own_folders(arguments.recipe))
         if tuned:
             tuned.result.save(run.path / "tuning.json")
         keep_shares(run, training.job)
@@ -214,7 +214,7 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
         run.write("recipe.toml", dumps(recipe))
     if not arguments.quiet:
         each = f"{ranks} ranks, each on " if ranks > 1 else ""
-        print(f"{each}{training.chosen}\n{training.total_steps} steps, run folder {run.path}", flush=True)
+        print(f"{each}{training.device_setup}\n{training.total_steps} steps, run folder {run.path}", flush=True)
     other_epochs = getattr(recipe.schedule, "epochs", recipe.epochs) != recipe.epochs
     derived = recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch or other_epochs
     if arguments.plot or (derived and not arguments.quiet):

@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,14 @@ def resume_from_checkpoint(state: RunState) -> None:
         if comm.rank == 0:
             print(f"kasoku: {line}", file=sys.stderr)
 
-    def load(checkpoint: Checkpoint) -> Progress:
-        content = checkpoint.load(job.model)
+    def load(checkpoint: Path) -> Progress:
+        load_weights(job.model, checkpoint / "model.safetensors")
+        content = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu")
         job.load_state_dict(content["job"])
         try:
             return Progress(**content["progress"])
         except TypeError as error:
-            raise InputError(f"{checkpoint.folder}: of another version of kasoku ({error}): use that one") from error
+            raise InputError(f"{checkpoint}: of another version of kasoku ({error}): use that one") from error
 
     found = run_on_all_ranks(comm, lambda: newest(run.path, warn=say, clean=True) if run else None)
     checkpoint = comm.broadcast_object(found)
@@ -97,20 +98,6 @@ def resume_from_checkpoint(state: RunState) -> None:
         state.last_checkpoint = f"step {job.steps}"
     state.target_reached = state.recipe.evaluate.stop and state.progress.reached_s is not None
     say(f"going on from step {job.steps} of {state.training.total_steps}")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A verified checkpoint on disk, written after `step` updates."""
-
-    step: int
-    folder: Path
-
-    def load(self, model: nn.Module) -> dict[str, Any]:
-        """Fills the model; returns the rest of the state. Raises InputError for a checkpoint of another model."""
-        load_weights(model, self.folder / "model.safetensors")
-        state: dict[str, Any] = torch.load(self.folder / "state.pt", weights_only=True, map_location="cpu")
-        return state
 
 
 def save(path: Path, step: int, model: nn.Module, state: dict[str, Any], *, keep: int = 2) -> None:
@@ -138,7 +125,7 @@ def save(path: Path, step: int, model: nn.Module, state: dict[str, Any], *, keep
         shutil.rmtree(old)
 
 
-def newest(path: Path, *, warn: Callable[[str], None], clean: bool = False) -> Checkpoint | None:
+def newest(path: Path, *, warn: Callable[[str], None], clean: bool = False) -> Path | None:
     """The newest good checkpoint of a run folder, or None; each bad one on the way is named through `warn`.
 
     `clean` removes half-written checkpoints and renames damaged ones: only for the process that holds the folder.
@@ -150,7 +137,7 @@ def newest(path: Path, *, warn: Callable[[str], None], clean: bool = False) -> C
     for folder in sorted((path / "checkpoints").glob("step-*"), reverse=True):
         damage = _damage(folder)
         if damage is None:
-            return Checkpoint(int(folder.name.removeprefix("step-")), folder)
+            return folder
         warn(f"checkpoint {folder} is damaged ({damage}): passed over")
         if clean:
             folder.rename(folder.with_name(f"damaged-{folder.name}-{time.time_ns()}"))

@@ -74,7 +74,7 @@ def train(
         runs = [stack.enter_context(RunFolder(path, resume=resume)) for path in paths]
         for run, training in zip(runs, trainings, strict=True):
             if own_modules is not None:
-                describe(run, training.recipe, training.dataset, training.chosen, own_modules)
+                describe(run, training.recipe, training.dataset, training.device_setup, own_modules)
             else:
                 run.write("recipe.toml", dumps(training.recipe))
         if not isinstance(trainings[0].dataset.train, Memory):
@@ -103,7 +103,7 @@ def _build_members(recipes: Sequence[Recipe]) -> list[Training]:
         "train",
         recipes[0].batch,
         seed=recipes[0].seed,
-        device=first.chosen.device,
+        device=first.device_setup.device,
         parts=recipes[0].parts(1),
         fill=recipes[0].last_batch == "fill",
     )

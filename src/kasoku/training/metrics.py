@@ -160,7 +160,7 @@ class Metrics:
             facts = facts_of(
                 job,
                 recipe.images_at_once(job.comm.size),
-                threads=self.state.training.chosen.threads,
+                threads=self.state.training.device_setup.threads,
                 cores=cores(),
                 processes=place().ranks_on_its_cores if job.comm.size > 1 else 1,
                 starved=self.ledger.starved(),

@@ -30,7 +30,7 @@ class Training:
     job: Job
     dataset: Dataset
     test: Any  # the test loader: yields Batch, re-iterable
-    chosen: Chosen
+    device_setup: Chosen
     total_steps: int
     start: Start  # the tasks of the start-up, with their times
 
@@ -94,7 +94,7 @@ class RunState:
         """The error of a training that diverged, with its likely cause."""
         rates = ", ".join(f"{group['lr']:.3g}" for group in self.job.optimizer.param_groups)
         cause = f"likely the rate is too high (now {rates}): lower it or lengthen the warm-up"
-        if self.training.chosen.precision == "fp16":
+        if self.training.device_setup.precision == "fp16":
             cause += "; or fp16 overflowed: try precision = fp32"
         elif step <= 2:
             cause += "; this early also the loss function or the initial weights may be wrong"

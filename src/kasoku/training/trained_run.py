@@ -20,7 +20,7 @@ from kasoku.config.recipe import Recipe
 from kasoku.core import InputError, Job
 from kasoku.core.files import load_weights
 from kasoku.data import Dataset, Files, find_images, folder, loader, normalise, read_image
-from kasoku.device import Chosen, choose
+from kasoku.device import choose
 from kasoku.training.checkpoint import newest
 from kasoku.training.evaluation import averaged, tally
 from kasoku.training.run_folder import allow_own_modules, members_of
@@ -33,7 +33,7 @@ class Trained:
     path: Path
     recipe: Recipe
     job: Job
-    chosen: Chosen
+    device: torch.device
     classes: tuple[str, ...]
     channels: int
     image_size: tuple[int, int]
@@ -64,11 +64,11 @@ def load(path: Path) -> Trained:
         saved = newest(path, warn=lambda line: print(f"kasoku: {line}", file=sys.stderr))
         if saved is None:
             raise InputError(f"{path}: no weights yet: let the training write a checkpoint first")
-        weights = saved.folder / "model.safetensors"
+        weights = saved / "model.safetensors"
     load_weights(model, weights)
     chosen = choose(dataclasses.replace(recipe.device, kind="auto", compile=False, graphs=False))
     job = Job(model.eval().to(chosen.device), recipe.optimizer).apply(*chosen.techniques)
-    return Trained(path, recipe, job, chosen, channels=channels, **shown)
+    return Trained(path, recipe, job, chosen.device, channels=channels, **shown)
 
 
 def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
@@ -85,7 +85,7 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
     totals = torch.zeros(len(members) + 1, 3, dtype=torch.double)
     images = 0
     batch = first.recipe.evaluate.batch or first.recipe.images_at_once(1)
-    batches = loader(dataset, "test", batch, device=first.chosen.device)
+    batches = loader(dataset, "test", batch, device=first.device)
     for x_NCHW, y_N in batches:
         logits = [member.logits(x_NCHW).float() for member in members]
         ensemble = torch.stack([logits_NK.softmax(1) for logits_NK in logits]).mean(0).log()
@@ -114,7 +114,7 @@ def predict(path: Path, images: Sequence[Path]) -> int:
     for start in range(0, len(files), 64):
         part = files[start : start + 64]
         pixels_NHWC = torch.stack([read_image(file, trained.image_size, trained.channels) for file in part])
-        x_NCHW = normalise(pixels_NHWC.to(trained.chosen.device), trained.mean, trained.std)
+        x_NCHW = normalise(pixels_NHWC.to(trained.device), trained.mean, trained.std)
         best = trained.logits(x_NCHW).float().softmax(1).topk(top, dim=1)
         for file, probabilities, classes in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
             pairs = zip(classes, probabilities, strict=True)

@@ -181,25 +181,40 @@ def build(
     if recipe.auto_batch:
         raise InputError('batch = "auto": tuned for a single training only; give the number that kasoku tune finds')
     check_share(recipe, comm.size)
-    chosen = _start_device_and_data(recipe, comm, start, dataset)
-    settings: dict[str, Any] = {"recipe": recipe, "chosen": chosen}
+    device_setup = _start_device_and_data(recipe, comm, start, dataset)
+    parts = recipe.parts(comm.size)
+
+    def network(data: Dataset) -> nn.Module:
+        """With its first weights. No other task may draw from torch's global generator meanwhile."""
+        torch.manual_seed(recipe.seed)
+        shape = {"in_channels": data.channels, "image_size": data.image_size[0]}
+        return checked(recipe.model(num_classes=len(data.classes), **shape), nn.Module, "model")
+
+    def loaders(data: Dataset) -> tuple[Loader, Loader]:
+        ranks_here = place().ranks_on_its_cores if comm.size > 1 else 1
+        common: dict[str, Any] = {"device": device_setup.device, "comm": comm, "cores_shared_by": ranks_here}
+        fill = recipe.last_batch == "fill"
+        train = train_loader or loader(data, "train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill, **common)
+        test_batch = recipe.evaluate.batch or recipe.batch // parts
+        test_batch += -test_batch % comm.size
+        return train, loader(data, "test", test_batch, **common)
+
     start.add("digest", lambda data: data.index() if comm.size > 1 else {})
-    start.add("network", partial(_network, recipe=recipe))
-    start.add("model", partial(_model, **settings), after=("compiler",))
-    start.add("loaders", partial(_loaders, comm=comm, train_loader=train_loader, **settings))
+    start.add("network", network)
+    start.add("model", partial(_model, recipe=recipe, device=device_setup.device), after=("compiler",))
+    start.add("loaders", loaders)
     start.add("first batch", lambda loaders: None if train_loader else loaders[0].warm())
     results = start.wait()
     tasks = start.do("agreement", lambda: run_on_all_ranks(comm, results))
     dataset, model, (train, test) = (tasks[name] for name in ("data", "model", "loaders"))
     facts = {"data": tasks["digest"], "model": model_facts(model)}
     start.do("comparison", lambda: run_on_all_ranks(comm, lambda: assert_same_on_all_ranks(comm, facts)))
-    parts = recipe.parts(comm.size)
     job = Job(model, lambda m: optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
-    start.do("techniques", lambda: _apply_techniques(job, len(dataset.classes), shares=shares, **settings))
+    start.do("techniques", lambda: _apply_techniques(job, len(dataset.classes), recipe, device_setup, shares))
     total = updates(recipe, train.images)
     if total < 1:
         raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
-    return Training(recipe, job, dataset, test, chosen, total, start)
+    return Training(recipe, job, dataset, test, device_setup, total, start)
 
 
 def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Dataset | None) -> Chosen:
@@ -221,14 +236,14 @@ def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Da
         """Opens the connections that the training's collectives will use."""
         techniques = (*derived_techniques(recipe, comm.size), *recipe.techniques)
         channels = sum(technique.channels for technique in techniques)
-        scan.before_broadcast(lambda: comm.warm(chosen.device, channels=channels))
+        scan.before_broadcast(lambda: comm.warm(device_setup.device, channels=channels))
 
     start.import_compiler()
     data_first = start.overlap or comm.rank == 0
     if data_first:
         start.add("data", data)
     imports = recipe.device.deterministic or recipe.device.compile  # import more of torch: not beside another import
-    chosen = start.do("device", device, after=("compiler",) if imports else ())
+    device_setup = start.do("device", device, after=("compiler",) if imports else ())
     if recipe.device.compile:
         start.add("inductor", lambda: import_module("torch._inductor.compile_fx"), after=("compiler",))
     if comm.size > 1:
@@ -236,46 +251,26 @@ def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Da
         start.add("index", scan.broadcast, after=("communicator",))
     if not data_first:  # without overlap: by now rank 0 has broadcast its lists
         start.add("data", data)
-    return chosen
+    return device_setup
 
 
-def _network(data: Dataset, *, recipe: Recipe) -> nn.Module:
-    """The network with its first weights. No other task may draw from torch's global generator meanwhile."""
-    torch.manual_seed(recipe.seed)
-    shape = {"in_channels": data.channels, "image_size": data.image_size[0]}
-    return checked(recipe.model(num_classes=len(data.classes), **shape), nn.Module, "model")
-
-
-def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, chosen: Chosen) -> nn.Module:
+def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, device: torch.device) -> nn.Module:
     """The network on the device: it fits the shape of the images, and its `prepare`, if any, has seen some of them."""
     check_fits(network, (data.channels, *data.image_size), recipe.model.use)
     prepare: Any = getattr(network, "prepare", None)
     if prepare is not None:
         prepare(sample(data, 5000))
-    return network.to(chosen.device)
+    return network.to(device)
 
 
-def _loaders(
-    data: Dataset, *, recipe: Recipe, chosen: Chosen, comm: Comm, train_loader: Loader | None
-) -> tuple[Loader, Loader]:
-    """The loaders of the training images and of the test images."""
-    parts, processes = recipe.parts(comm.size), place().ranks_on_its_cores if comm.size > 1 else 1
-    common: dict[str, Any] = {"device": chosen.device, "comm": comm, "cores_shared_by": processes}
-    fill = recipe.last_batch == "fill"
-    train = train_loader or loader(data, "train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill, **common)
-    test_batch = recipe.evaluate.batch or recipe.batch // parts
-    test_batch += -test_batch % comm.size
-    return train, loader(data, "test", test_batch, **common)
-
-
-def _apply_techniques(job: Job, classes: int, *, recipe: Recipe, chosen: Chosen, shares: Sequence[int]) -> None:
+def _apply_techniques(job: Job, classes: int, recipe: Recipe, device_setup: Chosen, shares: Sequence[int]) -> None:
     """Applies the techniques that follow from the device and the ranks, and those of the recipe. Collective."""
     if is_asynchronous(recipe, job.comm.size):
         shares = ()  # a rank takes the next part of the data when it is ready
     derived = derived_techniques(recipe, job.comm.size, uneven=bool(shares))
     uneven = [Shares(tuple(shares))] if shares else []
     own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *derived, *uneven]
-    job.apply(*chosen.techniques, *own, *techniques_for(recipe, job.comm.size), Timed())
+    job.apply(*device_setup.techniques, *own, *techniques_for(recipe, job.comm.size), Timed())
     if recipe.evaluate.stale and not any(t.renews_statistics for t in recipe.techniques):
         raise InputError("evaluate.stale = true: compares with the technique kasoku.distributed.Recalibrate; add it")
     try:  # so that a wrong setting is reported before anything is written

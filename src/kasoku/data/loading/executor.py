@@ -22,13 +22,11 @@ _KEEP = 4  # batches that are shared: who falls further behind decodes for itsel
 
 @dataclass
 class Stats:
-    """What was loaded so far. `full`: of the batches decoded ahead, the mean share that was ready at a wait."""
+    """What was loaded so far, and the number of workers now."""
 
     batches: int = 0
-    waits: int = 0
     images: int = 0
     waited_s: float = 0.0
-    full: float = 0.0
     workers: int = 0
 
 

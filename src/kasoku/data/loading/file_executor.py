@@ -202,15 +202,12 @@ class _Iteration:
     def _wait(self, waiting: Sequence[PendingBatch]) -> float:
         """Waits for the first of them; returns the seconds."""
         begin_s = time.perf_counter()
-        ready, stats = sum(batch.ready for batch in waiting), self.stats
         if waiting:
-            stats.waits += 1
-            stats.full += (ready / len(waiting) - stats.full) / stats.waits
-            with self._span("input", f"{ready} batches ready"):
+            with self._span("input", f"{sum(batch.ready for batch in waiting)} batches ready"):
                 for chunk in waiting[0].chunks:
                     result(chunk)
         waited_s = time.perf_counter() - begin_s
-        stats.waited_s += waited_s
+        self.stats.waited_s += waited_s
         return waited_s
 
     def _send(self, batch: PendingBatch) -> Moving:
