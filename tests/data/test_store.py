@@ -314,8 +314,9 @@ def test_half_an_answer_is_no_answer(site, honest):
 
 @pytest.mark.timing
 @web
-def test_a_source_that_stays_silent_is_told_in_time(site):
-    far = Store(site.root, patience_s=2.0)
+def test_a_source_that_stays_silent_is_told_in_time(site, monkeypatch):
+    monkeypatch.setattr(store, "_PATIENCE_S", 2.0)
+    far = Store(site.root)
     far.size("a.tar")
     site.stalls, start = True, time.monotonic()
     with pytest.raises(
@@ -340,12 +341,13 @@ def test_a_request_that_hangs_is_made_again(site, monkeypatch):
 def test_a_process_with_a_hanging_read_can_exit(site):
     site.stalls = True
     code = (
-        "import sys; from kasoku.data.remote.store import Store; from kasoku.core import InputError\n"
-        "try: Store(sys.argv[1], patience_s=1.5).read('a.tar', 0, 9)\n"
+        "import sys; from kasoku.data.remote import store; from kasoku.core import InputError\n"
+        "store._PATIENCE_S = 1.5\n"
+        "try: store.Store(sys.argv[1]).read('a.tar', 0, 9)\n"
         "except InputError as error: print(error)\n"
         "import time; from fsspec.implementations.memory import MemoryFileSystem\n"
         "MemoryFileSystem.info = lambda *_: time.sleep(600)\n"
-        "try: Store('memory://x', patience_s=1.5).size('a')\n"
+        "try: store.Store('memory://x').size('a')\n"
         "except InputError as error: print(error)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code, site.root], capture_output=True, text=True, timeout=60)
@@ -358,14 +360,15 @@ def test_a_process_with_a_hanging_read_can_exit(site):
 
 
 @web
-def test_a_server_that_is_down_is_not_taken_for_a_missing_file(site):
-    site.status, far = 500, Store(site.root, patience_s=0.5)
+def test_a_server_that_is_down_is_not_taken_for_a_missing_file(site, monkeypatch):
+    monkeypatch.setattr(store, "_PATIENCE_S", 0.5)
+    site.status, far = 500, Store(site.root)
     for ask in (far.list, lambda: far.size("a.tar"), lambda: far.read("a.tar")):
         with pytest.raises(GoneError, match=r"no answer for 0\.5 s"):
             ask()
-    gone = Store("http://127.0.0.1:9", patience_s=0.3)  # nobody listens
+    gone = Store("http://127.0.0.1:9")  # nobody listens
     for ask in (gone.list, lambda: gone.read("a.tar")):
-        with pytest.raises(GoneError, match=r"http://127\.0\.0\.1:9/.*no answer for 0\.3 s"):
+        with pytest.raises(GoneError, match=r"http://127\.0\.0\.1:9/.*no answer for 0\.5 s"):
             ask()
 
 
@@ -394,10 +397,11 @@ def test_refused_access_is_told_at_once(site):
 
 
 @web
-def test_a_folder_that_cannot_be_listed_is_not_left_out(site):
+def test_a_folder_that_cannot_be_listed_is_not_left_out(site, monkeypatch):
+    monkeypatch.setattr(store, "_PATIENCE_S", 0.3)
     site.broken = "b/c"
     with pytest.raises(GoneError, match="b/c: no answer"):
-        Store(site.root, patience_s=0.3).list()
+        Store(site.root).list()
 
 
 # Other sources, other mistakes
@@ -424,10 +428,11 @@ def test_a_source_without_coroutines_serves_as_well(monkeypatch):
 
 def test_a_source_without_coroutines_that_hangs_is_told_in_time(monkeypatch):
     kind, released = memory(monkeypatch, {"1.bin": b"xyz"}), threading.Event()
+    monkeypatch.setattr(store, "_PATIENCE_S", 1.0)
     monkeypatch.setattr(kind, "cat_file", lambda *_, **__: released.wait(30))
     start = time.monotonic()
     with pytest.raises(GoneError, match=r"memory://set/1\.bin: no answer for 1 s"):
-        Store("memory://set", patience_s=1.0).read("1.bin")
+        Store("memory://set").read("1.bin")
     assert time.monotonic() - start < 4
     released.set()
 
@@ -460,8 +465,6 @@ def test_a_root_that_is_none_is_one_clear_line(tmp_path):
         Store("nonsense://x")
     with pytest.raises(InputError, match="cache_bytes=-1: 0 bytes or more"):
         Store(str(tmp_path), cache_bytes=-1)
-    with pytest.raises(InputError, match="patience_s=0: more than 0 seconds"):
-        Store(str(tmp_path), patience_s=0)
     assert [is_remote(root) for root in ("s3://b", "http://h/x", "file:///x", "/x", "x")] == [True] * 2 + [False] * 3
 
 

@@ -19,6 +19,7 @@ from kasoku.data.datasets.base import GoneError
 from kasoku.data.remote.cache import Copy, Room, cache_folder
 
 _REQUEST_BYTES = 8 * 2**20  # maximum of a request: a large file on a slow line must not look like a stall
+_PATIENCE_S = 60.0  # a request is repeated for so long if the source does not answer
 _REQUEST_S = 20.0  # a longer request is cancelled and sent again
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _OPEN, _COPIES = 128, 4096  # local files that stay open; remote files whose log stays in memory
@@ -42,22 +43,19 @@ class Store:
             and more); credentials and endpoints come from fsspec's own settings.
         cache: the folder of the cache; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
         cache_bytes: maximum cached for this root by all processes together, including earlier contents.
-        patience_s: how long a request is repeated if the source does not answer.
 
     `local`: whether the files are on this machine.
     Errors: InputError for a missing file, folder or package; GoneError for a source that refuses or does not answer.
     """
 
-    def __init__(self, root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30, patience_s: float = 60.0) -> None:
+    def __init__(self, root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30) -> None:
         if cache_bytes < 0:
             raise InputError(f"cache_bytes={cache_bytes}: 0 bytes or more")
-        if not patience_s > 0:
-            raise InputError(f"patience_s={patience_s}: more than 0 seconds")
         self.root, self.local = root, not is_remote(root)
         self._open: dict[str, int] = {}  # local files; closed by close() alone: another thread may be reading
         self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
         self._copies: dict[str, Copy] = {}
-        self._far = None if self.local else _Far(root, patience_s)
+        self._far = None if self.local else _Far(root)
         if self._far is None:
             self._shown = os.path.expanduser(os.path.expandvars(root.removeprefix("file://"))).rstrip("/") or "/"
             if not root or not os.path.isdir(self._shown):
@@ -156,11 +154,11 @@ class Store:
 
 
 class _Far:
-    """A remote root, through fsspec; requests are repeated for patience_s. shown: the root without a password."""
+    """A remote root, through fsspec; requests are repeated for a minute. shown: the root without a password."""
 
-    def __init__(self, root: str, patience_s: float) -> None:
+    def __init__(self, root: str) -> None:
         self.shown = _plain(root.rstrip("/"))
-        self._web, self._patience_s = root.startswith(("http://", "https://")), patience_s
+        self._web = root.startswith(("http://", "https://"))
         try:
             self._system, top = importlib.import_module("fsspec.core").url_to_fs(root)
             self._system.invalidate_cache()  # listings of an earlier store of this process
@@ -176,7 +174,7 @@ class _Far:
         """The info of each file by its path. fsspec's find() would skip folders that it cannot list."""
 
         def list_folder(folder: str) -> Any:
-            limit_s, where = self._patience_s, folder[len(self._top) + 1 :]  # a large folder takes many requests
+            limit_s, where = _PATIENCE_S, folder[len(self._top) + 1 :]  # a large folder takes many requests
             return self._ask(where, lambda _: self._request(limit_s, "ls", folder or "/", detail=True))
 
         files, folders, seen = {}, [self._top], {self._top}
@@ -225,7 +223,7 @@ class _Far:
 
     def _ask(self, path: str, attempt: Callable[[float], Any]) -> Any:
         """The answer to a request; `attempt` gets its time limit, and is repeated after 0.5, 1, 2, 4, 8, 8 ... s."""
-        until, wait_s, where = time.monotonic() + self._patience_s, _FIRST_WAIT_S, f"{self.shown}/{path}"
+        until, wait_s, where = time.monotonic() + _PATIENCE_S, _FIRST_WAIT_S, f"{self.shown}/{path}"
         while True:
             try:
                 return attempt(max(1.0, min(_REQUEST_S, until - time.monotonic())))
@@ -237,7 +235,7 @@ class _Far:
                     raise InputError(f"{where}: no such file or folder; check the address") from error
                 refused, left_s = isinstance(error, PermissionError) or status in (401, 403), until - time.monotonic()
                 if refused or left_s <= 0:
-                    what = "access refused" if refused else f"no answer for {self._patience_s:g} s"
+                    what = "access refused" if refused else f"no answer for {_PATIENCE_S:g} s"
                     raise GoneError(
                         f"{where}: {what} ({type(error).__name__} {_plain(error)}); a training can be continued from "
                         "its last checkpoint with --resume when the source answers again"
