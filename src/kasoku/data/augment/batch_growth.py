@@ -31,7 +31,6 @@ class GrowBatch(Technique):
     schedule: Schedule = StepDecay(milestones=(30.0, 60.0), gamma=2.0)  # noqa: RUF009 - frozen
 
     def batch_factor(self, epoch: int) -> int:
-        """The factor on the batch in this epoch."""
         return max(1, round(self.schedule(epoch)))
 
     def apply(self, job: Job) -> None:

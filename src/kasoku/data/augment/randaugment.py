@@ -79,9 +79,8 @@ class RandAugment(Technique):
             name = type(loader).__name__
             raise InputError(f"RandAugment: {name} cannot vary images; give the job a kasoku.data.loader(...)")
         if loader.dataset.channels not in (1, 3):
-            raise InputError(
-                f"RandAugment: images of {loader.dataset.channels} channels; grey (1) or RGB (3) are wanted"
-            )
+            channels = loader.dataset.channels
+            raise InputError(f"RandAugment: images of {channels} channels; grey (1) or RGB (3) are wanted")
         if self.count:
             job.configure_loader(vary=Vary(self, loader.seed, loader.dataset.mean))
 
@@ -215,7 +214,6 @@ def _moved(strength: Strength, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
 
 
 def _looked_up(strength: Strength, images_NCHW: Tensor, change_N: Tensor, *, alone: bool) -> Tensor:
-    """Each value replaced by what its image's table has for it."""
     value_NCP = images_NCHW.flatten(2).long()
     table_NV, op_N = strength.table_KV.index_select(0, change_N), change_N // 2
     factor_N = strength.factor_K.index_select(0, change_N)
