@@ -181,7 +181,7 @@ def test_a_rank_that_was_given_up_ends_and_nothing_it_waits_for_comes():
     with cluster(3) as (ranks, _, _, _):
         waits = ranks[2].wait_for(0, [Comes(torch.zeros(1), queue.SimpleQueue())])
         ranks[0].lose(2, "a test says so")
-        until(lambda: ranks[2].failed)
+        until(lambda: ranks[2]._failure)
         with pytest.raises(LostError, match="rank 0 is dead"):
             waits.result()
         with pytest.raises(InputError, match="rank 2 was given up by the others, which go on without it"):

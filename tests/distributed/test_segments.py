@@ -17,7 +17,7 @@ from ranks import on_processes
 from kasoku.core import Comm, InputError, Job, Threads, Work
 from kasoku.distributed import Asynchronous
 from kasoku.distributed.async_sgd import parameter_server as shards
-from kasoku.distributed.async_sgd import peers, shared_weights
+from kasoku.distributed.async_sgd import peers
 from kasoku.distributed.async_sgd import shared_memory as segments
 from kasoku.distributed.async_sgd.shared_memory import PLACE, Segments
 from kasoku.distributed.async_sgd.transport import ASK, REPLY
@@ -228,7 +228,7 @@ def _fails(comm: Comm, technique: Asynchronous, which: Sequence[int]) -> str:
     """What each rank ends with where these cannot answer the others."""
     if comm.rank in which:
         _Broken.mine = comm.rank
-        shared_weights.ParameterServer = _Broken  # type: ignore[misc]
+        shards.ParameterServer = _Broken  # type: ignore[misc]
     peers.BEAT_S, peers.DEAD_S = 0.15, 2.0
     model = torch.nn.Linear(1000, 1, bias=False)
     job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), comm=comm).apply(technique)

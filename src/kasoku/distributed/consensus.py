@@ -36,26 +36,36 @@ SHARED_ERRORS = (SharedInputError, ReportedElsewhereError)  # raised on all rank
 
 
 def run_on_all_ranks(comm: Comm, f: Callable[[], T]) -> T:
-    """Returns f(); if f fails on one rank, all ranks raise. Collective; does not drain.
+    """Returns f(); if f fails on one rank, all ranks raise as `raise_on_all_ranks` says. Collective; does not drain.
 
-    Rank 0 raises SharedInputError with the message, the other ranks ReportedElsewhereError. f must not call
-    collectives itself, unless it fails on all ranks alike.
+    f must not call collectives itself, unless it fails on all ranks alike.
     """
-    if comm.size == 1:
-        return f()
     result: list[T] = []
     failure: Exception | None = None
     try:
         result.append(f())
     except (InputError, OSError) as error:
         failure = error
-    new = failure and not isinstance(failure, ReportedElsewhereError)
-    own = (_message(failure), getattr(failure, "gone", False)) if failure and new else None
+    raise_on_all_ranks(comm, failure)
+    return result[0]
+
+
+def raise_on_all_ranks(comm: Comm, failure: Exception | None) -> None:
+    """Raises on all ranks if one of them has a failure. Collective; does not drain.
+
+    Rank 0 raises SharedInputError with the message, the other ranks ReportedElsewhereError.
+    """
+    own = None
+    if failure and not isinstance(failure, ReportedElsewhereError):
+        line = str(failure)
+        if isinstance(failure, OSError) and not isinstance(failure, InputError):
+            line = f"{failure.filename or 'input or output'}: {failure.strerror or failure}"
+        own = (line, getattr(failure, "gone", False))
     failures = {rank: theirs for rank, theirs in enumerate(comm.gather_objects(own)) if theirs}
+    if failure and (comm.size == 1 or not failures):
+        raise failure
     if not failures:
-        if failure:
-            raise failure
-        return result[0]
+        return
     rank, (line, _) = next(iter(failures.items()))
     if rank > 0 and len(failures) < comm.size:
         line = f"rank {rank}: {line}"
@@ -74,13 +84,7 @@ def iterate_on_all_ranks(comm: Comm, batches: Iterable[T]) -> Iterator[T]:
         yield from batches
     except InputError as error:
         failure = error
-    run_on_all_ranks(comm, lambda: raise_if(failure))
-
-
-def raise_if(failure: InputError | None) -> None:
-    """Raises `failure`, if there is one."""
-    if failure:
-        raise failure
+    raise_on_all_ranks(comm, failure)
 
 
 def assert_same_on_all_ranks(comm: Comm, facts: Mapping[str, Fact]) -> None:
@@ -97,13 +101,18 @@ def assert_same_on_all_ranks(comm: Comm, facts: Mapping[str, Fact]) -> None:
     """
     if comm.size == 1 or len(set(comm.gather_objects(_digest(sorted(facts.items()))))) == 1:
         return
-    wanted = comm.broadcast_object({name: facts[name] for name in facts} if comm.rank == 0 else {})
-    lines = comm.gather_objects(_difference(facts, wanted))
+    wanted = comm.broadcast_object(dict(facts) if comm.rank == 0 else {})
+    line, names = "", [name for name in {**wanted, **facts} if not _same(facts.get(name), wanted.get(name))]
+    if names:
+        first, *rest = names
+        also = f" (also another {', '.join(rest)})" if rest else ""
+        line = f"another {first}: {_first_place(facts.get(first), wanted.get(first))}{also}"
+    lines = comm.gather_objects(line)
     ranks: dict[str, list[int]] = {}
     for rank, line in enumerate(lines):
         if line:
             ranks.setdefault(line, []).append(rank)
-    parts = [f"{_ranks(same)} {'has' if len(same) == 1 else 'have'} {line}" for line, same in ranks.items()]
+    parts = [f"{name_ranks(same)} {'has' if len(same) == 1 else 'have'} {line}" for line, same in ranks.items()]
     more = f"; and {len(parts) - _NAMED} other differences" if len(parts) > _NAMED else ""
     raise InputError(f"{'; '.join(parts[:_NAMED])}{more}: start all ranks with the same")
 
@@ -127,12 +136,6 @@ def version_facts() -> dict[str, str]:
     return {"kasoku": number, "source": _digest(files)[:16], "torch": torch.__version__}
 
 
-def _message(error: Exception) -> str:
-    if isinstance(error, OSError) and not isinstance(error, InputError):
-        return f"{error.filename or 'input or output'}: {error.strerror or error}"
-    return str(error)
-
-
 def _digest(facts: object) -> str:
     return hashlib.sha256(json.dumps(facts, default=dict).encode()).hexdigest()
 
@@ -140,16 +143,6 @@ def _digest(facts: object) -> str:
 def _same(here: Fact | None, wanted: Fact | None) -> bool:
     """Equal, and in the same order: that of parameters is the order of their collectives."""
     return _digest(here) == _digest(wanted)
-
-
-def _difference(facts: Mapping[str, Fact], wanted: Mapping[str, Fact]) -> str:
-    """The first fact that differs, and the place in it; empty if none differs."""
-    names = [name for name in {**wanted, **facts} if not _same(facts.get(name), wanted.get(name))]
-    if not names:
-        return ""
-    first, *rest = names
-    also = f" (also another {', '.join(rest)})" if rest else ""
-    return f"another {first}: {_first_place(facts.get(first), wanted.get(first))}{also}"
 
 
 def _first_place(here: Fact | None, wanted: Fact | None, path: str = "") -> str:
@@ -162,20 +155,14 @@ def _first_place(here: Fact | None, wanted: Fact | None, path: str = "") -> str:
         return f"{path + ': ' if path else ''}{mine} comes where {theirs} comes on rank 0"
     if isinstance(here, str) and isinstance(wanted, str) and "\n" in here + wanted:
         lines = zip_longest(here.split("\n"), wanted.split("\n"))
-        number, (mine, theirs) = next((n, pair) for n, pair in enumerate(lines, 1) if pair[0] != pair[1])
-        return _line_difference(mine, theirs, f"{path}, line {number}" if path else f"line {number}")
+        number, pair = next((n, pair) for n, pair in enumerate(lines, 1) if pair[0] != pair[1])
+        (key, _, value), (wanted_key, _, wanted_value) = ((line or "").partition(" = ") for line in pair)
+        if not (value and wanted_value and key == wanted_key):
+            mine, theirs = (repr(_value(line)) if line is not None else "nothing" for line in pair)
+            return f"{path}{', ' if path else ''}line {number} is {mine} there, {theirs} on rank 0"
+        path, here, wanted = key, value, wanted_value
     start = f"{path} = " if path else ""
     return f"{start}{_value(here)} there, {_value(wanted)} on rank 0"
-
-
-def _line_difference(here: str | None, wanted: str | None, place: str) -> str:
-    """How two lines differ; shorter if both set the same key."""
-    key, _, value = (here or "").partition(" = ")
-    wanted_key, _, wanted_value = (wanted or "").partition(" = ")
-    if value and wanted_value and key == wanted_key:
-        return f"{key} = {_value(value)} there, {_value(wanted_value)} on rank 0"
-    mine, theirs = (repr(_value(line)) if line is not None else "nothing" for line in (here, wanted))
-    return f"{place} is {mine} there, {theirs} on rank 0"
 
 
 def _value(fact: Fact | None) -> str:
@@ -185,9 +172,10 @@ def _value(fact: Fact | None) -> str:
     return text if len(text) <= _CLIP else f"{text[:_CLIP]}..."
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int], name: Callable[[int], str] = str) -> str:
+    """Such as "rank 4" or "ranks 0, 2, 5 and 3 more"."""
     if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > _NAMED + 1:
-        return f"ranks {', '.join(map(str, ranks[:_NAMED]))} and {len(ranks) - _NAMED} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+        return f"rank {name(ranks[0])}"
+    most = len(ranks) - 1 if len(ranks) <= _NAMED + 1 else _NAMED
+    last = name(ranks[-1]) if most == len(ranks) - 1 else f"{len(ranks) - most} more"
+    return f"ranks {', '.join(map(name, ranks[:most]))} and {last}"

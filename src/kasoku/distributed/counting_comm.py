@@ -255,9 +255,3 @@ def describe_stragglers(reports: Sequence[Mapping[str, Any]], names: Names) -> s
 
 def _have(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
-
-
-def activity_of(comm: Comm) -> Activity:
-    """The Activity that a Watchdog reads, or a new one that nobody reads."""
-    activity: Activity | None = comm.activity
-    return activity or Activity(0.0)

@@ -36,6 +36,7 @@ from typing import Any
 import torch.distributed as dist
 
 from kasoku.core import Comm, InputError
+from kasoku.distributed.consensus import name_ranks
 from kasoku.distributed.counting_comm import BUSY, STALLED, STARTING, Activity, CountingComm, describe_stragglers
 
 LOST_RANK_EXIT_CODE = 4  # of a process that ends because another rank died or hangs
@@ -43,7 +44,6 @@ LOST_RANK_EXIT_CODE = 4  # of a process that ends because another rank died or h
 ENDED, FAILED, INFORMED = b"e", b"f", b"v"  # INFORMED: it has read the verdict
 _NO_VERDICT = b"-"
 _ADVICE = "start all ranks again with --continue --out DIR (torchrun --max-restarts N does it by itself)"
-_NAMED = 3  # ranks named one by one
 _CONNECT = timedelta(seconds=30)  # twice that if nobody listens
 
 
@@ -274,10 +274,7 @@ class StoreHeartbeat:
 
     def names(self, ranks: Sequence[int]) -> str:
         """Ranks with their hosts and process ids."""
-        items = [f"{rank} ({self.processes[rank]})" for rank in ranks[:_NAMED]]
-        more = [f"{len(ranks) - _NAMED} more"] if len(ranks) > _NAMED else []
-        *most, final = items + more
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(most)}{' and ' if most else ''}{final}"
+        return name_ranks(ranks, lambda rank: f"{rank} ({self.processes[rank]})")
 
     def report(self, line: str) -> None:
         """Reports a fault, once; nothing if this rank has ended already."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from typing import ClassVar
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from kasoku.core import Batch, InputError
 from kasoku.distributed.async_sgd.asynchronous import Exchange
-from kasoku.distributed.consensus import raise_if, run_on_all_ranks
+from kasoku.distributed.consensus import raise_on_all_ranks
 from kasoku.training.batches import BatchBarrier, batches, own_batches
 from kasoku.training.control import ControlChannel, Request
 from kasoku.training.metrics import Metrics
@@ -95,7 +94,7 @@ class AsyncSource:
         job.steps = self._steps
         job.set_progress(job.steps / len(loader))
         state.progress.images += (job.steps - before) * state.recipe.batch
-        run_on_all_ranks(job.comm, partial(raise_if, self._failure))
+        raise_on_all_ranks(job.comm, self._failure)
         metrics.read_mean(sum(sums), sum(counts))
         return Request.merge(requests)
 

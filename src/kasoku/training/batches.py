@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import islice
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Batch, Comm, InputError, Job, Work
-from kasoku.distributed.consensus import raise_if, run_on_all_ranks
+from kasoku.distributed.consensus import raise_on_all_ranks
 from kasoku.distributed.counting_comm import Activity
 from kasoku.training.control import ControlChannel, Request
 from kasoku.training.metrics import Metrics
@@ -76,7 +75,7 @@ def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Bat
         with job.trace.span("wait", "the other ranks' input"):
             passes = barrier.passes(failure, loader.safe_batches)
         if not passes:
-            run_on_all_ranks(job.comm, partial(raise_if, failure))
+            raise_on_all_ranks(job.comm, failure)
         yield batch.pop()
 
 
@@ -122,7 +121,8 @@ class BatchBarrier:
         if self._batch > self._sure:
             self._start(failure is not None, sure)
             return self._finish()
-        raise_if(failure)  # the batch was sure: no other rank hears of it
+        if failure:
+            raise failure  # the batch was sure: no other rank hears of it
         if not self._work:
             self._start(False, sure)
         return True

@@ -13,7 +13,7 @@ from kasoku.core import Job
 from kasoku.data import Dataset, Loader
 from kasoku.device import Chosen
 from kasoku.distributed.consensus import run_on_all_ranks
-from kasoku.distributed.counting_comm import Activity, activity_of
+from kasoku.distributed.counting_comm import Activity
 from kasoku.distributed.startup import Start
 from kasoku.training.run_folder import RunFolder
 
@@ -61,7 +61,7 @@ class RunState:
     def __init__(self, training: Training, run: RunFolder | None) -> None:
         self.training, self.run = training, run
         self.recipe, self.job = training.recipe, training.job
-        self.activity: Activity = activity_of(self.job.comm)
+        self.activity: Activity = self.job.comm.activity or Activity(0.0)
         self.activity.hang_timeout_s = self.recipe.device.hang_timeout_s
         self.progress = Progress()
         self.last_checkpoint = "none yet"

@@ -21,21 +21,19 @@ the joining rank. It gets rank 0's weights from `apply`, and may load rank 0's `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE
+from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
 from kasoku.distributed.async_sgd.peers import LostError
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.shared_memory import Segments
-from kasoku.distributed.async_sgd.shared_weights import SharedWeights
 from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import Momentum, SyncPhases
 from kasoku.distributed.async_sgd.transport import transport
@@ -337,7 +335,9 @@ class Exchange:
         """A sync point: finishes all exchanges; all ranks have equal weights then."""
         model, weights = self.job.model, self.weights
         if self.sync_phases.active:
-            _copy_buffers(model, mean_buffers(model, Table(self.comm), trains=True, workers=self.comm.size))
+            means = mean_buffers(model, Table(self.comm), trains=True, workers=self.comm.size)
+            for x, mean in zip(model.buffers(), means, strict=True):
+                x.copy_(mean)
             self._begin()
             return
         self._start()
@@ -349,13 +349,14 @@ class Exchange:
                 weights.receive(group, self.settings.ahead, self.job.trace)
         self._send_clock(RESTS)
         self.transport.finish_requests()
-        (staleness, self.shares_dealt, buffers), living = self.transport.at_sync_point(
+        (staleness, self.shares_dealt, means), living = self.transport.at_sync_point(
             lambda table: weights.sums(table, model)
         )
         self.staleness += staleness
         for group in weights.groups:
             group.current.store()
-        _copy_buffers(model, buffers)
+        for x, mean in zip(model.buffers(), means, strict=True):
+            x.copy_(mean)
         self.transport.stop()
         if len(living) < len({*weights.owners, *weights.workers}):
             workers = [rank for rank in weights.workers if rank in living]
@@ -379,8 +380,3 @@ class Exchange:
             self.comm.gather_objects(None)
         self.staleness = Counter({int(steps): n for steps, n in state["staleness"].items()})
         self._begin()
-
-
-def _copy_buffers(model: nn.Module, values: Iterable[Tensor]) -> None:
-    for x, value in zip(model.buffers(), values, strict=True):
-        x.copy_(value)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Comm, InputError, Work
-from kasoku.distributed.counting_comm import Activity
 from kasoku.distributed.liveness import ENDED, Detector, LostRankError
 
 BEAT_S, DEAD_S = 1.0, 5.0
@@ -126,8 +125,8 @@ class Peers:
         self.changed = threading.Condition(threading.RLock())
         self.reports: dict[int, list[int]] = {}
         self.attempt = self.first_attempt = 0  # of a sync point (survivors.py): the last complete one's number
-        activity: Activity | None = comm.activity
-        self._watched = activity if activity is not None and activity.heartbeat is not None else None
+        activity = comm.activity
+        self._watched: Any = activity if activity is not None and activity.heartbeat is not None else None
         self._beat_s = min(_SLOWEST_S, BEAT_S * max(1.0, comm.size / 8))  # as each rank sends to all the rest
         self._dead_s = max(DEAD_S, 3 * self._beat_s)
         self._detector = Detector([], 1)
@@ -160,8 +159,7 @@ class Peers:
         self.first_attempt += _ATTEMPTS
         self._waits.start(self.living_peers)
         self._detector = Detector(self.living_peers, math.floor(self._dead_s / self._beat_s) + 1)
-        for rank in self.living_peers:
-            self.reports[rank] = [0] * (2 + self.comm.size)
+        self.reports.update({rank: [0] * (2 + self.comm.size) for rank in self.living_peers})
         for rank in self.living_peers:
             thread = threading.Thread(target=self._listen, args=(rank,), name=f"kasoku hears {rank}", daemon=True)
             self._listening[rank] = thread
@@ -184,11 +182,6 @@ class Peers:
         while rank not in self.dead and not self._failure and thread.is_alive():
             thread.join(0.05)
 
-    @property
-    def failed(self) -> bool:
-        """Whether `check` raises."""
-        return self._failure is not None
-
     def check(self) -> None:
         """Raises the error that has ended this rank's part."""
         if self._failure:
@@ -209,6 +202,12 @@ class Peers:
         lost.set_exception(LostError(rank))
         return lost
 
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Waits for something that a heartbeat, an answer or a death may change; raises as `check` does."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._failure or ready())
+        self.check()
+
     # ---- deaths
 
     def lose(self, rank: int, why: str) -> None:
@@ -219,18 +218,15 @@ class Peers:
                 return
             self._suspects.add(rank)
 
-        def wait_for_verdict(watched: Activity) -> None:
+        watched = self._watched
+
+        def wait_for_verdict() -> None:
             watched.wait_for_verdict()  # usually it ends the process; nothing recovers meanwhile
             self.fail(LostRankError(f"rank {rank} died: {why}"))
 
-        if self._watched is None:
-            self._remove(rank, why)
-        else:
-            name = "kasoku waits for the verdict"
-            threading.Thread(target=wait_for_verdict, args=(self._watched,), name=name, daemon=True).start()
-
-    def _remove(self, rank: int, why: str) -> None:
-        """Goes on without a rank: ends the waits for it and informs the other ranks."""
+        if watched is not None:
+            threading.Thread(target=wait_for_verdict, name="kasoku waits for the verdict", daemon=True).start()
+            return
         with self.changed:
             self.dead[rank] = why
             self._waits.lose(rank)

@@ -43,11 +43,8 @@ class Segments:
         self._mapped: dict[tuple[int, ...], Tensor] = {}
         self._device = 0  # of the file system that has such memory
         self._free = torch.zeros(0, dtype=torch.uint8)
-        if comm.thread_safe:
-            self.near = self._neighbours(comm)
-
-    def _neighbours(self, comm: Comm) -> frozenset[int]:
-        """The ranks that can map our memory, and whose memory we can map."""
+        if not comm.thread_safe:
+            return
         probe = self._new(8)
         if probe is not None:
             probe.fill_(comm.rank % 251)
@@ -60,7 +57,7 @@ class Segments:
                         read.add(rank)
         self.forget()
         read_by = comm.gather_objects(read)
-        return frozenset(rank for rank in read if comm.rank in read_by[rank])
+        self.near = frozenset(rank for rank in read if comm.rank in read_by[rank])
 
     def open(self, pieces: int, size: int) -> None:
         """Reserves memory for `pieces` calls of `zeros` of `size` bytes in all; unused pages take no memory."""

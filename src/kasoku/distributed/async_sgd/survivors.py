@@ -101,12 +101,6 @@ def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> tuple[T, 
     """
     ranks = peers.living
 
-    def wait(ready: Callable[[], bool]) -> None:
-        peers.beat()
-        with peers.changed:
-            peers.changed.wait_for(lambda: peers.failed or ready())
-        peers.check()
-
     def same() -> bool:
         """Whether all living ranks report the same dead ranks."""
         nonlocal ranks
@@ -121,13 +115,15 @@ def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> tuple[T, 
         return any(attempt < peers.attempt and sum(dead) > deaths for attempt, _, *dead in reports)
 
     while True:
-        wait(same)
+        peers.beat()
+        peers.wait_until(same)
         table = Survivors(comm, peers, ranks)
         try:
             result = f(table)
         except LostError:
             continue
         peers.attempt = peers.first_attempt + comm.size - len(ranks)  # it is complete here
-        wait(lambda: done() or failed())
+        peers.beat()
+        peers.wait_until(lambda: done() or failed())
         if done():
             return result, table.ranks

@@ -46,9 +46,6 @@ class InProcess:
     def start(self) -> None:
         pass  # there are no threads
 
-    def check(self) -> None:
-        pass  # a failure is raised where it happens
-
     def set_server(self, server: ParameterServer, workers: Sequence[int], owners: Sequence[int]) -> None:
         self._servers = self._comm.gather_objects(server)
 
@@ -87,9 +84,8 @@ class NetworkTransport:
     def set_server(self, server: ParameterServer, workers: Sequence[int], owners: Sequence[int]) -> None:
         """Sets what answers the requests of the workers from the next `start` on, and the owners to send them to."""
         self._server, rank = server, self._comm.rank
-        self._first_owner = next(iter(owners), rank)
         one, both = [self._comm], [self._comm, self.peers.small]
-        channels = {owner: both if owner == self._first_owner else one for owner in owners}
+        channels = {owner: both if owner == owners[0] else one for owner in owners}
         self._callers = [(worker, x) for worker in workers if worker != rank for x in channels.get(rank, ())]
         self._callees = [(owner, x) for owner in owners if owner != rank and rank in workers for x in channels[owner]]
 
@@ -107,14 +103,15 @@ class NetworkTransport:
     def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Reply:
         """Sends a request to rank `to`; until its reply, `body` must not be changed, nor `out` read.
 
-        The callee may use `body` as working memory, so its content is undefined afterwards.
+        The callee may use `body` as working memory, so its content is undefined afterwards. Raises InputError if the
+        other ranks took this one for dead, or the error of an answering thread.
         """
-        self.check()
+        self.peers.check()
         if to == self._comm.rank:
             return _answered(self._answer(to, head, body, out))
         request, reply = torch.zeros(HEADER, dtype=torch.int64), torch.zeros(HEADER, dtype=torch.int64)
         request[: len(head)] = torch.tensor(head)
-        small = to == self._first_owner and not (len(body) or len(out))
+        small = not len(body)
         if to in self._segments.near and len(body):
             places = [self._segments.place(x) for x in (body, out)]
             if all(places):
@@ -130,13 +127,9 @@ class NetworkTransport:
             self.peers.lose(to, "its connection broke")
         return self.peers.wait_for(to, works, reply, lane=SHORT if small else LONG)
 
-    def check(self) -> None:
-        """Raises InputError if the other ranks took this one for dead, or the error of an answering thread."""
-        self.peers.check()
-
     def finish_requests(self) -> None:
-        """Announces the last request, and answers other ranks' requests until their last. Raises as `check` does."""
-        self.check()
+        """Announces the last request, and answers other ranks' requests until their last. Raises as `ask` does."""
+        self.peers.check()
         bye, replies = torch.zeros(HEADER, dtype=torch.int64), []
         for rank, channel in self._callees:
             try:
@@ -148,7 +141,7 @@ class NetworkTransport:
             reply.exception()  # waits
         for rank, thread in self._threads:
             self.peers.join(rank, thread)
-        self.check()
+        self.peers.check()
         self._threads.clear()
 
     def at_sync_point(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
@@ -165,9 +158,7 @@ class NetworkTransport:
         if not server.ready(rank, head):
             with changed:
                 changed.notify_all()  # other requests may wait for this one
-                changed.wait_for(lambda: self.peers.failed or server.ready(rank, head))
-            if not server.ready(rank, head):
-                self.check()
+            self.peers.wait_until(lambda: server.ready(rank, head))
         reply = server.answer(rank, head, body, out)
         with changed:
             changed.notify_all()

@@ -130,11 +130,10 @@ class WorkerGroup:
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
         pieces = zip(owners, cuts, cuts[1:], strict=False)
         self.pieces = {owner: slice(start, stop) for owner, start, stop in pieces if start < stop}
-        self._request, self._reply = (
-            self.base if in_place else FlatViews(params if codec.exact else (), zeros) for _ in range(2)
-        )
-        self.request, self.reply, self.slots = self._request.flat, self._reply.flat, self.pieces
-        if not codec.exact:
+        if codec.exact:
+            self._request, self._reply = (self.base if in_place else FlatViews(params, zeros) for _ in range(2))
+            self.request, self.reply, self.slots = self._request.flat, self._reply.flat, self.pieces
+        else:
             self.slots, end = {}, 0
             for owner, piece in self.pieces.items():
                 start, end = end, end + codec.elements(piece.stop - piece.start)
@@ -161,10 +160,6 @@ class WorkerGroup:
         """Whether parameters can be processed one by one, without a flat copy."""
         here = self.params[0].device == self.base.flat.device
         return here and not (len(self.residual) or self.orphans)
-
-    def _own_update(self) -> Tensor:
-        """This worker's update since the last one was sent."""
-        return self.current.load().sub_(self.base.flat)
 
     def drop_owner(self, owner: int) -> None:
         """Goes on without a dead owner, which may still write to the buffers of its last request and reply."""
@@ -219,7 +214,7 @@ class WorkerGroup:
 
     def _write_request(self, share: float, factors: Sequence[float] | None) -> None:
         """The general case, with flat copies."""
-        update = self._own_update()
+        update = self.current.load().sub_(self.base.flat)
         if factors:
             torch._foreach_mul_(self.current.views, list(factors))
         if self.request is self.base.flat:
@@ -243,48 +238,45 @@ class WorkerGroup:
             self.base.store()
 
     def read_reply(self, ahead: float) -> None:
-        """Applies the replies to the parameters, and prepares to predict `ahead` times their movement."""
-        self.prediction.set_factor(ahead, sum(self.version_read.values()))
-        if len(self.residual):
-            self._read_differences()
-            return
-        for piece in self.orphans:
-            self.reply[piece] = self.base.flat[piece]
-        if self._blocking:
-            self.base.store()
-        elif self._by_parameter:
-            movements: Sequence[Tensor | None] = self.prediction.views or [None] * len(self.params)
-            for p, base, reply, movement in zip(
-                self.params, self.base.views, self._reply.views, movements, strict=True
-            ):
-                p.sub_(base).add_(reply)
-                if movement is not None:
-                    torch.sub(reply, base, out=movement)
-                base.copy_(reply)
-        else:
-            update, movement = self._own_update(), self.prediction.movement
-            if len(movement):
-                movement.copy_(self.reply - self.base.flat)
-            update.add_(self.base.flat.copy_(self.reply))
-            self.current.store()
+        """Applies the replies to the parameters, and prepares to predict `ahead` times their movement.
 
-    def _read_differences(self) -> None:
-        """The same for inexact codecs, whose replies are differences."""
-        update = torch.zeros(0) if self._blocking else self._own_update()
-        predicted, here = self.prediction.movement, self.base.flat.device
-        if self._blocking:
-            movement = self.current.flat
-        else:  # a movement on this device is written in place
-            movement = predicted.to(here) if len(predicted) else torch.empty_like(self.base.flat)
-        for piece in self.orphans:
-            movement[piece] = 0.0
-        for owner, piece in self.pieces.items():
-            self.codec.unpack(self.reply[self.slots[owner]], movement[piece])
-        self.base.flat.add_(movement)
-        if self._blocking:
-            self.base.store()
+        Replies are weights; those of inexact codecs are differences.
+        """
+        self.prediction.set_factor(ahead, sum(self.version_read.values()))
+        if not self._by_parameter or self._blocking:
+            self._read_reply()
             return
-        update.add_(self.base.flat)
-        if len(predicted):
-            predicted.copy_(movement)
-        self.current.store()
+        movements: Sequence[Tensor | None] = self.prediction.views or [None] * len(self.params)
+        views = self.base.views, self._reply.views, movements
+        for p, base, reply, movement in zip(self.params, *views, strict=True):
+            p.sub_(base).add_(reply)
+            if movement is not None:
+                torch.sub(reply, base, out=movement)
+            base.copy_(reply)
+
+    def _read_reply(self) -> None:
+        """The general case, with flat copies."""
+        base, reply, predicted = self.base.flat, self.reply, self.prediction.movement
+        update = None if self._blocking else self.current.load().sub_(base)  # since the last one was sent
+        if self.codec.exact:
+            for piece in self.orphans:
+                reply[piece] = base[piece]
+            if len(predicted):
+                predicted.copy_(reply - base)
+            base.copy_(reply)
+        else:
+            whole = torch.empty_like(base) if update is not None else self.current.flat
+            if len(predicted):  # on this device it is written in place
+                whole = predicted.to(base.device)
+            for piece in self.orphans:
+                whole[piece] = 0.0
+            for owner, piece in self.pieces.items():
+                self.codec.unpack(reply[self.slots[owner]], whole[piece])
+            base.add_(whole)
+            if len(predicted):
+                predicted.copy_(whole)
+        if update is None:
+            self.base.store()
+        else:
+            update.add_(base)
+            self.current.store()
