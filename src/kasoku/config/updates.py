@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
-from kasoku.config.recipe import Recipe, checked, optimizer
+from kasoku.config.recipe import Recipe, checked
 from kasoku.core import InputError
 from kasoku.data import PUBLISHED, Dataset, Facts
 from kasoku.optim import Rate
@@ -40,7 +38,7 @@ def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
     Args:
         recipe: what is trained.
         images: the number of training images.
-        group: the settings that the optimizer was built with.
+        group: the parameter group, as the optimizer was built.
     """
     rate, total = Rate(recipe.scaled_schedule, recipe.rate_scale), updates(recipe, images)
     if total < 1:
@@ -79,11 +77,6 @@ def data_info(recipe: Recipe) -> tuple[Facts, str]:
         if known.side < 1:
             raise InputError(f"data.size={known.side}: at least 1 pixel") from error
         return known, f"the data is not here ({error}): counted with the published {known.images:,} images"
-
-
-def first_group(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
-    """The settings of the optimizer's first parameter group, which holds the weights."""
-    return {k: v for k, v in optimizer(recipe, model).param_groups[0].items() if k != "params"}
 
 
 def updates_in_epoch(recipe: Recipe, images: int, epoch: int) -> int:

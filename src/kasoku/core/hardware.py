@@ -33,15 +33,7 @@ def laid_out_like(p: Tensor, x: Any) -> Any:
 
 def is_dense(x: Tensor) -> bool:
     """True where x fills its memory without a gap, in whatever order of dimensions."""
-    if x.is_contiguous():
-        return True
-    expected = 1
-    for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
-        if n > 1:
-            if stride != expected:
-                return False
-            expected *= n
-    return True
+    return x.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(x))
 
 
 def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

@@ -254,15 +254,8 @@ class Job:
         """The settings of each parameter group as they are now: rate, momentum, weight decay."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
-    @contextmanager
-    def keep_progress(self) -> Iterator[None]:
-        """Keeps `progress` as it is while the body changes the loader's length or `accumulate`."""
-        since = (self.steps, self.progress)
-        yield
-        self._since = since
-
     def set_progress(self, epochs: float) -> None:
-        """Sets `progress`: asynchronous ranks count the epochs of all ranks together."""
+        """Sets `progress`, or keeps it: call it after changing the loader's length or `accumulate`."""
         self._since = (self.steps, epochs)
 
     def drain(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -60,9 +60,11 @@ class _Scaler:
         self.scale, self.good = settings.start, 0
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
-        plain = self.inner(outputs, labels)
-        scaled: Tensor = _ScaleGradient.apply(plain, self.scale)  # type: ignore[no-untyped-call]
-        return scaled
+        loss = self.inner(outputs, labels)
+        if loss.requires_grad:
+            scale, register_hook = self.scale, cast(Any, loss.register_hook)
+            register_hook(lambda gradient: gradient * scale)
+        return loss
 
     @torch.no_grad()
     def unscale(self) -> None:
@@ -89,16 +91,3 @@ class _Scaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale, self.good = state["scale"], state["good"]
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Identity; its gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.scale, None

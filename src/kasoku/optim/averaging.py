@@ -47,7 +47,7 @@ class EMA(Technique):
 
     def apply(self, job: Job) -> None:
         """Averages after each update, and puts the averages into the model during evaluation."""
-        _Average(job, every=self.every, share=self._share).install("ema")
+        _Average(job, "ema", every=self.every, share=self._share)
 
     def _share(self, updates: int) -> float:
         n = updates // self.every
@@ -97,7 +97,7 @@ class Lookahead(Technique):
             passed = updates * job.accumulate / max(1, len(job.loader)) / self.epochs  # type: ignore[arg-type]
             return float(self.decay * min(1.0, passed) ** self.power)
 
-        _Average(job, every=self.every, share=share, write_back=True).install("lookahead")
+        _Average(job, "lookahead", every=self.every, share=share, write_back=True)
 
 
 def _check(decay: float, every: int) -> None:
@@ -110,18 +110,18 @@ def _check(decay: float, every: int) -> None:
 class _Average:
     """The averaged tensors by name, and how many updates each has seen."""
 
-    def __init__(self, job: Job, *, every: int, share: Callable[[int], float], write_back: bool = False) -> None:
+    def __init__(
+        self, job: Job, name: str, *, every: int, share: Callable[[int], float], write_back: bool = False
+    ) -> None:
         self.job, self.every, self.share, self.write_back = job, every, share, write_back
         self.params: dict[str, Tensor] = {n: p for n, p in job.model.named_parameters() if p.requires_grad}
         self.names = {p: n for n, p in self.params.items()}
         self.averages: dict[str, Tensor] = {}
         self.updates: dict[str, int] = {}
-
-    def install(self, name: str) -> None:
-        self.job.after_update(lambda params: self.advance((self.names[p], p) for p in params if p in self.names))
-        self.job.after_step(lambda: self.advance(self.buffers().items()))
-        self.job.keep(name, self)
-        self.job.around_evaluation(self.stepped_in)
+        job.after_update(lambda params: self.advance((self.names[p], p) for p in params if p in self.names))
+        job.after_step(lambda: self.advance(self.buffers().items()))
+        job.keep(name, self)
+        job.around_evaluation(self.stepped_in)
 
     def buffers(self) -> dict[str, Tensor]:
         return {n: b for n, b in self.job.model.named_buffers() if b.is_floating_point()}

@@ -55,10 +55,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: parameter groups; each may set lr, momentum, weight_decay (SGD groups only) and `filters`.
-        lr: rate of a group that sets none.
-        momentum: share of the velocity kept at each step.
-        steps: Newton-Schulz iterations; 3 for small networks, 5 in general.
-        normalize: scale each filter bank to norm sqrt(output channels) before its update.
+        lr, momentum, steps, normalize: as in `muon`, for groups that set none.
     """
 
     def __init__(
@@ -155,7 +152,7 @@ def muon(
         model: its parameters that require a gradient are trained.
         lr: rate of the filters (weights of two dimensions or more, except the head).
         momentum: share of the filters' velocity kept at each step.
-        steps: Newton-Schulz iterations, 3 or 5.
+        steps: Newton-Schulz iterations; 3 for small networks, 5 in general.
         normalize: scale each filter bank to norm sqrt(output channels) before its update.
         rest: settings for all other parameters.
 

@@ -62,8 +62,9 @@ class _Growing:
                 f"GrowBatch: batch {batch} at epoch {self.job.progress:g}, but only {self.loader.images} images "
                 "to train on: let the schedule grow less"
             )
-        with self.job.keep_progress():
-            self._apply(factor)
+        progress = self.job.progress
+        self._apply(factor)
+        self.job.set_progress(progress)
 
     def _apply(self, factor: int) -> None:
         batch, parts, self.job.accumulate = (n * factor for n in self.first)

@@ -53,11 +53,7 @@ class LARS(torch.optim.Optimizer):
 
     Args:
         params: parameter groups; each may set any of the keys below, and `layerwise`.
-        lr: rate of a group that sets none.
-        momentum: share of the velocity kept at each step.
-        nesterov: look one step ahead along the velocity.
-        weight_decay: added to the gradient as weight_decay * w.
-        trust: eta, eps, form and decoupled.
+        lr, momentum, nesterov, weight_decay, trust: as in `lars`, for groups that set none.
     """
 
     def __init__(
