@@ -41,7 +41,7 @@ from kasoku.distributed.async_sgd.worker import WorkerGroup, most_local_steps
 from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.distributed.ddp.bucket_plan import Graded, Policy
 from kasoku.distributed.ddp.layer_index import LayerIndex
-from kasoku.distributed.ddp.overlap import Overlap
+from kasoku.distributed.ddp.overlap import Overlap, SingleRank
 
 
 @dataclass(frozen=True)
@@ -164,22 +164,12 @@ class Asynchronous(Technique):
         if self.max_staleness == 0:
             Overlap(self.buckets).apply(job)
         elif job.comm.size == 1:
-            job.keep("asynchronous", SingleRank())
+            job.keep("asynchronous", SingleRank({"staleness": {}}))
         elif self.servers >= job.comm.size:
             raise InputError(f"servers={self.servers} of {job.comm.size} ranks: at least one rank must train")
         else:
             start_equal(job)
             Exchange(job, self)
-
-
-class SingleRank:
-    """The state of a single rank, which exchanges nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"staleness": {}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class Exchange:

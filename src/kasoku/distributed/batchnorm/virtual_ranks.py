@@ -123,8 +123,8 @@ class _RunningStatistics:
         self.first, self.second = torch.split(self.flat, channels)
         sizes = torch.tensor(self.sizes, device=self.flat.device)
         self.owner = torch.arange(modules, device=self.flat.device).repeat_interleave(sizes)  # the norm of each channel
-        self.own: list[float | None] = []
-        self.share = self.flat
+        self.momenta: list[float | None] = []  # the weight of the newest statistics for each norm
+        self.share = self.flat  # the same on the device
 
     def take(self, i: int, mean_C: Tensor, variance_C: Tensor, n: int) -> None:
         """Notes a group's statistics in norm i, with n values a channel."""
@@ -172,7 +172,16 @@ class _RunningStatistics:
         off = self.first / groups.clamp(min=1)
         variance = self.second / groups.clamp(min=1) - off * off
         variance *= values / (values - 1).clamp(min=1)  # torch's running variance is the unbiased one
-        share = self._by_norm(self._shares()[self.owner] * (groups > 0))
+        updates = len(job.loader) / job.accumulate  # type: ignore[arg-type]
+        fixed = momentum(self.average, updates) if self.average else None
+        momenta = [norm.momentum if fixed is None else fixed for norm in self.norms]
+        for i, norm in enumerate(self.norms):
+            if momenta[i] is None:  # torch: the plain mean of all updates so far
+                counted_here = norm.num_batches_tracked
+                momenta[i] = 1 / max(1.0, float(counted_here)) if counted_here is not None else 1.0
+        if momenta != self.momenta:  # they are sent to the device only when they change
+            self.momenta, self.share = momenta, self.flat.new_tensor(momenta)
+        share = self._by_norm(self.share[self.owner] * (groups > 0))
         torch._foreach_addcmul_(self.means, self._by_norm(off), share)
         torch._foreach_lerp_(self.variances, self._by_norm(variance), share)
         self.flat.zero_()
@@ -180,19 +189,6 @@ class _RunningStatistics:
 
     def _by_norm(self, flat: Tensor) -> list[Tensor]:
         return list(torch.split(flat, self.sizes))
-
-    def _shares(self) -> Tensor:
-        """The weight of the newest statistics for each norm; sent to the device only when it changes."""
-        updates = len(self.job.loader) / self.job.accumulate  # type: ignore[arg-type]
-        fixed = momentum(self.average, updates) if self.average else None
-        own = [norm.momentum if fixed is None else fixed for norm in self.norms]
-        for i, share in enumerate(own):
-            counted = self.norms[i].num_batches_tracked
-            if share is None:  # torch: the plain mean of all updates so far
-                own[i] = 1 / max(1.0, float(counted)) if counted is not None else 1.0
-        if own != self.own:
-            self.own, self.share = own, self.flat.new_tensor(own)
-        return self.share
 
 
 def momentum(average: float, updates: float) -> float:

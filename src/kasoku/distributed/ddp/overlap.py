@@ -69,7 +69,7 @@ class Overlap(Technique):
 
     def apply(self, job: Job) -> None:
         if job.comm.size == 1:
-            job.keep("overlap", _OneRank())
+            job.keep("overlap", SingleRank({"plan": {}, "reduce": []}))
             return
         start_equal(job)
         engine = Engine(job, self)
@@ -92,11 +92,14 @@ class Overlap(Technique):
             engine.print_once(table(engine.layout.plan, engine.layers.tensors))
 
 
-class _OneRank:
+class SingleRank:
     """The state on one rank: empty. It ignores the state of several ranks, so that one can resume their run."""
 
+    def __init__(self, empty: dict[str, Any]) -> None:
+        self._empty = empty
+
     def state_dict(self) -> dict[str, Any]:
-        return {"plan": {}, "reduce": []}
+        return self._empty
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
@@ -215,7 +218,7 @@ class Engine:
             return
         found = self.profiler.search_plan(next_forward=self.late)
         if found is None:
-            self.stop_profiling()
+            self.change_plan(self.layout.plan, late=self.late)
             self.print_once("Overlap: no whole step in training mode was seen, so the first buckets stay")
             return
         plan, self.forecast, late, self.link = found
@@ -255,18 +258,14 @@ class Engine:
     # ---- plans and checkpoints
 
     def change_plan(self, plan: BucketPlan, *, late: bool) -> None:
-        """Changes to a plan and ends profiling; between two steps."""
-        self.stop_profiling()
-        self.late = self.late and late
-        self.key_prefix = "planned"
-        self.layout = BucketLayout(plan, self.layers)
-
-    def stop_profiling(self) -> None:
-        """Ends profiling. The reducer's state so far belongs to other chunks than those of the plan."""
+        """Changes to a plan and ends profiling; between two steps. The reducer's state belongs to the chunks so far."""
         if self.profiler is not None:
             self.profiler.close()
             self.profiler = None
         self.reduce.load_state_dict({})
+        self.late = self.late and late
+        self.key_prefix = "planned"
+        self.layout = BucketLayout(plan, self.layers)
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that was searched, and the reducer's state."""

@@ -203,63 +203,51 @@ class StepProfiler:
             called = list(alone[0].entered)
             layers.order = [*called, *(i for i in range(n) if i not in called)]
             tensors = [Sized(t.unit + 1, t.elements, t.size, t.kind) for t in layers.tensors]
+            sizes = [0] * (n + 1)
+            for t in tensors:
+                sizes[t.unit] += t.size
+            *_, update_s, alone_s, beside_s, rest_s = values
+            units = [UnitTimes("", values[0], values[n + 1])]
+            for i, size in zip(layers.order, sizes[1:], strict=True):
+                name, own_update_s = layers.modules[i][0], update_s * size / sum(sizes)
+                units.append(UnitTimes(name, values[1 + i], values[n + 2 + i], own_update_s))
             transfer_s = statistics.median_low(self.sending_s)
             latencies_s = len(cut(self.layout.plan.buckets, tensors, _CHUNK)) * self.latency_s
             moving_s = max(transfer_s - latencies_s, 0.1 * transfer_s, 1e-9)
-            alone_s, beside_s, rest_s = values[-3:]
             kept = shares(alone_s, beside_s, rest_s, self.transfers / len(self.zeros) * transfer_s)
             link = LinkModel(self.latency_s, sum(t.size for t in tensors) / moving_s, *kept)
-            found = search(unit_times(layers, values), tensors, link, next_forward=next_forward)
+            found = search(units, tensors, link, next_forward=next_forward)
             result = (layers.order, *found, link)
         layers.order, plan, forecast, late, link = comm.broadcast_object(result)
         return plan, forecast, late, link
 
 
 def medians(alone: Sequence[StepMoments], beside: Sequence[StepMoments], watch: Stopwatch, layers: int) -> list[float]:
-    """Medians in seconds: forward and backward of each unit, the update, then the compute of both kinds of steps.
+    """Medians in seconds: forward of the start and of each layer by its number, the same for backward, the update, then
+    the compute of both kinds of steps.
 
     `alone`: steps that send after backward. `beside`: steps that compute beside transfers; the last value is what these
     took after the end of compute.
     """
-    rows = [_row(step, watch, layers) for step in alone]
+    numbers = range(layers)
+    rows = []
+    for step in alone:
+        moments = [step.begin, *step.entered.values(), step.out]
+        forward = dict(zip([-1, *step.entered], itertools.pairwise(moments), strict=True))
+        backward: dict[int, float] = {}
+        passed = 0.0
+        for i in reversed([*step.entered, *(i for i in numbers if i not in step.entered)]):
+            now = watch.seconds(step.out, step.arrived[i]) if i in step.arrived else passed
+            backward[i] = max(0.0, now - passed)
+            passed = max(passed, now)
+        backward[-1] = max(0.0, watch.seconds(step.out, step.called) - passed)
+        forward_s = [watch.seconds(*forward[i]) if i in forward else 0.0 for i in (-1, *numbers)]
+        rows.append([*forward_s, *(backward[i] for i in (-1, *numbers)), watch.seconds(step.averaged, step.end)])
     columns = [statistics.median_low(column) for column in zip(*rows, strict=True)]
     alone_s = statistics.median_low([watch.seconds(s.begin, s.called) for s in alone])
     beside_s = statistics.median_low([watch.seconds(s.begin, s.called) for s in beside])
     rest_s = statistics.median_low([watch.seconds(s.called, s.background_done) for s in beside])
     return [*columns, alone_s, beside_s, rest_s]
-
-
-def _row(step: StepMoments, watch: Stopwatch, layers: int) -> list[float]:
-    """One step: forward of the start and of each layer by its number, the same for backward, the update."""
-    moments = [step.begin, *step.entered.values(), step.out]
-    forward = dict(zip([-1, *step.entered], itertools.pairwise(moments), strict=True))
-    backward: dict[int, float] = {}
-    passed = 0.0
-    numbers = range(layers)
-    for i in reversed([*step.entered, *(i for i in numbers if i not in step.entered)]):
-        now = watch.seconds(step.out, step.arrived[i]) if i in step.arrived else passed
-        backward[i] = max(0.0, now - passed)
-        passed = max(passed, now)
-    backward[-1] = max(0.0, watch.seconds(step.out, step.called) - passed)
-    return [
-        *(watch.seconds(*forward[i]) if i in forward else 0.0 for i in (-1, *numbers)),
-        *(backward[i] for i in (-1, *numbers)),
-        watch.seconds(step.averaged, step.end),
-    ]
-
-
-def unit_times(layers: LayerIndex, values: Sequence[float]) -> list[UnitTimes]:
-    """The units in forward order, with their times from `medians`."""
-    names = ["", *(layers.modules[i][0] for i in layers.order)]
-    n = len(names)
-    sizes = [0] * n
-    for t in layers.tensors:
-        sizes[t.unit + 1] += t.size
-    columns = [0, *(1 + i for i in layers.order)]  # the values are by the layers' own numbers
-    return [
-        UnitTimes(name, values[i], values[n + i], values[2 * n] * size / sum(sizes))
-        for name, size, i in zip(names, sizes, columns, strict=True)
-    ]
 
 
 def shares(alone_s: float, beside_s: float, rest_s: float, sent_s: float) -> tuple[float, float]:
