@@ -21,7 +21,7 @@ from kasoku.simulate import ModelCosts, Sharing, Simulator, Stragglers, model_co
 from kasoku.simulate import async_exchange as apart
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks
-from kasoku.simulate.fair_share import seconds
+from kasoku.simulate.collectives import seconds
 from kasoku.simulate.step import SimulatedStep, spans
 
 START, A, A_IN = 2e-6, 5e-6, 1e-6  # what a message waits, and takes between nodes and within one

@@ -12,7 +12,7 @@ import pytest
 from kasoku.core import InputError
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks, load
-from kasoku.simulate.fair_share import rates, seconds
+from kasoku.simulate.collectives import rates, seconds
 
 A, B = 5e-6, 10e9  # latency of a message, bandwidth of a NIC in one direction
 A_IN, B_IN = 1e-6, 100e9  # the same within a node

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from kasoku.config.toml import parse, read
 from kasoku.core import InputError
-from kasoku.simulate.fair_share import Floats
 
+Floats = npt.NDArray[np.float64]
 _HERE = Path(__file__).parent
 
 

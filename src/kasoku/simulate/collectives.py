@@ -1,12 +1,17 @@
 """The time of an all-reduce on a cluster: the messages of each algorithm on its links, with the latency of each hop.
 
 Note: latency and bandwidth are separate. A message takes a number of hops, each with a latency from the library's
-table. Its bytes take the time that the links allow when all flows of a round share them (`fair_share`), which is linear
+table. Its bytes take the time that the links allow when all flows of a round share them (`rates`), which is linear
 in the bytes. So each algorithm in each protocol is a `LinkModel`, and a collective of n bytes uses the fastest of them.
 On a network without contention these are the closed forms (tests/simulate/test_collectives.py):
 ring 2(p-1)a + 2(p-1)/p n/B; halving-doubling 2 log2(p) a + 2(p-1)/p n/B; double binary tree 2 log2(p) a + 2 n/B;
 hierarchical and 2-D torus: a reduce-scatter along rows, an all-reduce of each part along columns, an all-gather.
 Ref: Thakur et al. 2005; Sanders et al. 2009 (two trees); Mikami et al. 2018 (2-D torus, arXiv 1811.05233).
+
+Note: max-min fairness. The rates of all active flows rise equally until a link is full; the flows on that link keep
+their rates, and the rates of the rest rise further. So no link carries more than its capacity, and no flow could be
+faster without slowing one that is no faster than itself. Fair queueing and congestion control reach the same over a
+millisecond; single packets are not simulated.
 """
 
 from __future__ import annotations
@@ -21,9 +26,9 @@ import numpy.typing as npt
 
 from kasoku.core import InputError
 from kasoku.distributed.ddp.cost_model import LinkModel
-from kasoku.simulate import fair_share
-from kasoku.simulate.cluster import Cluster, Protocol
+from kasoku.simulate.cluster import Cluster, Floats, Protocol
 
+Ints = npt.NDArray[np.int64]
 Flow = tuple[int, int, int, float]  # from, to, NIC, bytes for each byte that is reduced
 
 AUTO = ("ring", "tree")  # between which NCCL chooses by itself
@@ -116,7 +121,53 @@ def fills(algorithm: str, gpus: int) -> bool:
 def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
     """Seconds of simultaneous flows, for each byte that is reduced."""
     routes = [cluster.route(gpus, start, stop, nic) for start, stop, nic, _ in flows]
-    return fair_share.seconds(routes, [size for *_, size in flows], cluster.capacity(gpus))
+    return seconds(routes, [size for *_, size in flows], cluster.capacity(gpus))
+
+
+def rates(links: Ints, capacity: Floats) -> Floats:
+    """The max-min fair rate of each flow in bytes/s; infinite where it crosses no link. `links`: rows, padded by -1."""
+    if np.isnan(capacity).any():
+        raise InputError("the rate of a link is not a number: set GB/s above 0")
+    left = capacity.copy()
+    rate = np.full(len(links), np.inf)
+    open_ = (links >= 0).any(axis=1)
+    while open_.any():
+        crossed = links[open_]
+        count = np.bincount(crossed[crossed >= 0], minlength=len(capacity))
+        share = np.full(len(capacity), np.inf)
+        np.divide(left, count, out=share, where=count > 0)
+        least = share.min()
+        full = share <= least * (1 + 1e-12)
+        stopped = open_ & (full[links] & (links >= 0)).any(axis=1)
+        rate[stopped] = least
+        taken = links[stopped]
+        left -= least * np.bincount(taken[taken >= 0], minlength=len(capacity))
+        np.maximum(left, 0.0, out=left)
+        open_ &= ~stopped
+    return rate
+
+
+def seconds(routes: Sequence[Sequence[int]], sizes: Sequence[float], capacity: Floats) -> float:
+    """Seconds until the last flow has ended; a flow that ends leaves its share to the remaining ones.
+
+    Args:
+        routes: the indices of the links that each flow crosses.
+        sizes: the bytes of each flow.
+        capacity: the rate of each link in bytes/s.
+    """
+    links: Ints = np.full((len(routes), max(map(len, routes), default=0)), -1, dtype=np.int64)
+    for i, route in enumerate(routes):
+        links[i, : len(route)] = route
+    now, left = 0.0, np.asarray(sizes, dtype=np.float64)
+    negligible = 1e-9 * max(sizes, default=0.0)
+    while len(left):
+        rate = rates(links, capacity)
+        span = float((left / rate).min())
+        now += span
+        left = left - rate * span
+        going = left > negligible
+        left, links = left[going], links[going]
+    return now
 
 
 def ring(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
@@ -172,14 +223,14 @@ def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
         inside = members(size)
         return float((inside * (high - inside)).sum(1).max()) / high
 
-    seconds = [0.0]
+    busiest_s = [0.0]
     if each > 1:
-        seconds.append(float(members(each).max() - 1) / high / (1e9 * node.port_gb_s))
+        busiest_s.append(float(members(each).max() - 1) / high / (1e9 * node.port_gb_s))
     if nodes > 1:
-        seconds.append(outgoing(each) / node.nics / (1e9 * node.nic_gb_s))
+        busiest_s.append(outgoing(each) / node.nics / (1e9 * node.nic_gb_s))
     if racks and racks.uplink_gb_s:  # the last rack may not be full
-        seconds.append(outgoing(each * racks.nodes) / (1e9 * racks.uplink_gb_s))
-    return AlgorithmCost(int(nodes == 1), int(nodes > 1), byte_s=max(seconds))
+        busiest_s.append(outgoing(each * racks.nodes) / (1e9 * racks.uplink_gb_s))
+    return AlgorithmCost(int(nodes == 1), int(nodes > 1), byte_s=max(busiest_s))
 
 
 def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -180,16 +180,12 @@ def finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@dataclass
 class SizeSearch:
     """The state of a search: all measurements so far. Sizes above one that failed are not tried."""
 
-    measure: Measure
-    limits: Limits
-    samples: list[Measurement] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.began_s = self.limits.clock.now()
+    def __init__(self, measure: Measure, limits: Limits) -> None:
+        self.measure, self.limits, self.samples = measure, limits, list[Measurement]()
+        self.began_s = limits.clock.now()
         self.failed: int | None = None  # the smallest size that failed
         self.late = False  # a size was not tried because time was short
 
@@ -238,9 +234,7 @@ class SizeSearch:
     def result(
         self, batch: int, why: str, *, epochs: Callable[[int], float] | None = None, in_time: bool = True
     ) -> BatchSizeResult:
-        if not in_time:
-            why = f"time was over, the best so far: {why}"
+        why = why if in_time else f"time was over, the best so far: {why}"
         of_each = tuple(epochs(s.batch) for s in self.samples) if epochs else ()
-        return BatchSizeResult(
-            batch, tuple(self.samples), why, self.limits.clock.now() - self.began_s, in_time, of_each
-        )
+        spent_s = self.limits.clock.now() - self.began_s
+        return BatchSizeResult(batch, tuple(self.samples), why, spent_s, in_time, of_each)

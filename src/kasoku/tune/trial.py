@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,17 +93,17 @@ class Trial:
         wanted = max(steps, math.ceil(self.needs.watch_s / step_s / together))
         count = max(_MIN_STEPS, int(min(wanted, allowed_s / step_s / together)))
         waits_s = []
-        with UtilizationMonitor(self.device, needed=self.needs.watch_s > 0) as usage:
-            marks = [self._mark()]
-            for _ in range(count):
-                waited_s = 0.0
-                for _ in range(together):
-                    wait_s, loss = self._step(job, batches)
-                    waited_s += wait_s
-                    usage.step()
-                waits_s.append(waited_s / together)
-                marks.append(self._mark())
-            self.now()  # waits for the device while it is monitored
+        usage, marks = UtilizationMonitor(self.device, needed=self.needs.watch_s > 0), [self._mark()]
+        for _ in range(count):
+            waited_s = 0.0
+            for _ in range(together):
+                wait_s, loss = self._step(job, batches)
+                waited_s += wait_s
+                usage.step()
+            waits_s.append(waited_s / together)
+            marks.append(self._mark())
+        self.now()  # waits for the device while it is monitored
+        utilisation = usage.value()
         pairs = itertools.pairwise(marks)
         if self.device.type == "cuda":
             steps_s = tuple(float(start.elapsed_time(stop) / 1e3) / together for start, stop in pairs)
@@ -111,7 +111,7 @@ class Trial:
             steps_s = tuple((stop - start) / together for start, stop in pairs)
         self.diverged = not bool(torch.isfinite(loss))
         noise = self._noise(job, batches, step_s, until_s=until_s) if self.needs.noise and not self.diverged else None
-        return StepTimes(steps_s, tuple(waits_s), usage.value, noise)
+        return StepTimes(steps_s, tuple(waits_s), utilisation, noise)
 
     def _step(self, job: Job, batches: Iterator[Batch], *, read_memory: bool = False) -> tuple[float, Tensor]:
         """One update; returns the seconds it waited for input, and the loss."""
@@ -177,27 +177,12 @@ class Trial:
 class UtilizationMonitor:
     """Reads a device's utilization after each step: on CUDA from NVML, on a CPU this process's share of its threads.
 
-    `needed`: raise InputError, with what to install, where NVML cannot be read; otherwise `value` is nan.
+    `needed`: raise InputError, with what to install, where NVML cannot be read; otherwise the value is nan.
     """
 
     def __init__(self, device: torch.device, *, needed: bool) -> None:
         self.device, self.needed, self.seen = device, needed, list[float]()
-        self._before = -1.0, 0.0  # wall and process time at the last reading
-
-    def __enter__(self) -> Self:
-        self.step()
-        self.seen.clear()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.device.type == "cuda" and not any(error):
-            self._read_nvml()
-
-    @property
-    def value(self) -> float:
-        """The mean of the higher half of the readings; nan of none. Ref: [002] 5: low values are gaps between steps."""
-        kept = sorted(self.seen)[len(self.seen) // 2 :]
-        return sum(kept) / len(kept) if kept else math.nan
+        self._before = time.perf_counter(), time.process_time()  # wall and process time at the last reading
 
     def step(self) -> None:
         now = time.perf_counter(), time.process_time()
@@ -208,6 +193,13 @@ class UtilizationMonitor:
         elif self.device.type == "cpu" and wall_s > 0:
             self._before = now
             self.seen.append(min(1.0, busy_s / wall_s / torch.get_num_threads()))
+
+    def value(self) -> float:
+        """The mean of the higher half of the readings; nan of none. Ref: [002] 5: low values are gaps between steps."""
+        if self.device.type == "cuda":
+            self._read_nvml()
+        kept = sorted(self.seen)[len(self.seen) // 2 :]
+        return sum(kept) / len(kept) if kept else math.nan
 
     def _read_nvml(self) -> None:
         try:
