@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from kasoku.commands import CommandArguments, arguments_of, declare
+from kasoku.commands.options import CommandArguments, arguments_of, declare
 
 VERBS = {  # verb: (module of kasoku.commands, help)
     "train": ("train", "train from a recipe, or on a folder of photos"),

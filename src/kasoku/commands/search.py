@@ -95,9 +95,7 @@ def _environment(jobs: int, job: int) -> dict[str, str]:
 
 def _show(results: Sequence[TrialResult]) -> None:
     """Prints the best trials, and the settings of the best one as --set takes them."""
-    rows = Table()
-    for name in ("trial", "how", "top-1", "seconds", *(results[0].settings if results else ())):
-        rows.add_column(escape(name))
+    rows = Table("trial", "how", "top-1", "seconds", *map(escape, results[0].settings if results else ()))
     for result in results[:_SHOWN]:
         figures = [f"{result.top1:.2%}" if result.top1 else "-", f"{result.result.get('seconds') or 0:.1f}"]
         rows.add_row(str(result.trial), *map(escape, [result.how, *figures, *result.settings.values()]))

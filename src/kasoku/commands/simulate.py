@@ -7,6 +7,7 @@ sweep.html (throughput and efficiency over the number of GPUs).
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,11 +139,10 @@ def _asynchronous(pace: Asynchronous) -> str:
 
 
 def _range(text: str) -> tuple[int, int]:
-    name, _, span = text.partition("=")
-    low, _, high = span.partition(":")
-    if name != "gpus" or not low.isdecimal() or not high.isdecimal():
+    match = re.fullmatch(r"gpus=(\d+):(\d+)", text)
+    if not match:
         raise InputError(f"--sweep {text}: gpus=A:B is wanted, as gpus=1:4096")
-    return int(low), int(high)
+    return int(match[1]), int(match[2])
 
 
 def _record(case: Scenario, step: SimulatedStep, name: str) -> RunRecord:

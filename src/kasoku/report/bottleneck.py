@@ -109,28 +109,33 @@ def find_bottlenecks(
     return causes or [_computing(usual, whole_s, bounds or {})]
 
 
+def _cause(
+    name: str, lost_s: float, whole_s: float, line: str, remedy: str, *, least: float = _MIN_SHARE
+) -> StepBottleneck | None:
+    """The bottleneck that costs `lost_s` of a step; None below the share `least`."""
+    if lost_s < least * whole_s:
+        return None
+    return StepBottleneck(name, round(min(1.0, lost_s / whole_s), 4), line, remedy)
+
+
 def _input(usual: Step, whole_s: float) -> StepBottleneck | None:
     lost_s = usual["input"] + usual["copy"]
-    if lost_s < _MIN_SHARE * whole_s:
-        return None
     copying = f", {_ms(usual['copy'])} of it for copies to the device" if usual["copy"] > 0.1 * lost_s else ""
     gain = whole_s / max(whole_s - lost_s, 1e-9)
     much = f"without it {gain:.1f} times as fast" if gain < 100 else "without it many times as fast"
     line = f"{_of(lost_s, whole_s)} waits for its images{copying}; {much}"
     remedy = "pack the images once (kasoku pack), keep them in memory, or give decoding more cores"
-    return StepBottleneck("input-bound", _share(lost_s, whole_s), line, remedy)
+    return _cause("input-bound", lost_s, whole_s, line, remedy)
 
 
 def _communication(lost_s: float, whole_s: float) -> StepBottleneck | None:
     """`lost_s`: the wait of the last rank of a step, which is the transfer itself; other ranks also wait for it."""
-    if lost_s < _MIN_SHARE * whole_s:
-        return None
     line = f"{_of(lost_s, whole_s)} waits for gradients in transfer, on every rank"
     remedy = (
         "use kasoku.distributed.Overlap with Planned groups, send fewer bytes (reducer Wire or LowRank), raise the "
         "batch, or take a faster link"
     )
-    return StepBottleneck("communication-bound", _share(lost_s, whole_s), line, remedy)
+    return _cause("communication-bound", lost_s, whole_s, line, remedy)
 
 
 def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) -> StepBottleneck | None:
@@ -141,8 +146,6 @@ def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) ->
     last = max(range(len(steps)), key=lambda rank: own_s[rank])
     peers = [step for rank, step in enumerate(steps) if rank != last]
     lag_s = own_s[last] - statistics.median(s for rank, s in enumerate(own_s) if rank != last)
-    if lag_s < _MIN_SHARE * whole_s:
-        return None
     behind = {
         row: s - statistics.median(peer[row] for peer in peers) for row, s in steps[last].items() if row != "exposed"
     }
@@ -153,7 +156,7 @@ def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) ->
         f"({_ms(behind[row])}){_slow_block(blocks, last, lag_s)}; they wait {_ms(waits_s)} of each step"
     )
     remedy = f"check rank {last}'s host for other processes, its clock rate and its disk; or leave it out"
-    return StepBottleneck("straggler", _share(lag_s, whole_s), line, remedy)
+    return _cause("straggler", lag_s, whole_s, line, remedy)
 
 
 def _slow_block(blocks: Sequence[Step], last: int, lag_s: float) -> str:
@@ -170,12 +173,12 @@ def _slow_block(blocks: Sequence[Step], last: int, lag_s: float) -> str:
 
 
 def _update(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
-    if usual["update"] < _MIN_UPDATE * whole_s or facts.batch < _SMALL_BATCH:
+    if facts.batch < _SMALL_BATCH:
         return None
     each = f"{usual['update'] / max(1, facts.parameters) * 1e9:.1f} ns a parameter"
     line = f"{_of(usual['update'], whole_s)} is the optimizer's update of {facts.parameters:,} parameters, {each}"
     remedy = "use a fused rule (kasoku.optim.sgd, adamw, lars), a cheaper one, or a larger batch with fewer updates"
-    return StepBottleneck("update-bound", _share(usual["update"], whole_s), line, remedy)
+    return _cause("update-bound", usual["update"], whole_s, line, remedy, least=_MIN_UPDATE)
 
 
 def _small_batch(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
@@ -183,26 +186,26 @@ def _small_batch(usual: Step, whole_s: float, facts: StepFacts) -> StepBottlenec
     whole_s *= 1 - facts.starved  # layer_s was measured with a core
     calling_s = facts.parts * facts.layers * facts.layer_s
     fixed_s = min(whole_s, calling_s + usual["update"] * (1 - facts.starved))
-    if facts.batch >= _SMALL_BATCH or fixed_s < _MIN_FIXED * whole_s:
+    if facts.batch >= _SMALL_BATCH:
         return None
     enough = max(_SMALL_BATCH, round(9 * fixed_s * facts.batch / max(whole_s - fixed_s, 0.01 * whole_s)))
     parts = f", {facts.parts} times a step" if facts.parts > 1 else ""
     line = f"{_of(fixed_s, whole_s)} does not depend on the batch of {facts.batch}{parts} (calling layers, updating)"
     raised = "norm_batch, or lower accumulate" if facts.parts > 1 else "batch"
     remedy = f"raise {raised}: at about {enough:,} images a forward it is a tenth; kasoku tune finds the best"
-    return StepBottleneck("small batch", _share(fixed_s, whole_s), line, remedy)
+    return _cause("small batch", fixed_s, whole_s, line, remedy, least=_MIN_FIXED)
 
 
 def _launches(whole_s: float, facts: StepFacts) -> StepBottleneck | None:
     whole_s *= 1 - facts.starved  # as in _small_batch
     lost_s = min(whole_s, facts.parts * facts.layers * facts.layer_s)
-    if facts.batch < _SMALL_BATCH or lost_s < _MIN_LAUNCH.get(facts.device, 0.75) * whole_s:
+    if facts.batch < _SMALL_BATCH:
         return None
     parts = f" {facts.parts} times" if facts.parts > 1 else ""
     line = f"{_of(lost_s, whole_s)} goes into calling {facts.layers} layers{parts}, whatever they compute"
     cuda = "device.graphs = true, device.compile = true, or a larger batch"
     remedy = cuda if facts.device == "cuda" else "a larger batch, or a network of fewer, wider layers"
-    return StepBottleneck("launch-bound", _share(lost_s, whole_s), line, remedy)
+    return _cause("launch-bound", lost_s, whole_s, line, remedy, least=_MIN_LAUNCH.get(facts.device, 0.75))
 
 
 def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
@@ -211,12 +214,10 @@ def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> StepBottle
         return None
     # an upper bound: threads also wait for each other
     lost_s = sum(usual[row] for row in _COMPUTE) * (1 - facts.cores / threads)
-    if lost_s < _MIN_SHARE * whole_s:
-        return None
     ranks = f" ({facts.processes} ranks)" if facts.processes > 1 else ""
     line = f"{threads} threads{ranks} compute on {facts.cores} cores, and wait for each other"
     remedy = f"device.threads = {max(1, facts.cores // facts.processes)}, or 0 for an automatic choice"
-    return StepBottleneck("oversubscribed", _share(lost_s, whole_s), line, remedy)
+    return _cause("oversubscribed", lost_s, whole_s, line, remedy)
 
 
 def _starved(facts: StepFacts) -> StepBottleneck | None:
@@ -239,11 +240,9 @@ def _memory(whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck | Non
 
 
 def _loop(usual: Step, whole_s: float) -> StepBottleneck | None:
-    if usual["other"] < _MIN_SHARE * whole_s:
-        return None
     line = f"{_of(usual['other'], whole_s)} is the loop itself, between the steps and the batches"
     remedy = "see kasoku profile's trace.json; read losses and write logs less often"
-    return StepBottleneck("loop-bound", _share(usual["other"], whole_s), line, remedy)
+    return _cause("loop-bound", usual["other"], whole_s, line, remedy)
 
 
 def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck:
@@ -253,7 +252,7 @@ def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> Step
     if computing_s:
         line += f"; at the device's measured speed they would take {_ms(computing_s)}"
     remedy = "a lower precision, smaller images at first (LowResolution), or more devices"
-    return StepBottleneck("compute-bound", _share(busy_s, whole_s), line, remedy)
+    return StepBottleneck("compute-bound", round(min(1.0, busy_s / whole_s), 4), line, remedy)
 
 
 def _least_s(bounds: Mapping[str, float]) -> tuple[float, float]:
@@ -261,10 +260,6 @@ def _least_s(bounds: Mapping[str, float]) -> tuple[float, float]:
     if not bounds:
         return 0.0, 0.0
     return bounds["bytes"] / bounds["bytes_per_s"], bounds["flops"] / bounds["flops_per_s"]
-
-
-def _share(part_s: float, whole_s: float) -> float:
-    return round(min(1.0, part_s / whole_s), 4)
 
 
 def _of(part_s: float, whole_s: float) -> str:

@@ -160,7 +160,6 @@ class Steps:
         self._note(self._row)
 
     def end(self) -> None:
-        """Ends a step."""
         self.block = ""
         self._switch(self._row)
         last = _Mark(self._row, self._moment())

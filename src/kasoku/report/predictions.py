@@ -31,7 +31,6 @@ class PredictionLog:
         self._images = self._outputs = 0
 
     def add(self, logits_NK: Tensor, y_N: Tensor) -> None:
-        """Adds a batch."""
         index_N = getattr(self._loader, "index_N", None)
         if index_N is None or len(index_N) != len(y_N):
             index_N = torch.arange(self._images, self._images + len(y_N))

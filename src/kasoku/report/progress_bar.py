@@ -30,7 +30,6 @@ class Bar:
         self._progress.start()
 
     def step(self, step: int, epoch: float, *, loss: float, images_per_s: float) -> None:
-        """Moves the bar."""
         shown: dict[str, Any] = {"epoch": self._at(epoch), "rate": f"{images_per_s:,.0f}", "loss": f"{loss:.3f}"}
         self._progress.update(self._task, completed=step, accuracy=self._accuracy, **shown)
 
