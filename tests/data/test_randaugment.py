@@ -1,7 +1,7 @@
 """RandAugment: each change is Pillow's; which one an image gets depends on the image and the epoch alone."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from contracts import one_thread as one_thread
 from kasoku.config.toml import parse, table
 from kasoku.core import InputError, Job
 from kasoku.data import Augment, Dataset, Memory, RandAugment, digits, loader
-from kasoku.data.augment.randaugment import OPS, Vary, changed, strength_of
+from kasoku.data.augment.randaugment import OPS, Vary, changes_of
 from kasoku.optim import sgd
 
 MEAN = (0.485, 0.456, 0.406)
@@ -63,9 +63,9 @@ def by_pillow(op: str, share: float, image: Image.Image) -> Image.Image:
 
 def ours(op: str, magnitude: float, down: bool, pixels_HWC: np.ndarray) -> np.ndarray:
     images_NCHW = torch.from_numpy(pixels_HWC.copy()).permute(2, 0, 1)[None]
-    strength = strength_of(magnitude, pixels_HWC.shape[:2], MEAN[: pixels_HWC.shape[2]], CPU)
+    changes = changes_of(magnitude, pixels_HWC.shape[:2], MEAN[: pixels_HWC.shape[2]], CPU)
     change_N = torch.tensor([2 * OPS.index(op) + down])
-    return changed(images_NCHW, change_N, strength, alone=True)[0].permute(1, 2, 0).numpy()
+    return changes.apply(images_NCHW, change_N)[0].permute(1, 2, 0).numpy()
 
 
 def tolerance(op: str) -> int:
@@ -120,10 +120,10 @@ def images(n: int = 60, height: int = 20, width: int = 24) -> torch.Tensor:
 
 def test_devices_that_are_not_asked_for_counts_get_the_same_images():
     images_NCHW, change_N = images().permute(0, 3, 1, 2), torch.arange(60) % 28
-    strength = strength_of(13.0, (20, 24), MEAN, CPU)
-    apart = changed(images_NCHW, change_N, strength, alone=True)
-    assert torch.equal(apart, changed(images_NCHW, change_N, strength, alone=False))
-    one_by_one = [changed(images_NCHW[i : i + 1], change_N[i : i + 1], strength, alone=True) for i in range(60)]
+    changes = changes_of(13.0, (20, 24), MEAN, CPU)
+    apart = changes.apply(images_NCHW, change_N)
+    assert torch.equal(apart, replace(changes, alone=False).apply(images_NCHW, change_N))
+    one_by_one = [changes.apply(images_NCHW[i : i + 1], change_N[i : i + 1]) for i in range(60)]
     assert torch.equal(apart, torch.cat(one_by_one))
 
 
@@ -151,11 +151,11 @@ def test_what_an_image_gets_depends_on_seed_epoch_and_index_alone(monkeypatch):
 def test_each_change_is_drawn_as_often_and_changes_follow_each_other(monkeypatch):
     drawn = []
 
-    def noted(images_NCHW, change_N, strength, *, alone):
+    def noted(self, images_NCHW, change_N):
         drawn.append(change_N)
         return images_NCHW
 
-    monkeypatch.setattr("kasoku.data.augment.randaugment.changed", noted)
+    monkeypatch.setattr("kasoku.data.augment.randaugment.Changes.apply", noted)
     images_NHWC = torch.zeros(28_000, 1, 1, 3, dtype=torch.uint8)
     Vary(RandAugment(count=2), 0, MEAN)(images_NHWC, torch.arange(28_000), 0)
     assert len(drawn) == 2

@@ -96,22 +96,21 @@ class Vary:
     def __call__(self, images_NHWC: Tensor, index_N: Tensor, epoch: int) -> Tensor:
         """images_NHWC (uint8) changed, as new memory, from images with sample indices index_N (int64)."""
         size = (images_NHWC.shape[1], images_NHWC.shape[2])
-        strength = strength_of(self.settings.magnitude, size, self.mean, images_NHWC.device)
-        alone = images_NHWC.device.type == "cpu"
-        at_once = max(1, (_VALUES_CPU if alone else _VALUES) // math.prod(images_NHWC.shape[1:]))
+        changes = changes_of(self.settings.magnitude, size, self.mean, images_NHWC.device)
+        at_once = max(1, (_VALUES_CPU if changes.alone else _VALUES) // math.prod(images_NHWC.shape[1:]))
         parts = []
         for part_NHWC, part_N in zip(*(torch.split(x, at_once) for x in (images_NHWC, index_N)), strict=True):
             planes_NCHW = part_NHWC.permute(0, 3, 1, 2).contiguous()  # three channels side by side are short loops
             for i in range(self.settings.count):
                 change_N = whole(draws(self.seed, epoch, part_N, _STREAM + i), 2 * len(OPS))
-                planes_NCHW = changed(planes_NCHW, change_N, strength, alone=alone)
+                planes_NCHW = changes.apply(planes_NCHW, change_N)
             parts.append(planes_NCHW.permute(0, 2, 3, 1))
         return torch.cat(parts).contiguous()
 
 
 @dataclass(frozen=True)
-class Strength:
-    """What each of K = 28 changes does: change 2 i is OPS[i], change 2 i + 1 the same the other way.
+class Changes:
+    """K = 28 changes, all of one strength: change 2 i is OPS[i], change 2 i + 1 the same the other way.
 
     Args:
         kind_K: which of the kinds a change is of.
@@ -119,6 +118,7 @@ class Strength:
         table_KV: the new value of each of V = 256 values (uint8), where it is the same for all images.
         factor_K: of blends.
         fill_C: what shows where an image was moved away (uint8).
+        alone: each kind runs on its own images alone, which are counted for it.
     """
 
     kind_K: Tensor  # noqa: N815
@@ -126,10 +126,66 @@ class Strength:
     table_KV: Tensor  # noqa: N815
     factor_K: Tensor  # noqa: N815
     fill_C: Tensor  # noqa: N815
+    alone: bool
+
+    def apply(self, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
+        """images_NCHW (uint8), each changed by its own of change_N."""
+        kind_N = self.kind_K.index_select(0, change_N)
+        for kind, f in enumerate((self._moved, self._looked_up, self._coloured, self._sharpened), start=1):
+            images_NCHW = self._where(kind_N == kind, f, images_NCHW, images_NCHW, change_N)
+        return images_NCHW
+
+    def _where(self, chosen_N: Tensor, f: Callable[..., Tensor], otherwise_N: Tensor, *inputs: Tensor) -> Tensor:
+        """f(*inputs) in the rows chosen."""
+        if not self.alone:
+            return torch.where(chosen_N.view(-1, *[1] * (otherwise_N.ndim - 1)), f(*inputs), otherwise_N)
+        row_M = chosen_N.nonzero()[:, 0]
+        if not len(row_M):
+            return otherwise_N
+        return otherwise_N.index_copy(0, row_M, f(*(x_N.index_select(0, row_M) for x_N in inputs)))
+
+    def _moved(self, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
+        """Rotated, sheared, translated: the nearest pixel. Places are integers, alike on every device."""
+        height, width = images_NCHW.shape[2:]
+        y_H1 = torch.arange(height, dtype=torch.int32, device=images_NCHW.device)[:, None]
+        x_W = torch.arange(width, dtype=torch.int32, device=images_NCHW.device)
+        a, b, c, d, e, f = self.affine_K6.index_select(0, change_N).T[:, :, None, None]
+        from_x_NHW, from_y_NHW = (a * x_W + b * y_H1 + c) >> _BIT, (d * x_W + e * y_H1 + f) >> _BIT
+        inside_NHW = (from_x_NHW >= 0) & (from_x_NHW < width) & (from_y_NHW >= 0) & (from_y_NHW < height)
+        place_NHW = torch.where(inside_NHW, from_y_NHW * width + from_x_NHW, 0).long()
+        pixels_NCP = images_NCHW.flatten(2)
+        pixels_NCP = pixels_NCP.gather(2, place_NHW.flatten(1)[:, None].expand(pixels_NCP.shape))
+        return torch.where(inside_NHW[:, None], pixels_NCP.view(images_NCHW.shape), self.fill_C[:, None, None])
+
+    def _looked_up(self, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
+        value_NCP = images_NCHW.flatten(2).long()
+        table_NV, op_N = self.table_KV.index_select(0, change_N), change_N // 2
+        factor_N = self.factor_K.index_select(0, change_N)
+        table_NV = self._where(op_N == _CONTRAST, _contrasted, table_NV, images_NCHW, factor_N)
+        table_NCV = table_NV[:, None].expand(-1, value_NCP.shape[1], -1)
+        counted_N = (op_N == _AUTOCONTRAST) | (op_N == _EQUALIZE)
+        table_NCV = self._where(counted_N, _counted, table_NCV, value_NCP, op_N)
+        return table_NCV.gather(2, value_NCP).view(images_NCHW.shape)
+
+    def _coloured(self, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
+        """Nearer to grey, or further away."""
+        factor_N = self.factor_K.index_select(0, change_N)
+        return _blended(_grey(images_NCHW)[:, None], images_NCHW, factor_N[:, None, None, None])
+
+    def _sharpened(self, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
+        """Nearer to the smoothed image (3x3, the middle weighs 5 of 13), or further away; pixels at the border stay."""
+        value_NCHW = images_NCHW.to(torch.int16)
+        rows_NCHW = value_NCHW[:, :, :-2] + value_NCHW[:, :, 1:-1] + value_NCHW[:, :, 2:]
+        inner_NCHW = value_NCHW[:, :, 1:-1, 1:-1]
+        sum_NCHW = rows_NCHW[..., :-2] + rows_NCHW[..., 1:-1] + rows_NCHW[..., 2:] + 4 * inner_NCHW
+        factor_N = self.factor_K.index_select(0, change_N)
+        out_NCHW = images_NCHW.clone()
+        out_NCHW[:, :, 1:-1, 1:-1] = _blended((sum_NCHW + 6) // 13, inner_NCHW, factor_N[:, None, None, None])
+        return out_NCHW
 
 
 @functools.lru_cache(maxsize=32)
-def strength_of(magnitude: float, size: tuple[int, int], mean: tuple[float, ...], device: torch.device) -> Strength:
+def changes_of(magnitude: float, size: tuple[int, int], mean: tuple[float, ...], device: torch.device) -> Changes:
     """The changes at a magnitude, for images of `size` (height, width).
 
     Kept, because making a tensor from numbers would have the host wait for the device at each batch.
@@ -137,12 +193,13 @@ def strength_of(magnitude: float, size: tuple[int, int], mean: tuple[float, ...]
     share = magnitude / _TOP
     signed = [(op, sign * share) for op in OPS for sign in (1, -1)]
     with torch.inference_mode(False):
-        return Strength(
+        return Changes(
             torch.tensor([kind for kind, ops in enumerate(_KINDS) for _ in 2 * ops]).to(device),
             torch.tensor([_affine(op, s, size) for op, s in signed], dtype=torch.int32).to(device),
             torch.tensor([_table(op, s) for op, s in signed], dtype=torch.uint8).to(device),
             torch.tensor([1 + 0.9 * s for _, s in signed]).to(device),
             torch.tensor([round(255 * m) for m in mean]).clamp(0, 255).to(torch.uint8).to(device),
+            alone=device.type == "cpu",
         )
 
 
@@ -173,57 +230,6 @@ def _table(op: str, share: float) -> list[int]:
     return list(range(256))
 
 
-def changed(images_NCHW: Tensor, change_N: Tensor, strength: Strength, *, alone: bool) -> Tensor:
-    """images_NCHW (uint8), image i by change_N[i]. `alone`: each kind runs on its own images alone, and counts them."""
-    kind_N = strength.kind_K.index_select(0, change_N)
-    changes: tuple[Callable[..., Tensor], ...] = (
-        functools.partial(_moved, strength),
-        functools.partial(_looked_up, strength, alone=alone),
-        functools.partial(_coloured, strength),
-        functools.partial(_sharpened, strength),
-    )
-    for kind, change in enumerate(changes, start=1):
-        images_NCHW = _where(kind_N == kind, change, images_NCHW, (images_NCHW, change_N), alone=alone)
-    return images_NCHW
-
-
-def _where(
-    chosen_N: Tensor, f: Callable[..., Tensor], otherwise_N: Tensor, inputs: tuple[Tensor, ...], *, alone: bool
-) -> Tensor:
-    """f(*inputs) in the rows chosen. `alone`: of these rows alone."""
-    if not alone:
-        return torch.where(chosen_N.view(-1, *[1] * (otherwise_N.ndim - 1)), f(*inputs), otherwise_N)
-    row_M = chosen_N.nonzero()[:, 0]
-    if not len(row_M):
-        return otherwise_N
-    return otherwise_N.index_copy(0, row_M, f(*(x_N.index_select(0, row_M) for x_N in inputs)))
-
-
-def _moved(strength: Strength, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
-    """Rotated, sheared, translated: the nearest pixel. Places are integers, alike on every device."""
-    height, width = images_NCHW.shape[2:]
-    y_H1 = torch.arange(height, dtype=torch.int32, device=images_NCHW.device)[:, None]
-    x_W = torch.arange(width, dtype=torch.int32, device=images_NCHW.device)
-    a, b, c, d, e, f = strength.affine_K6.index_select(0, change_N).T[:, :, None, None]
-    from_x_NHW, from_y_NHW = (a * x_W + b * y_H1 + c) >> _BIT, (d * x_W + e * y_H1 + f) >> _BIT
-    inside_NHW = (from_x_NHW >= 0) & (from_x_NHW < width) & (from_y_NHW >= 0) & (from_y_NHW < height)
-    place_NHW = torch.where(inside_NHW, from_y_NHW * width + from_x_NHW, 0).long()
-    pixels_NCP = images_NCHW.flatten(2)
-    pixels_NCP = pixels_NCP.gather(2, place_NHW.flatten(1)[:, None].expand(pixels_NCP.shape))
-    return torch.where(inside_NHW[:, None], pixels_NCP.view(images_NCHW.shape), strength.fill_C[:, None, None])
-
-
-def _looked_up(strength: Strength, images_NCHW: Tensor, change_N: Tensor, *, alone: bool) -> Tensor:
-    value_NCP = images_NCHW.flatten(2).long()
-    table_NV, op_N = strength.table_KV.index_select(0, change_N), change_N // 2
-    factor_N = strength.factor_K.index_select(0, change_N)
-    table_NV = _where(op_N == _CONTRAST, _contrasted, table_NV, (images_NCHW, factor_N), alone=alone)
-    table_NCV = table_NV[:, None].expand(-1, value_NCP.shape[1], -1)
-    counted_N = (op_N == _AUTOCONTRAST) | (op_N == _EQUALIZE)
-    table_NCV = _where(counted_N, _counted, table_NCV, (value_NCP, op_N), alone=alone)
-    return table_NCV.gather(2, value_NCP).view(images_NCHW.shape)
-
-
 def _counted(value_NCP: Tensor, op_N: Tensor) -> Tensor:
     """Tables of autocontrast (least and greatest value become 0 and 255) and equalize (each value equally frequent)."""
     count_NCV = torch.zeros(*value_NCP.shape[:2], 256, dtype=torch.int32, device=value_NCP.device)
@@ -248,24 +254,6 @@ def _contrasted(images_NCHW: Tensor, factor_N: Tensor) -> Tensor:
     mean_N = (2 * _grey(images_NCHW).sum((1, 2)) + pixels) // (2 * pixels)
     value_V = torch.arange(256, device=images_NCHW.device)
     return _blended(mean_N[:, None], value_V, factor_N[:, None])
-
-
-def _coloured(strength: Strength, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
-    """Nearer to grey, or further away."""
-    factor_N = strength.factor_K.index_select(0, change_N)
-    return _blended(_grey(images_NCHW)[:, None], images_NCHW, factor_N[:, None, None, None])
-
-
-def _sharpened(strength: Strength, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
-    """Nearer to the smoothed image (3x3, the middle weighs 5 of 13), or further away; pixels at the border stay."""
-    value_NCHW = images_NCHW.to(torch.int16)
-    rows_NCHW = value_NCHW[:, :, :-2] + value_NCHW[:, :, 1:-1] + value_NCHW[:, :, 2:]
-    inner_NCHW = value_NCHW[:, :, 1:-1, 1:-1]
-    sum_NCHW = rows_NCHW[..., :-2] + rows_NCHW[..., 1:-1] + rows_NCHW[..., 2:] + 4 * inner_NCHW
-    factor_N = strength.factor_K.index_select(0, change_N)
-    out_NCHW = images_NCHW.clone()
-    out_NCHW[:, :, 1:-1, 1:-1] = _blended((sum_NCHW + 6) // 13, inner_NCHW, factor_N[:, None, None, None])
-    return out_NCHW
 
 
 def _grey(images_NCHW: Tensor) -> Tensor:
