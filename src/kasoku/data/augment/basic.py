@@ -167,9 +167,8 @@ def normalise(
 def _table(mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
     """What each byte becomes in each channel, (C, 256)."""
     scale_C, shift_C = _row_constants(mean, std, 1, torch.device("cpu"))
-    with torch.inference_mode(False):
-        value_V = torch.arange(256, dtype=torch.float32, device="cpu")
-        return value_V.mul(scale_C[:, None]).add(shift_C[:, None]).to(dtype).contiguous()
+    value_V = torch.arange(256, dtype=torch.float32, device="cpu")
+    return value_V.mul(scale_C[:, None]).add(shift_C[:, None]).to(dtype).contiguous()
 
 
 @functools.lru_cache(maxsize=32)
