@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from contracts import Batches, Net, assert_same, make, rule, train, weights
 from kasoku.core import Comm, Constant, InputError, Job, Solo, Stage, StepDecay, Technique, Threads
+from kasoku.core.clock import Stopwatch, Wall
 from kasoku.data import Dataset, GrowBatch, Items, LowResolution, digits, folder, loader
 from kasoku.device import Compile
 from kasoku.distributed import VirtualRanks
@@ -354,10 +355,9 @@ def test_marks_wait_for_an_apple_gpu_and_its_random_state_is_put_back(monkeypatc
     waited: list[str] = []
     states = [torch.tensor([1])]
     monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("here"))
-    trial = Trial(make(), Needs())
-    trial.device = torch.device("mps")
-    trial._mark()
-    trial.now()
+    watch = Stopwatch(Wall(), torch.device("mps"))
+    watch.moment()
+    watch.synchronize()
     assert waited == ["here", "here"]
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])

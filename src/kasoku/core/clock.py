@@ -25,13 +25,13 @@ class Wall:
 class Stopwatch:
     """Moments on the stream of a GPU, or on the clock of the host."""
 
-    def __init__(self, clock: Clock, *, cuda: bool) -> None:
-        self.clock, self.cuda = clock, cuda
+    def __init__(self, clock: Clock, device: torch.device) -> None:
+        self.clock, self.device, self.cuda = clock, device, device.type == "cuda"
 
     def moment(self) -> Any:
-        """Now, on the stream where there is one."""
+        """Now, on the stream of CUDA: the host need not wait."""
         if not self.cuda:
-            return self.clock.now()
+            return self.synchronize()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -43,7 +43,9 @@ class Stopwatch:
     def synchronize(self) -> float:
         """Waits for the device; the host's time then."""
         if self.cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
         return self.clock.now()
 
 

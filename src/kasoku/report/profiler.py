@@ -164,7 +164,7 @@ class Profiler:
 
     def _block_times(self, steps: int) -> dict[str, tuple[float, float]]:
         """Median seconds of forward and backward of each block; a backward lasts until the next block's begins."""
-        watch = Stopwatch(self.job.clock, cuda=self.cuda)
+        watch = Stopwatch(self.job.clock, self.device)
         forward: dict[str, list[float]] = {name: [] for name, _ in self.blocks}  # seconds of each step
         backward: dict[str, list[float]] = {name: [] for name, _ in self.blocks}
         for _ in range(steps):

@@ -244,7 +244,7 @@ class _Measurer:
         times_s = []
         for _ in range(1 + _EXCHANGES):  # the first one opens connections
             self.reduce([0.0])  # all ranks start together
-            began = self.trial.now()
+            began = self.trial.watch.synchronize()
             self.job.comm.all_reduce(chunk, op="mean").wait()
-            times_s.append(self.trial.now() - began)
+            times_s.append(self.trial.watch.synchronize() - began)
         return self.reduce([statistics.median(times_s[1:]) * total / chunk.nbytes])[0]

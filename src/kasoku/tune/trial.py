@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kasoku.core import Batch, InputError, Job
+from kasoku.core.clock import Stopwatch
 from kasoku.tune.measurement import Needs
 from kasoku.tune.memory_forecast import MemoryForecast
 from kasoku.tune.noise_scale import NoiseEstimate, mean, noise_of_parts
@@ -56,7 +56,7 @@ class Trial:
         self.sandbox = Sandbox(job)
         self.clock, self.needs = job.clock, needs
         self.device = next((p.device for p in self.sandbox.model.parameters()), torch.device("cpu"))
-        self.memory = MemoryForecast(self.device)
+        self.memory, self.watch = MemoryForecast(self.device), Stopwatch(job.clock, self.device)
         self.diverged = False  # at the last size
 
     def run(self, batch: int, steps: int, *, allowed_s: float, until_s: float = math.inf) -> StepTimes:
@@ -83,9 +83,9 @@ class Trial:
     def _timed(self, job: Job, batches: Iterator[Batch], steps: int, *, allowed_s: float, until_s: float) -> StepTimes:
         step_s = 0.0
         for _ in range(_WARM_UP):
-            began = self.now()
+            began = self.watch.synchronize()
             self._step(job, batches, read_memory=True)
-            step_s = max(1e-6, self.now() - began)
+            step_s = max(1e-6, self.watch.synchronize() - began)
             if not self.needs.watch_s and steps * step_s < allowed_s:
                 break  # a second one only serves to estimate how many steps there is time for
         several = self.needs.noise  # otherwise the search would take too long beside an exhaustive one
@@ -93,7 +93,7 @@ class Trial:
         wanted = max(steps, math.ceil(self.needs.watch_s / step_s / together))
         count = max(_MIN_STEPS, int(min(wanted, allowed_s / step_s / together)))
         waits_s = []
-        usage, marks = UtilizationMonitor(self.device, needed=self.needs.watch_s > 0), [self._mark()]
+        usage, marks = UtilizationMonitor(self.device, needed=self.needs.watch_s > 0), [self.watch.moment()]
         for _ in range(count):
             waited_s = 0.0
             for _ in range(together):
@@ -101,14 +101,10 @@ class Trial:
                 waited_s += wait_s
                 usage.step()
             waits_s.append(waited_s / together)
-            marks.append(self._mark())
-        self.now()  # waits for the device while it is monitored
+            marks.append(self.watch.moment())
+        self.watch.synchronize()  # waits for the device while it is monitored
         utilisation = usage.value()
-        pairs = itertools.pairwise(marks)
-        if self.device.type == "cuda":
-            steps_s = tuple(float(start.elapsed_time(stop) / 1e3) / together for start, stop in pairs)
-        else:
-            steps_s = tuple((stop - start) / together for start, stop in pairs)
+        steps_s = tuple(self.watch.seconds(start, stop) / together for start, stop in itertools.pairwise(marks))
         self.diverged = not bool(torch.isfinite(loss))
         noise = self._noise(job, batches, step_s, until_s=until_s) if self.needs.noise and not self.diverged else None
         return StepTimes(steps_s, tuple(waits_s), utilisation, noise)
@@ -144,34 +140,18 @@ class Trial:
                 job.loss(job.model(x_NCHW), y_N).backward()  # type: ignore[no-untyped-call]
                 yield len(y_N)
 
-        began_s = now_s = self.now()
+        began_s = now_s = self.watch.synchronize()
         while now_s + _NOISE_PASSES * step_s / job.accumulate < until_s:
             needs_whole, job.needs_whole_gradients = job.needs_whole_gradients, True  # none used as it arrives
             try:
                 estimates.append(noise_of_parts(params, backwards()))
             finally:
                 job.needs_whole_gradients = needs_whole
-            now_s = self.now()
+            now_s = self.watch.synchronize()
             if now_s - began_s > _NOISE_S:
                 break
             self._step(job, batches)
         return mean(estimates)
-
-    def now(self) -> float:
-        """The job's clock after the device has finished its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
-        return self.clock.now()
-
-    def _mark(self) -> Any:
-        """The current moment: on CUDA an event, so that the host need not wait, as in training."""
-        if self.device.type != "cuda":
-            return self.now()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
 
 class UtilizationMonitor:

@@ -71,7 +71,7 @@ class StepProfiler:
         self.background: list[Work] = []
         self.done, self.now = 0, StepMoments()
         flat = layout.buckets[0].flat
-        self.watch = Stopwatch(job.clock, cuda=flat.is_cuda)
+        self.watch = Stopwatch(job.clock, flat.device)
         self.device = torch.device("cpu") if flat.is_meta else flat.device
         least = torch.tensor(-float(each), device=self.device)
         moments = []
