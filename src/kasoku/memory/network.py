@@ -152,11 +152,8 @@ class InspectedNetwork:
         """The plan of the least work in the memory of plain PyTorch for 1/factor of the batch; 1: in any memory."""
         plan = self.within(self.plain_bytes(self.batch / factor) if factor > 1 else math.inf)
         if plan is None:
-            low, high = 1.0, factor
-            while high - low > 0.005:
-                middle = (low + high) / 2
-                low, high = (middle, high) if self.plain_bytes(self.batch / middle) >= self.least else (low, middle)
-            most = math.floor(100 * low) / 100
+            smaller = (n / 100 for n in range(math.floor(100 * factor), 100, -1))
+            most = next((f for f in smaller if self.plain_bytes(self.batch / f) >= self.least), 1)
             raise InputError(
                 f"SavedMemory: factor={factor:g} for a batch of {self.batch}: at least {_mib(self.least, up=True)} are "
                 f"needed, more than plain PyTorch takes for 1/{factor:g} of it: set factor={most:g}"
@@ -254,12 +251,15 @@ def _units_and_choices(
     planned = {call.proxy for calls in chains for call in calls}
     for calls in chains:
         x, reads_batch = calls[0].x, memory_of(calls[0].x) == memory_of(images)
-        convolutions = (n.layer for call in calls for n in call.proxy.graph.nodes if n.op == "conv")
+        nodes = [node for call in calls for node in call.proxy.graph.nodes]
+        images_and_weights = [x, *(node.layer.weight for node in nodes if node.op == "conv")]
         setting = ChainSetting(
             ValueShape((batch, *x.shape[1:]), x.dtype),
             x.requires_grad,
             replace(how, half=calls[0].half),
-            any(_is_channels_last(t) for t in (x, *(layer.weight for layer in convolutions))),
+            any(
+                t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in images_and_weights
+            ),
             x.device.type,
             reads_batch,
             (reads_batch or log.is_kept_outside(x, planned), log.is_kept_outside(calls[-1].out, planned)),
@@ -301,10 +301,6 @@ def optimizer_bytes(job: Job) -> int:
             state = [t.nbytes for t in job.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
             total += sum(state) if state else tensors * p.nbytes
     return total
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def _mib(n: float, *, up: bool = False) -> str:

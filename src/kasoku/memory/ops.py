@@ -223,7 +223,14 @@ def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, MaxPositions]:
         out, index = functional.max_pool2d(
             x_NCHW, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode, return_indices=True
         )
-        positions = _positions_in_windows(layer, index, inner[3])
+        index32 = index.int()
+        row = torch.div(index32, inner[3], rounding_mode="floor")
+        column = index32 - row * inner[3]
+        (down, right), (top, left) = pair(layer.stride), pair(layer.padding)
+        first_row, first_column = (torch.arange(n, dtype=torch.int32, device=out.device) for n in out.shape[2:])
+        row -= (first_row * down - top)[:, None]
+        column -= first_column * right - left
+        positions = (row * pair(layer.kernel_size)[1] + column).to(torch.uint8)
         packed = positions.as_strided((positions.numel(),), (1,))
     return out, MaxPositions(packed, inner, x_NCHW.stride(), positions.stride())
 
@@ -232,7 +239,12 @@ def unpool(layer: Any, dy_NCHW: Tensor, positions: MaxPositions) -> Tensor:
     """The gradient of a max-pool's input; sums where windows overlap are taken in torch's order."""
     inner = positions.inner
     two_bits = has_2_bit_positions(layer, inner)
-    unpacked = _unpack(positions) if two_bits else positions.packed
+    unpacked = positions.packed
+    if two_bits:
+        n = positions.packed.numel()
+        unpacked = torch.empty(4 * n, dtype=torch.uint8, device=positions.packed.device)
+        for k in range(4):
+            torch.bitwise_and(positions.packed >> (2 * k), 3, out=unpacked[k * n : (k + 1) * n])
     position_NCHW = unpacked.as_strided(dy_NCHW.shape, positions.stride)
     dx = torch.empty_strided(inner, positions.inner_stride, dtype=dy_NCHW.dtype, device=dy_NCHW.device)
     if not two_bits or inner[2] % 2 or inner[3] % 2:
@@ -261,19 +273,6 @@ def _pool_2x2(x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
     return torch.maximum(upper, lower, out=upper), torch.where(below, right_below.bitwise_or_(2), right_above)
 
 
-def _positions_in_windows(layer: Any, index: Tensor, width: int) -> Tensor:
-    """The position within each window; `index`: within the image, of this width."""
-    index32 = index.int()
-    row = torch.div(index32, width, rounding_mode="floor")
-    column = index32 - row * width
-    down, right = pair(layer.stride)
-    top, left = pair(layer.padding)
-    first_row, first_column = (torch.arange(n, dtype=torch.int32, device=index.device) for n in index.shape[2:])
-    row -= (first_row * down - top)[:, None]
-    column -= first_column * right - left
-    return (row * pair(layer.kernel_size)[1] + column).to(torch.uint8)
-
-
 def _covered(outer: int, inner: int, offset: int, stride: int) -> tuple[slice, slice]:
     """The windows of 0 to `outer` whose pixel at `offset` lies in the image, and these pixels."""
     first = max(0, -(offset // stride))
@@ -293,11 +292,3 @@ def _pack(positions: Tensor) -> Tensor:
     for k in (1, 2, 3):
         packed |= flat[k * n : (k + 1) * n] << (2 * k)
     return packed
-
-
-def _unpack(positions: MaxPositions) -> Tensor:
-    n = positions.packed.numel()
-    flat = torch.empty(4 * n, dtype=torch.uint8, device=positions.packed.device)
-    for k in range(4):
-        torch.bitwise_and(positions.packed >> (2 * k), 3, out=flat[k * n : (k + 1) * n])
-    return flat

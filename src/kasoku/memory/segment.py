@@ -95,8 +95,8 @@ def build_program(
     inner = in_bf16 - {0, graph.out}  # the ends are rounded after the forward
     computes = [Instruction("compute", i) for i in range(len(graph.nodes))]
     forward = _with_frees(graph, computes, end=(useful - inner) | {graph.out}, not_over=inner)
-    backward = _with_joins(graph, needs, _with_frees(graph, order))
-    return Program(graph, useful, tuple(forward), tuple(_with_loads(graph, backward, in_bf16)), in_bf16)
+    backward = _with_loads(graph, _with_frees(graph, order), in_bf16)
+    return Program(graph, useful, tuple(forward), tuple(backward), in_bf16)
 
 
 def _backward_order(
@@ -117,10 +117,18 @@ def _backward_order(
         present.add(v)
 
     grads = [i for i in reversed(range(len(nodes))) if needs[i + 1]]
+    own = {graph.out: False}  # value -> whether its gradient shares no memory, so that it may be written to
     for place, i in enumerate(grads):
         for v in backward_reads(nodes[i], i):
             ensure(v)
-        steps.append(Instruction("grad", i))
+        incoming = own.pop(i + 1)
+        new = nodes[i].op != "add" or (incoming and sum(needs[v] for v in nodes[i].inputs) == 1)
+        joins = []
+        for v in nodes[i].inputs:
+            joins.append("" if not needs[v] else "set" if v not in own else "into" if new else "fresh")
+            if needs[v]:
+                own[v] = new or v in own
+        steps.append(Instruction("grad", i, nodes[i].op == "relu" and incoming, tuple(joins)))
         if not reuse:
             soon = {v for j in grads[place + 1 : place + 1 + _NEAR] for v in backward_reads(nodes[j], j)}
             present -= {v for v in present - kept if nodes[v - 1].cheap} - soon
@@ -148,7 +156,7 @@ def _with_frees(
     alive = set(end)
     for step in reversed(steps):
         node, ending = graph.nodes[step.at], [v for v in dict.fromkeys(_reads(graph, step)) if v not in alive]
-        first, inplace = node.inputs[0], False
+        first, inplace = node.inputs[0], step.inplace
         if step.kind == "compute":
             distinct = len(set(node.inputs)) == len(node.inputs)
             free_input = first not in not_over | {0, graph.out} and first in ending and distinct
@@ -172,24 +180,6 @@ def _with_loads(graph: LayerGraph, steps: list[Instruction], in_bf16: frozenset[
             last = i == (far[-1][1] if far else uses[0])
             steps[i] = steps[i]._replace(loads=(*steps[i].loads, (v, last)))
     return steps
-
-
-def _with_joins(graph: LayerGraph, needs: list[bool], steps: list[Instruction]) -> list[Instruction]:
-    """The steps with the `joins` of each gradient: one that shares its memory is not written to."""
-    own = {graph.out: False}  # value -> whether its gradient has memory of its own; autograd holds the output's
-    joined = []
-    for step in steps:
-        if step.kind == "grad":
-            node, incoming = graph.nodes[step.at], own.pop(step.at + 1)
-            new = node.op != "add" or (incoming and sum(needs[v] for v in node.inputs) == 1)
-            joins = []
-            for v in node.inputs:
-                joins.append("" if not needs[v] else "set" if v not in own else "into" if new else "fresh")
-                if needs[v]:
-                    own[v] = new or v in own
-            step = step._replace(inplace=node.op == "relu" and incoming, joins=tuple(joins))
-        joined.append(step)
-    return joined
 
 
 # ---- execution
