@@ -7,7 +7,6 @@ from the rows of all ranks. So the first bottleneck is the one most worth removi
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Job
+from kasoku.core.clock import Stopwatch, Wall
 
 # a bottleneck is reported from this share of a step on
 _MIN_SHARE = 0.1
@@ -320,18 +320,16 @@ def layer_s(device: torch.device) -> float:
                 layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
     network = nn.Sequential(*layers).to(device)
     x = torch.zeros((2, 8) if on_gpu else (2, 8, 4, 4), device=device)
-    times_s = []
+    times_s, watch = [], Stopwatch(Wall(), device)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for _ in range(10):
-            begin_s = time.perf_counter()
+            begin_s = watch.synchronize()
             with torch.enable_grad():
                 out: Tensor = network(x).sum()
                 out.backward()  # type: ignore[no-untyped-call]
-            if on_gpu:
-                torch.cuda.synchronize(device)
-            times_s.append(time.perf_counter() - begin_s)
+            times_s.append(watch.synchronize() - begin_s)
     finally:
         torch.set_num_threads(threads)
     return min(times_s[2:]) / len(network)

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kasoku.core import Batch, InputError, Job
 from kasoku.core.blocks import blocks
-from kasoku.core.clock import Stopwatch
+from kasoku.core.clock import Stopwatch, Wall
 from kasoku.core.hardware import cores, resident_bytes
 from kasoku.report.block_timer import BlockEvent, block_hooks
 
@@ -96,7 +96,7 @@ class Profiler:
         if first is None:
             raise InputError(f"profile: {type(job.model).__name__} has no parameters: a network that trains is wanted")
         self.job, self.dtype, self.device = job, dtype, first.device
-        self.cuda = first.device.type == "cuda"
+        self.cuda, self.watch = first.device.type == "cuda", Stopwatch(job.clock, first.device)
         self.blocks = blocks(job.model) or [("model", job.model)]
         self.batches = _forever(job)
 
@@ -150,8 +150,7 @@ class Profiler:
                     event("", "backward over")
             job.optimizer.step()
             job.optimizer.zero_grad()
-            if self.cuda:
-                torch.cuda.synchronize(self.device)
+            self.watch.synchronize()
         finally:
             for handle in handles:
                 handle.remove()
@@ -164,11 +163,10 @@ class Profiler:
 
     def _block_times(self, steps: int) -> dict[str, tuple[float, float]]:
         """Median seconds of forward and backward of each block; a backward lasts until the next block's begins."""
-        watch = Stopwatch(self.job.clock, self.device)
         forward: dict[str, list[float]] = {name: [] for name, _ in self.blocks}  # seconds of each step
         backward: dict[str, list[float]] = {name: [] for name, _ in self.blocks}
         for _ in range(steps):
-            events = self._events(watch.moment)
+            events = self._events(self.watch.moment)
             for times_s in (*forward.values(), *backward.values()):
                 times_s.append(0.0)
             entered: dict[str, Any] = {}
@@ -176,9 +174,9 @@ class Profiler:
                 if what == "forward":
                     entered[name] = begin
                 elif what == "ended":
-                    forward[name][-1] += watch.seconds(entered[name], begin)
+                    forward[name][-1] += self.watch.seconds(entered[name], begin)
                 elif what == "backward":
-                    backward[name][-1] += watch.seconds(begin, following)
+                    backward[name][-1] += self.watch.seconds(begin, following)
         return {name: (statistics.median(forward[name]), statistics.median(backward[name])) for name in forward}
 
     def _memory(self) -> list[tuple[float, str, int]]:
@@ -279,13 +277,11 @@ def measure_bounds(
 
 
 def _fastest_s(f: Callable[[], object], device: torch.device) -> float:
-    times_s = []
+    times_s, watch = [], Stopwatch(Wall(), device)
     for _ in range(1 + _TRIES):
-        begin_s = time.perf_counter()
+        begin_s = watch.synchronize()
         f()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times_s.append(time.perf_counter() - begin_s)
+        times_s.append(watch.synchronize() - begin_s)
     return min(times_s[1:])
 
 
