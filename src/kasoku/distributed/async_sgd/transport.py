@@ -32,7 +32,6 @@ HEADER = FIELDS + 2 * PLACE  # and the addresses of both bodies in shared memory
 BYE = 0  # the kind of message that ends the requests of a rank
 _OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of this process; other errors are the peer's
 T = TypeVar("T")
-Block = Callable[[str, Callable[[], bool]], None]  # (the reason, until)
 
 
 class InProcess:
@@ -41,7 +40,6 @@ class InProcess:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self.dead: dict[int, str] = {}
-        self._block: Block = comm.block
 
     def start(self) -> None:
         pass  # there are no threads
@@ -52,7 +50,7 @@ class InProcess:
     def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Reply:
         """Sends a request to rank `to` once it can be answered."""
         server, rank = self._servers[to], self._comm.rank
-        self._block(f"a reply of rank {to}", lambda: server.ready(rank, head))
+        self._comm.block(f"a reply of rank {to}", lambda: server.ready(rank, head))
         return _answered(server.answer(rank, head, body, out))
 
     def finish_requests(self) -> None:

@@ -40,19 +40,17 @@ class FlatViews:
         torch._foreach_copy_(list(self.params), self.views)
 
 
-class Prediction:
+class Prediction(FlatViews):
     """Moves a group's parameters ahead, by a multiple of the other ranks' last movement.
 
     Parameters contain the prediction from the end of a step to the next optimizer step or sync point. It is removed
     whenever updates are sent or weights are read, as it would otherwise be sent as part of this worker's own update.
 
-    Attributes: `movement`: on the parameters' device; empty if nothing is predicted. `views`: of it, by parameter.
+    The buffer holds that movement, on the parameters' device; it is empty unless `active`.
     """
 
     def __init__(self, params: Sequence[Tensor], *, active: bool) -> None:
-        self._params = params
-        buffer = FlatViews(params if active else (), partial(torch.zeros, device=params[0].device))
-        self.movement, self.views = buffer.flat, buffer.views
+        super().__init__(params if active else (), partial(torch.zeros, device=params[0].device))
         self.reset()
 
     def reset(self) -> None:
@@ -84,7 +82,7 @@ class Prediction:
     @torch.no_grad()
     def _apply(self, times: float) -> None:
         if times != self._applied:
-            for p, movement in zip(self._params, self.views, strict=True):
+            for p, movement in zip(self.params, self.views, strict=True):
                 p.add_(movement.to(p.device), alpha=times - self._applied)
             self._applied = times
 
@@ -256,7 +254,7 @@ class WorkerGroup:
 
     def _read_reply(self) -> None:
         """The general case, with flat copies."""
-        base, reply, predicted = self.base.flat, self.reply, self.prediction.movement
+        base, reply, predicted = self.base.flat, self.reply, self.prediction.flat
         update = None if self._blocking else self.current.load().sub_(base)  # since the last one was sent
         if self.codec.exact:
             for piece in self.orphans:
