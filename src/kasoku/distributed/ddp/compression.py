@@ -11,31 +11,10 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Comm, InputError, Work
-from kasoku.distributed.ddp.collective_chain import Chain, Runner
+from kasoku.distributed.ddp.chained_reduce import Chain, ChainedReduce, Reduce
 from kasoku.distributed.environment import ranks_on_host
 
 _WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Reduce:
-    """A reducer that is bound to the ranks of one run. It has no state unless a subclass keeps some."""
-
-    def __call__(self, key: str, x: Tensor) -> Work:
-        """Starts to average x, a flat chunk of gradients, and returns at once; after `wait()`, x is the mean.
-
-        A collective: all ranks use the same keys and lengths in the same order, and wait before they reuse a key.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.__call__")
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that this rank keeps between steps, by key."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the `state_dict` of this rank; {} clears the state."""
-
-    def settle(self) -> None:
-        """Waits until no reduction is in progress and no thread runs."""
 
 
 @dataclass(frozen=True)
@@ -171,47 +150,7 @@ class _Mean(Reduce):
         return self._comm.all_reduce(x, op="mean")
 
 
-class _Kept(dict[str, dict[str, Tensor]]):
-    """Tensors by name and key, allocated once; again when the shape or type of a key changes."""
-
-    def at(self, name: str, key: str, shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The kept tensor, on the device of x; zeros at first."""
-        tensor = self.setdefault(name, {}).get(key)
-        if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
-            tensor = torch.zeros(shape, dtype=dtype, device=x.device)
-        self[name][key] = tensor = tensor.to(x.device)
-        return tensor
-
-
-class _Chained(Reduce):
-    """Base class of reducers that keep state or need several collectives."""
-
-    def __init__(self, comm: Comm, settings: Reducer, *, single: bool = False) -> None:
-        self.comm, self.settings = comm, settings
-        self.kept = _Kept()  # saved in checkpoints
-        self.buffers = _Kept()
-        self.runner = Runner(threads=comm.thread_safe and not single)
-
-    def chain(self, key: str, x: Tensor) -> Chain:
-        raise NotImplementedError
-
-    def __call__(self, key: str, x: Tensor) -> Work:
-        return self.runner.start(key, x, self.chain(key, x))
-
-    def state_dict(self) -> dict[str, Any]:
-        self.settle()
-        return {name: {key: x.to("cpu", copy=True) for key, x in by_key.items()} for name, by_key in self.kept.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.settle()
-        self.buffers.clear()
-        self.kept = _Kept({name: {key: x.clone() for key, x in by_key.items()} for name, by_key in state.items()})
-
-    def settle(self) -> None:
-        self.runner.settle()
-
-
-class _Wire(_Chained):
+class _Wire(ChainedReduce):
     settings: Wire
 
     def chain(self, key: str, x: Tensor) -> Chain:
@@ -243,7 +182,7 @@ class _Wire(_Chained):
         error.sub_(out).nan_to_num_(0.0, 0.0, 0.0)
 
 
-class _LowRank(_Chained):
+class _LowRank(ChainedReduce):
     settings: LowRank
 
     def chain(self, key: str, x: Tensor) -> Chain:
@@ -275,7 +214,7 @@ class _LowRank(_Chained):
         q.nan_to_num_(0.0, 0.0, 0.0)
 
 
-class _Hierarchical(_Chained):
+class _Hierarchical(ChainedReduce):
     def __init__(self, comm: Comm, settings: Hierarchical) -> None:
         super().__init__(comm, settings)
         self._node = node = settings.node

@@ -1,4 +1,4 @@
-"""Several collectives, one after the other, that do not hold up who starts them.
+"""Reducers that run several collectives, one after the other, without holding up who starts them.
 
 Note: chains. Between GPUs a chain goes to a side stream, one for each key, and `wait()` lets the current stream wait.
 Between CPUs it runs on one thread, in the order of calls, which is the same on every rank. Where ranks take turns in
@@ -12,31 +12,62 @@ import threading
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kasoku.core import Work
+from kasoku.core import Comm, Work
 
 Chain = Generator[Work, None, None]  # yields each collective that must end before it goes on
 
 
-class Runner:
-    """Runs chains without holding up who starts them; see Note: chains.
+class Reduce:
+    """A reducer that is bound to the ranks of one run. It has no state unless a subclass keeps some."""
+
+    def __call__(self, key: str, x: Tensor) -> Work:
+        """Starts to average x, a flat chunk of gradients, and returns at once; after `wait()`, x is the mean.
+
+        A collective: all ranks use the same keys and lengths in the same order, and wait before they reuse a key.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.__call__")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that this rank keeps between steps, by key."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the `state_dict` of this rank; {} clears the state."""
+
+    def settle(self) -> None:
+        """Waits until no reduction is in progress and no thread runs."""
+
+
+class ChainedReduce(Reduce):
+    """Base class of reducers that keep state or need several collectives; see Note: chains.
 
     Args:
-        threads: the collectives may be called from any thread.
+        comm: the ranks.
+        settings: read by `chain` of the subclass.
+        single: each chain is one collective, which may start on the caller's thread.
     """
 
-    def __init__(self, *, threads: bool) -> None:
-        self._threads = threads
+    def __init__(self, comm: Comm, settings: object, *, single: bool = False) -> None:
+        self.comm, self.settings = comm, settings
+        self.kept = _Kept()  # saved in checkpoints
+        self.buffers = _Kept()
+        self._threads = comm.thread_safe and not single
         self._open: deque[_Turn] = deque()
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._todo: queue.SimpleQueue[tuple[Chain, _Later] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, key: str, x: Tensor, chain: Chain) -> Work:
-        """Starts a chain that leaves its result in x."""
+    def chain(self, key: str, x: Tensor) -> Chain:
+        """The collectives that leave the mean in x."""
+        raise NotImplementedError(f"{type(self).__name__}.chain")
+
+    def __call__(self, key: str, x: Tensor) -> Work:
+        chain = self.chain(key, x)
         if not self._threads:
             turn = _Turn(chain, self._open)
             self._open.append(turn)
@@ -67,8 +98,16 @@ class Runner:
             else:
                 later.set_exception(error)
 
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return {name: {key: x.to("cpu", copy=True) for key, x in by_key.items()} for name, by_key in self.kept.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.settle()
+        self.buffers.clear()
+        self.kept = _Kept({name: {key: x.clone() for key, x in by_key.items()} for name, by_key in state.items()})
+
     def settle(self) -> None:
-        """Returns when nothing is under way; no thread is left."""
         while self._open:
             self._open.popleft().finish()
         for stream in self._streams.values():
@@ -77,6 +116,18 @@ class Runner:
             self._todo.put(None)
             self._thread.join()
             self._thread = None
+
+
+class _Kept(dict[str, dict[str, Tensor]]):
+    """Tensors by name and key, allocated once; again when the shape or type of a key changes."""
+
+    def at(self, name: str, key: str, shape: tuple[int, ...], x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The kept tensor, on the device of x; zeros at first."""
+        tensor = self.setdefault(name, {}).get(key)
+        if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+            tensor = torch.zeros(shape, dtype=dtype, device=x.device)
+        self[name][key] = tensor = tensor.to(x.device)
+        return tensor
 
 
 class _Turn:
