@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,30 +16,22 @@ from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk
 from kasoku.distributed.ddp.layer_index import LayerIndex
 
 
-@dataclass(frozen=True, eq=False)
-class Member:
-    """A parameter in its bucket. `view`: its part of the flat buffer, in its own shape and strides."""
-
-    p: Tensor
-    name: str
-    bucket: Bucket
-    view: Tensor
-
-
 class Bucket:
-    """A flat buffer of gradients, and the collectives that average it."""
+    """A flat buffer of gradients, and the collectives that average it.
+
+    `views`: of each parameter, the part of the buffer for its gradient, in the parameter's own shape and strides.
+    """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         like = named[0][1]
         self.flat = torch.zeros(sum(p.numel() for _, p in named), dtype=like.dtype, device=like.device)
-        self.members: list[Member] = []
+        self.views: dict[Tensor, Tensor] = {}
         start = 0
         for name, p in named:
             if not is_dense(p):
                 strides = f"strides {p.stride()} for shape {tuple(p.shape)}"
                 raise InputError(f"Overlap: {name} has {strides}: dense ones only")
-            view = torch.as_strided(self.flat, p.shape, p.stride(), start).data
-            self.members.append(Member(p, name, self, view))
+            self.views[p] = torch.as_strided(self.flat, p.shape, p.stride(), start).data
             start += p.numel()
         self.versions: dict[Tensor, int] = {}  # of the gradients in the bucket, when they were copied there
         self.works: list[Work] = []
@@ -50,7 +41,7 @@ class Bucket:
     @property
     def whole(self) -> bool:
         """Whether it has all its gradients."""
-        return len(self.versions) == len(self.members)
+        return len(self.versions) == len(self.views)
 
     def wait(self) -> None:
         """Returns when the buffer holds the mean."""
@@ -60,13 +51,13 @@ class Bucket:
 
     def attach(self) -> None:
         """Gives its parameters their gradients."""
-        for m in self.members:
-            m.p.grad = None if m.p in self.idle else m.view
+        for p, view in self.views.items():
+            p.grad = None if p in self.idle else view
 
     def detach(self) -> None:
         """Takes the gradients away from its parameters, so that `optimizer.step()` skips these."""
-        for m in self.members:
-            m.p.grad = None
+        for p in self.views:
+            p.grad = None
 
 
 class BucketLayout:
@@ -74,20 +65,21 @@ class BucketLayout:
 
     Attributes:
         buckets: in the plan's numbering.
-        members: of each parameter.
+        bucket_of: of each parameter.
         by_arrival: the buckets in the order in which their last chunks are sent.
         needed: for each layer, the buckets of its parameters, in that order.
     """
 
     def __init__(self, plan: BucketPlan, layers: LayerIndex) -> None:
         self.plan = plan
+        self.names = {p: name for name, p in layers.named}
         self.buckets = [Bucket([layers.named[i] for i in bucket]) for bucket in plan.buckets]
-        self.members = {m.p: m for bucket in self.buckets for m in bucket.members}
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
         last = {chunk.bucket: i for i, chunk in enumerate(plan.order)}
         self.by_arrival = [self.buckets[b] for b in sorted(last, key=lambda b: last[b])]
         self.needed: list[list[Bucket]] = [[] for _ in layers.modules]
         for bucket in self.by_arrival:
-            for layer in {layer for m in bucket.members for layer in layers.users[m.p]}:
+            for layer in {layer for p in bucket.views for layer in layers.users[p]}:
                 self.needed[layer].append(bucket)
 
     def send(self, chunk: Chunk, prefix: str, reduce: Reduce, trace: Trace) -> None:
@@ -97,15 +89,15 @@ class BucketLayout:
         work = reduce(f"{prefix} {chunk.bucket}:{chunk.start}", x)
         bucket.works.append(trace.transfer(f"bucket {chunk.bucket}", x, work))
 
-    def missing(self) -> list[Member]:
+    def missing(self) -> list[Tensor]:
         """The parameters without a gradient so far."""
-        return [m for m in self.members.values() if m.p not in m.bucket.versions]
+        return [p for p, bucket in self.bucket_of.items() if p not in bucket.versions]
 
     def refuse_unknown(self, optimizer: Optimizer) -> None:
         """Raises InputError for a gradient outside the buckets: ranks would drift apart silently."""
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p.grad is not None and p not in self.members:
+                if p.grad is not None and p not in self.bucket_of:
                     raise InputError(
                         f"Overlap: a parameter of shape {tuple(p.shape)} has a gradient, but required none when "
                         "Overlap was applied, or was added later: unfreeze and add parameters before apply"
@@ -113,18 +105,18 @@ class BucketLayout:
 
     def refuse_changed(self) -> None:
         """Raises InputError for a gradient that was written to after it was copied into its bucket."""
-        for member in self.members.values():
-            copied = member.bucket.versions.get(member.p)
-            if copied is not None and (member.p.grad is not member.view or version(member.view) != copied):
+        for p, bucket in self.bucket_of.items():
+            copied, view = bucket.versions.get(p), bucket.views[p]
+            if copied is not None and (p.grad is not view or version(view) != copied):
                 raise InputError(
-                    f"Overlap: the gradient of {member.name} was changed between backward and step, when it was being "
+                    f"Overlap: the gradient of {self.names[p]} changed between backward and step, when it was being "
                     "sent already: clip with the technique Clip, and pass accumulate=k to Job for k backwards a step"
                 )
 
     def refuse_missing(self) -> None:
         """Raises InputError for parameters without a gradient."""
         if missing := self.missing():
-            names = ", ".join([*(m.name for m in missing[:3]), *(["..."] if len(missing) > 3 else [])])
+            names = ", ".join([*(self.names[p] for p in missing[:3]), *(["..."] if len(missing) > 3 else [])])
             raise InputError(
                 f"Overlap: {len(missing)} parameters got no gradient in backward ({names}): freeze them before "
                 'apply, or set unused = "skip"'
@@ -132,12 +124,13 @@ class BucketLayout:
 
     def fill_missing(self, comm: Comm) -> None:
         """Puts zeros in the place of missing gradients; a parameter without one on all ranks is not updated."""
-        missing, members = self.missing(), list(self.members.values())
-        used = torch.tensor([float(m.p in m.bucket.versions) for m in members], device=self.buckets[0].flat.device)
+        present = [float(p in bucket.versions) for p, bucket in self.bucket_of.items()]
+        used = torch.tensor(present, device=self.buckets[0].flat.device)
         comm.all_reduce(used, op="max").wait()
-        idle = frozenset(m.p for m, u in zip(members, used.tolist(), strict=True) if not u)
-        for m in missing:
-            m.view.zero_()
-            m.bucket.versions[m.p] = version(m.view)
+        idle = frozenset(p for p, u in zip(self.bucket_of, used.tolist(), strict=True) if not u)
+        for p in self.missing():
+            bucket = self.bucket_of[p]
+            bucket.views[p].zero_()
+            bucket.versions[p] = version(bucket.views[p])
         for bucket in self.buckets:
             bucket.idle = idle

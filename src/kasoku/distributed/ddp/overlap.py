@@ -140,24 +140,25 @@ class Engine:
 
     def arrive(self, p: Tensor) -> None:
         """Copies a whole gradient into its bucket, and sends the chunks whose turn has come."""
-        member = self.layout.members.get(p)
-        if member is None:
+        bucket = self.layout.bucket_of.get(p)
+        if bucket is None:
             return  # refused in step()
-        if member.bucket.pending:
+        view, name = bucket.views[p], self.layout.names[p]
+        if bucket.pending:
             layer = self.layers.modules[self.layers.users[p][0]][0] or "the model"
             raise InputError(
-                f"Overlap: {member.name} got a gradient before its last update, since the forward of its layer "
+                f"Overlap: {name} got a gradient before its last update, since the forward of its layer "
                 f"({layer}) was bypassed: call that module itself, or set next_forward = false"
             )
-        if p.grad is not member.view:
+        if p.grad is not view:
             if p.grad is None or p.grad.layout != torch.strided:
-                raise InputError(f"Overlap: {member.name} has a sparse gradient: dense ones only")
-            member.view.copy_(p.grad)
-            p.grad = member.view
-        member.bucket.versions[p] = version(member.view)
+                raise InputError(f"Overlap: {name} has a sparse gradient: dense ones only")
+            view.copy_(p.grad)
+            p.grad = view
+        bucket.versions[p] = version(view)
         if self.profiler is not None:
             self.profiler.arrived(p)
-        if member.bucket.whole:
+        if bucket.whole:
             self.send()
 
     def send(self) -> None:
@@ -176,9 +177,9 @@ class Engine:
         """Sends all chunks; parameters are updated as the means arrive, or at once where updates cannot be late."""
         self.layout.refuse_unknown(self.job.optimizer)
         # gradients of layers that only some of the accumulated backward passes used
-        for m in [m for m in self.layout.missing() if m.p.grad is not None]:
+        for p in [p for p in self.layout.missing() if p.grad is not None]:
             self.drain()
-            self.arrive(m.p)
+            self.arrive(p)
         skip_unused = self.settings.unused == "skip"
         if not any(bucket.versions for bucket in self.layout.buckets) and not skip_unused:
             self.drain()
@@ -246,7 +247,7 @@ class Engine:
         bucket.pending = False
         bucket.attach()
         with torch.inference_mode(False), self.full_precision, self.job.trace.span("update"):
-            self.job.update([m.p for m in bucket.members if m.p not in bucket.idle], self.hyper)
+            self.job.update([p for p in bucket.views if p not in bucket.idle], self.hyper)
         bucket.detach()
 
     def wait(self, bucket: Bucket) -> None:
