@@ -22,9 +22,8 @@ from kasoku.distributed import Asynchronous
 from kasoku.distributed.ddp.bucket_plan import table
 from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
-from kasoku.simulate import SimulatedStep, compressed, profile_of, timeline
+from kasoku.simulate import SimulatedStep, profile_of, timeline
 from kasoku.simulate import load as load_cluster
-from kasoku.simulate.collectives import fills
 from kasoku.simulate.from_recipe import Scenario, efficiency, images_each, scenario, sizes, sweep
 from kasoku.training.run_folder import own_folder
 
@@ -56,12 +55,7 @@ def run(arguments: SimulateArguments) -> int:
     changed = cluster.altered(what_if) if what_if else None
     if changed and changed.device != cluster.device and profiles:
         raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave gpu or --profile out")
-    shared = case.simulator.sharing
-
-    def fits(gpus: int) -> bool:
-        return fills(shared.algorithm, gpus) and compressed.fills(shared.reducer, gpus)
-
-    over = sizes(cluster, *_range(arguments.sweep), fits=fits) if arguments.sweep else []
+    over = sizes(cluster, *_range(arguments.sweep), fits=case.simulator.sharing.fits) if arguments.sweep else []
     techniques_for(recipe, max(over, default=1))  # raises for settings that asynchronous ranks refuse
     step = case.step(gpus)
     for line in case.remarks(step):

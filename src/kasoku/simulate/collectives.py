@@ -31,8 +31,6 @@ from kasoku.simulate.cluster import Cluster, Floats, Protocol
 Ints = npt.NDArray[np.int64]
 Flow = tuple[int, int, int, float]  # from, to, NIC, bytes for each byte that is reduced
 
-AUTO = ("ring", "tree")  # between which NCCL chooses by itself
-
 
 @dataclass(frozen=True)
 class AlgorithmCost:
@@ -99,7 +97,9 @@ def link(cluster: Cluster, gpus: int, algorithm: str = "auto") -> Fastest:
         return ALONE
     if algorithm not in ALGORITHMS and algorithm != "auto":
         raise InputError(f"all-reduce {algorithm}: one of auto, {', '.join(ALGORITHMS)}")
-    names = [name for name in AUTO if name == "ring" or nodes > 1] if algorithm == "auto" else [algorithm]
+    names = [algorithm]
+    if algorithm == "auto":
+        names = ["ring", "tree"] if nodes > 1 else ["ring"]
     return fastest(cluster, [(name, shape) for name in names for shape in ALGORITHMS[name](cluster, gpus)])
 
 
@@ -111,11 +111,6 @@ def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fa
     least = min(choices, key=lambda named: named[1].seconds(1.0))[1]
     most = min(choices, key=lambda named: named[1].seconds(1e12))[1]
     return Fastest(least.latency_s, most.bytes_per_s, choices=choices)
-
-
-def fills(algorithm: str, gpus: int) -> bool:
-    """Whether an algorithm exists for this number of GPUs."""
-    return algorithm != "halving-doubling" or gpus & (gpus - 1) == 0
 
 
 def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
@@ -253,7 +248,7 @@ def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
 
 def halving_doubling(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     """Exchanges with partners at twice the distance and half the bytes each round, and back."""
-    if not fills("halving-doubling", gpus):
+    if gpus & (gpus - 1):
         raise InputError(f"all-reduce halving-doubling on {gpus} GPUs: a power of two is wanted")
     total = AlgorithmCost()
     for k in range(gpus.bit_length() - 1):

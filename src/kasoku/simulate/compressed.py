@@ -40,11 +40,6 @@ def exchanges(reducer: Reducer) -> bool:
     return isinstance(alike, Wire) and alike.sums == "fp32"
 
 
-def fills(reducer: Reducer | None, gpus: int) -> bool:
-    """Whether this number of GPUs fills whole nodes of Hierarchical."""
-    return gpus == 1 or not isinstance(reducer, Hierarchical) or not reducer.node or gpus % reducer.node == 0
-
-
 @lru_cache(maxsize=1024)
 def link(cluster: Cluster, gpus: int, reducer: Reducer, algorithm: str = "auto") -> Fastest:
     """The time of a mean of gradients, by their bytes in fp32.

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kasoku.core import InputError, Span
-from kasoku.distributed import Asynchronous, Reducer
+from kasoku.distributed import Asynchronous, Hierarchical, Reducer
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.ddp.bucket_plan import Graded, OneBucket, Planned, Policy, search
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel, Sized, UnitTimes, forecast
@@ -49,6 +49,12 @@ class Sharing:
     asynchronous: Asynchronous | None = None
     reducer: Reducer | None = None
     needs_all: bool = False
+
+    def fits(self, gpus: int) -> bool:
+        """Whether the all-reduce exists for this number of GPUs, and they fill whole nodes of Hierarchical."""
+        node = self.reducer.node if isinstance(self.reducer, Hierarchical) else 0
+        power = gpus & (gpus - 1) == 0
+        return (power or self.algorithm != "halving-doubling") and (gpus == 1 or not node or gpus % node == 0)
 
 
 @dataclass(frozen=True)

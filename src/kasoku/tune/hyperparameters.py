@@ -247,7 +247,12 @@ class _Trials:
             run.trial.report(0.0, run.reported)  # from which the sampler learns
             how, report = "diverged", {"state": self.states.PRUNED}
         else:
-            how, report = f"failed: {_why(code, run.folder)}", {"state": self.states.FAIL}
+            why, report = f"exit code {code}", {"state": self.states.FAIL}
+            with suppress(OSError):
+                lines = [x for x in Path(f"{run.folder}.log").read_text(errors="replace").splitlines() if x.strip()]
+                if code > 0 and lines:  # the last line it printed
+                    why = lines[-1].removeprefix("kasoku: ")
+            how = f"failed: {'stopped by a signal from outside' if code == STOPPED else why}"
         run.trial.set_user_attr("result", result)
         run.trial.set_user_attr("how", how)
         self.ended.append(how)
@@ -277,17 +282,6 @@ def accuracies(metrics: str) -> list[float]:
             with suppress(ValueError):
                 values.append(float(json.loads(line)["test_top1"]))
     return values
-
-
-def _why(code: int, folder: Path) -> str:
-    """Why a trial failed: the last line it printed, if any."""
-    if code == STOPPED:
-        return "stopped by a signal from outside"
-    with suppress(OSError):
-        lines = [line for line in Path(f"{folder}.log").read_text(errors="replace").splitlines() if line.strip()]
-        if code > 0 and lines:
-            return lines[-1].removeprefix("kasoku: ")
-    return f"exit code {code}"
 
 
 def _study(optuna: Any, plan: SearchSettings) -> Any:

@@ -111,8 +111,6 @@ class Limits:
     clock: Clock
 
     def __post_init__(self) -> None:
-        if self.least < 1 or self.multiple < 1:
-            raise InputError(f"least={self.least}, multiple={self.multiple}: at least 1 image each")
         if self.first > self.last:
             raise InputError(
                 f"batches from {self.least} to {self.most}: none of them can be tried (multiples of {self.multiple}, "
