@@ -202,14 +202,12 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
     """Writes the files of a new run, and prints what is about to happen."""
     from kasoku.config.updates import info_of
     from kasoku.report.dry_run import preview
-    from kasoku.training.run_folder import describe, keep_shares
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
-        describe(run, recipe, training.dataset, training.device_setup, own_folders(arguments.recipe))
+        training.describe(run, own_folders(arguments.recipe))
         if tuned:
             tuned.result.save(run.path / "tuning.json")
-        keep_shares(run, training.job)
     elif arguments.set:
         run.write("recipe.toml", dumps(recipe))
     if not arguments.quiet:

@@ -16,7 +16,7 @@ from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import InputError, Wall
 from kasoku.data import GoneError, Memory, loader
 from kasoku.training.control import signals
-from kasoku.training.run_folder import RunFolder, describe
+from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import DivergedError, Result, Training
 from kasoku.training.trainer import Trainer, build, fit
 
@@ -69,15 +69,30 @@ def train(
 
     `own_modules`: the folders of the user's modules; None resumes the runs in `paths`.
     """
-    trainings, resume = _build_members(recipes), own_modules is None
+    first, resume = build(recipes[0]), own_modules is None
+    dataset, recipe = first.dataset, recipes[0]
+    in_memory = isinstance(dataset.train, Memory)
+    if in_memory:
+        trainings = [first, *(build(other, dataset=dataset) for other in recipes[1:])]
+    else:
+        if any(_batch_settings(other) != _batch_settings(recipe) for other in recipes):
+            raise InputError(
+                "--vary: members share decoded batches, so batch, accumulate, norm_batch, last_batch and the "
+                "techniques of kasoku.data must be the same for all"
+            )
+        device, fill = first.device_setup.device, recipe.last_batch == "fill"
+        shared = loader(
+            dataset, "train", recipe.batch, seed=recipe.seed, device=device, parts=recipe.parts(1), fill=fill
+        ).members(len(recipes))
+        trainings = [build(r, dataset=dataset, train_loader=own) for r, own in zip(recipes, shared, strict=True)]
     with ExitStack() as stack:
         runs = [stack.enter_context(RunFolder(path, resume=resume)) for path in paths]
         for run, training in zip(runs, trainings, strict=True):
             if own_modules is not None:
-                describe(run, training.recipe, training.dataset, training.device_setup, own_modules)
+                training.describe(run, own_modules)
             else:
                 run.write("recipe.toml", dumps(training.recipe))
-        if not isinstance(trainings[0].dataset.train, Memory):
+        if not in_memory:
             return _take_turns(trainings, runs, started=started, resume=resume, quiet=quiet)
         results = []
         for training, run in zip(trainings, runs, strict=True):
@@ -86,29 +101,6 @@ def train(
                 break
             started = Wall().now()
         return results
-
-
-def _build_members(recipes: Sequence[Recipe]) -> list[Training]:
-    first = build(recipes[0])
-    dataset = first.dataset
-    if isinstance(dataset.train, Memory):
-        return [first, *(build(recipe, dataset=dataset) for recipe in recipes[1:])]
-    if any(_batch_settings(recipe) != _batch_settings(recipes[0]) for recipe in recipes):
-        raise InputError(
-            "--vary: members share decoded batches, so batch, accumulate, norm_batch, last_batch and the techniques of "
-            "kasoku.data must be the same for all"
-        )
-    train = loader(
-        dataset,
-        "train",
-        recipes[0].batch,
-        seed=recipes[0].seed,
-        device=first.device_setup.device,
-        parts=recipes[0].parts(1),
-        fill=recipes[0].last_batch == "fill",
-    )
-    batches = train.members(len(recipes))
-    return [build(recipe, dataset=dataset, train_loader=b) for recipe, b in zip(recipes, batches, strict=True)]
 
 
 def _batch_settings(recipe: Recipe) -> tuple[object, ...]:

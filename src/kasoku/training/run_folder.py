@@ -1,4 +1,4 @@
-"""The run folder: its lock, the files that describe a run, and the paths of runs."""
+"""The run folder: its lock, and the paths of runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from kasoku.config.recipe import Recipe, dumps
-from kasoku.core import Comm, InputError, Job
+from kasoku.core import Comm, InputError
 from kasoku.core.files import write_text
-from kasoku.data import Dataset
-from kasoku.device import Chosen
 from kasoku.distributed.consensus import run_on_all_ranks
-from kasoku.report import environment
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
 
@@ -103,16 +99,6 @@ def own_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[s
     return path
 
 
-def describe(run: RunFolder, recipe: Recipe, dataset: Dataset, chosen: Chosen, import_folders: Sequence[str]) -> None:
-    """Writes what a run trains before it starts: its data, its machine, its resolved recipe."""
-    d = dataset
-    facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
-    run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
-    more = {"chosen": chosen.summary, "import_folders": [entry for entry in import_folders if entry]}
-    run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
-    run.write("recipe.toml", dumps(recipe))
-
-
 def allow_own_modules(run: Path) -> None:
     """Puts the folders of the user's modules, as they were at training, on the import path."""
     try:
@@ -125,13 +111,6 @@ def allow_own_modules(run: Path) -> None:
 def members_of(folder: Path) -> list[Path]:
     """The run folders of an ensemble's members; empty if the folder is not an ensemble's."""
     return sorted((p.parent for p in folder.glob("member-*/recipe.toml")), key=lambda p: int(p.name.split("-")[1]))
-
-
-def keep_shares(run: RunFolder, job: Job) -> None:
-    """Writes the shares that a run starts with, if they are unequal."""
-    shares = getattr(job.plain_loader, "shares", ())
-    if shares:
-        run.write(SHARES, json.dumps(shares) + "\n")
 
 
 def shares_in(folder: Path, comm: Comm, batch: int) -> tuple[int, ...]:

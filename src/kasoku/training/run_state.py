@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kasoku.config.recipe import Recipe
+from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import Job
 from kasoku.data import Dataset, Loader
 from kasoku.device import Chosen
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.counting_comm import Activity
 from kasoku.distributed.startup import Start
-from kasoku.training.run_folder import RunFolder
+from kasoku.report import environment
+from kasoku.training.run_folder import SHARES, RunFolder
 
 
 class DivergedError(RuntimeError):
@@ -33,6 +35,17 @@ class Training:
     device_setup: Chosen
     total_steps: int
     start: Start  # the tasks of the start-up, with their times
+
+    def describe(self, run: RunFolder, import_folders: Sequence[str]) -> None:
+        """Writes what a run trains before it starts: its data, its machine, its resolved recipe, unequal shares."""
+        d, shares = self.dataset, getattr(self.job.plain_loader, "shares", ())
+        facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
+        run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
+        more = {"chosen": self.device_setup.summary, "import_folders": [entry for entry in import_folders if entry]}
+        run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
+        run.write("recipe.toml", dumps(self.recipe))
+        if shares:
+            run.write(SHARES, json.dumps(shares) + "\n")
 
 
 @dataclass

@@ -83,7 +83,6 @@ class Pipeline:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Every setting by its name."""
         return {f.name: getattr(self, f.name) for f in fields(self)[2:]}
 
     def with_(self, **changes: Any) -> Pipeline:
