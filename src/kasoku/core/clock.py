@@ -37,7 +37,6 @@ class Stopwatch:
         return event
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """Seconds between two moments."""
         return float(start.elapsed_time(stop) / 1e3 if self.cuda else stop - start)
 
     def synchronize(self) -> float:

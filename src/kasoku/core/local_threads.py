@@ -67,7 +67,7 @@ class _Shared:
 
 
 class _ThreadWork(Work):
-    def __init__(self, comm: _ThreadComm, what: str, ready: Callable[[], bool], finish: Callable[[], None]) -> None:
+    def __init__(self, comm: _ThreadComm, what: str, ready: Callable[[], bool], finish: Callable[[], object]) -> None:
         self._comm, self._what, self._ready, self._finish = comm, what, ready, finish
         self._read = False
 
@@ -82,8 +82,6 @@ class _ThreadWork(Work):
 
 
 class _ThreadComm(Comm):
-    """The Comm of one rank."""
-
     def __init__(self, shared: _Shared, rank: int, clock: Clock) -> None:
         self.rank, self.size, self.clock = rank, shared.size, clock
         self._shared = shared
@@ -101,17 +99,20 @@ class _ThreadComm(Comm):
         if shared.failure:
             raise shared.failure
 
-    def _join(self, what: str, part: Any, finish: Callable[[list[Any]], Any]) -> tuple[str, _Collective]:
+    def _start(self, what: str, part: Any, combine: Callable[[list[Any]], T], use: Callable[[T], object]) -> Work:
+        """Joins a collective: the last rank combines the parts of all ranks; each rank uses the result in `wait()`."""
         number = next(self._numbers["collective"])
         collective = self._shared.collectives.setdefault(number, _Collective(what))
         if collective.what != what:
             peers = f"the other ranks call {collective.what}"
             raise InputError(f"rank {self.rank} calls {what}, {peers} (collective {number})")
-        collective.parts[self.rank] = part
-        if len(collective.parts) == self.size:
-            collective.result = finish([collective.parts[r] for r in range(self.size)])
+        parts = collective.parts
+        parts[self.rank] = part
+        if len(parts) == self.size:
+            collective.result = combine([parts[r] for r in range(self.size)])
             del self._shared.collectives[number]
-        return f"collective {number} ({what})", collective
+        name = f"collective {number} ({what})"
+        return _ThreadWork(self, name, lambda: len(parts) == self.size, lambda: use(collective.result))
 
     def _collective(
         self,
@@ -121,15 +122,13 @@ class _ThreadComm(Comm):
         combine: Callable[[list[Tensor]], Tensor],
         pick: Callable[[Tensor], Tensor] = lambda whole: whole,
     ) -> Work:
-        """Starts a collective: `combine` makes the result of all ranks, `pick` takes this rank's part of it."""
         label = f"{what} of {x.numel()} {str(x.dtype).removeprefix('torch.')}"
-        name, collective = self._join(label, x.detach().reshape(-1).clone(), combine)
 
-        def read() -> None:
-            with torch.no_grad():
-                out.copy_(pick(collective.result).view_as(out))
+        @torch.no_grad()
+        def read(whole: Tensor) -> None:
+            out.copy_(pick(whole).view_as(out))
 
-        return _ThreadWork(self, name, lambda: len(collective.parts) == self.size, read)
+        return self._start(label, x.detach().reshape(-1).clone(), combine, read)
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
         if op not in ("sum", "mean", "max"):
@@ -161,9 +160,9 @@ class _ThreadComm(Comm):
         name, key = self._message(source, self.rank, tag)
         messages = self._shared.messages
 
+        @torch.no_grad()
         def read() -> None:
-            with torch.no_grad():
-                x.copy_(messages.pop(key))
+            x.copy_(messages.pop(key))
 
         return _ThreadWork(self, name, lambda: key in messages, read)
 
@@ -176,9 +175,9 @@ class _ThreadComm(Comm):
         return comm
 
     def _objects(self, what: str, thing: T) -> list[T]:
-        name, collective = self._join(what, thing, list)
-        self.block(name, lambda: len(collective.parts) == self.size)
-        return list(collective.result)
+        things: list[T] = []
+        self._start(what, thing, list, things.extend).wait()
+        return things
 
     def gather_objects(self, thing: T) -> list[T]:
         return self._objects("gather_objects", thing)

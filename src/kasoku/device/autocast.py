@@ -36,7 +36,6 @@ class Autocast(Technique):
             raise InputError(f'dtype="{self.dtype}": "bf16" or "fp16"')
 
     def apply(self, job: Job) -> None:
-        """Runs the model's forward under autocast."""
         kind = next((p.device.type for p in job.model.parameters()), "cpu")
         # A partial of the bound method, no closure: a deep copy of the model then runs its own weights.
         forward = functools.partial(_half, job.model.forward, kind, DTYPES[self.dtype])

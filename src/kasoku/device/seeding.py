@@ -33,7 +33,6 @@ class Seeded(Technique):
             raise InputError(f"seed={self.seed}: 0 or more")
 
     def apply(self, job: Job) -> None:
-        """Seeds just before each batch is handed out."""
         step, micro = -1, 0
 
         def seeded(batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -23,7 +23,6 @@ class AlexNet(nn.Module):
         self.classifier = nn.Sequential(*first, *second, nn.Linear(4096, num_classes))
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
-        """Images to logits_NK."""
         x_NCHW = self.features(images_NCHW)
         if x_NCHW.shape[-2:] != (6, 6):  # at 6x6 the pool does nothing, and its backward on CUDA is not deterministic
             x_NCHW = self.avgpool(x_NCHW)

@@ -75,7 +75,6 @@ class CifarNet(nn.Module):
         self.head_scale = head_scale or 1 / widths[-1]
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
-        """Images to logits_NK."""
         x_NCHW = self.activation(self.whitening(images_NCHW))
         for name in self._groups:
             x_NCHW = getattr(self, name)(x_NCHW)

@@ -42,7 +42,6 @@ class CNN11(nn.Module):
         self.classifier = nn.Linear(channels, num_classes)
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
-        """Images to logits_NK."""
         logits_NK: Tensor = self.classifier(self.avgpool(self.features(images_NCHW)).flatten(1))
         return logits_NK
 

@@ -102,7 +102,6 @@ class ResNet(nn.Module):
                 nn.init.zeros_(module.bn3.weight if isinstance(module, Bottleneck) else module.bn2.weight)
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
-        """Images to logits_NK."""
         x_NCHW = self.maxpool(self.relu(self.bn1(self.conv1(images_NCHW))))
         x_NCHW = self.layer4(self.layer3(self.layer2(self.layer1(x_NCHW))))
         logits_NK: Tensor = self.fc(self.avgpool(x_NCHW).flatten(1))

@@ -61,7 +61,6 @@ class VGG(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
-        """Images to logits_NK."""
         x_NCHW = self.features(images_NCHW)
         # At equal size the pool does nothing, and its backward on CUDA is not deterministic.
         if x_NCHW.shape[-2:] != (self.side, self.side):

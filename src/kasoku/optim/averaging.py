@@ -46,7 +46,6 @@ class EMA(Technique):
         _check(self.decay, self.every)
 
     def apply(self, job: Job) -> None:
-        """Averages after each update, and puts the averages into the model during evaluation."""
         _Average(job, "ema", every=self.every, share=self._share)
 
     def _share(self, updates: int) -> float:

@@ -31,7 +31,6 @@ class Clip(Technique):
             raise InputError(f"norm={self.norm}: above 0; leave the technique out to clip nothing")
 
     def apply(self, job: Job) -> None:
-        """Clips before each step, when all gradients are ready."""
         params = [p for p in job.model.parameters() if p.requires_grad]
 
         def clip() -> None:

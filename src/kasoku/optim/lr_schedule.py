@@ -53,7 +53,6 @@ class Rate(Technique):
         return [self.at(own, epoch)["lr"] for own in job.kept("rate").own]
 
     def apply(self, job: Job) -> None:
-        """Sets the rates now and after each step."""
         course = _Course(job, self)
         course.set()
         job.after_step(course.set)
