@@ -8,15 +8,21 @@ from shown import run_folder
 
 from kasoku.cli import main
 from kasoku.commands.report import by_recipe, read, verdicts
-from kasoku.report.significance import RunOutcome, compare, interval
+from kasoku.report.html import RunRecord
+from kasoku.report.significance import compare, interval
 
 
-def timed(*seconds: float, first_seed: int = 0) -> list[RunOutcome]:
-    return [RunOutcome(first_seed + i, 0.98, s, 0.981) for i, s in enumerate(seconds)]
+def outcome(seed: int, target: float, time_to_target_s: float | None, top1: float | None) -> RunRecord:
+    result = {"time_to_target_s": time_to_target_s, "top1": top1}
+    return RunRecord(f"run {seed}", {"seed": seed, "evaluate": {"target": target}}, result)
 
 
-def judged(*accuracies: float) -> list[RunOutcome]:
-    return [RunOutcome(i, 0.98, None, a) for i, a in enumerate(accuracies)]
+def timed(*seconds: float, first_seed: int = 0) -> list[RunRecord]:
+    return [outcome(first_seed + i, 0.98, s, 0.981) for i, s in enumerate(seconds)]
+
+
+def judged(*accuracies: float) -> list[RunRecord]:
+    return [outcome(i, 0.98, None, a) for i, a in enumerate(accuracies)]
 
 
 def test_a_planted_difference_is_found_in_either_direction_with_its_size():
@@ -48,8 +54,8 @@ def test_fewer_than_three_pairs_of_seeds_decide_nothing(second, pairs):
 
 
 def test_only_equal_seeds_are_paired_and_runs_of_one_seed_count_once():
-    first = [*timed(100, 110, 90), RunOutcome(9, 0.98, 1.0, 0.9)]
-    second = [*timed(60, 91, 71.5), RunOutcome(0, 0.98, 100.0, 0.981), RunOutcome(8, 0.98, 1e6, 0.9)]
+    first = [*timed(100, 110, 90), outcome(9, 0.98, 1.0, 0.9)]
+    second = [*timed(60, 91, 71.5), outcome(0, 0.98, 100.0, 0.981), outcome(8, 0.98, 1e6, 0.9)]
     found = compare(first, second)
     assert found.pairs == 3
     wanted = math.exp(sum(map(math.log, (80 / 100, 91 / 110, 71.5 / 90))) / 3)
@@ -58,7 +64,7 @@ def test_only_equal_seeds_are_paired_and_runs_of_one_seed_count_once():
 
 def test_where_not_all_reach_the_target_accuracy_decides():
     first = judged(0.90, 0.91, 0.92)
-    second = [RunOutcome(i, 0.98, 5.0 if i else None, a) for i, a in enumerate((0.951, 0.958, 0.971))]
+    second = [outcome(i, 0.98, 5.0 if i else None, a) for i, a in enumerate((0.951, 0.958, 0.971))]
     found = compare(first, second)
     assert found.word == "more accurate"
     assert found.estimate == pytest.approx(0.05)
@@ -67,12 +73,12 @@ def test_where_not_all_reach_the_target_accuracy_decides():
 
 
 def test_other_targets_do_not_compare_in_time():
-    second = [RunOutcome(o.seed, 0.9, 1.0, 0.99) for o in timed(1, 1, 1)]
+    second = [outcome(o.seed, 0.9, 1.0, 0.99) for o in timed(1, 1, 1)]
     assert "accura" in compare(timed(100, 110, 90), second).line
 
 
 def test_a_run_without_accuracy_is_said():
-    found = compare(judged(0.9, 0.9, 0.9), [RunOutcome(i, 0.98, None, None) for i in range(3)])
+    found = compare(judged(0.9, 0.9, 0.9), [outcome(i, 0.98, None, None) for i in range(3)])
     assert (found.word, "3 of the 6 runs have no accuracy yet" in found.line) == ("undecided", True)
 
 

@@ -16,7 +16,7 @@ from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.report.html import RunRecord
 from kasoku.report.html.timeline import chrome_trace
-from kasoku.report.significance import RunOutcome, compare
+from kasoku.report.significance import compare
 from kasoku.training.run_folder import members_of
 
 _PARTS = ("ledger", "timeline", "tuning", "classes")
@@ -148,16 +148,13 @@ def by_recipe(runs: Sequence[RunRecord]) -> list[Group]:
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
     """A sentence for each group against the first one."""
-    outcomes, machines = [], []
-    for _, runs in groups:
-        top1 = [None if run.result.get("stopped") else run.result.get("top1") for run in runs]  # at the end
-        times_s = [run.result.get("time_to_target_s") for run in runs]
-        outcomes.append([RunOutcome(r.seed, r.target, s, t) for r, s, t in zip(runs, times_s, top1, strict=True)])
-        machines.append({json.dumps([run.machine.get(k) for k in ("cpu", "cores", "gpus")]) for run in runs})
+    machines = [
+        {json.dumps([run.machine.get(k) for k in ("cpu", "cores", "gpus")]) for run in runs} for _, runs in groups
+    ]
     lines = []
-    for (name, _), theirs, their_machines in zip(groups[1:], outcomes[1:], machines[1:], strict=True):
-        line = compare(outcomes[0], theirs, names=(groups[0][0], name)).line
-        several = len(machines[0] | their_machines) > 1
+    for (name, runs), theirs in zip(groups[1:], machines[1:], strict=True):
+        line = compare(groups[0][1], runs, names=(groups[0][0], name)).line
+        several = len(machines[0] | theirs) > 1
         lines.append(line + ("; these runs were made on different machines" if several else ""))
     return lines
 

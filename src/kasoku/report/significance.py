@@ -8,20 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from kasoku.report.html import RunRecord
+
 _MIN_PAIRS = 3
 _MIN_EQUAL_PAIRS = 6  # from here on, equal signs alone decide: 2 / 2^6 < 0.05
 # Two-sided 95 % of Student's t: for 1, 2, ... degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
-
-
-@dataclass(frozen=True)
-class RunOutcome:
-    """The outcome of a run: seconds to its target, or None; accuracy at the end from 0 to 1, or None."""
-
-    seed: int
-    target: float
-    time_to_target_s: float | None
-    top1: float | None
 
 
 @dataclass(frozen=True)
@@ -45,7 +37,7 @@ class Comparison:
 
 
 def compare(
-    first: Sequence[RunOutcome], second: Sequence[RunOutcome], *, names: tuple[str, str] = ("A", "B")
+    first: Sequence[RunRecord], second: Sequence[RunRecord], *, names: tuple[str, str] = ("A", "B")
 ) -> Comparison:
     """Compares the second group with the first over the seeds that both have.
 
@@ -57,8 +49,8 @@ def compare(
         (accuracies count whole images) the interval is a point; then signs decide, and at least 6 pairs are needed.
     Ref: Student 1908; Fisher 1935 (the signs).
     """
-    a: defaultdict[int, list[RunOutcome]] = defaultdict(list)
-    b: defaultdict[int, list[RunOutcome]] = defaultdict(list)
+    a: defaultdict[int, list[RunRecord]] = defaultdict(list)
+    b: defaultdict[int, list[RunRecord]] = defaultdict(list)
     for group, by_seed in ((first, a), (second, b)):
         for run in group:
             by_seed[run.seed].append(run)
@@ -74,7 +66,7 @@ def compare(
         figures = f"{unfinished} of the {len(runs)} runs have no accuracy yet; let them end"
         return Comparison("undecided", f"{undecided}: {figures}", len(seeds))
 
-    def mean_of(group: Sequence[RunOutcome]) -> float:
+    def mean_of(group: Sequence[RunRecord]) -> float:
         return fmean((run.time_to_target_s if in_time else run.top1) or 0.0 for run in group)
 
     if in_time:

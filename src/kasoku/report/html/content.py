@@ -40,6 +40,15 @@ class RunRecord:
         """The target accuracy of the recipe; 0 if it has none."""
         return float(self.recipe.get("evaluate", {}).get("target", 0.0))
 
+    @property
+    def time_to_target_s(self) -> float | None:
+        return self.result.get("time_to_target_s")
+
+    @property
+    def top1(self) -> float | None:
+        """The accuracy at the end; None before."""
+        return None if self.result.get("stopped") else self.result.get("top1")
+
 
 @dataclass(frozen=True)
 class Panel:

@@ -48,12 +48,12 @@ def page(runs: Sequence[RunRecord], comparisons: Sequence[str] = ()) -> str:
         rows = run.parts.get("ledger", {}).get("rows") or run.result.get("seconds_by")
         if isinstance(rows, dict) and all(isinstance(s, int | float) for s in rows.values()):
             bars.append((run.name, rows))
-    columns = ("run", "seed", "batch", "epochs", "accuracy", "best", "target", "time to target", "total", "images/s")
+    summaries = [_summary(run) for run in runs]
     return _render(
         title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
         colours=[COLOURS[i % len(COLOURS)] for i in range(len(runs))],
         comparisons=comparisons,
-        summary=(columns, [_summary(run) for run in runs]),
+        summary=(list(summaries[0]), [list(row.values()) for row in summaries]),
         curves=figures.curves(runs),
         shared=figures.ledgers("ledgers", bars) if len(bars) > 1 else None,
         runs=[_view(i, run) for i, run in enumerate(runs)],
@@ -89,23 +89,23 @@ def _to_json(charts: Sequence[Chart]) -> Markup:
 # ---- all runs
 
 
-def _summary(run: RunRecord) -> list[str]:
+def _summary(run: RunRecord) -> dict[str, str]:
     result = run.result
     state = "no result yet"
     if result:
         state = f"stopped by {result['stopped']}" if result.get("stopped") else ""
-    return [
-        f"{run.name} ({state})" if state else run.name,
-        str(run.seed),
-        _number(run.recipe.get("batch"), ","),
-        _number(result.get("epochs"), ".4g"),
-        _number(result.get("top1"), ".2%"),
-        _number(result.get("best_top1"), ".2%"),
-        _number(run.target or None, ".1%"),
-        _number(result.get("time_to_target_s"), ".1f", " s"),
-        _number(result.get("seconds"), ".1f", " s"),
-        _number(result.get("images_per_s"), ",.0f"),
-    ]
+    return {
+        "run": f"{run.name} ({state})" if state else run.name,
+        "seed": str(run.seed),
+        "batch": _number(run.recipe.get("batch"), ","),
+        "epochs": _number(result.get("epochs"), ".4g"),
+        "accuracy": _number(result.get("top1"), ".2%"),
+        "best": _number(result.get("best_top1"), ".2%"),
+        "target": _number(run.target or None, ".1%"),
+        "time to target": _number(result.get("time_to_target_s"), ".1f", " s"),
+        "total": _number(result.get("seconds"), ".1f", " s"),
+        "images/s": _number(result.get("images_per_s"), ",.0f"),
+    }
 
 
 def _ledger_key(chart: Chart, *, seconds: bool) -> list[tuple[str, str]]:
