@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from kasoku.core import InputError
-from kasoku.core.files import write_atomically
+from kasoku.core.files import write_atomically, write_error
 
 
 class Log:
@@ -44,9 +43,11 @@ class Log:
         now = time.time()
         line = json.dumps({"step": step, "epoch": round(epoch, 4), "time_s": round(now, 3), **values})
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        with _full_disk_named(self._folder / "metrics.jsonl"):
+        try:
             self._lines.write(line + "\n")
             self._events.add_event(Event(wall_time=now, step=step, summary=Summary(value=scalars)))
+        except OSError as error:
+            raise write_error(self._folder / "metrics.jsonl", error) from error
 
     def mlperf(self, key: str, value: Any = None, *, event: str = "POINT_IN_TIME", **metadata: Any) -> None:
         """Writes a line in mlperf-logging's format; event is INTERVAL_START, INTERVAL_END or POINT_IN_TIME."""
@@ -54,8 +55,10 @@ class Log:
             return
         record = {"namespace": "", "time_ms": int(time.time() * 1000), "event_type": event}
         record |= {"key": key, "value": value, "metadata": metadata}
-        with _full_disk_named(self._folder / "mlperf.log"):
+        try:
             self._mlperf.write(f":::MLLOG {json.dumps(record)}\n")
+        except OSError as error:
+            raise write_error(self._folder / "mlperf.log", error) from error
 
     def close(self) -> None:
         """Flushes and closes the files."""
@@ -63,15 +66,6 @@ class Log:
             for part in (self._lines, self._mlperf, self._events):
                 with suppress(OSError):  # a full disk was reported when the line was written
                     part.close()
-
-
-@contextmanager
-def _full_disk_named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        message = f"{path}: cannot be written ({error.strerror}): free some space and continue with --resume"
-        raise InputError(message) from error
 
 
 def _step(line: str) -> int:
