@@ -63,7 +63,7 @@ class TorchComm(Comm):
 
     def warm(self, device: torch.device, *, channels: int = 0) -> None:
         """Opens the connections of the group, and of new channels, which `channel` then returns first."""
-        spare = [self._channel() for _ in range(channels)]
+        spare = [self.channel() for _ in range(channels)]
         for comm in (self, *spare):
             comm.all_reduce(torch.zeros(1, device=device)).wait()
         self._spare += spare
@@ -113,13 +113,10 @@ class TorchComm(Comm):
         `patient`: a thread may wait there for what comes only in the end. A time-out of gloo would close the
         connections to all ranks.
         """
-        if patient:
-            return self._channel(_FOR_EVER)
-        return self._spare.pop(0) if self._spare else self._channel()
-
-    def _channel(self, timeout: timedelta | None = None) -> TorchComm:
+        if self._spare and not patient:
+            return self._spare.pop(0)
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        return TorchComm(dist.new_group(ranks, timeout=timeout), self.clock)
+        return TorchComm(dist.new_group(ranks, timeout=_FOR_EVER if patient else None), self.clock)
 
     def gather_objects(self, thing: T) -> list[T]:
         things: list[Any] = [None] * self.size

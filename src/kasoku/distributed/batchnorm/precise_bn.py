@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -85,7 +85,11 @@ def _measured_statistics(job: Job, images: int) -> Iterator[None]:
         stack.callback(model.eval)
         for norm, statistics in zip(live, own, strict=True):
             in_group = vars(norm)["steer"].images if "steer" in vars(norm) else 0
-            stack.enter_context(_steering(norm, Steer(norm, in_group, comm, statistics.take, alone=True)))
+            new = patches(norm, Steer(norm, in_group, comm, statistics.take, alone=True))
+            stack.callback(vars(norm).update, {name: vars(norm)[name] for name in new if name in vars(norm)})
+            vars(norm).update(new)
+            for name in new:
+                stack.callback(delattr, norm, name)
             norm.train()
         for x_NCHW, _ in _batches(job, images):
             if len(x_NCHW):  # a rank may have no part of the last few images
@@ -106,19 +110,6 @@ def _measured_statistics(job: Job, images: int) -> Iterator[None]:
         yield
     finally:
         torch._foreach_copy_(running, old)
-
-
-@contextmanager
-def _steering(norm: Any, steer: Steer) -> Iterator[None]:
-    new = patches(norm, steer)
-    old = {name: vars(norm)[name] for name in new if name in vars(norm)}
-    vars(norm).update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            delattr(norm, name)
-        vars(norm).update(old)
 
 
 def _batches(job: Job, images: int) -> Iterator[Batch]:
