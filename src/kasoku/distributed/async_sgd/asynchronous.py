@@ -339,10 +339,8 @@ class Exchange:
                 weights.receive(group, self.settings.ahead, self.job.trace)
         self._send_clock(RESTS)
         self.transport.finish_requests()
-        (staleness, self.shares_dealt, means), living = self.transport.at_sync_point(
-            lambda table: weights.sums(table, model)
-        )
-        self.staleness += staleness
+        staleness, self.shares_dealt, means, living = self.transport.at_sync_point(lambda x: weights.sums(x, model))
+        self.staleness += staleness  # keeps those above 0
         for group in weights.groups:
             group.current.store()
         for x, mean in zip(model.buffers(), means, strict=True):

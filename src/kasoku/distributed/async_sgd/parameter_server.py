@@ -198,8 +198,8 @@ class SharedWeights:
         group.pending.clear()
         group.read_reply(ahead)
 
-    def sums(self, table: Table, model: nn.Module) -> tuple[Counter[int], int, list[Tensor]]:
-        """The number of updates by staleness, the shares of data dealt, and the means of the model's buffers.
+    def sums(self, table: Table, model: nn.Module) -> tuple[Counter[int], int, list[Tensor], list[int]]:
+        """The number of updates by staleness, the shares of data dealt, the means of the model's buffers, the ranks.
 
         The sums of the weights remain in each group's `current`. Collective over the ranks of the table.
         """
@@ -210,9 +210,9 @@ class SharedWeights:
             table.all_reduce(group.contribution(owned, table.ranks, workers if trains else 0))
         staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
         dealt = server.dealt[0] if server.dealt and self._rank == self.owners[0] else 0
-        reports = table.gather(([*staleness.items()], dealt))
-        total: Counter[int] = Counter()
-        for counts, _ in reports:
-            total.update(dict(counts))
-        buffers = mean_buffers(model, table, trains=trains, workers=workers)
-        return total, max(dealt for _, dealt in reports), buffers
+        largest = torch.tensor([max(staleness, default=0), dealt])
+        table.all_reduce(largest, op="max")
+        updates = torch.tensor([staleness[steps] for steps in range(int(largest[0]) + 1)])
+        table.all_reduce(updates)
+        means = mean_buffers(model, table, trains=trains, workers=workers)
+        return Counter(dict(enumerate(updates.tolist()))), int(largest[1]), means, table.ranks

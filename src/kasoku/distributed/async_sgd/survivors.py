@@ -1,4 +1,4 @@
-"""Sums and lists over the living ranks, by messages between each two of them, as a collective would wait for the dead.
+"""Sums over the living ranks, by messages between each two of them, as a collective would wait for the dead.
 
 Note: attempts. The living ranks reach a sync point by attempts. One begins when all of them report the same dead ranks.
 Its messages have tags of their own, and it counts when all living ranks report that it is complete. A death before that
@@ -7,9 +7,8 @@ begins another.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ T = TypeVar("T")
 
 
 class Table:
-    """The ranks of a sync point and their collectives; here all ranks of a Comm."""
+    """The ranks of a sync point and their collective; here all ranks of a Comm."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm, self.ranks = comm, list(range(comm.size))
@@ -29,10 +28,6 @@ class Table:
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> None:
         """Every rank's flat x becomes the sum or "max" over the ranks."""
         self.comm.all_reduce(x, op=op).wait()
-
-    def gather(self, thing: Any) -> list[Any]:
-        """Every rank's object, which JSON must be able to hold, in the order of ranks."""
-        return self.comm.gather_objects(thing)
 
 
 class Survivors(Table):
@@ -72,16 +67,6 @@ class Survivors(Table):
             mine.add_(incoming[rank]) if op == "sum" else torch.maximum(mine, incoming[rank], out=mine)
         self.swap(dict.fromkeys(self.ranks, mine.clone()), parts)
 
-    def gather(self, thing: Any) -> list[Any]:
-        """Lengths are sent first, then the text."""
-        text = torch.frombuffer(bytearray(json.dumps(thing).encode()), dtype=torch.uint8)
-        sizes = {rank: torch.tensor([len(text)]) for rank in self.ranks}
-        self.swap(dict.fromkeys(self.ranks, sizes[self.comm.rank].clone()), sizes)
-        texts = {rank: torch.zeros(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
-        texts[self.comm.rank] = text
-        self.swap(dict.fromkeys(self.ranks, text), texts)
-        return [json.loads(bytes(texts[rank].tolist())) for rank in self.ranks]
-
 
 def mean_buffers(model: nn.Module, table: Table, *, trains: bool, workers: int) -> list[Tensor]:
     """Each floating-point buffer's mean over the workers; of other buffers the largest. Collective."""
@@ -94,8 +79,8 @@ def mean_buffers(model: nn.Module, table: Table, *, trains: bool, workers: int) 
     return means
 
 
-def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> tuple[T, list[int]]:
-    """The result of f over the living ranks, and the list of these. Collective.
+def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> T:
+    """The result of f over the living ranks. Collective.
 
     f is called again after each death, so it must only read.
     """
@@ -117,13 +102,12 @@ def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> tuple[T, 
     while True:
         peers.beat()
         peers.wait_until(same)
-        table = Survivors(comm, peers, ranks)
         try:
-            result = f(table)
+            result = f(Survivors(comm, peers, ranks))
         except LostError:
             continue
         peers.attempt = peers.first_attempt + comm.size - len(ranks)  # it is complete here
         peers.beat()
         peers.wait_until(lambda: done() or failed())
         if done():
-            return result, table.ranks
+            return result

@@ -57,9 +57,9 @@ class InProcess:
         """Waits until all ranks have sent their last request."""
         self._comm.gather_objects(None)
 
-    def at_sync_point(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
-        """The result of f over all ranks, and the list of these."""
-        return f(Table(self._comm)), list(range(self._comm.size))
+    def at_sync_point(self, f: Callable[[Table], T]) -> T:
+        """The result of f over all ranks."""
+        return f(Table(self._comm))
 
     def stop(self) -> None:
         self._comm.gather_objects(None)
@@ -142,8 +142,8 @@ class NetworkTransport:
         self.peers.check()
         self._threads.clear()
 
-    def at_sync_point(self, f: Callable[[Table], T]) -> tuple[T, list[int]]:
-        """The result of f over the living ranks, and the list of these; f may be called again, so it must only read."""
+    def at_sync_point(self, f: Callable[[Table], T]) -> T:
+        """The result of f over the living ranks; f may be called again, so it must only read."""
         return on_survivors(self._comm, self.peers, f)
 
     def stop(self) -> None:
