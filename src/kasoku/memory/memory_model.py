@@ -28,6 +28,7 @@ class ChainSetting:
         reads_batch: the input is the batch, which is counted elsewhere.
         held_elsewhere: whether something outside the chain keeps its input, and its output, so that a copy in bf16
             would save nothing.
+        ends_chain: no neighbour counts the output.
     """
 
     images: ValueShape
@@ -37,15 +38,15 @@ class ChainSetting:
     device: str = "cpu"
     reads_batch: bool = False
     held_elsewhere: tuple[bool, bool] = (False, False)
+    ends_chain: bool = True
 
 
 class MemoryNeed(NamedTuple):
     """The bytes and the extra work of a segment.
 
     Attributes:
-        kept: bytes from forward to backward, without input and output, which the neighbours keep too.
+        kept: bytes from forward to backward, without input and output, which the neighbours count.
         input: bytes of its input, if it is kept.
-        output: bytes of its output, if it is kept.
         forward: peak of forward, without the input, with the output.
         backward: peak of backward, with everything that it keeps, its input and its output.
         gradients: bytes of the gradients of its weights.
@@ -55,7 +56,6 @@ class MemoryNeed(NamedTuple):
 
     kept: int
     input: int
-    output: int
     forward: int
     backward: int
     gradients: int
@@ -95,7 +95,10 @@ def memory_need(program: Program, shapes: list[ValueShape], setting: ChainSettin
     loads = [v for step in program.backward for v, _ in step.loads]
     passes = sum(1.5 * shapes[v].nbytes for v in (*loads, *program.in_bf16 - {out_at}))
     rounding = passes * _WORK_OF_A_BYTE * scale
-    return MemoryNeed(kept, kept_x, kept_out, forward, backward, gradients, work * scale + slower, rounding)
+    if setting.reads_batch:
+        kept_x, backward = 0, backward - kept_x
+    kept += kept_out if setting.ends_chain else 0
+    return MemoryNeed(kept, kept_x, forward, backward, gradients, work * scale + slower, rounding)
 
 
 def work_of(graph: LayerGraph, shapes: list[ValueShape], nodes: Iterable[int]) -> float:

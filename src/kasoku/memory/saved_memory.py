@@ -14,7 +14,7 @@ from kasoku.memory.inspection import BoundToModel, LayerProxy, autocast_type, in
 from kasoku.memory.network import InspectedNetwork, optimizer_bytes
 from kasoku.memory.ops import Numerics
 from kasoku.memory.solver import MemoryPlan
-from kasoku.memory.step_in_backward import LinearInBackward, StepInBackward, install_linears
+from kasoku.memory.step_in_backward import StepInBackward, install_linears
 
 BUDGET_SHARE = 0.98  # that is planned for: the smallest ratio of predicted to measured bytes was 0.983
 _UNITS = {None: 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -107,10 +107,9 @@ class Planner(BoundToModel):
 
     def __init__(self, job: Job, settings: SavedMemory, proxies: list[LayerProxy]) -> None:
         self.job, self.settings, self.proxies = job, settings, proxies
-        self.stepper = StepInBackward(job, show=settings.show) if settings.in_backward else None
-        self.linears: list[LinearInBackward] = []
-        if self.stepper is not None and not settings.lossless:
-            self.linears = install_linears(job, self.stepper)
+        self.stepper = StepInBackward(job, enabled=settings.in_backward, show=settings.show)
+        updates_linears = settings.in_backward and not settings.lossless
+        self.linears = install_linears(job, self.stepper) if updates_linears else []
         self.network: InspectedNetwork | None = None
         self.plan: MemoryPlan | None = None
         self._key: Any = None
@@ -123,8 +122,7 @@ class Planner(BoundToModel):
             proxy.waiting = []
         if not model.training or not torch.is_grad_enabled():
             return
-        if self.stepper is not None:
-            self.stepper.before_forward()
+        self.stepper.before_forward()
         for proxy in self.proxies:
             proxy.check_forward()
         if len(args) != 1 or not isinstance(args[0], Tensor):
@@ -150,12 +148,8 @@ class Planner(BoundToModel):
         images = (x.shape[1:], x.dtype, x.device, x.requires_grad, channels_last, autocast_type(x))
         hooked = tuple(proxy.hooked for proxy in self.proxies)
         linears = tuple(linear.group is not None for linear in self.linears)
-        steps = (self.job.needs_whole_gradients, self.job.accumulate, self._steps_in_backward, linears)
+        steps = (self.job.needs_whole_gradients, self.job.accumulate, self.stepper.active, linears)
         return images, modes, learns, hooked, steps
-
-    @property
-    def _steps_in_backward(self) -> bool:
-        return self.stepper is not None and self.stepper.active
 
     def _optimizer_grew(self) -> bool:
         """Whether the optimizer keeps more than predicted; checked once, after the first step."""
@@ -167,7 +161,7 @@ class Planner(BoundToModel):
     def _make_plan(self, x: Tensor) -> None:
         how = Numerics(exact=self.settings.lossless, bf16=self.settings.bf16)
         network = InspectedNetwork(
-            self.job, self.proxies, x, how=how, gradients_freed=self._steps_in_backward, linears=self.linears
+            self.job, self.proxies, x, how=how, gradients_freed=self.stepper.active, linears=self.linears
         )
         if self.settings.budget:
             plan = network.choose(bytes_of(self.settings.budget), share=BUDGET_SHARE)

@@ -61,7 +61,7 @@ class MemoryPlan(NamedTuple):
 
 
 def segment_choices(units: Sequence[LayerGraph], setting: ChainSetting) -> Iterator[SegmentChoice]:
-    """All considered programs for all runs of units; the output of the last unit is counted by no neighbour."""
+    """All considered programs for all runs of units."""
     shapes = [setting.images]
     for unit in units:
         shapes.append(unit.shapes(shapes[-1], setting.how.half)[-1])
@@ -74,15 +74,11 @@ def segment_choices(units: Sequence[LayerGraph], setting: ChainSetting) -> Itera
                 setting,
                 images=shapes[first],
                 image_gradient=setting.image_gradient or not begins,
+                reads_batch=setting.reads_batch and begins,
+                ends_chain=ends,
                 held_elsewhere=(begins and setting.held_elsewhere[0], ends and setting.held_elsewhere[1]),
             )
-            for choice in _choices_for(graph.pooled_first(), own, (first, last)):
-                need = choice.need
-                if setting.reads_batch and begins:
-                    need = need._replace(input=0, backward=need.backward - need.input)
-                if ends:
-                    need = need._replace(kept=need.kept + need.output)
-                yield replace(choice, need=need)
+            yield from _choices_for(graph.pooled_first(), own, (first, last))
 
 
 def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int]) -> Iterator[SegmentChoice]:
@@ -118,18 +114,14 @@ def _remedies(graph: LayerGraph, input_gradient: bool) -> Iterator[tuple[str, fr
 
     def follows_cheaply(v: int) -> bool:
         """Whether norms and ReLUs alone compute a value from a kept one."""
-        node = graph.nodes[v - 1]
-        if not node.cheap or node.op == "add":
-            return False
-        source = node.inputs[0]
-        return source in full or (source > 0 and follows_cheaply(source))
+        node, source = graph.nodes[v - 1], graph.nodes[v - 1].inputs[0]
+        return node.cheap and node.op != "add" and (source in full or (source > 0 and follows_cheaply(source)))
 
     def widens(v: int) -> bool:
         """Whether a value is the output of a 1x1 convolution with more output than input channels."""
         node = graph.nodes[v - 1]
-        if node.op != "conv" or tuple(node.layer.kernel_size) != (1, 1):
-            return False
-        return bool(node.layer.out_channels > node.layer.in_channels)
+        narrow = node.op != "conv" or tuple(node.layer.kernel_size) != (1, 1)
+        return not narrow and bool(node.layer.out_channels > node.layer.in_channels)
 
     lean = ends | {v for v in full - ends if not follows_cheaply(v)}
     yield "kept", full, True

@@ -34,19 +34,20 @@ class StepInBackward:
         by_parameter: whether the optimizer can update a part of the model; None: not checked yet.
     """
 
-    def __init__(self, job: Job, *, show: bool = True) -> None:
-        self.job, self.show = job, show
+    def __init__(self, job: Job, *, enabled: bool, show: bool) -> None:
+        self.job, self.enabled, self.show = job, enabled, show
         self.stand_ins: dict[Tensor, Tensor] = {}
         self.settings: list[dict[str, Any]] = []
         self.by_parameter: bool | None = None
-        job.gradient_ready(self.update)
-        job.before_step(self.before_step)
-        job.undo(self.clear)
+        if enabled:
+            job.gradient_ready(self.update)
+            job.before_step(self.before_step)
+            job.undo(self.clear)
 
     @property
     def active(self) -> bool:
         """Whether gradients are used as they arrive; known after all techniques are applied."""
-        if self.job.needs_whole_gradients or self.job.comm.size > 1:
+        if not self.enabled or self.job.needs_whole_gradients or self.job.comm.size > 1:
             return False
         if self.by_parameter is None:
             rule = type(self.job.optimizer)
