@@ -535,6 +535,12 @@ def sample_of(batches, n):
     return torch.cat([x for _, (x, _) in zip(range(n), plain, strict=False)])
 
 
+def test_a_rank_that_is_dealt_no_share_gets_no_batch(made):
+    batches = made(batch=8)
+    with batches.deal_from(lambda: None):
+        assert list(batches) == []
+
+
 def test_members_share_each_decoded_batch(made, monkeypatch):
     alone = made(batch=8)
     wanted = [(x, y) for _ in range(2) for x, y in alone]

@@ -21,7 +21,7 @@ from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.shuffle import order as order_of_epoch
 from kasoku.device import LossScale
 from kasoku.distributed import Asynchronous
-from kasoku.training.async_source import AsyncSource
+from kasoku.training.batches import AsyncSource
 from kasoku.training.control import Request
 from kasoku.training.run_folder import run_folder
 from kasoku.training.run_state import DivergedError, Result

@@ -1,7 +1,18 @@
-"""How ranks take their batches: none starts a step that another rank has no input for, and none seems to hang."""
+"""How ranks take their batches: each a part of every batch, or its own shares of the data (Asynchronous).
+
+No rank starts a step that another rank has no input for, and none seems to hang while it waits for input.
+
+Note: shares of the data. A rank takes the next share of the epoch's batches when it is ready for it, so fast ranks take
+more of them, and each image is trained on once an epoch, as ever. Sync points are at the end of an epoch, at an
+evaluation, when a rank requests one (a signal, a checkpoint that is due, a loss that is not finite), and where
+synchronous steps begin or end; always after whole batches. There a step is counted for each batch, and the weights are
+equal on all ranks.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import ClassVar
@@ -10,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Batch, Comm, InputError, Job, Work
+from kasoku.distributed.async_sgd.asynchronous import Exchange
 from kasoku.distributed.consensus import raise_on_all_ranks
 from kasoku.distributed.counting_comm import Activity
 from kasoku.training.control import ControlChannel, Request
@@ -17,6 +29,7 @@ from kasoku.training.metrics import Metrics
 from kasoku.training.run_state import RunState
 
 _INPUT_S = 120.0  # a rank that waits longer for a batch hangs: a reader repeats its requests to a source for a minute
+_PATIENCE = 10  # at a sync point ranks wait this many times as long as a rank may be without a step
 
 
 class SyncSource:
@@ -54,6 +67,111 @@ class SyncSource:
     def close(self) -> None:
         """Ends the exchange of requests under way. Collective."""
         self._channel.close()
+
+
+class AsyncSource:
+    """The shares of the data that one rank trains on between two sync points."""
+
+    syncs_each_step: ClassVar[bool] = False
+
+    def __init__(self, state: RunState, metrics: Metrics, own_request: Callable[[], Request]) -> None:
+        self.state, self.job, self.metrics, self.own_request = state, state.job, metrics, own_request
+        self._exchange: Exchange = self.job.kept("asynchronous")
+        self._channel = ControlChannel(self.job.comm)
+        self._request, self._failure = Request(), None  # type: Request, InputError | None
+        self._synchronous, self._steps = False, self.job.steps
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's batches up to the next sync point."""
+        job, loader, size, exchange = self.job, self.job.plain_loader, self.job.comm.size, self._exchange
+        epoch, first, end = loader.epoch, loader.position, self._end()
+        self._request, self._synchronous = Request(), exchange.sync_phases.due
+        if self._synchronous != exchange.sync_phases.active:  # on all ranks, also on those that get no share
+            exchange.change_phase()
+        barrier = BatchBarrier(job.comm)
+        try:
+            if self._synchronous:
+                for batch in islice(batches(job, self.state.activity, barrier), end - first):
+                    yield batch
+                    request = self._channel.exchange(self._update_request())
+                    if request is not None:  # of all ranks
+                        self._request = request
+                        if any(request):
+                            return
+            else:
+                exchange.deal(first * size, end * size)
+                with loader.deal_from(lambda: exchange.share_of_data(any(self._update_request()))):
+                    for batch in own_batches(job.loader, self.state.activity):
+                        number = loader.last_share // size  # all shares of a batch have the same progress
+                        job.set_progress(epoch + number / len(loader))
+                        yield batch
+        except InputError as error:
+            self._failure, self._request = error, Request(failed=True)
+            if not self._synchronous:
+                exchange.share_of_data(True)
+        finally:
+            barrier.close()
+
+    def images(self, y_N: Tensor) -> int:
+        """0: images are counted at the sync points."""
+        return 0
+
+    def sync(self) -> Request:
+        """Finishes all exchanges, so that all ranks have equal weights. Collective; drains."""
+        job, loader, state = self.job, self.job.plain_loader, self.state
+        self._channel.close()
+        limit_s = _PATIENCE * state.activity.limit_s
+        with job.trace.span("wait", "the other ranks"), state.activity.busy("the other ranks", limit_s):
+            job.drain()
+        metrics = self.metrics
+        metrics.read_own()
+        own = self._request, metrics.own_sum, metrics.own_count
+        requests, sums, counts = zip(*job.comm.gather_objects(own), strict=True)
+        if not self._synchronous:
+            reached = job.comm.broadcast_object(self._exchange.shares_dealt) // job.comm.size
+            loader.seek(loader.epoch + reached // len(loader), reached % len(loader))
+        state.mark_position()
+        before, self._steps = self._steps, loader.epoch * len(loader) + loader.position
+        job.steps = self._steps
+        job.set_progress(job.steps / len(loader))
+        state.progress.images += (job.steps - before) * state.recipe.batch
+        raise_on_all_ranks(job.comm, self._failure)
+        metrics.read_mean(sum(sums), sum(counts))
+        return Request.merge(requests)
+
+    def close(self) -> None:
+        """Writes how stale the updates were. Collective."""
+        counts = self._exchange.staleness
+        updates = sum(counts.values())
+        mean = sum(staleness * n for staleness, n in counts.items()) / max(1, updates)
+        document = {"mean": round(mean, 3), "updates": {str(staleness): n for staleness, n in sorted(counts.items())}}
+        self.state.write(lambda run: run.write("staleness.json", json.dumps(document) + "\n"))
+        most = max(counts, default=0)
+        self.metrics.bar.say(
+            f"staleness: an update lacked {mean:.1f} updates of other ranks on average, at most {most}"
+        )
+        self._channel.close()
+
+    def _end(self) -> int:
+        """The batch of this epoch before which the next sync point is."""
+        job, loader, recipe = self.job, self.job.plain_loader, self.state.recipe
+        length: int = len(loader)
+        position: int = loader.position
+        every, every_steps = recipe.evaluate.every, recipe.save.every_steps
+        epoch = loader.epoch + position / length
+        evaluation = (math.floor(epoch / every + 1e-9) + 1) * every
+        change = min((bound for bound in self._exchange.sync_phases.bounds if bound > epoch + 1e-9), default=math.inf)
+        left: int = self.state.training.total_steps - job.steps
+        until_save = every_steps - job.steps % every_steps if every_steps else left
+        in_epoch = min(evaluation, change, loader.epoch + 1.0) - loader.epoch
+        end: int = min(length, position + min(left, until_save), math.ceil(in_epoch * length - 1e-6))
+        return max(position + 1, end)
+
+    def _update_request(self) -> Request:
+        """This rank's requests since the last sync point."""
+        diverged = Request(failed=self.metrics.diverged)
+        self._request = Request.merge((self._request, self.own_request(), diverged))
+        return self._request
 
 
 def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Batch]:

@@ -27,8 +27,7 @@ from kasoku.distributed.startup import Start
 from kasoku.models import check_fits
 from kasoku.optim import Rate
 from kasoku.report import Timed
-from kasoku.training.async_source import AsyncSource
-from kasoku.training.batches import SyncSource
+from kasoku.training.batches import AsyncSource, SyncSource
 from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint
 from kasoku.training.control import Request, signals
 from kasoku.training.metrics import Metrics, skipped_images
