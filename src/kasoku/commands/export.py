@@ -7,7 +7,9 @@ returns logits_NK.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,6 @@ class ExportArguments(CommandArguments):
     out: Path | None = option(metavar="FILE", help="where to (default: in the run folder)")
 
 
-def run(arguments: ExportArguments) -> int:
-    """Exports, and prints the file; returns the exit code."""
-    print(export(arguments.trained, arguments.format, arguments.out))
-    return 0
-
-
 class _FromPixels(nn.Module):
     """Normalises pixels, then the network."""
 
@@ -55,32 +51,34 @@ class _FromPixels(nn.Module):
         return out
 
 
-def export(run: Path, format: str, out: Path | None = None) -> Path:
-    """Writes a run's best weights, or its whole network, as `format`: one of SUFFIXES; returns the file."""
-    trained = load(run)
+def run(arguments: ExportArguments) -> int:
+    """Writes a run's best weights, or its whole network, and prints the file; returns the exit code."""
+    trained = load(arguments.trained)
     trained.job.close()  # the plain network: no autocast, plain layout
     trained.job.model.cpu()
-    path = out or run / f"export.{SUFFIXES[format]}"
-    if format == "safetensors":
-        facts = {"classes": json.dumps(trained.classes), "model": trained.recipe.model.use}
-        more = {"mean": json.dumps(trained.mean), "std": json.dumps(trained.std)}
-        weights = {name: w.contiguous() for name, w in trained.job.model.state_dict().items()}
-        write_atomically(path, lambda part: save_file(weights, part, metadata={**facts, **more}))
-        return path
+    save: Callable[[Path], object]
     program = _FromPixels(trained).eval()
     example = (torch.rand(2, trained.channels, *trained.image_size),)
     shapes: Any = {"pixels_NCHW": {0: torch.export.Dim("batch", min=1)}}
-    if format == "torch-export":
-        exported = torch.export.export(program, example, dynamic_shapes=shapes)
-        write_atomically(path, lambda part: torch.export.save(exported, part))
-        return path
-    try:
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise InputError('ONNX export needs more packages: pip install "onnx>=1.17" "onnxscript>=0.5"') from error
-    names: dict[str, Any] = {"input_names": ["pixels"], "output_names": ["logits"]}
-    written = torch.onnx.export(program, example, dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
-    if written is None:
-        raise InputError(f"{run}: torch could not turn this network into ONNX; use --format torch-export")
-    write_atomically(path, lambda part: written.save(str(part)))
-    return path
+    if arguments.format == "safetensors":
+        facts = {"classes": json.dumps(trained.classes), "model": trained.recipe.model.use}
+        facts |= {"mean": json.dumps(trained.mean), "std": json.dumps(trained.std)}
+        weights = {name: w.contiguous() for name, w in trained.job.model.state_dict().items()}
+        save = partial(save_file, weights, metadata=facts)
+    elif arguments.format == "torch-export":
+        save = partial(torch.export.save, torch.export.export(program, example, dynamic_shapes=shapes))
+    else:
+        try:
+            import onnxscript  # noqa: F401
+        except ImportError as error:
+            raise InputError('ONNX export needs more packages: pip install "onnx>=1.17" "onnxscript>=0.5"') from error
+        names: dict[str, Any] = {"input_names": ["pixels"], "output_names": ["logits"]}
+        written = torch.onnx.export(program, example, dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
+        if written is None:
+            message = "torch could not turn this network into ONNX; use --format torch-export"
+            raise InputError(f"{arguments.trained}: {message}")
+        save = written.save
+    path = arguments.out or arguments.trained / f"export.{SUFFIXES[arguments.format]}"
+    write_atomically(path, save)
+    print(path)
+    return 0
