@@ -55,9 +55,7 @@ class PredictionLog:
             seen.update(zip(columns[2].tolist(), columns[3].tolist(), strict=True))
         gathered = comm.gather_objects((self._outputs, mine, seen))
         side = max(len(dataset.classes), *(outputs for outputs, _, _ in gathered))
-        counts: Counter[tuple[int, int]] = Counter()
-        for _, _, theirs in gathered:
-            counts.update(theirs)
+        counts = sum((theirs for _, _, theirs in gathered), Counter[tuple[int, int]]())
         names = [*dataset.classes, *(f"output {i}" for i in range(len(dataset.classes), side))]
         images = sorted((image for _, images, _ in gathered for image in images), reverse=True)[:worst]
         pictures = _thumbnails(dataset, [index for _, index, _, _ in images] if comm.rank == 0 else [])
