@@ -117,7 +117,7 @@ class _RunningStatistics:
         self.variances: list[Tensor] = [norm.running_var for norm in self.norms if norm.running_var is not None]
         self.sizes = [len(mean) for mean in self.means]
         channels, modules = sum(self.sizes), len(self.norms)
-        self.noted: list[tuple[int, Tensor, Tensor]] = []
+        self.noted: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of each norm, the groups of this forward
         self.groups, self.values = [0] * modules, [0] * modules  # of each norm, since the last update
         self.flat = self.means[0].new_zeros(2 * channels, dtype=torch.float32)
         self.first, self.second = torch.split(self.flat, channels)
@@ -128,26 +128,21 @@ class _RunningStatistics:
 
     def take(self, i: int, mean_C: Tensor, variance_C: Tensor, n: int) -> None:
         """Notes a group's statistics in norm i, with n values a channel."""
-        self.noted.append((i, mean_C, variance_C))
+        self.noted.setdefault(i, []).append((mean_C, variance_C))
         self.groups[i] += 1
         self.values[i] += n
 
     @torch.no_grad()
     def add(self) -> None:
         """Adds the statistics of a forward, one group of every norm at a time, so that groups are added in order."""
-        rounds: list[dict[int, tuple[Tensor, Tensor]]] = []
-        for i, mean_C, variance_C in self.noted:
-            free = next((r for r in rounds if i not in r), None)
-            if free is None:
-                rounds.append(free := {})
-            free[i] = (mean_C, variance_C)
-        self.noted.clear()
         first, second = self._by_norm(self.first), self._by_norm(self.second)
-        for some in rounds:
+        for group in range(max(map(len, self.noted.values()), default=0)):
+            some = {i: statistics[group] for i, statistics in self.noted.items() if group < len(statistics)}
             off = torch._foreach_sub([mean for mean, _ in some.values()], [self.means[i] for i in some])
             squares = torch._foreach_addcmul([variance for _, variance in some.values()], off, off)
             torch._foreach_add_([first[i] for i in some], off)
             torch._foreach_add_([second[i] for i in some], squares)
+        self.noted.clear()
 
     @torch.no_grad()
     def move(self) -> None:

@@ -199,14 +199,13 @@ class Engine:
             hyper = self.job.hyper()  # as they are now: a scheduler may change them in place
             self.hyper = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in hyper]
         for bucket in self.layout.by_arrival:
-            if not late:
-                self.wait(bucket)
             bucket.pending = late
+            bucket.versions.clear()
             if late:
                 bucket.detach()
             else:
+                self.wait(bucket)
                 bucket.attach()
-            bucket.versions.clear()
         self.sent = 0
         if self.profiler is not None:
             self.profiler.averaged()
