@@ -164,16 +164,10 @@ def override(document: dict[str, Any], setting: str) -> None:
     at: Any = document
     keys = path.strip().split(".")
     for key, following in pairwise(keys):
-        if isinstance(at, list):
-            at = at[_index(at, key, path)]
-        else:
-            at = at.setdefault(key, [] if following == "0" else {})
+        at = at[_index(at, key, path)] if isinstance(at, list) else at.setdefault(key, [] if following == "0" else {})
         if not isinstance(at, dict | list):
             raise InputError(f"--set {setting}: {key} is a value, not a table")
-    if isinstance(at, list):
-        at[_index(at, keys[-1], path)] = value
-    else:
-        at[keys[-1]] = value
+    at[_index(at, keys[-1], path) if isinstance(at, list) else keys[-1]] = value
 
 
 def _in_document(field: dataclasses.Field[Any]) -> bool:

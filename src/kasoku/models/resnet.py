@@ -59,6 +59,9 @@ class Bottleneck(nn.Module):
         return out
 
 
+Block = type[BasicBlock] | type[Bottleneck]
+
+
 class ResNet(nn.Module):
     """A stem, four stages of residual blocks, the mean over the image, one linear layer.
 
@@ -73,7 +76,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        block: type[BasicBlock] | type[Bottleneck],
+        block: Block,
         depths: tuple[int, int, int, int],
         num_classes: int,
         in_channels: int,
@@ -108,9 +111,7 @@ class ResNet(nn.Module):
         return logits_NK
 
 
-def _stage(
-    block: type[BasicBlock] | type[Bottleneck], channels_in: int, channels: int, depth: int, *, stride: int
-) -> nn.Sequential:
+def _stage(block: Block, channels_in: int, channels: int, depth: int, *, stride: int) -> nn.Sequential:
     out = channels * block.expansion
     downsample = None
     if stride != 1 or channels_in != out:

@@ -176,17 +176,16 @@ def muon(
         raise InputError(f"muon: {type(model).__name__} has no trainable weights beside its head: use sgd or adamw")
     whitening = [p for p in vectors if "whiten" in names[p] and rest.whitening_epochs]
     biases = [p for p in vectors if not ("whiten" in names[p] and rest.whitening_epochs)]
+
+    def sgd_group(params: list[Tensor], lr: float, decay: float) -> dict[str, Any]:
+        weight_decay = decay / lr if lr else 0.0
+        return {"params": params, "filters": False, "lr": lr, "weight_decay": weight_decay, "momentum": rest.momentum}
+
     decay = rest.weight_decay if rest.decay_all else 0.0
     groups = [
         {"params": filters, "filters": True},
-        _sgd_group(biases, rest.bias_lr, decay),
-        {**_sgd_group(whitening, rest.bias_lr, decay), "until": rest.whitening_epochs},
-        _sgd_group([p for p in matrices if p is head], rest.head_lr, rest.weight_decay),
+        sgd_group(biases, rest.bias_lr, decay),
+        {**sgd_group(whitening, rest.bias_lr, decay), "until": rest.whitening_epochs},
+        sgd_group([p for p in matrices if p is head], rest.head_lr, rest.weight_decay),
     ]
-    for group in groups[1:]:
-        group["momentum"] = rest.momentum
     return Muon([g for g in groups if g["params"]], lr, momentum=momentum, steps=steps, normalize=normalize)
-
-
-def _sgd_group(params: list[Any], lr: float, decay: float) -> dict[str, Any]:
-    return {"params": params, "filters": False, "lr": lr, "weight_decay": decay / lr if lr else 0.0}
