@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kasoku.core import InputError, Span
-from kasoku.distributed import Asynchronous, Hierarchical, Reducer
+from kasoku.distributed import Asynchronous, Hierarchical, Mean, Reducer
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.ddp.bucket_plan import Graded, OneBucket, Planned, Policy, search
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel, Sized, UnitTimes, forecast
@@ -194,12 +194,8 @@ class Simulator:
             plan = replace(plan, order=tuple(Chunk(i, 0, size) for i, size in enumerate(sizes)))  # each sent whole
             inputs = StepInputs(units, tensors, plan, async_exchange.link(self.cluster, gpus), False, asynchronous)
             return replace(inputs, asynchronous=async_exchange.settled(asynchronous, units, inputs.timed()))
-        if sharing.reducer:
-            link = compressed.link(self.cluster, gpus, sharing.reducer, sharing.algorithm)
-            tensors, defined = self.net.carried(_FP32)
-        else:
-            link = collectives.link(self.cluster, gpus, sharing.algorithm)
-            tensors, defined = self.net.carried(sharing.wire_bytes)
+        link = compressed.link(self.cluster, gpus, sharing.reducer or Mean(), sharing.algorithm)
+        tensors, defined = self.net.carried(_FP32 if sharing.reducer else sharing.wire_bytes)
         if isinstance(sharing.policy, Planned) and gpus > 1:
             plan, _, late = search(units, tensors, link, next_forward=late, limit_s=math.inf, tries=_TRIES)
             return StepInputs(units, tensors, plan, link, late)

@@ -157,8 +157,23 @@ class _Trials:
             raise InputError(f"all of the first {len(failed)} trials {failed[0]}: {_REMEDY}")
         ended = len(self.outcomes())
         for job in range(self.plan.jobs):
-            if job not in self.running and ended + len(self.running) < self.plan.trials:
-                self.running[job] = self._start(job)
+            if job in self.running or ended + len(self.running) >= self.plan.trials:
+                continue
+            trial = self.study.ask()
+            earlier = trial.user_attrs.get("folder")
+            folder = Path(earlier) if earlier else self.plan.folder / f"trial-{trial.number + 1}"
+            trial.set_user_attr("folder", str(folder))
+            settings = {path: choice.proposed(trial, path) for path, choice in self.plan.space.items()}
+            trial.set_user_attr("settings", settings)
+            options = [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]
+            command = [*self.plan.command, *options, "--out", str(folder), *(["--continue"] if earlier else [])]
+            environment = {**os.environ, **self.plan.environment(job)}
+            with Path(f"{folder}.log").open("ab") as log:
+                process = subprocess.Popen(  # its own process group: only this process receives a terminal's Ctrl-C
+                    command, env=environment, stdout=log, stderr=subprocess.STDOUT, process_group=0
+                )
+            self.running[job] = _TrialProcess(trial, process, folder)
+            self.say(f"trial {trial.number + 1}: {'continues' if earlier else 'begins'} ({_as_text(settings)})")
         return bool(self.running)
 
     def poll(self) -> None:
@@ -206,22 +221,6 @@ class _Trials:
                 kept = {name: trial.user_attrs[name] for name in ("how", "settings", "result", "folder")}
                 results.append(TrialResult(trial.number + 1, **kept))
         return sorted(results, key=lambda run: (run.how != "done", -run.top1, run.trial))
-
-    def _start(self, job: int) -> _TrialProcess:
-        trial = self.study.ask()
-        earlier = trial.user_attrs.get("folder")
-        folder = Path(earlier) if earlier else self.plan.folder / f"trial-{trial.number + 1}"
-        trial.set_user_attr("folder", str(folder))
-        settings = {path: choice.proposed(trial, path) for path, choice in self.plan.space.items()}
-        trial.set_user_attr("settings", settings)
-        options = [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]
-        command = [*self.plan.command, *options, "--out", str(folder), *(["--continue"] if earlier else [])]
-        environment = {**os.environ, **self.plan.environment(job)}
-        with Path(f"{folder}.log").open("ab") as log:
-            # its own process group: only this process receives a terminal's Ctrl-C
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, process_group=0)
-        self.say(f"trial {trial.number + 1}: {'continues' if earlier else 'begins'} ({_as_text(settings)})")
-        return _TrialProcess(trial, process, folder)
 
     def _report(self, run: _TrialProcess) -> bool:
         """Reports new evaluations to the study; returns whether there were any."""

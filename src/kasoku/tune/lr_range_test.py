@@ -75,16 +75,11 @@ class RangeTest:
 
     def as_json(self, lr: float, budget_s: float) -> dict[str, Any]:
         """The contents of tuning.json: rates as multiples of `lr`; null where there is none."""
-
-        def rate(factor: float | None) -> float | None:
-            return None if factor is None else lr * factor
-
+        factors = {"chosen": self.suggested, "steepest": self.steepest, "diverged": self.diverged}
         return {
             "what": "lr",
             "strategy": "range test",
-            "chosen": rate(self.suggested),
-            "steepest": rate(self.steepest),
-            "diverged": rate(self.diverged),
+            **{name: None if factor is None else lr * factor for name, factor in factors.items()},
             "samples": [
                 {"lr": lr * s.factor, "loss": finite_or_none(s.loss), "smoothed": finite_or_none(s.smoothed)}
                 for s in self.samples

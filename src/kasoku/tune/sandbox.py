@@ -84,10 +84,6 @@ def _technique_hooks(model: nn.Module, first: int) -> Iterator[tuple[dict[int, A
                 yield from ((hooks, number) for number in list(hooks) if number >= first)
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
 class Sandbox:
     """Copies of a job's model and optimizer, and a loader of any batch size.
 
@@ -130,8 +126,9 @@ class Sandbox:
         job.drain()
         self.optimizer.state.clear()  # frees its memory first
         memo: dict[int, Any] = {}
+        whole, twins = ([*model.parameters(), *model.buffers()] for model in (job.model, self.model))
         with torch.no_grad():
-            for own, twin in zip(_tensors(job.model), _tensors(self.model), strict=True):
+            for own, twin in zip(whole, twins, strict=True):
                 twin.copy_(own)
                 memo[id(own)] = twin
         self.optimizer = _copied_optimizer(job.optimizer, memo, job.first_hook)
@@ -166,8 +163,6 @@ class Sandbox:
         except BaseException:  # such as out of memory: remove its hooks before a smaller size is tried
             alone.close()
             raise
-
-    # ---- in parts
 
     def may_split(self, multiple: int) -> None:
         """Allows splitting a share into parts of whole groups; all sizes are multiples of `multiple`."""
