@@ -216,8 +216,8 @@ def test_no_rank_waits_for_another_between_sync_points(tmp_path, monkeypatch):
     def rank(comm: Comm) -> None:
         training = build(recipe("epochs=1"), comm)
         for one in (comm, training.job.kept("asynchronous").comm):
-            join = one._join
-            one._join = partial(noted, comm.rank, join)
+            join = one._start
+            one._start = partial(noted, comm.rank, join)
         with run_folder(comm, tmp_path / "run", resume=False) as run:
             fit(training, run, started=process_start(), quiet=True)
 

@@ -49,8 +49,7 @@ class SyncSource:
     def images(self, y_N: Tensor) -> int:
         """The images of a micro-batch on all ranks."""
         loader = self.job.plain_loader
-        uneven = getattr(loader, "shares", ())
-        return loader.batch // self.job.accumulate if uneven else len(y_N) * self.job.comm.size
+        return loader.batch // self.job.accumulate if loader.shares else len(y_N) * self.job.comm.size
 
     def sync(self) -> Request:
         """The requests of the last exchange between ranks, which is not after every step. Collective."""
@@ -177,7 +176,7 @@ class AsyncSource:
 def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Batch]:
     """The rest of an epoch. If the input of one rank fails, all ranks raise before that batch. Collective."""
     loader = job.plain_loader
-    if job.comm.size == 1 or getattr(loader, "skipped", None) is None:  # memory does not fail
+    if job.comm.size == 1 or loader.skipped is None:  # memory does not fail
         yield from job.loader
         return
     own = own_batches(job.loader, activity)
@@ -246,7 +245,6 @@ class BatchBarrier:
         return True
 
     def close(self) -> None:
-        """Ends the exchange under way."""
         if self._work:
             self._finish()
 

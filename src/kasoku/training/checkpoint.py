@@ -60,7 +60,7 @@ class Checkpointing:
                 raise state.diverged("the weights are not finite", job.steps)
             content = job.state_dict()
             content["loader"] |= state.position  # after the last whole step
-            if getattr(job.plain_loader, "skipped", None):
+            if job.plain_loader.skipped:
                 ranks = job.comm.gather_objects(content["loader"].get("skipped", {}))
                 content["loader"]["skipped"] = {index: why for skipped in ranks for index, why in skipped.items()}
             progress = {**asdict(state.progress), "spent_s": self.metrics.ledger.rows()}

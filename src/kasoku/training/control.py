@@ -31,7 +31,6 @@ class Request(NamedTuple):
 
     @classmethod
     def merge(cls, requests: Iterable[Request]) -> Request:
-        """The request of several ranks together."""
         return cls(*map(max, zip(*requests, strict=True)))
 
 
@@ -71,7 +70,6 @@ class ControlChannel:
         return Request(bool(save), stop, bool(failed))
 
     def close(self) -> list[float] | None:
-        """Ends the exchange under way."""
         if self._work is None:
             return None
         self._work.wait()

@@ -53,7 +53,6 @@ class Metrics:
         self._began_s, self._first_step = self.job.clock.now(), True
 
     def close(self) -> None:
-        """Closes the bar and the log."""
         self.bar.close()
         self.log.close()
 
@@ -196,7 +195,7 @@ class Metrics:
 def skipped_images(state: RunState) -> list[str]:
     """A line for each split with images that could not be decoded on some rank. Collective."""
     loaders = {"training": state.job.plain_loader, "test": state.training.test}
-    skipped = {split: loader.skipped for split, loader in loaders.items() if getattr(loader, "skipped", None)}
+    skipped = {split: loader.skipped for split, loader in loaders.items() if loader.skipped}
     if not skipped:
         return []
     for rank in state.job.comm.gather_objects({split: images.reasons for split, images in skipped.items()}):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import Job
@@ -31,14 +30,14 @@ class Training:
     recipe: Recipe
     job: Job
     dataset: Dataset
-    test: Any  # the test loader: yields Batch, re-iterable
+    test: Loader
     device_setup: Chosen
     total_steps: int
     start: Start  # the tasks of the start-up, with their times
 
     def describe(self, run: RunFolder, import_folders: Sequence[str]) -> None:
         """Writes what a run trains before it starts: its data, its machine, its resolved recipe, unequal shares."""
-        d, shares = self.dataset, getattr(self.job.plain_loader, "shares", ())
+        d, shares = self.dataset, self.job.plain_loader.shares
         facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
         run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
         more = {"chosen": self.device_setup.summary, "import_folders": [entry for entry in import_folders if entry]}
@@ -89,8 +88,7 @@ class RunState:
     def mark_position(self) -> None:
         """Notes the loader's position: a step has ended, and no batch of the next one has been taken."""
         loader = self.job.plain_loader
-        known = isinstance(loader, Loader)
-        self.position = {"epoch": loader.epoch, "position": loader.position} if known else {}
+        self.position = {"epoch": loader.epoch, "position": loader.position}
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
