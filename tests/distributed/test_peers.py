@@ -179,7 +179,7 @@ def test_a_broken_connection_is_a_death_at_once_and_all_hear_of_it():
 
 def test_a_rank_that_was_given_up_ends_and_nothing_it_waits_for_comes():
     with cluster(3) as (ranks, _, _, _):
-        waits = ranks[2].wait_for(0, [Comes(torch.zeros(1), queue.SimpleQueue())])
+        waits = ranks[2].exchange(0, ranks[2].comm, [], [torch.zeros(1)])
         ranks[0].lose(2, "a test says so")
         until(lambda: ranks[2]._failure)
         with pytest.raises(LostError, match="rank 0 is dead"):
@@ -190,13 +190,13 @@ def test_a_rank_that_was_given_up_ends_and_nothing_it_waits_for_comes():
 
 def test_what_is_waited_for_of_a_dead_rank_is_lost():
     with cluster(2) as (ranks, _, _, _):
-        waits = ranks[0].wait_for(1, [Comes(torch.zeros(1), queue.SimpleQueue())])
+        waits = ranks[0].exchange(1, ranks[0].comm, [], [torch.zeros(1)])
         assert not waits.done()
         ranks[0].lose(1, "a test says so")
         with pytest.raises(LostError, match="rank 1 is dead"):
             waits.result()
         with pytest.raises(LostError):
-            ranks[0].wait_for(1, []).result()
+            ranks[0].exchange(1, ranks[0].comm, []).result()
 
 
 def _sums(peers: Peers, begun: threading.Event, *, when: str) -> Any:
@@ -269,7 +269,7 @@ def test_ranks_that_a_watchdog_watches_never_go_on_without_a_dead_one():
         warnings.simplefilter("error")
         for rank in ranks:
             rank.start()
-        waits = ranks[0].wait_for(1, [Comes(torch.zeros(1), queue.SimpleQueue())])
+        waits = ranks[0].exchange(1, ranks[0].comm, [], [torch.zeros(1)])
         mail.cut.add(1)
         for _ in range(int(peers_module.DEAD_S / peers_module.BEAT_S) + 1):
             time.beat(0, 2)

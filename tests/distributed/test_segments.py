@@ -19,8 +19,8 @@ from kasoku.distributed import Asynchronous
 from kasoku.distributed.async_sgd import parameter_server as shards
 from kasoku.distributed.async_sgd import peers
 from kasoku.distributed.async_sgd import shared_memory as segments
+from kasoku.distributed.async_sgd.peers import ASK, REPLY
 from kasoku.distributed.async_sgd.shared_memory import PLACE, Segments
-from kasoku.distributed.async_sgd.transport import ASK, REPLY
 from kasoku.distributed.torch_comm import TorchComm
 
 SIZE = 3

@@ -284,7 +284,7 @@ class Exchange:
         self._start()
         none, share = torch.zeros(0), -1
         with suppress(LostError):
-            share = self.transport.ask(self.weights.owners[0], (SHARE, int(stop)), none, none).result()[0]
+            share = int(self.transport.ask(self.weights.owners[0], (SHARE, int(stop)), none, none).result()[0])
         return share if share >= 0 else None
 
     def _send_clock(self, clock: int) -> None:

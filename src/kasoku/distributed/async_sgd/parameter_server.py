@@ -192,7 +192,7 @@ class SharedWeights:
                 if reply.exception():
                     lost.append(owner)
                 else:
-                    group.version_read[owner] = reply.result()[0]
+                    group.version_read[owner] = int(reply.result()[0])
         for owner in lost:  # after all other owners have replied
             group.drop_owner(owner)
         group.pending.clear()

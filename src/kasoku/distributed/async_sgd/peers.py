@@ -26,12 +26,12 @@ from kasoku.distributed.liveness import ENDED, Detector, LostRankError
 
 BEAT_S, DEAD_S = 1.0, 5.0
 _SLOWEST_S = 10.0  # the pause between beats of many ranks; three of them in silence are a death
-BEAT, SYNC = 1, 8  # tags; a sync point has one for each number of deaths
-LONG, SHORT = 0, 1  # lanes of messages
-SYNC_LANE = 2  # and the higher ones: of an attempt of a sync point, by the number of deaths before it
+BEAT, ASK, REPLY, _SYNC = 1, 2, 3, 8  # tags; a sync point has one for each number of deaths
+_LONG, _SHORT, _SYNC_LANE = 0, 1, 2  # lanes of messages; a sync point has one for each number of deaths
 _ATTEMPTS = 1 << 12  # at most, of one sync point
 Pause = Callable[[threading.Event, float], bool]
-Reply = Future[list[int]]  # the header of a reply; empty for messages that have none
+Tensors = Sequence[Tensor]
+Reply = Future[Any]  # the first tensor received
 
 
 class LostError(RuntimeError):
@@ -58,7 +58,7 @@ class WaitThreads:
         self._lanes.clear()
         self.unfinished.update({rank: {} for rank in ranks})
 
-    def add(self, rank: int, works: Sequence[Work], lane: int, header: Tensor | None = None) -> Reply:
+    def add(self, rank: int, works: Sequence[Work], lane: int, result: Tensor | None = None) -> Reply:
         """Waits behind all other waits of the lane; a dead rank's messages are only kept, as nobody may read them."""
         reply: Reply = Future()
         self.unfinished[rank][reply] = lane, works
@@ -69,14 +69,14 @@ class WaitThreads:
                 thread = threading.Thread(target=self._wait, args=(rank, line), name=name, daemon=True)
                 self._lanes[rank, lane] = line, thread
                 thread.start()
-            self._lanes[rank, lane][0].put((reply, works, header))
+            self._lanes[rank, lane][0].put((reply, works, result))
         return reply
 
     def lose(self, rank: int | None = None) -> None:
         """Ends the waits for a rank, and for all in the attempt of a sync point; all waits by default."""
         for source, waits in self.unfinished.items():
             for reply, (lane, _) in waits.items():
-                if not reply.done() and (rank in (None, source) or lane >= SYNC_LANE):
+                if not reply.done() and (rank in (None, source) or lane >= _SYNC_LANE):
                     reply.set_exception(LostError(source))
 
     def stop(self) -> None:
@@ -84,14 +84,14 @@ class WaitThreads:
         last = max((lane for _, lane in self._lanes), default=0)
         for (rank, lane), (line, thread) in self._lanes.items():
             line.put(None)
-            if lane in (LONG, SHORT, last):
+            if lane in (_LONG, _SHORT, last):
                 self._peers.join(rank, thread)
 
     def _wait(self, rank: int, line: queue.SimpleQueue[Any]) -> None:
         """The main function of a thread."""
         peers = self._peers
         while item := line.get():
-            reply, works, header = item
+            reply, works, result = item
             try:
                 for work in works:
                     work.wait()
@@ -102,7 +102,7 @@ class WaitThreads:
                     return None
                 self.unfinished[rank].pop(reply, None)
                 if not reply.done():
-                    reply.set_result([] if header is None else header.tolist())
+                    reply.set_result(result)
         return None
 
 
@@ -189,15 +189,28 @@ class Peers:
 
     # ---- waits
 
-    def wait_for(self, rank: int, works: Sequence[Work], header: Tensor | None = None, *, lane: int = LONG) -> Reply:
-        """Starts to wait in a thread for messages to a rank and from it, in order, behind those of the same lane.
+    def exchange(
+        self, rank: int, channel: Comm, sends: Tensors, receives: Tensors = (), deaths: int | None = None
+    ) -> Reply:
+        """Starts to send a request to a rank and to receive its reply; the latter raises LostError if the rank dies.
 
-        Messages in a lane of a sync point are lost with any rank that dies.
+        Empty tensors are left out. `deaths`: the messages are of an attempt of a sync point after so many deaths, and
+        lost with the next one.
         """
+        lane, tags = _SHORT if channel is self.small else _LONG, (ASK, REPLY)
+        if deaths is not None:
+            lane, tags = _SYNC_LANE + deaths, (_SYNC + deaths, _SYNC + deaths)
+        works: list[Work] = []
+        try:
+            if rank not in self.dead:
+                works = [channel.send(x, to=rank, tag=tags[0]) for x in sends if len(x)]
+                works += [channel.receive(x, source=rank, tag=tags[1]) for x in receives if len(x)]
+        except RuntimeError:
+            self.lose(rank, "its connection broke")
         with self.changed:
             self.check()
-            if rank not in self.dead and (lane < SYNC_LANE or len(self.dead) == lane - SYNC_LANE):
-                return self._waits.add(rank, works, lane, header)
+            if rank not in self.dead and deaths in (None, len(self.dead)):
+                return self._waits.add(rank, works, lane, receives[0] if receives else None)
         lost: Reply = Future()
         lost.set_exception(LostError(rank))
         return lost
@@ -257,7 +270,7 @@ class Peers:
                     work = self.small.send(report, to=rank, tag=BEAT)
                 except RuntimeError:
                     continue  # the thread that listens to it will notice
-                self._waits.add(rank, [work], LONG)  # a dead rank's is kept for ever
+                self._waits.add(rank, [work], _LONG)  # a dead rank's is kept for ever
 
     def _keep_beating(self) -> None:
         """The main function of a thread."""

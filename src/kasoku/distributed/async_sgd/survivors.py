@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm
-from kasoku.distributed.async_sgd.peers import SYNC, SYNC_LANE, LostError, Peers
+from kasoku.distributed.async_sgd.peers import LostError, Peers
 
 T = TypeVar("T")
 
@@ -39,17 +39,11 @@ class Survivors(Table):
 
     def swap(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Sends to each other rank and receives from it, and waits for all."""
-        replies, tag = {}, SYNC + self._deaths
-        for rank in self.ranks:
-            if rank != self.comm.rank:
-                x, out = outgoing[rank], incoming[rank]
-                try:
-                    works = [self.comm.send(x, to=rank, tag=tag)] if len(x) else []
-                    works += [self.comm.receive(out, source=rank, tag=tag)] if len(out) else []
-                except RuntimeError as error:
-                    self._peers.lose(rank, "its connection broke")
-                    raise LostError(rank) from error
-                replies[rank] = self._peers.wait_for(rank, works, lane=SYNC_LANE + self._deaths)
+        replies = {
+            rank: self._peers.exchange(rank, self.comm, [outgoing[rank]], [incoming[rank]], deaths=self._deaths)
+            for rank in self.ranks
+            if rank != self.comm.rank
+        }
         for rank, reply in replies.items():
             if reply.exception():  # raised itself, it would keep the tensors of these frames alive
                 raise LostError(rank)

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from kasoku.core import Comm, Work
 from kasoku.distributed.async_sgd.parameter_server import Head, ParameterServer
-from kasoku.distributed.async_sgd.peers import LONG, SHORT, LostError, Peers, Reply
+from kasoku.distributed.async_sgd.peers import ASK, REPLY, LostError, Peers, Reply
 from kasoku.distributed.async_sgd.shared_memory import PLACE, Segments
 from kasoku.distributed.async_sgd.survivors import Table, on_survivors
 
-ASK, REPLY = 2, 3  # tags of requests and replies, which share a channel; 1 is a heartbeat's
 FIELDS = 4  # numbers of a Head, at most
 HEADER = FIELDS + 2 * PLACE  # and the addresses of both bodies in shared memory, or zeros where the bytes are sent
 BYE = 0  # the kind of message that ends the requests of a rank
@@ -115,26 +114,13 @@ class NetworkTransport:
             if all(places):
                 request[FIELDS:] = torch.tensor(places).view(-1)
                 body, out = body[:0], out[:0]
-        channel = self.peers.small if small else self._comm
-        works: list[Work] = []
-        try:
-            if to not in self.dead:
-                works = [channel.send(x, to=to, tag=ASK) for x in (request, body) if len(x)]
-                works += [channel.receive(x, source=to, tag=REPLY) for x in (reply, out) if len(x)]
-        except RuntimeError:
-            self.peers.lose(to, "its connection broke")
-        return self.peers.wait_for(to, works, reply, lane=SHORT if small else LONG)
+        return self.peers.exchange(to, self.peers.small if small else self._comm, [request, body], [reply, out])
 
     def finish_requests(self) -> None:
         """Announces the last request, and answers other ranks' requests until their last. Raises as `ask` does."""
         self.peers.check()
-        bye, replies = torch.zeros(HEADER, dtype=torch.int64), []
-        for rank, channel in self._callees:
-            try:
-                works, lane = [channel.send(bye, to=rank, tag=ASK)], SHORT if channel is self.peers.small else LONG
-                replies.append(self.peers.wait_for(rank, works, lane=lane))
-            except RuntimeError:
-                self.peers.lose(rank, "its connection broke")
+        bye = torch.zeros(HEADER, dtype=torch.int64)
+        replies = [self.peers.exchange(rank, channel, [bye]) for rank, channel in self._callees]
         for reply in replies:
             reply.exception()  # waits
         for rank, thread in self._threads:
@@ -199,7 +185,7 @@ class NetworkTransport:
 
 def _answered(header: Head) -> Reply:
     reply: Reply = Future()
-    reply.set_result([*header])
+    reply.set_result(header)
     return reply
 
 
