@@ -95,7 +95,16 @@ def build_program(
     inner = in_bf16 - {0, graph.out}  # the ends are rounded after the forward
     computes = [Instruction("compute", i) for i in range(len(graph.nodes))]
     forward = _with_frees(graph, computes, end=(useful - inner) | {graph.out}, not_over=inner)
-    backward = _with_loads(graph, _with_frees(graph, order), in_bf16)
+    backward = _with_frees(graph, order)
+    grads_before = [*accumulate((step.kind == "grad" for step in backward), initial=0)]
+    for v in sorted(in_bf16):  # converted before use, and freed again if the next use is far away
+        uses = [i for i, step in enumerate(backward) if v in _reads(graph, step)]
+        far = [(i, j) for i, j in pairwise(uses) if grads_before[j] - grads_before[i] > _NEAR]
+        for i, _ in far:
+            backward[i] = backward[i]._replace(frees=(v, *backward[i].frees))
+        loads = [uses[0], *(j for _, j in far)]
+        for i in loads:
+            backward[i] = backward[i]._replace(loads=(*backward[i].loads, (v, i == loads[-1])))
     return Program(graph, useful, tuple(forward), tuple(backward), in_bf16)
 
 
@@ -167,21 +176,6 @@ def _with_frees(
     return reverse[::-1]
 
 
-def _with_loads(graph: LayerGraph, steps: list[Instruction], in_bf16: frozenset[int]) -> list[Instruction]:
-    """The steps with values converted from bf16 before use, and freed again if the next use is far away."""
-    grads_before = [*accumulate((step.kind == "grad" for step in steps), initial=0)]
-    steps = list(steps)
-    for v in sorted(in_bf16):
-        uses = [i for i, step in enumerate(steps) if v in _reads(graph, step)]
-        far = [(i, j) for i, j in pairwise(uses) if grads_before[j] - grads_before[i] > _NEAR]
-        for i, _ in far:
-            steps[i] = steps[i]._replace(frees=(v, *steps[i].frees))
-        for i in (uses[0], *(j for _, j in far)):
-            last = i == (far[-1][1] if far else uses[0])
-            steps[i] = steps[i]._replace(loads=(*steps[i].loads, (v, last)))
-    return steps
-
-
 # ---- execution
 
 
@@ -230,8 +224,7 @@ class Segment:
 
     def parts(self, n: int) -> list[slice]:
         """The chunks of n images."""
-        size = self.chunk or n
-        return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+        return [slice(i, i + (self.chunk or n)) for i in range(0, n, self.chunk or n)]
 
 
 class _SegmentFunction(torch.autograd.Function):
