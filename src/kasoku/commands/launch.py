@@ -21,7 +21,7 @@ from kasoku.config.recipe import Recipe
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.core.hardware import cores
-from kasoku.distributed.cluster_jobs import KubernetesSpec, SlurmSpec, manifest, sbatch
+from kasoku.distributed.cluster_jobs import CPUS_PER_GPU, TIME_LIMIT, LaunchSpec, manifest, sbatch
 from kasoku.distributed.environment import Place
 from kasoku.distributed.local_launch import spawn, train_arguments
 
@@ -56,10 +56,10 @@ class SlurmArguments(LaunchArguments):
     name: str | None = option(help="of the job (default: the recipe's)")
     write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
     port: int | None = option(metavar="P", help="of rank 0 (default: from the job's number)")
-    cpus_per_gpu: int = option(default=SlurmSpec.cpus_per_gpu, metavar="C", help="(default: %(default)s)")
+    cpus_per_gpu: int = option(default=CPUS_PER_GPU, metavar="C", help="(default: %(default)s)")
     partition: str | None = option(metavar="NAME", help="(default: the cluster's)")
     account: str | None = option(metavar="NAME", help="(default: yours)")
-    time: str = option(default=SlurmSpec.time, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
+    time: str = option(default=TIME_LIMIT, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class KubernetesArguments(LaunchArguments):
 
     name: str | None = option(help="of the job (default: the recipe's)")
     write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
-    image: str = option(default=KubernetesSpec.image, help="a container image with kasoku in it (default: %(default)s)")
+    image: str = option(default="kasoku:latest", help="a container image with kasoku in it (default: %(default)s)")
     mount: tuple[str, ...] = option(default=(), metavar="CLAIM:DIR", help="a volume claim for the run, the data, ...")
     port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
 
@@ -111,15 +111,14 @@ def run_slurm(arguments: SlurmArguments) -> int:
             raise InputError(f'--{option_name} "{name}": letters, digits, "_", "-" and "."; give the name Slurm knows')
     if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}", arguments.time):
         raise InputError(f'--time "{arguments.time}": D-HH:MM:SS, HH:MM:SS or minutes')
-    spec = SlurmSpec(
-        **job,
-        out=arguments.out,
+    script = sbatch(
+        LaunchSpec(**job, out=arguments.out),
         time=arguments.time,
         cpus_per_gpu=arguments.cpus_per_gpu,
         partition=arguments.partition,
         account=arguments.account,
     )
-    return _write(sbatch(spec), arguments.write)
+    return _write(script, arguments.write)
 
 
 def run_kubernetes(arguments: KubernetesArguments) -> int:
@@ -140,9 +139,8 @@ def run_kubernetes(arguments: KubernetesArguments) -> int:
         print(
             f"kasoku: {out} is lost with its pod: give a volume claim, as --mount CLAIM:{out.parent}", file=sys.stderr
         )
-    return _write(
-        manifest(KubernetesSpec(**job, out=out, image=arguments.image, mount=arguments.mount)), arguments.write
-    )
+    text = manifest(LaunchSpec(**job, out=out), image=arguments.image, mount=arguments.mount)
+    return _write(text, arguments.write)
 
 
 def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from kasoku.config.updates import updates
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.distributed import Hierarchical, Mean
-from kasoku.distributed.cluster_jobs import SlurmSpec, sbatch
+from kasoku.distributed.cluster_jobs import LaunchSpec, sbatch
 from kasoku.report import print_table
 from kasoku.simulate import load as load_cluster
 from kasoku.simulate import plan_search, profile_of
@@ -152,7 +152,7 @@ def _write(chosen: Choice, folder: Path, original: Path) -> None:
     plain = re.sub(r"[^a-z0-9]+", "-", original.stem.lower()).strip("-")
     name = (plain if plain[:1].isalpha() else f"kasoku-{plain}")[:63].strip("-")  # a job's begins with a letter
     each, on_gpus = chosen.step.gpus // nodes, chosen.scenario.recipe.device.kind != "cpu"
-    script = sbatch(SlurmSpec(name=name, recipe=file, nodes=nodes, each=each, on_gpus=on_gpus, time=limit))
+    script = sbatch(LaunchSpec(name=name, recipe=file, nodes=nodes, each=each, on_gpus=on_gpus), time=limit)
     text = dumps(planned_recipe(chosen))  # raises before anything is written
     write_text(file, text)
     write_text(folder / "launch.sbatch", script)

@@ -12,6 +12,7 @@ from typing import Any
 from kasoku.distributed.local_launch import train_arguments
 
 _RECIPE = Path("/run/kasoku/recipe.toml")  # in a pod
+TIME_LIMIT, CPUS_PER_GPU = "1-00:00:00", 8  # of a Slurm job, unless others are given
 _GRACE_S = 180  # between SIGTERM and the end: enough for a step and a checkpoint
 
 _SBATCH = """\
@@ -22,7 +23,7 @@ _SBATCH = """\
 #SBATCH --nodes={spec.nodes}
 #SBATCH --ntasks-per-node={spec.each}
 {more}\
-#SBATCH --time={spec.time}
+#SBATCH --time={time}
 #SBATCH --signal=TERM@{grace_s}
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -66,51 +67,41 @@ class LaunchSpec:
     port: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmSpec(LaunchSpec):
-    """A LaunchSpec as a Slurm job; the arguments are those of sbatch(1)."""
-
-    time: str = "1-00:00:00"
-    cpus_per_gpu: int = 8
-    partition: str | None = None
-    account: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class KubernetesSpec(LaunchSpec):
-    """A LaunchSpec as a Kubernetes Job; `mount` holds CLAIM:DIR, and kasoku is installed in `image`."""
-
-    out: Path
-    port: int
-    image: str = "kasoku:latest"
-    mount: Sequence[str] = ()
-
-
-def sbatch(spec: SlurmSpec) -> str:
-    """A Slurm script: srun starts the ranks of each node."""
+def sbatch(
+    spec: LaunchSpec,
+    *,
+    time: str = TIME_LIMIT,
+    cpus_per_gpu: int = CPUS_PER_GPU,
+    partition: str | None = None,
+    account: str | None = None,
+) -> str:
+    """A Slurm script: srun starts the ranks of each node. The arguments are the options of Slurm."""
     quoted = shlex.join(train_arguments(spec.recipe, spec.set, spec.out, go_on=True))
     if spec.out is None:  # one folder a job, also after a requeue
         quoted += f' --out "runs/{spec.name}-$SLURM_JOB_ID"'
     settings = {
-        "cpus-per-task": spec.cpus_per_gpu,
+        "cpus-per-task": cpus_per_gpu,
         "gpus-per-node": spec.each if spec.on_gpus else None,
-        "partition": spec.partition,
-        "account": spec.account,
+        "partition": partition,
+        "account": account,
     }
     more = "".join(f"#SBATCH --{key}={value}\n" for key, value in settings.items() if value is not None)
     port = spec.port or "$((20000 + SLURM_JOB_ID % 10000))"
-    return _SBATCH.format(spec=spec, port=port, more=more, grace_s=_GRACE_S, arguments=quoted)
+    return _SBATCH.format(spec=spec, time=time, port=port, more=more, grace_s=_GRACE_S, arguments=quoted)
 
 
-def manifest(spec: KubernetesSpec) -> str:
-    """A Kubernetes List as JSON, which is YAML: the recipe, the Service that names the pods, and the Job."""
+def manifest(spec: LaunchSpec, *, image: str, mount: Sequence[str] = ()) -> str:
+    """A Kubernetes List as JSON, which is YAML: the recipe, the Service that names the pods, and the Job.
+
+    `mount` holds CLAIM:DIR, and kasoku is installed in `image`.
+    """
     _, recipe, *more = train_arguments(_RECIPE, spec.set, spec.out, go_on=True)
     shape = ["--nodes", str(spec.nodes), "--gpus-per-node", str(spec.each)]
-    claims = [(f"claim-{i}", *mount.partition(":")[::2]) for i, mount in enumerate(spec.mount)]
+    claims = [(f"claim-{i}", *volume.partition(":")[::2]) for i, volume in enumerate(mount)]
     mounts = [{"name": "recipe", "mountPath": str(_RECIPE.parent)}, {"name": "shm", "mountPath": "/dev/shm"}]
     container: dict[str, Any] = {
         "name": "kasoku",
-        "image": spec.image,
+        "image": image,
         "command": ["kasoku", "launch", "local", recipe, *shape, *more],  # its node is JOB_COMPLETION_INDEX
         "env": [
             {"name": "MASTER_ADDR", "value": f"{spec.name}-0.{spec.name}"},
