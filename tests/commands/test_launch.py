@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.started import KASOKU, RECIPE, clean, ended, port
 from kasoku.cli import main
 from kasoku.commands import launch
-from started import KASOKU, RECIPE, clean, ended, port
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "files" / "kubernetes.json").read_text())
 FIVE = ["epochs=0.23", "schedule.warmup=0", "device.kind=cpu", "device.threads=1", "evaluate.target=0"]

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from data.made import fill
+from helpers.made import fill
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from importlib import import_module
 
 import pytest
 
-from data import made
+from helpers import made
 from kasoku import cli
 from kasoku.core import InputError
 from kasoku.data import cifar10, fashion_mnist, folder

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.made import fill
+from helpers.made import fill
 from kasoku.core import InputError
 from kasoku.data import folder
 from kasoku.data.datasets.folder_index import arranged, indexed, look_in

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.made import fill
-from data.web import serving, web
-from distributed.ranks import on_processes
+from helpers.made import fill
+from helpers.ranks import on_processes
+from helpers.web import serving, web
 from kasoku.commands import train
 from kasoku.config.recipe import load
 from kasoku.core import InputError, Threads

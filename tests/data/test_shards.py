@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from distributed.ranks import context
+from helpers.ranks import context
 from kasoku.core import InputError
 from kasoku.data.datasets.base import GoneError
 from kasoku.data.packs import tar_index as tar

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data import made
+from helpers import made
 from kasoku.core import InputError
 from kasoku.data import cifar10, cifar100, digits, fashion_mnist, idx, mnist
 from kasoku.data.datasets import cifar

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.web import made, serving, web
+from helpers.web import made, serving, web
 from kasoku.core import InputError
 from kasoku.data import GoneError
 from kasoku.data.remote import store

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import on_processes
-from timed import compute, timed
 from torch import Tensor, nn
 
 from contracts import Net, assert_same, make, train, weights
+from helpers.ranks import on_processes
+from helpers.timed import compute, timed
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.data import digits, loader
 from kasoku.distributed import Asynchronous, Graded, OneBucket, Overlap, PerLayer, Remedies

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ranks import on_processes
 
+from helpers.ranks import on_processes
 from kasoku.core import Comm, InputError, Solo, Threads
 from kasoku.distributed.consensus import assert_same_on_all_ranks, model_facts, version_facts
 

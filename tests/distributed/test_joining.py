@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import context
 from torch import nn
 
+from helpers.ranks import context
+from helpers.started import port
 from helpers.survival import LIMIT_S, PROMISE_S, Counting, N, wait_for
 from kasoku.core import Comm, Job
 from kasoku.distributed import Asynchronous, TorchComm
 from kasoku.distributed.async_sgd import peers
-from started import port
 
 NEW = 7  # steps of each rank after the other has joined
 

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import context
 
+from helpers.ranks import context
+from helpers.started import port as free_port
+from helpers.virtual_comm import VirtualClock
 from kasoku.core import Comm, InputError, Solo, Threads, Work
 from kasoku.distributed import TorchComm
 from kasoku.distributed.counting_comm import Activity, CountingComm
 from kasoku.distributed.liveness import LOST_RANK_EXIT_CODE, StoreHeartbeat, Watchdog
-from kasoku.simulate.virtual_comm import VirtualClock
-from started import port as free_port
 
 PROMISE_S = 15.0
 LIMIT_S = 60.0  # of what is not promised

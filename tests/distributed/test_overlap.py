@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_processes, on_ranks
 from torch import Tensor, nn
 
 import contracts
+from helpers.ranks import on_processes, on_ranks
 from kasoku.core import Comm, InputError, Job, Linear, Technique, Threads
 from kasoku.core.blocks import blocks
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
 from contracts import one_thread as one_thread
+from helpers.ranks import on_ranks
 from kasoku.config.toml import parse, table
 from kasoku.core import Comm, InputError, Solo, Work
 from kasoku.data import digits

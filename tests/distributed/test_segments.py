@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_processes
 
+from helpers.ranks import on_processes
 from kasoku.core import Comm, InputError, Job, Threads, Work
 from kasoku.distributed import Asynchronous
 from kasoku.distributed.async_sgd import parameter_server as shards

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import context
 from torch import Tensor
 
+from helpers.ranks import context
+from helpers.started import port
 from helpers.survival import LIMIT_S, PROMISE_S, Counting, N, wait_for
 from kasoku.core import InputError, Job
 from kasoku.distributed import Asynchronous, TorchComm
 from kasoku.distributed.async_sgd import parameter_server as shards
 from kasoku.distributed.async_sgd import peers
 from kasoku.distributed.async_sgd import shared_memory as segments
-from started import port
 
 SIZE = 4
 pytestmark = pytest.mark.process

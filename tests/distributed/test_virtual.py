@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from ranks import on_processes, on_ranks
 from torch import nn
 from torch.nn import functional
 
 from contracts import Net, assert_same, make, train, weights
 from contracts import one_thread as one_thread
+from helpers.ranks import on_processes, on_ranks
 from kasoku.core import Comm, InputError, Job, Threads
 from kasoku.data import Dataset, Memory, loader
 from kasoku.device import Seeded

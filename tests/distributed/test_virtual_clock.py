@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.virtual_comm import Emulate, SimComm
 from kasoku.core import Job
 from kasoku.core.blocks import blocks
 from kasoku.distributed import Fixed, Graded, OneBucket, Overlap, PerLayer, Planned, Policy
@@ -20,7 +21,6 @@ from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.distributed.ddp.step_profiler import shares
 from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
-from kasoku.simulate.virtual_comm import Emulate, SimComm
 
 LINK = LinkModel(latency_s=1e-3, bytes_per_s=1e9)
 

@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from helpers.grids import covering
-from kasoku.core import InputError, Job
-from kasoku.device import Autocast, ChannelsLast
-from kasoku.memory import SavedMemory, network
-from kasoku.memory.graph import GraphNode, LayerGraph
-from kasoku.memory.saved_memory import Planner
-from kasoku.memory.segment import build_program, shared_bf16
-from kasoku.memory.solver import segment_choices
-from kasoku.models.resnet import Bottleneck
-from kasoku.optim import sgd
-from memory.nets import (
+from helpers.nets import (
     FEW,
     Step,
     assert_equal,
@@ -34,6 +25,15 @@ from memory.nets import (
     smallest_budget,
     trained,
 )
+from kasoku.core import InputError, Job
+from kasoku.device import Autocast, ChannelsLast
+from kasoku.memory import SavedMemory, network
+from kasoku.memory.graph import GraphNode, LayerGraph
+from kasoku.memory.saved_memory import Planner
+from kasoku.memory.segment import build_program, shared_bf16
+from kasoku.memory.solver import segment_choices
+from kasoku.models.resnet import Bottleneck
+from kasoku.optim import sgd
 
 BF16 = SavedMemory(factor=1, bf16=True, in_backward=False, show=False)
 

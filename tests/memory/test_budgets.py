@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.nets import blocks, images, peak_of_step, plain_chain
 from kasoku.core import InputError, Job, Technique
 from kasoku.core.hardware import computes_bf16
 from kasoku.device import Autocast, ChannelsLast
@@ -18,7 +19,6 @@ from kasoku.memory.ops import Numerics
 from kasoku.memory.saved_memory import BUDGET_SHARE
 from kasoku.models.resnet import Bottleneck, ResNet
 from kasoku.optim import sgd
-from memory.nets import blocks, images, peak_of_step, plain_chain
 
 
 def made(name: str) -> nn.Module:

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from helpers.grids import covering
+from helpers.nets import FEW, assert_near, images, networks, one_step, peak_of_step, plain_chain, planner_of
+from helpers.nets import blocks as light_blocks
 from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory, network, ops
@@ -17,8 +19,6 @@ from kasoku.memory.segment import build_program, norms_in_place
 from kasoku.memory.solver import segment_choices
 from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.optim import sgd
-from memory.nets import FEW, assert_near, images, networks, one_step, peak_of_step, plain_chain, planner_of
-from memory.nets import blocks as light_blocks
 
 IN_PLACE = ", norm gradients in place"
 SAVED = SavedMemory(factor=1, in_backward=False, show=False)

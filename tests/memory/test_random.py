@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.nets import FEW, assert_equal, assert_near, drawn, images, networks, one_step, smallest_budget
 from kasoku.device import ChannelsLast
 from kasoku.memory import SavedMemory
-from memory.nets import FEW, assert_equal, assert_near, drawn, images, networks, one_step, smallest_budget
 
 
 @FEW

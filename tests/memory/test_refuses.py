@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from helpers.nets import assert_equal, images, one_step, plain_chain
 from kasoku.core import InputError, Job
 from kasoku.memory import SavedMemory
 from kasoku.memory.graph import graph_of
 from kasoku.optim import sgd
-from memory.nets import assert_equal, images, one_step, plain_chain
 
 SAVED = SavedMemory(factor=1, lossless=True, in_backward=False, show=False)
 

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from helpers.grids import covering
+from helpers.nets import assert_equal, assert_near, images, one_step, plain_chain, smallest_budget
 from kasoku import models
 from kasoku.device import Autocast, ChannelsLast
 from kasoku.memory import SavedMemory
 from kasoku.models.resnet import BasicBlock, Bottleneck, ResNet
 from kasoku.models.vgg import VGG
-from memory.nets import assert_equal, assert_near, images, one_step, plain_chain, smallest_budget
 
 
 def unusual(change) -> nn.Sequential:

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from contracts import through_a_file
+from helpers.nets import images
 from kasoku.core import InputError, Job
 from kasoku.memory import SavedMemory
 from kasoku.memory.step_in_backward import LinearInBackward
 from kasoku.optim import EMA, sgd
-from memory.nets import images
 
 SAVED = SavedMemory(factor=1, show=False)
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from helpers.grids import covering
+from helpers.nets import assert_equal, images, one_step, plain_chain, planner_of, trained
+from helpers.started import RECIPE
 from kasoku.config.recipe import load
 from kasoku.core import Comm, InputError, Job, Threads, process_start
 from kasoku.data import digits, loader
@@ -18,8 +20,6 @@ from kasoku.optim import EMA, Clip, sgd
 from kasoku.report.block_timer import follow_blocks
 from kasoku.training.evaluation import evaluate
 from kasoku.training.trainer import build, fit
-from memory.nets import assert_equal, images, one_step, plain_chain, planner_of, trained
-from started import RECIPE
 
 
 def assert_same_weights(a: Job, b: Job):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shown import FACTS, step
 from torch import Tensor, nn
 
+from helpers.shown import FACTS, step
+from helpers.virtual_comm import SimComm, VirtualClock
 from kasoku.core import Job
 from kasoku.distributed.ddp.cost_model import LinkModel
 from kasoku.optim import sgd
 from kasoku.report import Timed
 from kasoku.report.bottleneck import find_bottlenecks
-from kasoku.simulate.virtual_comm import SimComm, VirtualClock
 
 
 class Ticking(nn.Linear):

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from shown import FACTS, step
 from torch import nn
 
+from helpers.shown import FACTS, step
 from kasoku.core import Job
 from kasoku.device import Compile
 from kasoku.report import StepFacts, facts_of

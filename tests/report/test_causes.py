@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from contracts import Batches, rule, train
 from contracts import one_thread as one_thread
-from distributed.ranks import on_processes
+from helpers.ranks import on_processes
 from kasoku.core import Comm, Job
 from kasoku.core.hardware import cores
 from kasoku.distributed import AllReduce, Graded, Overlap

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from contracts import Batches, Net, make, rule, train
 from contracts import one_thread as one_thread
+from helpers.virtual_comm import Emulate, SimComm, VirtualClock
 from kasoku.core import Comm, Job, Solo, Threads, Trace
 from kasoku.distributed import AllReduce, Overlap, PerLayer
 from kasoku.distributed.ddp.cost_model import LinkModel, UnitTimes
@@ -24,7 +25,6 @@ from kasoku.distributed.startup import Start
 from kasoku.optim import sgd
 from kasoku.report import Ledger, StepFacts, Timed
 from kasoku.report.phase_timer import STEP, Steps
-from kasoku.simulate.virtual_comm import Emulate, SimComm, VirtualClock
 
 ROOT = Path(__file__).parent.parent.parent
 FACTS = StepFacts(device="cpu", batch=64, layers=3, layer_s=1e-5, parameters=100)

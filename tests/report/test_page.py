@@ -8,11 +8,10 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-import shown
 
-import browser
-from browser import Opened
 from contracts import make, train
+from helpers import browser, shown
+from helpers.browser import Opened
 from kasoku.cli import main
 from kasoku.commands.report import read
 from kasoku.core import Comm, Threads

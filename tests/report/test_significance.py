@@ -4,8 +4,8 @@ import math
 import random
 
 import pytest
-from shown import run_folder
 
+from helpers.shown import run_folder
 from kasoku.cli import main
 from kasoku.commands.report import by_recipe, read, verdicts
 from kasoku.report.html import RunRecord

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import shown
 
+from helpers import shown
 from kasoku.cli import main
 from kasoku.report.html.timeline import chrome_trace, depths
 

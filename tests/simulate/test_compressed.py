@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.grids import covering
+from helpers.virtual_comm import Emulate, SimComm
 from kasoku.core import InputError, Job
 from kasoku.distributed import (
     Fixed,
@@ -34,7 +35,6 @@ from kasoku.simulate import collectives as allreduce
 from kasoku.simulate import compressed as reducing
 from kasoku.simulate.cluster import ClusterNode, Gpu, Protocol
 from kasoku.simulate.step import spans
-from kasoku.simulate.virtual_comm import Emulate, SimComm
 
 MIB = 2**20
 GPUS = 64

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.grids import covering
+from helpers.virtual_comm import Emulate, SimComm
 from kasoku.core import InputError, Job
 from kasoku.distributed import Fixed, Graded, OneBucket, Overlap, PerLayer, Planned, Policy
 from kasoku.distributed.batchnorm.grouped import norms
@@ -21,7 +22,6 @@ from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import ClusterNode
 from kasoku.simulate.compute_model import MeasuredTimes
 from kasoku.simulate.step import SimulatedStep, spans
-from kasoku.simulate.virtual_comm import Emulate, SimComm
 
 
 @cache

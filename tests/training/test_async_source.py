@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.nn import Linear
 from torch.optim import SGD
 
+from helpers.started import RECIPE, started
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.core import Comm, InputError, Job, Threads, process_start
 from kasoku.data.loading.file_executor import FileExecutor
@@ -26,7 +27,6 @@ from kasoku.training.control import Request
 from kasoku.training.run_folder import run_folder
 from kasoku.training.run_state import DivergedError, Result
 from kasoku.training.trainer import Trainer, build, fit
-from started import RECIPE, started
 
 OURS = "kasoku.distributed.Asynchronous"
 SETTINGS = [

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from helpers.grids import covering
 from helpers.photos import photos_command
+from helpers.started import RECIPE, started
 from kasoku.cli import main
 from kasoku.config.recipe import load
 from kasoku.core import Comm, InputError, Solo, Threads
@@ -27,7 +28,6 @@ from kasoku.distributed.counting_comm import BUSY, STALLED, Activity
 from kasoku.training.batches import BatchBarrier
 from kasoku.training.run_folder import run_folder
 from kasoku.training.trainer import build, fit
-from started import RECIPE, started
 
 
 @pytest.fixture(autouse=True)

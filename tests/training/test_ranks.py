@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.started import KASOKU, RECIPE, TORCHRUN, ended, largest_difference, options, started
 from kasoku.cli import main
 from kasoku.config.ranks import can_share, check_share, most_ranks
 from kasoku.config.recipe import load
@@ -22,7 +23,6 @@ from kasoku.distributed.consensus import ReportedElsewhereError, run_on_all_rank
 from kasoku.distributed.environment import Place, place
 from kasoku.training.control import ControlChannel, Request
 from kasoku.training.evaluation import evaluate
-from started import KASOKU, RECIPE, TORCHRUN, ended, largest_difference, options, started
 
 SAVING = ("save.every_steps=10", "save.keep=9", "epochs=1.5")  # 33 updates, the second epoch is not ended
 

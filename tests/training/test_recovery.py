@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from started import KASOKU, RECIPE, TORCHRUN, clean, ended, largest_difference, options, port, started
+from helpers.started import KASOKU, RECIPE, TORCHRUN, clean, ended, largest_difference, options, port, started
 
 ASYNCHRONOUS = ("techniques=[{use='kasoku.distributed.Asynchronous'}]", "norm_batch=0")
 SAVING = ("save.every_steps=5", "save.keep=99", "epochs=3", "schedule.epochs=3")

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from distributed.ranks import on_processes
+from helpers.ranks import on_processes
+from helpers.started import KASOKU, RECIPE, ended, largest_difference, options, started
 from kasoku.config.recipe import Recipe, load
 from kasoku.core import InputError, Threads
 from kasoku.core.comm import Comm
@@ -19,7 +20,6 @@ from kasoku.core.trace import Span
 from kasoku.distributed import TorchComm
 from kasoku.distributed.startup import SEQUENTIAL, Start, attribute_seconds, startup_line
 from kasoku.training.trainer import build
-from started import KASOKU, RECIPE, ended, largest_difference, options, started
 
 both = pytest.mark.parametrize("overlap", [True, False])
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from helpers.photos import coloured_photos
+from helpers.started import started
 from helpers.tuning import MLPERF, SMALL, planted
 from kasoku.cli import main
 from kasoku.commands import tune as tuning
 from kasoku.config import from_folder as photos_of
 from kasoku.config import recipe as recipes
 from kasoku.training import auto_batch as sizing
-from started import started
 
 IMAGENET = 1_281_167
 POINTS = """

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planted import Hand, Slow
 from torch import Tensor, nn
 
 from contracts import Batches, Net, assert_same, judged, make, rule, train, weights
+from helpers.planted import Hand, Slow
 from kasoku.core import Comm, DeadlockError, InputError, Job, Linear, Solo, Technique, Threads
 from kasoku.data import Augment, Mix, digits, loader
 from kasoku.device import Autocast, ChannelsLast, Compile, LossScale, Seeded

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from planted import Hand, Slow
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from contracts import Batches, Net, assert_same, make, rule, train, weights
+from helpers.planted import Hand, Slow
 from kasoku.core import Comm, Constant, InputError, Job, Solo, Stage, StepDecay, Technique, Threads
 from kasoku.core.clock import Stopwatch, Wall
 from kasoku.data import Dataset, GrowBatch, Items, LowResolution, digits, folder, loader

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from planted import CURVES, Planted
 
+from helpers.planted import CURVES, Planted
 from kasoku.tune.measurement import BRIEF, STEPS, Measurement
 from kasoku.tune.size_search import best_of, doubtful, errors_of
 from kasoku.tune.strategies import Throughput

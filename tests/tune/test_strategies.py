@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from planted import CURVES, Planted
 
+from helpers.planted import CURVES, Planted
 from kasoku.core import InputError
 from kasoku.tune.measurement import interval
 from kasoku.tune.size_search import line

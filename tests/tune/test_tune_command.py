@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from distributed.ranks import on_processes
+from helpers.ranks import on_processes
+from helpers.started import KASOKU, clean
 from helpers.tuning import DIGITS, MLPERF, SMALL, planted
 from kasoku.cli import main
 from kasoku.commands import tune as tuning
@@ -22,7 +23,6 @@ from kasoku.training import auto_batch as sizing
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.trainer import build
 from kasoku.tune.lr_range_test import rates_of
-from started import KASOKU, clean
 
 # ---- kasoku tune
 

@@ -1,4 +1,4 @@
-"""One rank on a virtual clock stands for many: tests run the real techniques on it, exactly and in no time.
+"""One rank on a virtual clock stands for many: the real techniques run on it, exactly and in no time.
 
 Note: what is simulated. Collectives take the time of the cost model (`LinkModel`), one after the other in the order of
 their starts. Compute takes the times of `Emulate`. Values are those of this rank alone, so a model on the `meta` device

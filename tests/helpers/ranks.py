@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helpers.started import port
 from kasoku.core import Comm, Threads
 from kasoku.distributed import TorchComm
-from started import port
 
 LIMIT_S = 60
 

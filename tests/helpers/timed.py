@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from helpers.virtual_comm import VirtualClock
 from kasoku.core import Comm, Threads, local_threads
-from kasoku.simulate.virtual_comm import VirtualClock
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "digits_cnn_98.toml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "digits_cnn_98.toml"
 KASOKU = [sys.executable, "-m", "kasoku"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "kasoku", "train"]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "JOB_")
