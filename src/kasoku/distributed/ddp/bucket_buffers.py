@@ -105,8 +105,8 @@ class BucketLayout:
 
     def refuse_changed(self) -> None:
         """Raises InputError for a gradient that was written to after it was copied into its bucket."""
-        for p, bucket in self.bucket_of.items():
-            copied, view = bucket.versions.get(p), bucket.views[p]
+        views = ((bucket.versions.get(p), p, view) for bucket in self.buckets for p, view in bucket.views.items())
+        for copied, p, view in views:
             if copied is not None and (p.grad is not view or version(view) != copied):
                 raise InputError(
                     f"Overlap: the gradient of {self.names[p]} changed between backward and step, when it was being "

@@ -143,16 +143,16 @@ class Engine:
         bucket = self.layout.bucket_of.get(p)
         if bucket is None:
             return  # refused in step()
-        view, name = bucket.views[p], self.layout.names[p]
         if bucket.pending:
-            layer = self.layers.modules[self.layers.users[p][0]][0] or "the model"
+            name, layer = self.layout.names[p], self.layers.modules[self.layers.users[p][0]][0] or "the model"
             raise InputError(
                 f"Overlap: {name} got a gradient before its last update, since the forward of its layer "
                 f"({layer}) was bypassed: call that module itself, or set next_forward = false"
             )
+        view = bucket.views[p]
         if p.grad is not view:
             if p.grad is None or p.grad.layout != torch.strided:
-                raise InputError(f"Overlap: {name} has a sparse gradient: dense ones only")
+                raise InputError(f"Overlap: {self.layout.names[p]} has a sparse gradient: dense ones only")
             view.copy_(p.grad)
             p.grad = view
         bucket.versions[p] = version(view)
