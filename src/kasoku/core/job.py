@@ -12,19 +12,18 @@ communicate are applied last, and have finished before one that reads all gradie
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from kasoku.core.comm import Comm, Solo
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
+from kasoku.core.job_state import EpochProgress, KeptState, Patches, Stateful
 from kasoku.core.technique import Technique
 from kasoku.core.torch_internals import remove_step_hooks
 from kasoku.core.trace import Trace
@@ -33,16 +32,6 @@ Batch = tuple[Tensor, Tensor]
 Hyper = list[dict[str, Any]]
 Around = Callable[[], AbstractContextManager[object]]
 _SET_BY_TORCH = ("_need_device_dtype_check_for_fused",)  # by torch's own step() on itself; no state of the rule
-
-
-class Stateful(Protocol):
-    """An object whose state a checkpoint can hold, as plain values and tensors."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as plain values and tensors."""
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Restores the state that `state_dict` returned."""
 
 
 class Batches:
@@ -70,10 +59,8 @@ class Job:
         accumulate: backward passes before each `optimizer.step()`.
 
     Attributes:
-        steps: optimizer steps so far.
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
-        patched: (object, name, old value) of each attribute that `patch` has set; ... stands for no old value.
-        first_hook: number of torch's next hook when the job was built: techniques register that one and later ones.
+        patches: what techniques changed in other objects.
     """
 
     def __init__(
@@ -95,10 +82,8 @@ class Job:
         self.accumulate = accumulate
         self.clock = self.comm.clock
         self.trace = Trace(self.clock, rank=self.comm.rank)
-        self.steps = 0
         self.needs_whole_gradients = False
-        self.patched: list[tuple[object, str, object]] = []
-        self.first_hook: int = RemovableHandle.next_id
+        self.patches = Patches()
         self.applied: list[Technique] = []
         self.documents: dict[str, Callable[[], object]] = {}
         self._make_optimizer = optimizer
@@ -106,9 +91,8 @@ class Job:
         self._depth = 0
         self._stepping: list[Tensor] = []
         self._backwards: dict[Tensor, int] = {}  # how many each parameter has had since the last step
-        self._since = (0, 0.0)  # steps and epochs when the length of an epoch last changed
-        self._kept: dict[str, Stateful] = {}
-        self._undo = ExitStack()
+        self._progress = EpochProgress()
+        self._kept = KeptState()
         self._on_gradient: list[Callable[[Tensor], None]] = []
         self._on_step: list[Callable[[], None]] = []
         self._on_update: list[Callable[[Sequence[Tensor]], None]] = []
@@ -138,8 +122,16 @@ class Job:
     @property
     def progress(self) -> float:
         """Epochs so far, by the number of steps: the argument of every Schedule."""
-        steps, epochs = self._since
-        return epochs + (self.steps - steps) * self.accumulate / max(1, len(self.loader))  # type: ignore[arg-type]
+        return self._progress.epochs(self.accumulate, len(self.loader))  # type: ignore[arg-type]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return self._progress.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._progress.steps = steps
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter, to be changed in place; empty while there is no optimizer or state."""
@@ -256,7 +248,7 @@ class Job:
 
     def set_progress(self, epochs: float) -> None:
         """Sets `progress`, or keeps it: call it after changing the loader's length or `accumulate`."""
-        self._since = (self.steps, epochs)
+        self._progress.since = (self.steps, epochs)
 
     def drain(self) -> None:
         """Finishes all pending updates; call it before reading parameters."""
@@ -281,10 +273,8 @@ class Job:
 
     def keep(self, name: str, stateful: Stateful) -> None:
         """Puts the state of an object into every checkpoint, as `name`."""
-        if name in self._kept:
-            raise ValueError(f"keep({name!r}): the name is taken; give the part another one")
-        self._kept[name] = stateful
-        self.undo(lambda: self._kept.pop(name))
+        self._kept.add(name, stateful)
+        self.undo(lambda: self._kept.parts.pop(name))
 
     def document(self, name: str, build: Callable[[], object]) -> None:
         """Adds a JSON file to the run folder; it is built when the training ends."""
@@ -293,28 +283,21 @@ class Job:
 
     def kept(self, name: str) -> Any:
         """The object that `keep` added as `name`."""
-        return self._kept[name]
+        return self._kept.parts[name]
 
     def patch(self, thing: object, name: str, value: object) -> None:
         """Sets an attribute until `close()`."""
-        own = vars(thing) if hasattr(thing, "__dict__") else {}
-        self.patched.append((thing, name, own.get(name, ...)))
-        if name in own:
-            self.undo(functools.partial(setattr, thing, name, own[name]))
-        else:
-            self.undo(lambda: delattr(thing, name))
-        setattr(thing, name, value)
+        self.patches.set(thing, name, value)
 
     def undo(self, f: Callable[[], object]) -> None:
         """Calls f() at `close()`, last first."""
-        self._undo.callback(f)
+        self.patches.undo(f)
 
     def close(self) -> None:
         """Drains, removes all techniques, and leaves the user's objects as they were before the job."""
         if self._optimizer is not None:
             self.drain()
-        self._undo.close()
-        self.patched.clear()
+        self.patches.close()
         for hooks in (self._on_gradient, self._on_step, self._on_update, self._on_stepped, self._on_drain):
             hooks.clear()
         self._on_evaluate.clear()
@@ -329,17 +312,15 @@ class Job:
         loader = self.plain_loader
         return {
             "steps": self.steps,
-            "since": list(self._since),
+            "since": list(self._progress.since),
             "optimizer": self.optimizer.state_dict(),
             "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
-            "kept": {name: part.state_dict() for name, part in self._kept.items()},
+            "kept": {name: part.state_dict() for name, part in self._kept.parts.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. Apply the techniques first; raises InputError if they are other ones."""
-        kept = state["kept"]
-        if set(kept) != set(self._kept):
-            raise InputError(f"checkpoint keeps {sorted(kept)}, this job keeps {sorted(self._kept)}: use its recipe")
+        self._kept.check(state["kept"])
         theirs, ours = (
             [(len(group["params"]), sorted(group)) for group in groups]
             for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
@@ -350,9 +331,9 @@ class Job:
         for p, values in self.optimizer.state.items():
             values.update({k: laid_out_like(p, x) for k, x in values.items()})
         self.steps = state["steps"]
-        self._since = (int(state["since"][0]), float(state["since"][1]))
-        for name, part in self._kept.items():
-            part.load_state_dict(kept[name])
+        self._progress.since = (int(state["since"][0]), float(state["since"][1]))
+        for name, part in self._kept.parts.items():
+            part.load_state_dict(state["kept"][name])
         if state["loader"]:  # after the techniques, which may set its length
             self.plain_loader.load_state_dict(state["loader"])
 

@@ -1,7 +1,7 @@
 """A sandbox: a copy of a job whose steps cost as much as the job's own and change nothing in the job.
 
 Note: what is copied. Techniques attach closures to the model, and these refer to the job. So the model and the
-optimizer's state are copied without them (`Job.patched`), and the techniques are applied to the copy, except those that
+optimizer's state are copied without them (`Job.patches`), and the techniques are applied to the copy, except those that
 declare `in_sandbox = False`. The model's layout, weights and frozen parameters are copied with it. LowResolution and
 GrowBatch are left out, because the search is for images and batches of full size. The copy has no other ranks: no step
 waits for one, so a failing rank delays no other.
@@ -40,11 +40,11 @@ def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
     job.drain()
     memo: dict[int, Any] = {}
     plain: dict[tuple[int, str], object] = {}  # (id of a module, attribute) -> its value before any technique
-    for thing, name, old in job.patched:
+    for thing, name, old in job.patches.attributes:
         if isinstance(thing, nn.Module):
             plain.setdefault((id(thing), name), old)
             _exclude(vars(thing).get(name), memo)
-    for hooks, number in _technique_hooks(job.model, job.first_hook):
+    for hooks, number in _technique_hooks(job.model, job.patches.first_hook):
         _exclude(hooks[number], memo)
     model: nn.Module = copy.deepcopy(job.model, memo)
     for (key, name), old in plain.items():
@@ -54,9 +54,9 @@ def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
             delattr(memo[key], name)
         else:
             setattr(memo[key], name, copy.deepcopy(old, memo))
-    for hooks, number in _technique_hooks(model, job.first_hook):
+    for hooks, number in _technique_hooks(model, job.patches.first_hook):
         del hooks[number]
-    return model, _copied_optimizer(job.optimizer, memo, job.first_hook)
+    return model, _copied_optimizer(job.optimizer, memo, job.patches.first_hook)
 
 
 def _copied_optimizer(own: Optimizer, memo: dict[int, Any], first_hook: int) -> Optimizer:
@@ -131,7 +131,7 @@ class Sandbox:
             for own, twin in zip(whole, twins, strict=True):
                 twin.copy_(own)
                 memo[id(own)] = twin
-        self.optimizer = _copied_optimizer(job.optimizer, memo, job.first_hook)
+        self.optimizer = _copied_optimizer(job.optimizer, memo, job.patches.first_hook)
         self.steps = 0
 
     def close(self) -> None:
@@ -145,7 +145,9 @@ class Sandbox:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * share
         job, parts, aside = self.job, self.parts(batch), self._aside
-        original: Iterator[Any] = (old for thing, name, old in job.patched if thing is job and name == "loss")
+        original: Iterator[Any] = (
+            old for thing, name, old in job.patches.attributes if thing is job and name == "loss"
+        )
         loss = next(original, job.loss)  # without patches of techniques
         if aside is None:
             count = parts * max(1, (self.images or _DEFAULT_IMAGES) // batch)
