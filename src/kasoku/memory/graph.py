@@ -159,8 +159,8 @@ def op_of(layer: nn.Module) -> str:
         rows, columns = pair(layer.kernel_size)
         simple = layer.dilation in (1, (1, 1)) and not layer.return_indices
         return "pool" if simple and rows * columns <= WINDOW_POSITIONS else ""
-    others = dict.fromkeys(OTHER, "other")
-    return {nn.BatchNorm2d: "norm", nn.ReLU: "relu", nn.Identity: "identity", **others}.get(kind, "")
+    names: dict[type, str] = {nn.BatchNorm2d: "norm", nn.ReLU: "relu", nn.Identity: "identity"}
+    return names.get(kind, "other" if kind in OTHER else "")
 
 
 def weights_of(nodes: Sequence[GraphNode]) -> list[Tensor]:
