@@ -1,7 +1,7 @@
 """RandAugment: each change is Pillow's; which one an image gets depends on the image and the epoch alone."""
 
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from contracts import one_thread as one_thread
 from kasoku.config.toml import parse, table
 from kasoku.core import InputError, Job
 from kasoku.data import Augment, Dataset, Memory, RandAugment, digits, loader
-from kasoku.data.augment.randaugment import OPS, Vary, changes_of
+from kasoku.data.augment.randaugment import OPS, Changes, Vary
 from kasoku.optim import sgd
 
 MEAN = (0.485, 0.456, 0.406)
@@ -63,7 +63,7 @@ def by_pillow(op: str, share: float, image: Image.Image) -> Image.Image:
 
 def ours(op: str, magnitude: float, down: bool, pixels_HWC: np.ndarray) -> np.ndarray:
     images_NCHW = torch.from_numpy(pixels_HWC.copy()).permute(2, 0, 1)[None]
-    changes = changes_of(magnitude, pixels_HWC.shape[:2], MEAN[: pixels_HWC.shape[2]], CPU)
+    changes = Changes(magnitude, pixels_HWC.shape[:2], MEAN[: pixels_HWC.shape[2]], CPU)
     change_N = torch.tensor([2 * OPS.index(op) + down])
     return changes.apply(images_NCHW, change_N)[0].permute(1, 2, 0).numpy()
 
@@ -120,10 +120,11 @@ def images(n: int = 60, height: int = 20, width: int = 24) -> torch.Tensor:
 
 def test_devices_that_are_not_asked_for_counts_get_the_same_images():
     images_NCHW, change_N = images().permute(0, 3, 1, 2), torch.arange(60) % 28
-    changes = changes_of(13.0, (20, 24), MEAN, CPU)
+    changes = Changes(13.0, (20, 24), MEAN, CPU)
     apart = changes.apply(images_NCHW, change_N)
-    assert torch.equal(apart, replace(changes, alone=False).apply(images_NCHW, change_N))
     one_by_one = [changes.apply(images_NCHW[i : i + 1], change_N[i : i + 1]) for i in range(60)]
+    changes.alone = False
+    assert torch.equal(apart, changes.apply(images_NCHW, change_N))
     assert torch.equal(apart, torch.cat(one_by_one))
 
 

@@ -96,7 +96,7 @@ class Vary:
     def __call__(self, images_NHWC: Tensor, index_N: Tensor, epoch: int) -> Tensor:
         """images_NHWC (uint8) changed, as new memory, from images with sample indices index_N (int64)."""
         size = (images_NHWC.shape[1], images_NHWC.shape[2])
-        changes = changes_of(self.settings.magnitude, size, self.mean, images_NHWC.device)
+        changes = _changes(self.settings.magnitude, size, self.mean, images_NHWC.device)
         at_once = max(1, (_VALUES_CPU if changes.alone else _VALUES) // math.prod(images_NHWC.shape[1:]))
         parts = []
         for part_NHWC, part_N in zip(*(torch.split(x, at_once) for x in (images_NHWC, index_N)), strict=True):
@@ -108,25 +108,21 @@ class Vary:
         return torch.cat(parts).contiguous()
 
 
-@dataclass(frozen=True)
 class Changes:
-    """K = 28 changes, all of one strength: change 2 i is OPS[i], change 2 i + 1 the same the other way.
+    """K = 28 changes of images of `size` (height, width), all of one strength: 2 i is OPS[i], 2 i + 1 its opposite.
 
-    Args:
-        kind_K: which of the kinds a change is of.
-        affine_K6: where in the image a pixel comes from: x = a x + b y + c, y = d x + e y + f, times 2**16 (int32).
-        table_KV: the new value of each of V = 256 values (uint8), where it is the same for all images.
-        factor_K: of blends.
-        fill_C: what shows where an image was moved away (uint8).
-        alone: each kind runs on its own images alone, which are counted for it.
+    They fill with `mean` what an image moved away from.
     """
 
-    kind_K: Tensor  # noqa: N815
-    affine_K6: Tensor  # noqa: N815
-    table_KV: Tensor  # noqa: N815
-    factor_K: Tensor  # noqa: N815
-    fill_C: Tensor  # noqa: N815
-    alone: bool
+    def __init__(self, magnitude: float, size: tuple[int, int], mean: tuple[float, ...], device: torch.device) -> None:
+        signed = [(op, sign * magnitude / _TOP) for op in OPS for sign in (1, -1)]
+        self.alone = device.type == "cpu"  # each kind runs on its own images alone, which are counted for it
+        with torch.inference_mode(False):
+            self.kind_K = torch.tensor([kind for kind, ops in enumerate(_KINDS) for _ in 2 * ops]).to(device)
+            self.affine_K6 = torch.tensor([_affine(op, s, size) for op, s in signed], dtype=torch.int32).to(device)
+            self.table_KV = torch.tensor([_table(op, s) for op, s in signed], dtype=torch.uint8).to(device)
+            self.factor_K = torch.tensor([1 + 0.9 * s for _, s in signed]).to(device)  # of blends
+            self.fill_C = torch.tensor([round(255 * m) for m in mean]).clamp(0, 255).to(torch.uint8).to(device)
 
     def apply(self, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
         """images_NCHW (uint8), each changed by its own of change_N."""
@@ -184,27 +180,12 @@ class Changes:
         return out_NCHW
 
 
-@functools.lru_cache(maxsize=32)
-def changes_of(magnitude: float, size: tuple[int, int], mean: tuple[float, ...], device: torch.device) -> Changes:
-    """The changes at a magnitude, for images of `size` (height, width).
-
-    Kept, because making a tensor from numbers would have the host wait for the device at each batch.
-    """
-    share = magnitude / _TOP
-    signed = [(op, sign * share) for op in OPS for sign in (1, -1)]
-    with torch.inference_mode(False):
-        return Changes(
-            torch.tensor([kind for kind, ops in enumerate(_KINDS) for _ in 2 * ops]).to(device),
-            torch.tensor([_affine(op, s, size) for op, s in signed], dtype=torch.int32).to(device),
-            torch.tensor([_table(op, s) for op, s in signed], dtype=torch.uint8).to(device),
-            torch.tensor([1 + 0.9 * s for _, s in signed]).to(device),
-            torch.tensor([round(255 * m) for m in mean]).clamp(0, 255).to(torch.uint8).to(device),
-            alone=device.type == "cpu",
-        )
+# Kept, because making a tensor from numbers would have the host wait for the device at each batch.
+_changes = functools.lru_cache(maxsize=32)(Changes)
 
 
 def _affine(op: str, share: float, size: tuple[int, int]) -> list[int]:
-    """The row of `affine_K6`, from pixel centre to pixel centre."""
+    """Where a pixel comes from, centre to centre: x = a x + b y + c, y = d x + e y + f; all six times 2**16."""
     height, width = size
     angle = math.radians(30 * share)  # counter-clockwise, about the middle
     cos, sin = math.cos(angle), math.sin(angle)
@@ -221,6 +202,7 @@ def _affine(op: str, share: float, size: tuple[int, int]) -> list[int]:
 
 
 def _table(op: str, share: float) -> list[int]:
+    """The new value of each of V = 256 values, where it is the same for all images."""
     if op == "solarize":
         return [v if v < 256 * (1 - abs(share)) else 255 - v for v in range(256)]
     if op == "posterize":
