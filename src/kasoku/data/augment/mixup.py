@@ -67,11 +67,50 @@ class Mix(Technique):
         return Pairing(1 - area / (size[0] * size[1]), shift, (top, bottom, left, right))
 
     def apply(self, job: Job) -> None:
-        """Mixes between the loader and the loop, and puts itself around the loss."""
-        if self.mixup or self.cutmix:
-            mixing = _Mixing(job, self)
-            job.around_loader(mixing.batches)
-            job.patch(job, "loss", mixing.loss)
+        """Mixes between the loader and the loop, and puts itself around the loss.
+
+        Note: partners hang on the very labels that were handed out, a tensor object of their own. So it does not matter
+        when the loss is computed, for how many batches are in hand, or which other losses come between.
+        """
+        if not (self.mixup or self.cutmix):
+            return
+        plain_loss, step, micro = job.loss, -1, 0
+
+        def mixed(batches: Iterable[Batch]) -> Iterator[Batch]:
+            nonlocal step, micro
+            for x_NCHW, y_N in batches:
+                # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
+                step, micro = job.steps, micro + 1 if job.steps == step else 0
+                labels_N = y_N.detach()  # the same memory, an object of our own
+                share, partners_N = 1.0, y_N
+                if len(y_N) > 1:
+                    if self.cutmix and x_NCHW.ndim != 4:
+                        raise InputError(
+                            f"cutmix={self.cutmix}: for images (N, C, H, W), a batch here has {x_NCHW.ndim} "
+                            "dimensions: set it to 0"
+                        )
+                    size = (x_NCHW.shape[2], x_NCHW.shape[3]) if x_NCHW.ndim == 4 else (1, 1)
+                    seed = getattr(job.plain_loader, "seed", 0) % 2**64
+                    keys = [seed, step, job.comm.rank * job.accumulate + micro]
+                    pairing = self.draw(np.random.Generator(np.random.PCG64(keys)), len(y_N), size)
+                    x_NCHW = pairing.mixed(x_NCHW)
+                    share, partners_N = pairing.share, pairing.partners(y_N)
+                labels_N.mixed_with = (share, partners_N)  # type: ignore[attr-defined]
+                yield x_NCHW, labels_N
+
+        def loss(outputs: Any, labels_N: Tensor) -> Tensor:
+            mixed_with = getattr(labels_N, "mixed_with", None)
+            if mixed_with is None and getattr(outputs, "requires_grad", False):
+                raise InputError(
+                    "Mix: job.loss was given labels that job.loader did not hand out, so their partners are not known: "
+                    "train on the labels of job.loader as they come, whole and not copied"
+                )
+            own = plain_loss(outputs, labels_N)
+            share, partners_N = mixed_with or (1.0, labels_N)
+            return own if share == 1 else share * own + (1 - share) * plain_loss(outputs, partners_N)
+
+        job.around_loader(mixed)
+        job.patch(job, "loss", loss)
 
 
 @dataclass(frozen=True)
@@ -100,50 +139,3 @@ class Pairing:
     def partners(self, x_N: Tensor) -> Tensor:
         """What belongs to the partner of each image. Not torch.roll, which leaves channels_last order on a GPU."""
         return torch.cat([x_N[-self.shift :], x_N[: -self.shift]])
-
-
-class _Mixing:
-    """Mixes the batches of a job and remembers, for each that is not yet used, with what.
-
-    Note: what knows the partners. They hang on the very labels that were handed out, a tensor object of their own. So
-    it does not matter when the loss is computed, for how many batches are in hand, or which other losses come between.
-    """
-
-    def __init__(self, job: Job, technique: Mix) -> None:
-        self.job, self.technique, self.inner = job, technique, job.loss
-        self.step, self.micro = -1, 0
-
-    def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        job = self.job
-        for x_NCHW, y_N in batches:
-            # The loop asks for a batch when it is done with the one before, so job.steps is the step it is for.
-            self.micro = self.micro + 1 if job.steps == self.step else 0
-            self.step = job.steps
-            labels_N = y_N.detach()  # the same memory, an object of our own
-            share, partners_N = 1.0, y_N
-            if len(y_N) > 1:
-                if self.technique.cutmix and x_NCHW.ndim != 4:
-                    raise InputError(
-                        f"cutmix={self.technique.cutmix}: for images (N, C, H, W), a batch here has {x_NCHW.ndim} "
-                        "dimensions: set it to 0"
-                    )
-                size = (x_NCHW.shape[2], x_NCHW.shape[3]) if x_NCHW.ndim == 4 else (1, 1)
-                seed = getattr(job.plain_loader, "seed", 0) % 2**64
-                keys = [seed, self.step, job.comm.rank * job.accumulate + self.micro]
-                random = np.random.Generator(np.random.PCG64(keys))
-                pairing = self.technique.draw(random, len(y_N), size)
-                x_NCHW = pairing.mixed(x_NCHW)
-                share, partners_N = pairing.share, pairing.partners(y_N)
-            labels_N.mixed_with = (share, partners_N)  # type: ignore[attr-defined]
-            yield x_NCHW, labels_N
-
-    def loss(self, outputs: Any, labels_N: Tensor) -> Tensor:
-        mixed_with = getattr(labels_N, "mixed_with", None)
-        if mixed_with is None and getattr(outputs, "requires_grad", False):
-            raise InputError(
-                "Mix: job.loss was given labels that job.loader did not hand out, so their partners are not known: "
-                "train on the labels of job.loader as they come, whole and not copied"
-            )
-        own = self.inner(outputs, labels_N)
-        share, partners_N = mixed_with or (1.0, labels_N)
-        return own if share == 1 else share * own + (1 - share) * self.inner(outputs, partners_N)
