@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from kasoku.config.toml import read
 from kasoku.core import InputError
 
 
-def batches(path: Path, settings: Sequence[str] = ()) -> list[int]:
-    """The batches of the points of a recipe file, with settings over it; empty if it has no points."""
-    points = read(path, settings).get("points")
+def batches(document: dict[str, Any]) -> list[int]:
+    """The batches of the points of a document; empty if it has no points."""
+    points = document.get("points")
     return [p["batch"] for p in points if isinstance(p, dict) and "batch" in p] if isinstance(points, list) else []
 
 

@@ -11,7 +11,7 @@ import tomli_w
 from torch import nn
 from torch.optim import Optimizer
 
-from kasoku.config.batch_points import at_batch
+from kasoku.config.batch_points import at_batch, batches
 from kasoku.config.toml import Factory, override, parse, read, table
 from kasoku.core import Constant, InputError, Schedule, Technique
 from kasoku.device import Device
@@ -185,9 +185,7 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
         override(document, setting)
     first = None  # where tuning begins: a batch whose settings are known, the reference batch or the smallest point
     if document.get("batch") == AUTO:
-        points = document.get("points")
-        of_points = [p.get("batch") for p in points if isinstance(p, dict)] if isinstance(points, list) else []
-        for known in ([document.get("reference_batch")], of_points):
+        for known in ([document.get("reference_batch")], batches(document)):
             first = first or min((batch for batch in known if type(batch) is int and batch > 0), default=None)
         if first is None:
             raise InputError(

@@ -23,7 +23,7 @@ from kasoku.core.errors import InputError
 
 T = TypeVar("T")
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-OLD_NAMES = {  # old name -> new name; one that ends in a dot stands for a package and all its modules
+OLD_NAMES = {  # old name -> new name, applied in order; one that ends in a dot: a package and all its modules
     "kasoku.core.Step": "kasoku.core.StepDecay",
     "kasoku.core.schedule.Step": "kasoku.core.StepDecay",
     "kasoku.parallel.": "kasoku.distributed.",
@@ -70,20 +70,18 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
     parts = dotted.split(".")
     if len(parts) < 2 or not all(parts):
         raise InputError(f'{path} = "{dotted}": a dotted name such as kasoku.models.resnet50 is wanted')
-    if new := _new_name(dotted):
+    if (new := _new_name(dotted)) != dotted:
         raise InputError(f'{path} = "{dotted}": is now "{new}"')
-    module: Any = None
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
         try:
-            module = importlib.import_module(name)
+            thing: Any = importlib.import_module(name)
             break
         except ModuleNotFoundError as error:
             if error.name != name and not name.startswith(f"{error.name}."):
                 raise InputError(f'{path} = "{dotted}": {error}: install it') from error
-    if module is None:
+    else:
         raise InputError(f'{path} = "{dotted}": there is no module {parts[0]}: a dotted name that can be imported')
-    thing = module
     for part in parts[end:]:
         if not hasattr(thing, part):
             public = [name for name in dir(thing) if not name.startswith("_")]
@@ -94,13 +92,13 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
     return typing.cast("Callable[..., Any]", thing)
 
 
-def _new_name(dotted: str) -> str:
-    """The present name of something that was renamed; empty for a name that never changed."""
+def _new_name(name: str) -> str:
     for old, new in OLD_NAMES.items():
-        if dotted == old or (old.endswith(".") and dotted.startswith(old)):
-            renamed = new + dotted.rpartition(".")[2] if old.endswith(".") else new
-            return _new_name(renamed) or renamed
-    return ""
+        if old.endswith(".") and name.startswith(old):
+            name = new + name.rpartition(".")[2]
+        elif name == old:
+            name = new
+    return name
 
 
 def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a recipe file") -> dict[str, Any]:

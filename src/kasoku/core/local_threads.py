@@ -11,7 +11,6 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -28,22 +27,13 @@ class DeadlockError(RuntimeError):
     """No rank can go on; the message says what each one waits for."""
 
 
-@dataclass
-class _Collective:
-    """One collective: filled as ranks arrive, finished by the last of them."""
-
-    what: str
-    parts: dict[int, Any] = field(default_factory=dict)
-    result: Any = None
-
-
 class _Shared:
     """The state that the ranks of one `Threads` share: turns, collectives, and what each rank waits for."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.turns = [threading.Semaphore(0) for _ in range(size)]
-        self.collectives: dict[int, _Collective] = {}
+        self.collectives: dict[int, tuple[str, dict[int, Any], list[Any]]] = {}  # name, parts by rank, the result
         self.messages: dict[tuple[int, int, int, int], Tensor] = {}  # by sender, receiver, tag and number
         self.waiting: dict[int, tuple[str, Callable[[], bool]]] = {}
         self.ended: set[int] = set()
@@ -102,17 +92,14 @@ class _ThreadComm(Comm):
     def _start(self, what: str, part: Any, combine: Callable[[list[Any]], T], use: Callable[[T], object]) -> Work:
         """Joins a collective: the last rank combines the parts of all ranks; each rank uses the result in `wait()`."""
         number = next(self._numbers["collective"])
-        collective = self._shared.collectives.setdefault(number, _Collective(what))
-        if collective.what != what:
-            peers = f"the other ranks call {collective.what}"
-            raise InputError(f"rank {self.rank} calls {what}, {peers} (collective {number})")
-        parts = collective.parts
+        theirs, parts, result = self._shared.collectives.setdefault(number, (what, {}, []))
+        if theirs != what:
+            raise InputError(f"rank {self.rank} calls {what}, the other ranks call {theirs} (collective {number})")
         parts[self.rank] = part
         if len(parts) == self.size:
-            collective.result = combine([parts[r] for r in range(self.size)])
+            result.append(combine([parts[r] for r in range(self.size)]))
             del self._shared.collectives[number]
-        name = f"collective {number} ({what})"
-        return _ThreadWork(self, name, lambda: len(parts) == self.size, lambda: use(collective.result))
+        return _ThreadWork(self, f"collective {number} ({what})", lambda: bool(result), lambda: use(result[0]))
 
     def _collective(
         self,

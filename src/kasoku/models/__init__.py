@@ -4,7 +4,7 @@ from kasoku.models.alexnet import alexnet
 from kasoku.models.check import check_fits
 from kasoku.models.cifarnet import cifarnet
 from kasoku.models.cnn11 import cnn11
-from kasoku.models.pretrained import Pretrained
+from kasoku.models.pretrained import Pretrained, fill, freeze, load, read
 from kasoku.models.resnet import cifar_resnet18, cifar_resnet50, resnet18, resnet34, resnet50, resnet101, resnet152
 from kasoku.models.vgg import (
     cifar_vgg16,
@@ -18,7 +18,6 @@ from kasoku.models.vgg import (
     vgg19,
     vgg19_bn,
 )
-from kasoku.models.weights import fill, freeze, load, read
 
 __all__ = [
     "Pretrained",

@@ -1,7 +1,5 @@
 """AdamW, in torch's fused form where the device has it."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -35,5 +33,5 @@ def adamw(
     inf = float("inf")
     refuse_outside(lr=(lr, 0, inf), weight_decay=(weight_decay, 0, inf))
     refuse_outside(**{f"betas[{i}]": (beta, 0.0, 1.0) for i, beta in enumerate(betas)})
-    groups: list[dict[str, Any]] = decay_groups(model, weight_decay, decay_all=decay_all)
+    groups = decay_groups(model, weight_decay, decay_all=decay_all)
     return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), fused=has_fused(model))

@@ -1,5 +1,7 @@
 """Splits a model's parameters into groups with and without weight decay; checks settings of optimizers."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from kasoku.core import InputError
@@ -25,13 +27,10 @@ def split(model: nn.Module, *, decay_all: bool = False) -> tuple[list[Tensor], l
     return decayed, undecayed
 
 
-def decay_groups(model: nn.Module, weight_decay: float, *, decay_all: bool) -> list[dict[str, object]]:
+def decay_groups(model: nn.Module, weight_decay: float, *, decay_all: bool) -> list[dict[str, Any]]:
     """Parameter groups for a torch optimizer: the decayed ones first; one group if none decays."""
     decayed, undecayed = split(model, decay_all=decay_all or weight_decay == 0)
-    groups: list[dict[str, object]] = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
-    ]
+    groups = ({"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
 
 

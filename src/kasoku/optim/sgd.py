@@ -1,7 +1,5 @@
 """SGD with momentum, in torch's fused form where the device has it."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -35,5 +33,5 @@ def sgd(
     Ref: Sutskever et al. 2013; torch.optim.SGD.
     """
     refuse_momentum_sgd(lr, momentum, nesterov=nesterov, weight_decay=weight_decay)
-    groups: list[dict[str, Any]] = decay_groups(model, weight_decay, decay_all=decay_all)
+    groups = decay_groups(model, weight_decay, decay_all=decay_all)
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=has_fused(model))

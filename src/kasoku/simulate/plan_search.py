@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kasoku.config import batch_points
+from kasoku.config.batch_points import batches as batches_of_points
 from kasoku.config.ranks import can_share, techniques_for
 from kasoku.config.recipe import Recipe, load
+from kasoku.config.toml import read
 from kasoku.config.updates import updates
 from kasoku.core import InputError, Schedule
 from kasoku.core import schedule as schedules
@@ -61,7 +62,7 @@ def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -
 
     Maths: epochs(B) = epochs(B0) (1 + B / noise) / (1 + B0 / noise). Ref: McCandlish et al. 2018 (arXiv 1812.06162).
     """
-    batches = batch_points.batches(file, settings)
+    batches = batches_of_points(read(file, settings))
     if noise_scale is None:
         if not batches or any(setting.partition("=")[0].strip() == "batch" for setting in settings):
             return [load(file, settings)], ""
