@@ -8,7 +8,7 @@ from typing import Any
 from kasoku.core import InputError
 
 
-def batches(document: dict[str, Any]) -> list[int]:
+def batches_of_points(document: dict[str, Any]) -> list[int]:
     """The batches of the points of a document; empty if it has no points."""
     points = document.get("points")
     return [p["batch"] for p in points if isinstance(p, dict) and "batch" in p] if isinstance(points, list) else []

@@ -11,7 +11,7 @@ import tomli_w
 from torch import nn
 from torch.optim import Optimizer
 
-from kasoku.config.batch_points import at_batch, batches
+from kasoku.config.batch_points import at_batch, batches_of_points
 from kasoku.config.toml import Factory, override, parse, read, table
 from kasoku.core import Constant, InputError, Schedule, Technique
 from kasoku.device import Device
@@ -185,7 +185,7 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
         override(document, setting)
     first = None  # where tuning begins: a batch whose settings are known, the reference batch or the smallest point
     if document.get("batch") == AUTO:
-        for known in ([document.get("reference_batch")], batches(document)):
+        for known in ([document.get("reference_batch")], batches_of_points(document)):
             first = first or min((batch for batch in known if type(batch) is int and batch > 0), default=None)
         if first is None:
             raise InputError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kasoku.config.batch_points import batches as batches_of_points
+from kasoku.config.batch_points import batches_of_points
 from kasoku.config.ranks import can_share, techniques_for
 from kasoku.config.recipe import Recipe, load
 from kasoku.config.toml import read
