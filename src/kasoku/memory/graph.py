@@ -66,21 +66,6 @@ class GraphNode:
         return self.op == "norm" and (self.layer.training or self.layer.running_mean is None)
 
 
-class ValueShape(NamedTuple):
-    """A value's shape (images first) and type."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
 @dataclass(frozen=True)
 class LayerGraph:
     """Nodes in an order in which they can be computed."""
@@ -108,23 +93,22 @@ class LayerGraph:
                 nodes[i], nodes[i + 1] = replace(pool, inputs=relu.inputs), replace(relu, inputs=(i + 1,))
         return LayerGraph(tuple(nodes))
 
-    def shapes(self, x: ValueShape, half: torch.dtype | None) -> list[ValueShape]:
-        """The shapes of all values, the input first; `half`: the type in which autocast computes convolutions."""
-        shapes = [x]
+    def shapes(self, x: Tensor, half: torch.dtype | None) -> list[Tensor]:
+        """All values as meta tensors, the input first; `half`: the type in which autocast computes convolutions."""
+        values = [torch.empty(x.shape, dtype=x.dtype, device="meta")]
         for node in self.nodes:
-            layer, (shape, dtype) = node.layer, shapes[node.inputs[0]]
+            layer, value = node.layer, values[node.inputs[0]]
             if node.op == "conv":
-                dtype = dtype if half is None else half
-                meta = torch.empty(shape, device="meta", dtype=layer.weight.dtype)
-                weight = torch.empty_like(layer.weight, device="meta")
+                value = value.to(half or value.dtype)
+                weight = torch.empty_like(layer.weight, dtype=value.dtype, device="meta")
                 settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
-                shape = tuple(nn.functional.conv2d(meta, weight, None, *settings).shape)
+                value = nn.functional.conv2d(value, weight, None, *settings)
             elif node.op in ("pool", "other"):
-                shape = tuple(type(layer).forward(layer, torch.empty(shape, device="meta")).shape)
+                value = type(layer).forward(layer, value)
             elif node.op == "add":
-                dtype = torch.promote_types(dtype, shapes[node.inputs[1]].dtype)
-            shapes.append(ValueShape(shape, dtype))
-        return shapes
+                value = value + values[node.inputs[1]]
+            values.append(value)
+        return values
 
 
 class Instruction(NamedTuple):

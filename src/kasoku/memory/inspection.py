@@ -28,7 +28,6 @@ from kasoku.core import InputError, Job
 from kasoku.core.torch_internals import module_hooks
 from kasoku.memory.graph import (
     LayerGraph,
-    ValueShape,
     attributes_of,
     changed_attribute,
     decides,
@@ -282,11 +281,11 @@ def chains_of(log: CallLog) -> list[list[Call]]:
     chains: list[list[Call]] = []
     last: Call | None = None
     for call in log.calls:
-        graph, source = call.proxy.graph, ValueShape(tuple(call.x.shape), call.x.dtype)
-        shapes = graph.shapes(source, call.half)
+        graph = call.proxy.graph
+        shapes = graph.shapes(call.x, call.half)
         adds = [node.inputs for node in graph.nodes if node.op == "add"]
         broadcasts = any(shapes[a].shape != shapes[b].shape for a, b in adds)
-        foreseen = shapes[-1] == ValueShape(tuple(call.out.shape), call.out.dtype)
+        foreseen = shapes[-1].shape == call.out.shape and shapes[-1].dtype is call.out.dtype
         if count[call.proxy] > 1 or call.proxy.hooked or broadcasts or not foreseen:
             last = None
             continue

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kasoku.memory.graph import GraphNode, Instruction, LayerGraph, ValueShape
+from kasoku.memory.graph import GraphNode, Instruction, LayerGraph
 from kasoku.memory.ops import IN_PLACE_PARTS, Numerics, has_2_bit_positions
 from kasoku.memory.segment import Program
 
@@ -20,7 +20,7 @@ class ChainSetting:
     """What the programs of a chain of layers depend on, besides the layers.
 
     Args:
-        images: shape and type of the chain's input.
+        images: the chain's input, as a meta tensor.
         image_gradient: the input needs a gradient.
         how: precision of the operations.
         channels_last: memory format.
@@ -31,7 +31,7 @@ class ChainSetting:
         ends_chain: no neighbour counts the output.
     """
 
-    images: ValueShape
+    images: Tensor
     image_gradient: bool
     how: Numerics
     channels_last: bool
@@ -63,12 +63,12 @@ class MemoryNeed(NamedTuple):
     rounding: float
 
 
-def memory_need(program: Program, shapes: list[ValueShape], setting: ChainSetting, chunk: int = 0) -> MemoryNeed:
+def memory_need(program: Program, shapes: list[Tensor], setting: ChainSetting, chunk: int = 0) -> MemoryNeed:
     """The need of a program for values of these shapes, `chunk` images at a time (0: all at once)."""
     n, nodes, out_at = shapes[0].shape[0], program.graph.nodes, program.graph.out
     slower = 0.02 * work_of(program.graph, shapes, range(len(nodes))) if chunk else 0.0
     if chunk:
-        shapes = [ValueShape((chunk, *s.shape[1:]), s.dtype) for s in shapes]
+        shapes = [s[:chunk] for s in shapes]
     count = _ByteCount(program, shapes, setting)
     scale = n / shapes[0].shape[0]
     of_part = (shapes[0].nbytes, shapes[-1].nbytes, count.kept, count.held[0], count.held[out_at])
@@ -101,7 +101,7 @@ def memory_need(program: Program, shapes: list[ValueShape], setting: ChainSettin
     return MemoryNeed(kept, kept_x, forward, backward, gradients, work * scale + slower, rounding)
 
 
-def work_of(graph: LayerGraph, shapes: list[ValueShape], nodes: Iterable[int]) -> float:
+def work_of(graph: LayerGraph, shapes: list[Tensor], nodes: Iterable[int]) -> float:
     """Multiply-adds of nodes; one that only moves bytes counts as the multiply-adds of the same time."""
     total = 0.0
     for at in nodes:
@@ -109,7 +109,7 @@ def work_of(graph: LayerGraph, shapes: list[ValueShape], nodes: Iterable[int]) -
         work = (sum(shapes[v].nbytes for v in node.inputs) + out.nbytes) * _WORK_OF_A_BYTE
         if node.op == "conv":
             weight: Tensor = node.layer.weight
-            work = max(out.numel * weight[0].numel() * (0.5 if out.dtype.itemsize == 2 else 1.0), work)
+            work = max(out.numel() * weight[0].numel() * (0.5 if out.dtype.itemsize == 2 else 1.0), work)
         total += work
     return total
 
@@ -126,19 +126,19 @@ class _ByteCount:
         live, gradients, peak: bytes now, and of gradients of values; of both at most.
     """
 
-    def __init__(self, program: Program, shapes: list[ValueShape], setting: ChainSetting) -> None:
+    def __init__(self, program: Program, shapes: list[Tensor], setting: ChainSetting) -> None:
         self.program, self.shapes, self.setting = program, shapes, setting
         self.nodes, self.ends = program.graph.nodes, {0, program.graph.out}
         self.held = [0] * len(shapes)
         for v in program.kept:
-            self.held[v] = shapes[v].numel * 2 if v in program.in_bf16 else shapes[v].nbytes
+            self.held[v] = shapes[v].numel() * 2 if v in program.in_bf16 else shapes[v].nbytes
         self.extras = 0
         for node, out in zip(self.nodes, shapes[1:], strict=True):
             if node.op == "norm":
                 self.extras += 8 * int(node.layer.num_features)
             elif node.op == "pool":
                 two_bits = has_2_bit_positions(node.layer, shapes[node.inputs[0]].shape)
-                self.extras += -(-out.numel // 4) if two_bits else out.numel
+                self.extras += -(-out.numel() // 4) if two_bits else out.numel()
         self.kept = sum(self.held[v] for v in program.kept - self.ends) + self.extras
         self.present: dict[int, int] = {}
         self.areas: dict[int, tuple[int, int]] = {}
@@ -214,18 +214,18 @@ class _ByteCount:
         if node.op == "conv":
             return self._conv_workspace(node, x, out, backward=backward)
         if node.op == "pool" and backward:
-            return out.nbytes + 2 * out.numel
+            return out.nbytes + 2 * out.numel()
         if node.op == "pool":
-            return out.nbytes + 4 * out.numel if has_2_bit_positions(node.layer, x.shape) else 27 * out.numel
+            return out.nbytes + 4 * out.numel() if has_2_bit_positions(node.layer, x.shape) else 27 * out.numel()
         if node.op == "norm" and step.inplace:  # parts of it and of the gradient in fp32, if they have fewer bits
             images = x.shape[0]
-            return 0 if x.dtype.itemsize >= 4 else 8 * -(-images // IN_PLACE_PARTS) * (x.numel // images)
+            return 0 if x.dtype.itemsize >= 4 else 8 * -(-images // IN_PLACE_PARTS) * (x.numel() // images)
         if node.op == "other" and backward:  # its output; in place: the copy, and what torch keeps of that
             return out.nbytes * (2 if getattr(node.layer, "inplace", False) else 1)
         copies_gradient = node.op == "norm" and backward and self.setting.device == "cpu"  # as torch's kernel does
         return out.nbytes if copies_gradient else 0
 
-    def _conv_workspace(self, node: GraphNode, x: ValueShape, out: ValueShape, *, backward: bool) -> int:
+    def _conv_workspace(self, node: GraphNode, x: Tensor, out: Tensor, *, backward: bool) -> int:
         """OneDNN's reordered copies, as measured on AVX-512: of weights always, of images in the NCHW layout.
 
         On a GPU cuDNN chooses its workspace; the margin of the budget covers it.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import InputError, Job
-from kasoku.memory.graph import LayerGraph, ValueShape
+from kasoku.memory.graph import LayerGraph
 from kasoku.memory.inspection import (
     CallLog,
     LayerProxy,
@@ -254,7 +254,7 @@ def _units_and_choices(
         nodes = [node for call in calls for node in call.proxy.graph.nodes]
         images_and_weights = [x, *(node.layer.weight for node in nodes if node.op == "conv")]
         setting = ChainSetting(
-            ValueShape((batch, *x.shape[1:]), x.dtype),
+            torch.empty((batch, *x.shape[1:]), dtype=x.dtype, device="meta"),
             x.requires_grad,
             replace(how, half=calls[0].half),
             any(

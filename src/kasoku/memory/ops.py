@@ -218,7 +218,13 @@ def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, MaxPositions]:
     inner = tuple(x_NCHW.shape)
     if has_2_bit_positions(layer, inner):
         out, positions = _pool_2x2(x_NCHW)
-        packed = _pack(positions)
+        flat = positions.as_strided((positions.numel(),), (1,))
+        if flat.numel() % 4:
+            flat = functional.pad(flat, (0, -flat.numel() % 4))
+        n = flat.numel() // 4
+        packed = flat[:n].clone()
+        for k in (1, 2, 3):  # four positions a byte: the quarters of the array, each shifted by two bits more
+            packed |= flat[k * n : (k + 1) * n] << (2 * k)
     else:
         out, index = functional.max_pool2d(
             x_NCHW, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode, return_indices=True
@@ -280,15 +286,3 @@ def _covered(outer: int, inner: int, offset: int, stride: int) -> tuple[slice, s
     if last < first:
         return slice(0, 0), slice(0, 0)
     return slice(first, last + 1), slice(first * stride + offset, last * stride + offset + 1, stride)
-
-
-def _pack(positions: Tensor) -> Tensor:
-    """Four positions a byte: the quarters of the array, each shifted by two bits more."""
-    flat = positions.as_strided((positions.numel(),), (1,))
-    if flat.numel() % 4:
-        flat = functional.pad(flat, (0, -flat.numel() % 4))
-    n = flat.numel() // 4
-    packed = flat[:n].clone()
-    for k in (1, 2, 3):
-        packed |= flat[k * n : (k + 1) * n] << (2 * k)
-    return packed
