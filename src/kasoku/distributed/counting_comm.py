@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -198,13 +199,13 @@ class CountingComm(Comm):
             return CountingComm(self.inner.channel(patient=patient), self.activity)
 
 
+@dataclass(slots=True)
 class _CountedWork:
     """A collective or a message under way."""
 
-    __slots__ = ("comm", "inner", "label")
-
-    def __init__(self, inner: Work, comm: CountingComm, label: Label) -> None:
-        self.inner, self.comm, self.label = inner, comm, label
+    inner: Work
+    comm: CountingComm
+    label: Label
 
     def done(self) -> bool:
         return self.inner.done()

@@ -175,16 +175,12 @@ class StoreHeartbeat:
     def start(self) -> None:
         """Starts the two threads: one beats and watches, one notices a silent store."""
 
-        def watch() -> None:
-            for pause_s in self.watch():
-                time.sleep(pause_s) if self.closing.is_set() else self.closing.wait(pause_s)
+        def run(pauses_s: Iterator[float], early_end: threading.Event) -> None:
+            for pause_s in pauses_s:
+                time.sleep(pause_s) if early_end.is_set() else early_end.wait(pause_s)
 
-        def guard() -> None:
-            for pause_s in self.guard():
-                self.over.wait(pause_s)
-
-        for f in (watch, guard):
-            threading.Thread(target=f, name=f"kasoku {f.__name__}", daemon=True).start()
+        for name, arguments in {"watch": (self.watch(), self.closing), "guard": (self.guard(), self.over)}.items():
+            threading.Thread(target=run, args=arguments, name=f"kasoku {name}", daemon=True).start()
 
     def watch(self) -> Iterator[float]:
         """Beats and watches until the end; yields how many seconds to wait before it is resumed."""

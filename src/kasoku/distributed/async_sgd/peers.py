@@ -28,7 +28,6 @@ BEAT_S, DEAD_S = 1.0, 5.0
 _SLOWEST_S = 10.0  # the pause between beats of many ranks; three of them in silence are a death
 BEAT, ASK, REPLY, _SYNC = 1, 2, 3, 8  # tags; a sync point has one for each number of deaths
 _LONG, _SHORT, _SYNC_LANE = 0, 1, 2  # lanes of messages; a sync point has one for each number of deaths
-_ATTEMPTS = 1 << 12  # at most, of one sync point
 Pause = Callable[[threading.Event, float], bool]
 Tensors = Sequence[Tensor]
 Reply = Future[Any]  # the first tensor received
@@ -124,7 +123,7 @@ class Peers:
         self.dead: dict[int, str] = {}
         self.changed = threading.Condition(threading.RLock())
         self.reports: dict[int, list[int]] = {}
-        self.attempt = self.first_attempt = 0  # of a sync point (survivors.py): the last complete one's number
+        self.attempt = 0  # of the sync point (survivors.py): the last complete one's number, 0: none yet
         activity = comm.activity
         self._watched: Any = activity if activity is not None and activity.heartbeat is not None else None
         self._beat_s = min(_SLOWEST_S, BEAT_S * max(1.0, comm.size / 8))  # as each rank sends to all the rest
@@ -155,8 +154,7 @@ class Peers:
     def start(self) -> None:
         """Starts to beat and to listen."""
         self._ending.clear()
-        self._ended = False
-        self.first_attempt += _ATTEMPTS
+        self._ended, self.attempt = False, 0
         self._waits.start(self.living_peers)
         self._detector = Detector(self.living_peers, math.floor(self._dead_s / self._beat_s) + 1)
         self.reports.update({rank: [0] * (2 + self.comm.size) for rank in self.living_peers})

@@ -100,7 +100,7 @@ def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> T:
             result = f(Survivors(comm, peers, ranks))
         except LostError:
             continue
-        peers.attempt = peers.first_attempt + comm.size - len(ranks)  # it is complete here
+        peers.attempt = 1 + comm.size - len(ranks)  # it is complete here
         peers.beat()
         peers.wait_until(lambda: done() or failed())
         if done():
