@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -31,7 +30,6 @@ import torch
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.hardware import is_dense
 from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
-from kasoku.distributed.async_sgd.peers import LostError
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.shared_memory import Segments
 from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
@@ -249,13 +247,9 @@ class Exchange:
 
     def _before_step(self) -> None:
         if not self.sync_phases.active:
-            self._remove_predictions()  # weight decay must act on the weights alone
+            self.weights.remove_predictions()  # weight decay must act on the weights alone
             if self._momentum is not None:
                 self._momentum.lower()
-
-    def _remove_predictions(self) -> None:
-        for group in self.weights.groups:
-            group.prediction.remove()
 
     @torch.no_grad()
     def _start(self) -> None:
@@ -282,17 +276,21 @@ class Exchange:
         `stop` requests a sync point as soon as a whole batch is dealt.
         """
         self._start()
-        none, share = torch.zeros(0), -1
-        with suppress(LostError):
-            share = int(self.transport.ask(self.weights.owners[0], (SHARE, int(stop)), none, none).result()[0])
+        share = self._ask_first_owner(SHARE, int(stop))
         return share if share >= 0 else None
 
     def _send_clock(self, clock: int) -> None:
         """Sends this worker's clock, and waits while it is too far ahead of the slowest worker."""
         if self.settings.max_staleness is not None and self.trains:
-            none = torch.zeros(0)
-            with self.job.trace.span("wait", "the slowest rank"), suppress(LostError):
-                self.transport.ask(self.weights.owners[0], (CLOCK, clock), none, none).result()
+            with self.job.trace.span("wait", "the slowest rank"):
+                self._ask_first_owner(CLOCK, clock)
+
+    def _ask_first_owner(self, *head: int) -> int:
+        """The reply of the owner that deals the data and keeps the clocks; -1 if it is dead."""
+        none = torch.zeros(0)
+        reply = self.transport.ask(self.weights.owners[0], head, none, none)
+        # raised, the error would keep the callers' tensors alive
+        return -1 if reply.exception() else int(reply.result()[0])
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -331,7 +329,7 @@ class Exchange:
             self._begin()
             return
         self._start()
-        self._remove_predictions()
+        self.weights.remove_predictions()
         for g, group in enumerate(weights.groups if self.trains else ()):
             weights.receive(group, self.settings.ahead, self.job.trace)
             if self.step > group.sent_at:

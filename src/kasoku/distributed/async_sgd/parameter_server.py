@@ -172,6 +172,11 @@ class SharedWeights:
                 shard.begin(group.base.flat[group.pieces[self._rank]])
         self.server.clocks = dict.fromkeys(self.workers, 0)
 
+    def remove_predictions(self) -> None:
+        """Leaves the weights alone in the parameters of all groups."""
+        for group in self.groups:
+            group.prediction.remove()
+
     def send(self, g: int, step: int, transport: Any, momentum: Momentum | None) -> None:
         """Sends this rank's update of group g to the owners."""
         group = self.groups[g]
