@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from itertools import islice
 from typing import ClassVar
 
@@ -179,24 +180,24 @@ def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Bat
     if job.comm.size == 1 or loader.skipped is None:  # memory does not fail
         yield from job.loader
         return
-    own = own_batches(job.loader, activity)
-    while True:
-        batch: list[Batch] = []
-        failure: InputError | None = None
-        try:
-            batch.extend(islice(own, 1))
-        except InputError as error:
-            failure = error
-        if not batch and not failure:
-            return  # all ranks have equally many
-        with job.trace.span("wait", "the other ranks' input"):
-            passes = barrier.passes(failure, loader.safe_batches)
-        if not passes:
-            raise_on_all_ranks(job.comm, failure)
-        yield batch.pop()
+    with closing(own_batches(job.loader, activity)) as own:  # an error's traceback would keep its threads
+        while True:
+            batch: list[Batch] = []
+            failure: InputError | None = None
+            try:
+                batch.extend(islice(own, 1))
+            except InputError as error:
+                failure = error
+            if not batch and not failure:
+                return  # all ranks have equally many
+            with job.trace.span("wait", "the other ranks' input"):
+                passes = barrier.passes(failure, loader.safe_batches)
+            if not passes:
+                raise_on_all_ranks(job.comm, failure)
+            yield batch.pop()
 
 
-def own_batches(loader: Iterable[Batch], activity: Activity) -> Iterator[Batch]:
+def own_batches(loader: Iterable[Batch], activity: Activity) -> Generator[Batch]:
     """This rank's batches, whether or not the other ranks have one."""
     iterator = iter(loader)
     while True:
