@@ -86,6 +86,8 @@ def train(
         ).members(len(recipes))
         trainings = [build(r, dataset=dataset, train_loader=own) for r, own in zip(recipes, shared, strict=True)]
     with ExitStack() as stack:
+        for training in trainings:
+            stack.callback(training.job.plain_loader.close)
         runs = [stack.enter_context(RunFolder(path, resume=resume)) for path in paths]
         for run, training in zip(runs, trainings, strict=True):
             if own_modules is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +86,7 @@ class SharedExecutor(Executor):
         self._executor = executor
         self.stats, self.skipped = executor.stats, executor.skipped
         self._kept: OrderedDict[tuple[int, int], RawBatch] = OrderedDict()
-        self._running: Iterator[RawBatch] = iter(())
+        self._running: RawBatches | None = None
         self._next = (-1, -1)  # epoch and number of the batch that `_running` gives next
 
     @property
@@ -96,10 +96,22 @@ class SharedExecutor(Executor):
     def run(self, pipeline: Pipeline, epoch: int, numbers: Numbers, trace: Trace | None) -> RawBatches:
         for number, _ in numbers:
             if (epoch, number) not in self._kept:
-                if self._next != (epoch, number):
+                if self._running is None or self._next != (epoch, number):
                     self._running = self._executor.run(pipeline, epoch, pipeline.numbers(number), trace)
                 self._kept[epoch, number] = next(self._running)
                 self._next = (epoch, number + 1)
+                if number + 1 == len(pipeline):
+                    self._end()  # nobody asks it for more
                 while len(self._kept) > _KEEP:
                     self._kept.popitem(last=False)
             yield self._kept[epoch, number]
+
+    def close(self) -> None:
+        self._end()
+        self._executor.close()
+
+    def _end(self) -> None:
+        """Ends the threads of the batches that are being decoded."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
