@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1650,
-    "optim": 1300,
-    "models": 870,
-    "device": 660,
-    "data": 5680,  # the input pipeline is a description and its executors, each printed and tested alone
-    "distributed": 6640,
-    "memory": 2795,
-    "config": 1000,
-    "tune": 2570,
-    "simulate": 2230,
-    "report": 2600,
-    "training": 2160,
-    "commands": 2100,
+    "core": 1470,
+    "optim": 1230,
+    "models": 830,
+    "device": 630,
+    "data": 5230,
+    "distributed": 5720,
+    "memory": 2380,
+    "config": 900,
+    "tune": 2260,
+    "simulate": 1910,
+    "report": 2400,
+    "training": 2000,
+    "commands": 1850,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is
