@@ -66,11 +66,11 @@ def _check(arguments: TrainArguments) -> None:
     a = arguments
     sources = [name for name, value in (("recipe", a.recipe), ("resume", a.resume), ("data", a.data)) if value]
     fixed = [setting for setting in a.set if not setting.startswith(CHANGEABLE)]
-    rules = {
+    rules = {  # message: whether the rule is broken
         f"kasoku train: {' and '.join(sources) or 'nothing'} given: one of RECIPE, --resume, --data": len(sources) != 1,
         "--continue: goes with --out DIR, where the run is or will be; for members give --resume DIR": a.go_on
         and (a.resume or not a.out or a.members),
-        "--out beside --resume: a resumed run stays in its folder; leave --out away": a.resume and a.out,
+        "--out beside --resume: a resumed run stays in its folder; remove --out": a.resume and a.out,
         "--weights and --freeze go with --data; in a recipe use the technique kasoku.models.Pretrained": not a.data
         and (a.weights or a.freeze),
         f"--plot {a.plot}: an HTML page is written; give a name that ends in .html": a.plot
@@ -79,7 +79,7 @@ def _check(arguments: TrainArguments) -> None:
         "--members beside --resume: the folder knows its members; leave --members out": a.members and a.resume,
         f"--resume with --set {', '.join(fixed[:1])}: that would be another training; only {', '.join(CHANGEABLE)} "
         "may change": a.resume and fixed,
-        "--freeze without --weights: blocks that learnt nothing yet are not worth keeping; give both": a.freeze
+        "--freeze without --weights: the frozen blocks would keep their random weights; give both": a.freeze
         and not a.weights,
     }
     for message, broken in rules.items():

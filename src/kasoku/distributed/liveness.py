@@ -5,17 +5,17 @@ code 4; a launcher starts them again, and they resume from the last checkpoint. 
 Asynchronous goes on without the dead rank, as its collectives are the user's. A comm that a Watchdog started has the
 first policy, any other the second (async_sgd/peers.py: Peers.lose).
 
-Note: two transports. A Watchdog's heartbeats go through a store, two requests a rank and beat. A thread of each rank
-writes a heartbeat under the rank's own key, over a connection of its own, so it does not stop while the training waits
-in a collective. Rank 0 reads all keys at once and writes the fault as a verdict, which they read beside rank 0's
-key. A store that breaks or falls silent is rank 0's death (under torchrun: of the host of its store). Asynchronous
-ranks send heartbeats to each other (async_sgd/peers.py), so any of them may die. Both judge by a Detector, which counts
-heartbeats and reads no clock, so a rank that was stopped itself accuses no other. Time-outs of collectives play no part
-in it, so they may be long.
+Note: two transports. A Watchdog's heartbeats go through a store; each rank makes two requests a beat. A thread of each
+rank writes a heartbeat under the rank's own key, over a connection of its own, so it does not stop while the training
+waits in a collective. Rank 0 reads all keys at once and writes a fault as the verdict. The other ranks read the verdict
+and rank 0's key. A store that breaks or falls silent is rank 0's death (under torchrun: of the host of its store).
+Asynchronous ranks send heartbeats to each other (async_sgd/peers.py), so any of them may die. Both judge by a Detector,
+which counts heartbeats and reads no clock, so a rank that was stopped itself accuses no other. Time-outs of collectives
+play no part in it, so they may be long.
 
-Note: the rank that is named. If one rank dies, the collectives of all ranks fail in turn, and rank 0 takes its store
-along when it ends. So a collective that failed waits for the verdict, and rank 0 ends last, when all living ranks have
-read it.
+Note: the rank that is named. If one rank dies, the collectives of all ranks fail in turn, and the store ends with rank
+0's process. So a collective that failed waits for the verdict, and rank 0 ends last, when all living ranks have read
+it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Detector:
     Args:
         ranks: to watch.
         patience: a rank is dead after this many beats without a new heartbeat from it.
-        grouped: if one rank is dead, ranks that have been silent for one beat less are dead too, so that ranks that
-            die together are named together.
+        grouped: once a rank is dead, a rank that is one beat short of `patience` is dead too, so that ranks which die
+            together are named together.
     """
 
     def __init__(self, ranks: Sequence[int], patience: int, *, grouped: bool = False) -> None:
@@ -163,7 +163,9 @@ class StoreHeartbeat:
         patience = round(settings.dead_s / settings.beat_s)
         watched = range(1, comm.size) if self.rank == 0 else [0]
         self.detector = Detector(watched, patience, grouped=True)
-        self._last_busy = self.clock.now()  # until then the other ranks waited for a reason
+        self._last_busy = (
+            self.clock.now()
+        )  # when it was last starting or computing: until then the others had a reason to wait
         self.beats = self.answers = 0
         self.failed = ""
         self.closing, self.over, self.reported = threading.Event(), threading.Event(), threading.Lock()

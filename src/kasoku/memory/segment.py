@@ -134,6 +134,7 @@ def _backward_order(
         new = nodes[i].op != "add" or (incoming and sum(needs[v] for v in nodes[i].inputs) == 1)
         joins = []
         for v in nodes[i].inputs:
+            # no gradient; the first one; added into one that is there; added in a new tensor
             joins.append("" if not needs[v] else "set" if v not in own else "into" if new else "fresh")
             if needs[v]:
                 own[v] = new or v in own

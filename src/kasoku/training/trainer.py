@@ -198,6 +198,7 @@ def build(
         test_batch += -test_batch % comm.size
         return train, loader(data, "test", test_batch, **common)
 
+    # the names of a task's parameters are the tasks whose results it takes
     start.add("digest", lambda data: data.index() if comm.size > 1 else {})
     start.add("network", network)
     start.add("model", partial(_model, recipe=recipe, device=device_setup.device), after=("compiler",))
@@ -263,7 +264,10 @@ def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, device: torch.d
 
 
 def _apply_techniques(job: Job, classes: int, recipe: Recipe, device_setup: Chosen, shares: Sequence[int]) -> None:
-    """Applies the techniques that follow from the device and the ranks, and those of the recipe. Collective."""
+    """Applies the techniques that follow from the device and the ranks, and those of the recipe; tries the loss.
+
+    Collective.
+    """
     if is_asynchronous(recipe, job.comm.size):
         shares = ()  # a rank takes the next part of the data when it is ready
     derived = derived_techniques(recipe, job.comm.size, uneven=bool(shares))

@@ -58,7 +58,7 @@ class FileExecutor(Executor):
                 pool.close()
 
     def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
-        """Reads this rank's images of the next batch; those that are kept it decodes."""
+        """Reads this rank's images of the next batch, and decodes those whose pixels are kept."""
         if isinstance(self.split, Items):
             return
         batch = pipeline.indices(epoch, islice(pipeline.numbers(first), pipeline.parts))
@@ -141,7 +141,8 @@ class _Iteration:
         return self.stream is not None
 
     def batches(self, indices: Iterator[torch.Tensor]) -> RawBatches:
-        """The batches of these indices. Nothing but `moving` refers to a batch that was sent to the device.
+        """The batches of these indices. Nothing but `moving` refers to a batch that was sent to the device, so its
+        memory is free once the batch is no longer used.
 
         Note: copies ahead. Where copying goes on beside computing, a batch that is ready is sent to the device before
         its turn; a failure is raised at the batch's turn.

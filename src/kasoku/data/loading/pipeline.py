@@ -34,14 +34,14 @@ class Pipeline:
     """The stages from a split to batches on the device; `with_` gives one with other settings.
 
     Attributes:
-        shuffled: training images come in another order each epoch, varied; else in order, each once, as they are.
+        shuffled: training images in a new order each epoch, augmented. False: each image once, in order, unchanged.
         images: how many of the split, from its first on.
         batch: images of a batch over all ranks.
         shares: images of a batch that each rank takes, in rank order; empty: as many each.
         parts: in how many parts a training batch is handed out, one after the other (accumulation, virtual ranks);
             a loader's `position` and len() count parts.
         fill: complete the last training batch of an epoch with the images the epoch began with; else it is dropped.
-        min_last: fewer images left over at the end of a split in order join the batch before them.
+        min_last: where images come in order, fewer than this that are left at the end join the batch before.
         decoder: "nvjpeg" has the GPU decode those JPEGs that are baseline, upright, grey or YCbCr; threads only read
             them. The rest is decoded as ever, and by `processes` everything. Nothing is kept; colours differ a little
             from the CPU's. Needs a CUDA device and torchvision.
@@ -142,7 +142,10 @@ class Pipeline:
         images, batch, parts = self.images, self.batch, self.parts
         order_N = (order(images, self.seed, epoch) if self.train else torch.arange(images)).to(device)
         batches = len(self) // parts
-        cuts = [0, *itertools.accumulate(self.shares or (1,) * self.size)]  # of as many as the last says
+        cuts = [
+            0,
+            *itertools.accumulate(self.shares or (1,) * self.size),
+        ]  # of cuts[-1] images, rank r takes cuts[r] to cuts[r + 1]
         if self.train:
             order_N = torch.cat([order_N, order_N[: -images % batch]])[: batches * batch]
         for number, rank in numbers:

@@ -5,7 +5,7 @@ ranks too. So each wait for a rank runs in a daemon thread, which is abandoned w
 LostError. (A ThreadPoolExecutor would join that thread when the process ends.)
 
 Note: one view of the dead. A heartbeat carries the ranks that its sender takes for dead, and every receiver believes
-it. A rank that was removed and wakes up reads so in their heartbeats, and ends.
+it. A removed rank that wakes up reads in the others' heartbeats that it counts as dead, and ends.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class WaitThreads:
         return reply
 
     def lose(self, rank: int | None = None) -> None:
-        """Ends the waits for a rank, and for all in the attempt of a sync point; all waits by default."""
+        """Ends all waits for `rank` and all waits of sync points; without `rank`, every wait."""
         for source, waits in self.unfinished.items():
             for reply, (lane, _) in waits.items():
                 if not reply.done() and (rank in (None, source) or lane >= _SYNC_LANE):
@@ -123,7 +123,7 @@ class Peers:
         self.dead: dict[int, str] = {}
         self.changed = threading.Condition(threading.RLock())
         self.reports: dict[int, list[int]] = {}
-        self.attempt = 0  # of the sync point (survivors.py): the last complete one's number, 0: none yet
+        self.attempt = 0  # number of the last complete attempt of a sync point (survivors.py); 0: none yet
         activity = comm.activity
         self._watched: Any = activity if activity is not None and activity.heartbeat is not None else None
         self._beat_s = min(_SLOWEST_S, BEAT_S * max(1.0, comm.size / 8))  # as each rank sends to all the rest
@@ -229,14 +229,9 @@ class Peers:
                 return
             self._suspects.add(rank)
 
-        watched = self._watched
-
-        def wait_for_verdict() -> None:
-            watched.wait_for_verdict()  # usually it ends the process; nothing recovers meanwhile
-            self.fail(LostRankError(f"rank {rank} died: {why}"))
-
-        if watched is not None:
-            threading.Thread(target=wait_for_verdict, name="kasoku waits for the verdict", daemon=True).start()
+        if self._watched is not None:
+            end, name = (self._watched, rank, why), "kasoku waits for the verdict"
+            threading.Thread(target=self._end_by_verdict, args=end, name=name, daemon=True).start()
             return
         with self.changed:
             self.dead[rank] = why
@@ -245,6 +240,10 @@ class Peers:
             self.changed.notify_all()
         self.beat(also=rank)
         warnings.warn(f"rank {rank} died: {why}; the other ranks go on without it", RuntimeWarning, stacklevel=2)
+
+    def _end_by_verdict(self, watched: Any, rank: int, why: str) -> None:
+        watched.wait_for_verdict()  # usually it ends the process; nothing recovers meanwhile
+        self.fail(LostRankError(f"rank {rank} died: {why}"))
 
     def fail(self, error: BaseException) -> None:
         """Ends all waits and the heartbeat, so the other ranks take this one for dead; `check` raises the error."""

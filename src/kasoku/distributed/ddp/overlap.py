@@ -121,7 +121,8 @@ class Engine:
         self.layers = LayerIndex(job.model)
         self.profiler: StepProfiler | None = None
         self.hyper: Hyper = []
-        self.sent, self.key_prefix = 0, "first"  # chunks of this step; of the reducer's keys
+        self.sent = 0  # chunks of this step
+        self.key_prefix = "first"  # of the reducer's keys
         if not self.layers.named:
             raise InputError(f"Overlap: {type(job.model).__name__} has no parameter that requires a gradient")
         self.forecast: Forecast | None = None
@@ -213,7 +214,7 @@ class Engine:
     # ---- after the step
 
     def end_step(self) -> None:
-        """Changes to the plan that is searched after the last measured step."""
+        """After the last measured step: searches a plan and takes it."""
         if self.profiler is None or not self.profiler.stepped():
             return
         found = self.profiler.search_plan(next_forward=self.late)
@@ -258,7 +259,7 @@ class Engine:
     # ---- plans and checkpoints
 
     def change_plan(self, plan: BucketPlan, *, late: bool) -> None:
-        """Changes to a plan and ends profiling; between two steps. The reducer's state belongs to the chunks so far."""
+        """Takes a plan and ends profiling; between two steps. The reducer's state belongs to the chunks so far."""
         if self.profiler is not None:
             self.profiler.close()
             self.profiler = None
