@@ -108,7 +108,7 @@ def paced(comm: Comm, model: torch.nn.Module, technique: Any, *, sleep_s: float,
         for p, g in zip(params, gradient, strict=True):
             p.grad = g.clone() if isinstance(technique, Overlap) else g
             if isinstance(technique, Overlap):
-                for hook in job._on_gradient:
+                for hook in job._hooks["gradient_ready"]:
                     hook(p)
         job.optimizer.step()
         ends.append(time.monotonic())
@@ -117,7 +117,7 @@ def paced(comm: Comm, model: torch.nn.Module, technique: Any, *, sleep_s: float,
     job.drain()
     moved = float(sum(p.detach().double().sum() for p in params) - first)
     pushed = -float(sum(g.double().sum() for g in gradient)) * len(ends) / max(1, comm.size - servers)
-    stale = getattr(job._kept["asynchronous"], "staleness", {}) if "asynchronous" in job._kept else {}
+    stale = {} if isinstance(technique, Overlap) else job.kept("asynchronous").staleness
     job.close()
     cpu_s = (busy[-1] - busy[WARM - 1]) / (len(busy) - WARM) if busy else time.process_time() - before_s
     told = {"ends": ends, "exchange_s": seconds, "moved": moved, "pushed": pushed, "staleness": dict(stale)}

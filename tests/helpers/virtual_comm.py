@@ -132,7 +132,7 @@ class Emulate(Technique):
             params = [p for p in module.parameters() if p.requires_grad]
             whole = sum(p.numel() for p in params)
             shares |= {p: unit.update_s * p.numel() / whole for p in params}
-            job.undo(module.register_forward_hook(partial(_pass, clock, unit)).remove)
+            job.on_close(module.register_forward_hook(partial(_pass, clock, unit)).remove)
         job.after_update(lambda params: clock.advance(sum(shares.get(p, 0.0) for p in params)))
 
 

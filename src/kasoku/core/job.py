@@ -12,6 +12,7 @@ communicate are applied last, and have finished before one that reads all gradie
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from kasoku.core.comm import Comm, Solo
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.job_state import EpochProgress, KeptState, Patches, Stateful
+from kasoku.core.job_state import Patches, Stateful
 from kasoku.core.technique import Technique
 from kasoku.core.torch_internals import remove_step_hooks
 from kasoku.core.trace import Trace
@@ -59,6 +60,7 @@ class Job:
         accumulate: backward passes before each `optimizer.step()`.
 
     Attributes:
+        steps: optimizer steps so far.
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
         patches: what techniques changed in other objects.
     """
@@ -88,17 +90,14 @@ class Job:
         self.documents: dict[str, Callable[[], object]] = {}
         self._make_optimizer = optimizer
         self._optimizer: Optimizer | None = None
+        self.steps = 0
         self._depth = 0
         self._stepping: list[Tensor] = []
         self._backwards: dict[Tensor, int] = {}  # how many each parameter has had since the last step
-        self._progress = EpochProgress()
-        self._kept = KeptState()
-        self._on_gradient: list[Callable[[Tensor], None]] = []
-        self._on_step: list[Callable[[], None]] = []
-        self._on_update: list[Callable[[Sequence[Tensor]], None]] = []
-        self._on_stepped: list[Callable[[], None]] = []
-        self._on_drain: list[Callable[[], None]] = []
-        self._on_evaluate: list[tuple[bool, Around]] = []
+        self._since = (0, 0.0)  # steps and epochs when the length of an epoch changed last
+        self._kept: dict[str, Stateful] = {}
+        self._hooks: defaultdict[str, list[Callable[..., object]]] = defaultdict(list)  # by the name of their moment
+        self._around_evaluation: list[tuple[bool, Around]] = []
         if hasattr(loader, "trace"):
             self.patch(loader, "trace", self.trace)
 
@@ -110,8 +109,8 @@ class Job:
         if self._optimizer is None:
             build = self._make_optimizer
             self._optimizer = build if isinstance(build, Optimizer) else build(self.model)
-            self.undo(self._optimizer.register_step_pre_hook(self._before).remove)
-            self.undo(self._optimizer.register_step_post_hook(self._after).remove)
+            self.on_close(self._optimizer.register_step_pre_hook(self._begin_step).remove)
+            self.on_close(self._optimizer.register_step_post_hook(self._end_step).remove)
         return self._optimizer
 
     @property
@@ -122,16 +121,8 @@ class Job:
     @property
     def progress(self) -> float:
         """Epochs so far, by the number of steps: the argument of every Schedule."""
-        return self._progress.epochs(self.accumulate, len(self.loader))  # type: ignore[arg-type]
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps so far."""
-        return self._progress.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._progress.steps = steps
+        steps, epochs = self._since
+        return epochs + (self.steps - steps) * self.accumulate / max(1, len(self.loader))  # type: ignore[arg-type]
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter, to be changed in place; empty while there is no optimizer or state."""
@@ -142,27 +133,27 @@ class Job:
 
     def gradient_ready(self, f: Callable[[Tensor], None]) -> None:
         """Calls f(p) when the gradient of parameter p is complete: added up over all `accumulate` backward passes."""
-        if not self._on_gradient:
+        if not self._hooks["gradient_ready"]:
             for p in self.model.parameters():
                 if p.requires_grad:
                     hook: Callable[..., Any] = p.register_post_accumulate_grad_hook
-                    self.undo(hook(self._gradient).remove)
-        self._on_gradient.append(f)
+                    self.on_close(hook(self._count_backward).remove)
+        self._hooks["gradient_ready"].append(f)
 
     def before_step(self, f: Callable[[], None]) -> None:
         """Calls f() when the loop calls `optimizer.step()`, before any parameter changes."""
         _ = self.optimizer
-        self._on_step.append(f)
+        self._hooks["before_step"].append(f)
 
     def after_update(self, f: Callable[[Sequence[Tensor]], None]) -> None:
         """Calls f(params) after an update. `params`: the parameters that it changed, all of the model or some."""
         _ = self.optimizer
-        self._on_update.append(f)
+        self._hooks["after_update"].append(f)
 
     def after_step(self, f: Callable[[], None]) -> None:
         """Calls f() when `optimizer.step()` has ended and is counted, whether or not a parameter changed."""
         _ = self.optimizer
-        self._on_stepped.append(f)
+        self._hooks["after_step"].append(f)
 
     def around_loader(self, f: Callable[[Iterable[Batch]], Iterable[Batch]]) -> None:
         """Puts f around the loader: each epoch iterates f(loader)."""
@@ -170,15 +161,19 @@ class Job:
 
     def configure_loader(self, **settings: Any) -> None:
         """Changes settings of the loader's pipeline, until `close()`."""
-        self.undo(self.plain_loader.configure(**settings))
+        self.on_close(self.plain_loader.configure(**settings))
 
     def around_evaluation(self, f: Around, *, renews_statistics: bool = False) -> None:
         """Evaluates inside the context f(), which sets averaged weights or new statistics, then the old ones again."""
-        self._on_evaluate.append((renews_statistics, f))
+        self._around_evaluation.append((renews_statistics, f))
 
     def on_drain(self, f: Callable[[], None]) -> None:
         """Calls f() before parameters are read from outside; f finishes pending updates."""
-        self._on_drain.append(f)
+        self._hooks["on_drain"].append(f)
+
+    def on_close(self, f: Callable[[], object]) -> None:
+        """Calls f() at `close()`; what was registered last comes first."""
+        self.patches.callback(f)
 
     # ---- methods
 
@@ -239,7 +234,7 @@ class Job:
     def run_after_update(self, params: Sequence[Tensor]) -> None:
         """Runs the `after_update` hooks. Techniques that update parameters without `update` call it."""
         if params:
-            for f in self._on_update:
+            for f in self._hooks["after_update"]:
                 f(params)
 
     def hyper(self) -> Hyper:
@@ -248,11 +243,11 @@ class Job:
 
     def set_progress(self, epochs: float) -> None:
         """Sets `progress`, or keeps it: call it after changing the loader's length or `accumulate`."""
-        self._progress.since = (self.steps, epochs)
+        self._since = (self.steps, epochs)
 
     def drain(self) -> None:
         """Finishes all pending updates; call it before reading parameters."""
-        for f in self._on_drain:
+        for f in self._hooks["on_drain"]:
             f()
 
     @contextmanager
@@ -265,7 +260,7 @@ class Job:
         with ExitStack() as stack, torch.no_grad():
             for module in self.model.modules():
                 stack.callback(setattr, module, "training", module.training)
-            for renews_statistics, f in self._on_evaluate:
+            for renews_statistics, f in self._around_evaluation:
                 if renew_statistics or not renews_statistics:
                     stack.enter_context(f())
             self.model.eval()
@@ -273,34 +268,31 @@ class Job:
 
     def keep(self, name: str, stateful: Stateful) -> None:
         """Puts the state of an object into every checkpoint, as `name`."""
-        self._kept.add(name, stateful)
-        self.undo(lambda: self._kept.parts.pop(name))
+        if name in self._kept:
+            raise ValueError(f"keep({name!r}): the name is taken; give the part another one")
+        self._kept[name] = stateful
+        self.on_close(lambda: self._kept.pop(name))
 
     def document(self, name: str, build: Callable[[], object]) -> None:
         """Adds a JSON file to the run folder; it is built when the training ends."""
         self.documents[name] = build
-        self.undo(lambda: self.documents.pop(name))
+        self.on_close(lambda: self.documents.pop(name))
 
     def kept(self, name: str) -> Any:
         """The object that `keep` added as `name`."""
-        return self._kept.parts[name]
+        return self._kept[name]
 
     def patch(self, thing: object, name: str, value: object) -> None:
         """Sets an attribute until `close()`."""
         self.patches.set(thing, name, value)
-
-    def undo(self, f: Callable[[], object]) -> None:
-        """Calls f() at `close()`, last first."""
-        self.patches.undo(f)
 
     def close(self) -> None:
         """Drains, removes all techniques, and leaves the user's objects as they were before the job."""
         if self._optimizer is not None:
             self.drain()
         self.patches.close()
-        for hooks in (self._on_gradient, self._on_step, self._on_update, self._on_stepped, self._on_drain):
-            hooks.clear()
-        self._on_evaluate.clear()
+        self._hooks.clear()
+        self._around_evaluation.clear()
         self.applied.clear()
         self.needs_whole_gradients = False
 
@@ -312,15 +304,17 @@ class Job:
         loader = self.plain_loader
         return {
             "steps": self.steps,
-            "since": list(self._progress.since),
+            "since": list(self._since),
             "optimizer": self.optimizer.state_dict(),
             "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
-            "kept": {name: part.state_dict() for name, part in self._kept.parts.items()},
+            "kept": {name: part.state_dict() for name, part in self._kept.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. Apply the techniques first; raises InputError if they are other ones."""
-        self._kept.check(state["kept"])
+        if state["kept"].keys() != self._kept.keys():
+            kept = f"checkpoint keeps {sorted(state['kept'])}, this job keeps {sorted(self._kept)}"
+            raise InputError(f"{kept}: use its recipe")
         theirs, ours = (
             [(len(group["params"]), sorted(group)) for group in groups]
             for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
@@ -331,38 +325,38 @@ class Job:
         for p, values in self.optimizer.state.items():
             values.update({k: laid_out_like(p, x) for k, x in values.items()})
         self.steps = state["steps"]
-        self._progress.since = (int(state["since"][0]), float(state["since"][1]))
-        for name, part in self._kept.parts.items():
+        self._since = (int(state["since"][0]), float(state["since"][1]))
+        for name, part in self._kept.items():
             part.load_state_dict(state["kept"][name])
         if state["loader"]:  # after the techniques, which may set its length
             self.plain_loader.load_state_dict(state["loader"])
 
     # ---- private
 
-    def _gradient(self, p: Tensor) -> None:
+    def _count_backward(self, p: Tensor) -> None:
         self._backwards[p] = self._backwards.get(p, 0) + 1
         if self._backwards[p] == self.accumulate:
-            for f in self._on_gradient:
+            for f in self._hooks["gradient_ready"]:
                 f(p)
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
             raise InputError("optimizer.step(closure) is not supported: call backward() in the loop, then step()")
         self._depth += 1
         if self._depth == 1:
             self._backwards.clear()
             try:
-                for f in reversed(self._on_step):
+                for f in reversed(self._hooks["before_step"]):
                     f()
             except BaseException:
                 self._depth = 0
                 raise
             self._stepping = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _end_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth -= 1
         if self._depth == 0:
             self.steps += 1
             self.run_after_update(self._stepping)
-            for f in self._on_stepped:
+            for f in self._hooks["after_step"]:
                 f()

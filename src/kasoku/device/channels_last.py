@@ -32,7 +32,7 @@ class ChannelsLast(Technique):
             if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
                 p, before = module.weight, torch.empty_like(module.weight.detach(), device="meta")
                 _lay(job, p, before.contiguous(memory_format=torch.channels_last))
-                job.undo(functools.partial(_lay, job, p, before))
+                job.on_close(functools.partial(_lay, job, p, before))
 
 
 def _lay(job: Job, p: Tensor, like: Tensor) -> None:

@@ -57,7 +57,7 @@ class Compile(Technique):
         if self.backend == "inductor" and "cuda" in kinds and importlib.util.find_spec("triton") is None:
             raise InputError('Compile(backend="inductor") needs triton on a GPU: pip install triton')
         config = compiler_config()
-        job.undo(functools.partial(setattr, config, "recompile_limit", config.recompile_limit))
+        job.on_close(functools.partial(setattr, config, "recompile_limit", config.recompile_limit))
         config.recompile_limit = max(config.recompile_limit, _LIMIT)
         compiled: dict[type, Callable[..., Any]] = {}
         for _, block in blocks(job.model) or [("", job.model)]:

@@ -85,8 +85,8 @@ class SavedMemory(Technique):
                 "MaxPool2d without hooks, or blocks of them"
             )
         planner = Planner(job, self, proxies)
-        job.undo(job.model.register_forward_pre_hook(planner.before_forward).remove)
-        job.undo(job.model.register_forward_hook(planner.after_forward).remove)
+        job.on_close(job.model.register_forward_pre_hook(planner.before_forward).remove)
+        job.on_close(job.model.register_forward_hook(planner.after_forward).remove)
 
 
 def bytes_of(text: str) -> int:

@@ -42,7 +42,7 @@ class StepInBackward:
         if enabled:
             job.gradient_ready(self.update)
             job.before_step(self.before_step)
-            job.undo(self.clear)
+            job.on_close(self.clear)
 
     @property
     def active(self) -> bool:

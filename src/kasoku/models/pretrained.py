@@ -39,7 +39,7 @@ class Pretrained(Technique):
         load(job.model, self.weights)
         trained = [p for p in job.model.parameters() if p.requires_grad]
         freeze(job.model, self.freeze)
-        job.undo(lambda: [p.requires_grad_() for p in trained])
+        job.on_close(lambda: [p.requires_grad_() for p in trained])
 
 
 def load(model: nn.Module, path: str | Path, *, head: str = "replace") -> list[str]:

@@ -57,7 +57,7 @@ class Rate(Technique):
         course.set()
         job.after_step(course.set)
         job.keep("rate", course)
-        job.undo(course.undo)
+        job.on_close(course.undo)
 
 
 class _Course:

@@ -76,6 +76,6 @@ def follow_blocks(job: Job, enter: Callable[[str], None], is_due: Callable[[], b
             interrupted.clear()
             switch("")
 
-    job.undo(job.model.register_forward_pre_hook(begin).remove)
+    job.on_close(job.model.register_forward_pre_hook(begin).remove)
     for handle in block_hooks(blocks(job.model), event, is_active):
-        job.undo(handle.remove)
+        job.on_close(handle.remove)

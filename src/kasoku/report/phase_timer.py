@@ -72,8 +72,8 @@ class Timed(Technique):
                 phase("input")
             phase("other")
 
-        job.undo(model.register_forward_pre_hook(lambda m, _: enter(m, "forward"), prepend=True).remove)
-        job.undo(model.register_forward_hook(lambda m, *_: enter(m, "backward")).remove)
+        job.on_close(model.register_forward_pre_hook(lambda m, _: enter(m, "forward"), prepend=True).remove)
+        job.on_close(model.register_forward_hook(lambda m, *_: enter(m, "backward")).remove)
         if job.comm.size > 1:
             follow_blocks(job, steps.enter, lambda: steps.count % _BLOCK_STRIDE == _BLOCK_STRIDE - 1)
         job.before_step(lambda: phase("update"))

@@ -45,7 +45,7 @@ class GrowBatch(Technique):
 
         job.around_loader(grown)
         job.keep("batch", growing)
-        job.undo(lambda: growing.resize(1))
+        job.on_close(lambda: growing.resize(1))
 
 
 class _Growing:

@@ -204,7 +204,9 @@ class Exchange:
         job.on_drain(self.drain)
         job.keep("asynchronous", self)
         model = job.model  # deep copies keep the hook, which must act on the original alone
-        job.undo(model.register_forward_pre_hook(lambda m, _: self._before_forward() if m is model else None).remove)
+        job.on_close(
+            model.register_forward_pre_hook(lambda m, _: self._before_forward() if m is model else None).remove
+        )
         if servers and hasattr(job.plain_loader, "configure"):
             job.configure_loader(rank=max(0, rank - servers), size=size - servers)
         if not self.trains:

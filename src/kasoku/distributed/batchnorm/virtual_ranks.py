@@ -69,7 +69,7 @@ class VirtualRanks(Technique):
             steer = Steer(norm, self.norm_batch, job.comm, partial(running.take, i), trace=job.trace)
             for name, value in patches(norm, steer).items():
                 job.patch(norm, name, value)
-        job.undo(job.model.register_forward_hook(lambda *_: running.add()).remove)
+        job.on_close(job.model.register_forward_hook(lambda *_: running.add()).remove)
         job.before_step(running.move)  # before other techniques average the model and its statistics
 
     def _check(self, job: Job) -> None:

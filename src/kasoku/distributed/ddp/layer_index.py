@@ -73,10 +73,10 @@ class LayerIndex:
             if inside:
                 before = ignores_values(lambda *_, layers=inside: enter_block(layers))
                 after = ignores_values(lambda m, *_, layers=inside: leave_block(m, layers))
-                job.undo(block.register_forward_pre_hook(before).remove)
-                job.undo(block.register_forward_hook(after).remove)
+                job.on_close(block.register_forward_pre_hook(before).remove)
+                job.on_close(block.register_forward_hook(after).remove)
         for module, i in places.items():
-            job.undo(module.register_forward_pre_hook(ignores_values(lambda *_, layer=i: enter(layer))).remove)
+            job.on_close(module.register_forward_pre_hook(ignores_values(lambda *_, layer=i: enter(layer))).remove)
 
 
 def _layers(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:

@@ -81,8 +81,8 @@ class Overlap(Technique):
         job.document("buckets.json", lambda: {"text": table(engine.layout.plan, engine.layers.tensors)})
         engine.layers.before(job, engine.enter)
         saving: Any = job.model.register_state_dict_pre_hook
-        job.undo(saving(lambda *_: engine.drain()).remove)
-        job.undo(engine.reduce.settle)
+        job.on_close(saving(lambda *_: engine.drain()).remove)
+        job.on_close(engine.reduce.settle)
         if job.needs_whole_gradients and engine.late:
             engine.late = False
             engine.print_once("Overlap: a technique needs all gradients before any update, so it waits for all of them")

@@ -82,7 +82,7 @@ class StepProfiler:
         each = round(-least.item())
         self.kinds = ["warm"] * (settings.warm + 1) + [*_KINDS] * each  # the first one has no begin
         self.hook = job.model.register_forward_hook(lambda *_: self.output())
-        job.undo(self.close)
+        job.on_close(self.close)
 
     def close(self) -> None:
         """Waits for its transfers and frees its memory."""
