@@ -222,7 +222,7 @@ def test_no_rank_hangs_before_the_first_step_nor_while_one_is_busy() -> None:
     for _ in range(3):
         ranks.step()
         ranks.run(0.1)
-    with ranks.heartbeats[1].activity.busy("evaluation"):
+    with ranks.heartbeats[1].activity.busy():
         ranks.run(3)
     ranks.run(0.9)
     assert not any(ranks.lines.values())

@@ -411,12 +411,12 @@ def test_a_checkpoint_from_before_skipped_images_were_kept_still_loads() -> None
 def test_a_rank_that_waits_for_its_input_hangs_only_after_its_time() -> None:
     activity = Activity(hang_timeout_s=0.05)
     activity.step()
-    with activity.busy("input", 0.2):
+    with activity.busy(0.2):
         time.sleep(0.1)
         assert activity.state() == BUSY
         time.sleep(0.2)
         assert activity.state() == STALLED
-    with activity.busy("evaluate"):
+    with activity.busy():
         time.sleep(0.1)
         assert activity.state() == BUSY
     assert math.isinf(activity._busy_until)

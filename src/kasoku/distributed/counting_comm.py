@@ -21,7 +21,6 @@ from torch import Tensor
 from kasoku.core import Clock, Comm, Wall, Work
 
 T = TypeVar("T")
-Label = tuple[str, int, object, int]  # a collective's name, its elements (-1: unknown), their type, its number
 Names = Callable[[Sequence[int]], str]  # of ranks
 # What a rank does, as the first byte of its heartbeat.
 STARTING, STEPPING, BUSY, STALLED = b"n", b"r", b"b", b"s"
@@ -41,7 +40,7 @@ class Activity:
         self._clock = clock or Wall()
         self.steps = 0
         self.counts: list[CountingComm] = []
-        self.spans: list[str] = []  # of busy, the innermost last
+        self._busy_spans = 0  # that have begun and not ended
         self.heartbeat: Any = None  # a StoreHeartbeat, which reports this to the other ranks
         self._last_step, self._busy_until = self._clock.now(), math.inf
         self._durations_s: deque[float] = deque(maxlen=64)
@@ -54,15 +53,15 @@ class Activity:
         self.steps += 1
 
     @contextmanager
-    def busy(self, what: str, limit_s: float = math.inf) -> Iterator[None]:
+    def busy(self, limit_s: float = math.inf) -> Iterator[None]:
         """Marks an evaluation, a save or a compilation; until it or `limit_s` is over, no rank counts as hung."""
-        self.spans.append(what)
+        self._busy_spans += 1
         self._busy_until = self._clock.now() + limit_s
         try:
             yield
         finally:
             self._last_step, self._busy_until = self._clock.now(), math.inf
-            self.spans.pop()
+            self._busy_spans -= 1
 
     def close(self, failed: str = "") -> None:
         """Announces that this rank has ended, or that it `failed` (a line), which ends the other ranks.
@@ -89,7 +88,7 @@ class Activity:
 
     def state(self) -> bytes:
         """What this rank does: STARTING, STEPPING, BUSY or STALLED."""
-        if self.spans and self._clock.now() < self._busy_until:
+        if self._busy_spans and self._clock.now() < self._busy_until:
             return BUSY
         if not self.steps:
             return STARTING
@@ -99,7 +98,7 @@ class Activity:
         """The content of a heartbeat."""
         idle_s, limit_s = self.idle_s, self.limit_s
         counts = {count.name: count.report(labels=idle_s > limit_s / 2) for count in [*self.counts]}
-        return {"step": self.steps, "busy": [*self.spans], "idle_s": round(idle_s, 1), "counts": counts}
+        return {"idle_s": round(idle_s, 1), "counts": counts}
 
 
 class CountingComm(Comm):
@@ -112,51 +111,48 @@ class CountingComm(Comm):
         self.inner, self.activity = inner, activity
         self.rank, self.size, self.clock, self.thread_safe = inner.rank, inner.size, inner.clock, inner.thread_safe
         self.name = f" on channel {len(activity.counts)}" if activity.counts else ""
-        self.started = self.finished = 0
-        self._labels: list[Label] = [("", -1, None, 0)] * _KEPT  # by number, modulo
-        self._waiting: Label | None = None
+        self.started = 0
+        self._labels = [""] * _KEPT  # by number, modulo
+        self._waits = ""  # for this collective or message
         activity.counts.append(self)
 
     def report(self, *, labels: bool) -> dict[str, Any]:
-        """The counts, the collective that this rank waits for, and the last collectives by number."""
-        waiting, low = self._waiting, max(1, self.started - _KEPT + 1)
-        known = [*range(low, self.started + 1)] if labels else [n for n in (self.started, self.finished) if n >= low]
+        """The count, what this rank waits for, and the last collective by its number; with `labels` the last 64."""
+        started = self.started
+        known = range(max(1, started - _KEPT + 1 if labels else started), started + 1)
         return {
-            "started": self.started,
-            "finished": self.finished,
-            "waits": _text(waiting) if waiting else "",
-            "labels": {str(n): _text(self._labels[n % _KEPT]) for n in known},
+            "started": started,
+            "waits": self._waits,
+            "labels": {str(number): self._labels[number % _KEPT] for number in known},
         }
 
-    def _count(self, what: str, x: Tensor | None = None) -> Label:
+    def _count(self, name: str, x: Tensor | None = None) -> str:
+        """Counts a collective, and returns its label."""
         number = self.started + 1
-        label = (what, -1, None, number) if x is None else (what, x.numel(), x.dtype, number)
-        self._labels[number % _KEPT] = label
+        self._labels[number % _KEPT] = label = f"{name} #{number}{_size(x)}"
         self.started = number
         return label
 
-    def _start(self, label: Label, f: Callable[[], Work]) -> Work:
+    def _start(self, label: str, f: Callable[[], Work], *, message: bool = False) -> Work:
         try:
-            return _CountedWork(f(), self, label)
+            return _CountedWork(f(), self, label, message)
         except RuntimeError:
             self.activity.wait_for_verdict()
             raise
 
     @contextmanager
-    def waiting(self, label: Label) -> Iterator[None]:
+    def waiting(self, label: str, *, message: bool = False) -> Iterator[None]:
         """Notes that this rank waits. If the wait fails, waits for the verdict: usually another rank is the cause."""
-        number = label[3]
-        noted = number > 0 or threading.current_thread() is threading.main_thread()  # server threads always wait
+        noted = not message or threading.current_thread() is threading.main_thread()  # server threads always wait
         if noted:
-            self._waiting = label
+            self._waits = label
         try:
             yield
         except RuntimeError:
             self.activity.wait_for_verdict()
             raise
         if noted:
-            self._waiting = None
-        self.finished = max(self.finished, number)
+            self._waits = ""
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> Work:
         return self._start(self._count("all_reduce", x), lambda: self.inner.all_reduce(x, op=op))
@@ -171,12 +167,12 @@ class CountingComm(Comm):
         return self._start(self._count("all_to_all", x), lambda: self.inner.all_to_all(out, x))
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
-        label = (f"send to rank {to}", x.numel(), x.dtype, 0)
-        return self._start(label, lambda: self.inner.send(x, to=to, tag=tag))
+        label = f"send to rank {to}{_size(x)}"
+        return self._start(label, lambda: self.inner.send(x, to=to, tag=tag), message=True)
 
     def receive(self, x: Tensor, *, source: int, tag: int = 0) -> Work:
-        label = (f"receive from rank {source}", x.numel(), x.dtype, 0)
-        return self._start(label, lambda: self.inner.receive(x, source=source, tag=tag))
+        label = f"receive from rank {source}{_size(x)}"
+        return self._start(label, lambda: self.inner.receive(x, source=source, tag=tag), message=True)
 
     def broadcast_object(self, thing: T, *, root: int = 0) -> T:
         with self.waiting(self._count("broadcast_object")):
@@ -205,23 +201,22 @@ class _CountedWork:
 
     inner: Work
     comm: CountingComm
-    label: Label
+    label: str
+    message: bool
 
     def done(self) -> bool:
         return self.inner.done()
 
     def wait(self) -> None:
-        with self.comm.waiting(self.label):
+        with self.comm.waiting(self.label, message=self.message):
             self.inner.wait()
 
 
-def _text(label: Label) -> str:
-    what, elements, dtype, number = label
-    size = f" of {elements} {str(dtype).removeprefix('torch.')}" if elements >= 0 else ""
-    return f"{what} #{number}{size}" if number else f"{what}{size}"
+def _size(x: Tensor | None) -> str:
+    return "" if x is None else f" of {x.numel()} {str(x.dtype).removeprefix('torch.')}"
 
 
-_ABSENT: dict[str, Any] = {"started": 0, "finished": 0, "waits": "", "labels": {}}
+_ABSENT: dict[str, Any] = {"started": 0, "waits": "", "labels": {}}
 
 
 def describe_stragglers(reports: Sequence[Mapping[str, Any]], names: Names) -> str:

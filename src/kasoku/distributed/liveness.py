@@ -67,7 +67,7 @@ class Detector:
         self.silent = dict.fromkeys(self.ranks, 0)  # beats of our own since a rank's last new heartbeat
         self._company = int(grouped)
 
-    def beat(self) -> None:
+    def count_beat(self) -> None:
         """Counts a beat of our own."""
         for rank in self.ranks:
             self.silent[rank] += 1
@@ -159,20 +159,18 @@ class StoreHeartbeat:
         name = f"kasoku/{comm.broadcast_object(uuid.uuid4().hex)}"  # a store may outlive a training
         self.keys = [f"{name}/{rank}" for rank in range(comm.size)]
         self.verdict = f"{name}/verdict"
-        self.process = f"host {socket.gethostname()}, pid {os.getpid()}"
         patience = round(settings.dead_s / settings.beat_s)
         watched = range(1, comm.size) if self.rank == 0 else [0]
         self.detector = Detector(watched, patience, grouped=True)
-        self._last_busy = (
-            self.clock.now()
-        )  # when it was last starting or computing: until then the others had a reason to wait
-        self.beats = self.answers = 0
+        self._last_busy = self.clock.now()  # until then a rank was starting or busy, so the others had to wait
+        self.written = self.answers = 0  # heartbeats, and requests that the store has answered
         self.failed = ""
         self.closing, self.over, self.reported = threading.Event(), threading.Event(), threading.Lock()
         if self.rank == 0:
             self.store.set(self.verdict, _NO_VERDICT.decode())
-        self.beat(activity.state())
-        self.processes = comm.gather_objects(self.process)  # from here on all keys are there
+        self.write(activity.state())
+        # from here on all keys are there
+        self.processes = comm.gather_objects(f"host {socket.gethostname()}, pid {os.getpid()}")
 
     def start(self) -> None:
         """Starts the two threads: one beats and watches, one notices a silent store."""
@@ -189,11 +187,11 @@ class StoreHeartbeat:
         try:
             yield self.settings.beat_s
             while not self.closing.is_set():
-                self.beat(self.activity.state())
+                self.write(self.activity.state())
                 if (yield from self.check()):
                     return
                 yield self.settings.beat_s
-            self.beat(FAILED if self.failed else ENDED)
+            self.write(FAILED if self.failed else ENDED)
             if self.rank == 0:
                 yield from self.wait_for_ranks(self.settings.dead_s + 2 * self.settings.beat_s)
         except RuntimeError:
@@ -212,10 +210,10 @@ class StoreHeartbeat:
                 return self.report(self.lost_store())
         return None
 
-    def beat(self, state: bytes) -> None:
+    def write(self, state: bytes) -> None:
         """Writes this rank's heartbeat."""
-        self.beats += 1
-        document = {"beat": self.beats, "process": self.process, "failed": self.failed, **self.activity.report()}
+        self.written += 1
+        document = {"number": self.written, "failed": self.failed, **self.activity.report()}
         self.store.set(self.keys[self.rank], state.decode() + json.dumps(document))
 
     def check(self) -> Generator[float, None, bool]:
@@ -228,25 +226,25 @@ class StoreHeartbeat:
             verdict = self.store.compare_set(self.verdict, _NO_VERDICT.decode(), line)  # the first verdict counts
         if verdict != _NO_VERDICT:
             with suppress(RuntimeError):  # a store that breaks now changes nothing
-                self.beat(INFORMED)
+                self.write(INFORMED)
                 if self.rank == 0:
                     yield from self.wait_for_ranks(3 * self.settings.beat_s)
             self.report(verdict.decode())
             return True
         if self.rank > 0 and heartbeats[0][:1] == ENDED:
-            self.beat(ENDED)
+            self.write(ENDED)
             return True
         return False
 
     def judge(self, heartbeats: Sequence[bytes]) -> str:
         """The line for the fault that these heartbeats show; empty if there is none."""
         detector, now = self.detector, self.clock.now()
-        detector.beat()
+        detector.count_beat()
         for rank, heartbeat in zip(detector.ranks, heartbeats, strict=True):
             if heartbeat != detector.last[rank]:
                 detector.heard(rank, heartbeat)
         if dead := detector.dead():
-            return self.death(dead, detector.last[dead[0]])
+            return self.death(dead)
         states = {self.activity.state(), *(heartbeat[:1] for heartbeat in heartbeats)}
         if states & {STARTING, BUSY}:
             self._last_busy = now
@@ -256,17 +254,17 @@ class StoreHeartbeat:
         idle_s = max(report["idle_s"] for report in reports)
         return f"no step for {idle_s:.0f} s: {describe_stragglers(reports, self.names)}"
 
-    def death(self, ranks: Sequence[int], last: bytes) -> str:
+    def death(self, ranks: Sequence[int]) -> str:
         """The line for dead ranks."""
+        last = self.detector.last[ranks[0]]
         if last[:1] == FAILED:
             return f"{self.names(ranks)} failed: {json.loads(last[1:])['failed']}"
         return f"{self.names(ranks)} died: no heartbeat for {self.settings.dead_s:g} s"
 
     def lost_store(self) -> str:
         """The line for a store that does not answer."""
-        last = self.detector.last.get(0, b"")
-        if last[:1] == FAILED:
-            return self.death([0], last)
+        if self.detector.last.get(0, b"")[:1] == FAILED:
+            return self.death([0])
         rank = f"{self.names([0])} is gone: " if self.rank > 0 else ""
         return f"{rank}the store at {self.address} does not answer"
 

@@ -121,7 +121,7 @@ class AsyncSource:
         job, loader, state = self.job, self.job.plain_loader, self.state
         self._channel.close()
         limit_s = _PATIENCE * state.activity.limit_s
-        with job.trace.span("wait", "the other ranks"), state.activity.busy("the other ranks", limit_s):
+        with job.trace.span("wait", "the other ranks"), state.activity.busy(limit_s):
             job.drain()
         metrics = self.metrics
         metrics.read_own()
@@ -201,7 +201,7 @@ def own_batches(loader: Iterable[Batch], activity: Activity) -> Generator[Batch]
     """This rank's batches, whether or not the other ranks have one."""
     iterator = iter(loader)
     while True:
-        with activity.busy("input", _INPUT_S):
+        with activity.busy(_INPUT_S):
             batch = [*islice(iterator, 1)]
         if not batch:
             return

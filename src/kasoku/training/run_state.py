@@ -93,7 +93,7 @@ class RunState:
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Times work other than steps, and keeps the failure detector from taking it for a hang."""
-        with self.job.trace.span(what), self.activity.busy(what):
+        with self.job.trace.span(what), self.activity.busy():
             yield
 
     def write(self, f: Callable[[RunFolder], object]) -> None:

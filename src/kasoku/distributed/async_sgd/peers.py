@@ -274,7 +274,7 @@ class Peers:
         while not self._pause(self._ending, self._beat_s):
             self.beat()
             with self.changed:
-                self._detector.beat()
+                self._detector.count_beat()
                 silent = [rank for rank in self._detector.dead() if rank not in self._suspects]
             for rank in silent:
                 self.lose(rank, f"no heartbeat for {self._dead_s:g} s")
