@@ -41,7 +41,7 @@ from kasoku.distributed.ddp.cost_model import forecast
 from kasoku.optim import sgd
 from kasoku.report import print_table
 from kasoku.report.profiler import Profiler
-from kasoku.simulate import Cluster, Sharing, Simulator, Stragglers, model_costs, profiled
+from kasoku.simulate import Cluster, Sharing, Simulator, model_costs, profiled
 from kasoku.simulate.cluster import ClusterNode, Gpu, Protocol
 
 CORES = len(os.sched_getaffinity(0))
@@ -152,7 +152,7 @@ def simulated(settings: Settings, hosts: int, mbit: float, *, late: bool) -> tup
     link = json.loads((settings.folder / "link.json").read_text())
     measured = profiled([(settings.folder, settings.work.batch)], net)
     simulator = Simulator(
-        here(hosts, mbit, link["hop_s"]), net, Sharing(Graded(), late, 4, "ring"), Stragglers(), profile=measured
+        here(hosts, mbit, link["hop_s"]), net, Sharing(Graded(), late, 4, "ring"), 0.0, profile=measured
     )
     step = simulator.step(hosts, hosts * settings.work.batch)
     course = step.inputs

@@ -34,7 +34,7 @@ from kasoku.distributed.ddp.bucket_plan import ready_order
 from kasoku.distributed.ddp.cost_model import BucketPlan, Sized
 from kasoku.models import resnet50
 from kasoku.report import print_table
-from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, Stragglers, load, model_costs
+from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, load, model_costs
 
 EPOCHS, STEPS, EVALUATIONS, WALL_S = 90, 15, 23, 70.4  # of the ABCI run, 86,016 images a step
 
@@ -103,9 +103,9 @@ def imagenet() -> ModelCosts:
     return replace(net, tensors=marked[0], defined=marked[1])
 
 
-def simulated(row: Row, net: ModelCosts, cluster: Cluster, *, stragglers: Stragglers | None = None) -> float:
+def simulated(row: Row, net: ModelCosts, cluster: Cluster, *, spread: float | None = None) -> float:
     """Milliseconds of a row."""
-    step = Simulator(cluster, net, row.sharing, stragglers).step(row.gpus, row.gpus * row.images)
+    step = Simulator(cluster, net, row.sharing, spread).step(row.gpus, row.gpus * row.images)
     return 1e3 * step.step_s
 
 
@@ -148,12 +148,9 @@ def errors(net: ModelCosts, spread: dict[str, float] | None = None, *, alone: bo
     for row in (row for row in ROWS if not row.calibrates):
         cluster = load(row.cluster)
         if alone:
-            ms = (
-                1e3 * Simulator(cluster, net, row.sharing, Stragglers()).step(row.gpus, row.gpus * row.images).compute_s
-            )
+            ms = 1e3 * Simulator(cluster, net, row.sharing, 0.0).step(row.gpus, row.gpus * row.images).compute_s
         else:
-            law = Stragglers(spread[cluster.gpu]) if spread else None
-            ms = simulated(row, net, cluster, stragglers=law)
+            ms = simulated(row, net, cluster, spread=spread[cluster.gpu] if spread else None)
         errors[row.name] = ms / row.step_ms - 1
     return errors
 

@@ -27,7 +27,7 @@ def main() -> None:
     counts = sizes(simulator.cluster, 1, 4096)
 
     def forget() -> None:
-        stragglers._slowest.cache_clear()
+        stragglers.slowest.cache_clear()
         collectives.link.cache_clear()
 
     def step_once() -> None:

@@ -26,7 +26,7 @@ from svg import Panel, draw
 
 from kasoku.distributed import Graded, OneBucket, PerLayer
 from kasoku.models import alexnet, resnet50
-from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, Stragglers, load, model_costs
+from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, load, model_costs
 from kasoku.simulate.cluster import ClusterNode, Gpu
 from kasoku.simulate.compute_model import units
 from kasoku.simulate.from_recipe import efficiency, sizes
@@ -68,7 +68,7 @@ def batches(net: ModelCosts) -> None:
         steps = [Simulator(load("abci"), net, way).step(GPUS, GPUS * n) for n in shares]
         rates[name] = [(n, s.images_per_s / 1e6) for n, s in zip(shares, steps, strict=True)]
         exposed[name] = [(n, 1e3 * s.exposed_s) for n, s in zip(shares, steps, strict=True)]
-    alone = [Simulator(load("abci"), net, stragglers=Stragglers()).step(1, n) for n in shares]
+    alone = [Simulator(load("abci"), net, spread=0.0).step(1, n) for n in shares]
     rates["computing alone"] = [(n, GPUS * s.images_per_s / 1e6) for n, s in zip(shares, alone, strict=True)]
     rates["published, [000]"] = [(40, 1.73)]
     rates["published, MLPerf v0.6"] = [(42, 1.733)]
@@ -106,7 +106,7 @@ def speedups(net: ModelCosts) -> None:
     lines: dict[str, list[tuple[float, float]]] = {}
     for batch in (256, 1024):
         for name, way in ways.items():
-            simulator = Simulator(k20x(net), net, way, Stragglers())
+            simulator = Simulator(k20x(net), net, way, 0.0)
             steps = [simulator.step(n, batch) for n in counts]
             shares = zip(counts, efficiency(steps), strict=True)
             lines[f"batch {batch:,}, {name}"] = [(n, n * share) for n, share in shares]

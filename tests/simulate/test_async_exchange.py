@@ -17,7 +17,7 @@ from kasoku.core import Comm, InputError, Job, Threads
 from kasoku.distributed import Asynchronous, Fixed, Graded, PerLayer, Planned, Policy
 from kasoku.models import cifar_resnet18, cifarnet
 from kasoku.optim import sgd
-from kasoku.simulate import ModelCosts, Sharing, Simulator, Stragglers, model_costs
+from kasoku.simulate import ModelCosts, Sharing, Simulator, model_costs
 from kasoku.simulate import async_exchange as apart
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks
@@ -43,7 +43,7 @@ def small() -> ModelCosts:
 
 
 def stepped(pace: Asynchronous, cluster: Cluster | None = None, spread: float = 0.0) -> SimulatedStep:
-    return Simulator(cluster or ideal(8), small(), Sharing(asynchronous=pace), Stragglers(spread)).step(8, 800)
+    return Simulator(cluster or ideal(8), small(), Sharing(asynchronous=pace), spread).step(8, 800)
 
 
 @pytest.mark.parametrize("p", [2, 3, 48])
@@ -159,7 +159,7 @@ def test_a_timeline_of_very_many_steps_stays_small() -> None:
 
 def test_nobody_waits_for_the_slowest_unless_there_is_a_bound() -> None:
     free, bound = (stepped(Asynchronous(every=1, max_staleness=ahead), spread=0.05) for ahead in (None, 4))
-    together = Simulator(ideal(8), small(), stragglers=Stragglers(0.05)).step(8, 800)
+    together = Simulator(ideal(8), small(), spread=0.05).step(8, 800)
     assert free.straggler_s == 0
     assert bound.straggler_s == pytest.approx(together.straggler_s, rel=1e-12)
     assert bound.straggler_s > 0

@@ -17,7 +17,7 @@ from kasoku.distributed import Fixed, Graded, OneBucket, Overlap, PerLayer, Plan
 from kasoku.distributed.batchnorm.grouped import norms
 from kasoku.models import cifar_resnet18, resnet50
 from kasoku.optim import sgd
-from kasoku.simulate import ModelCosts, Sharing, Simulator, Stragglers, load, model_costs
+from kasoku.simulate import ModelCosts, Sharing, Simulator, load, model_costs
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import ClusterNode
 from kasoku.simulate.compute_model import MeasuredTimes
@@ -104,7 +104,7 @@ def test_items_of_a_step_are_all_of_it_and_follow_what_changes() -> None:
 
 
 def test_without_differences_between_ranks_nothing_is_waited_for() -> None:
-    plain = Simulator(load("dgx-a100"), resnet(), stragglers=Stragglers()).step(64, 64 * 100)
+    plain = Simulator(load("dgx-a100"), resnet(), spread=0.0).step(64, 64 * 100)
     assert plain.straggler_s == pytest.approx(0.0, abs=1e-12)
 
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_shared_is_one_clear_line(gpus: int, batch: int, said: st
 
 
 def test_a_share_in_parts_hides_communication_behind_the_last_part() -> None:
-    simulator = Simulator(slow_network(), resnet(), stragglers=Stragglers())
+    simulator = Simulator(slow_network(), resnet(), spread=0.0)
     whole, part = simulator.step(64, 64 * 40, parts=4), simulator.step(64, 64 * 10)
     assert whole.compute_s == pytest.approx(4 * part.compute_s)
     assert whole.exposed_s == pytest.approx(part.exposed_s)
@@ -154,16 +154,16 @@ def test_a_share_in_parts_is_updated_once() -> None:
     times = {layer.name: (1e-3, 2e-3) for layer in small().layers}
     profile = MeasuredTimes(((8, times),), update_s=0.5)
     cluster = load("dgx-a100")
-    step = Simulator(cluster, small(), stragglers=Stragglers(), profile=profile).step(8, 8 * 32, parts=4)
+    step = Simulator(cluster, small(), spread=0.0, profile=profile).step(8, 8 * 32, parts=4)
     assert step.compute_s == pytest.approx(4 * 3e-3 * len(times) + 0.5)
     assert step.straggler_s == pytest.approx(0.0, abs=1e-12)
     starved = replace(cluster, node=replace(cluster.node, input_images_s=1.0))
-    waiting = Simulator(starved, small(), stragglers=Stragglers(), profile=profile).step(8, 8 * 32, parts=4)
+    waiting = Simulator(starved, small(), spread=0.0, profile=profile).step(8, 8 * 32, parts=4)
     assert waiting.step_s == pytest.approx(256.0)
 
 
 def test_batch_norms_over_ranks_wait_both_ways_in_each_part() -> None:
-    simulator = Simulator(load("dgx-a100"), small(), Sharing(OneBucket()), Stragglers(), norm_batch=8)
+    simulator = Simulator(load("dgx-a100"), small(), Sharing(OneBucket()), 0.0, norm_batch=8)
     own, across = simulator.step(64, 64 * 16, parts=2), replace(simulator, norm_batch=16).step(64, 64 * 16, parts=2)
     gather = allreduce.gathering(simulator.cluster, 64)
     channels = [module.num_features for module in norms(cifar_resnet18())]
@@ -175,7 +175,7 @@ def test_batch_norms_over_ranks_wait_both_ways_in_each_part() -> None:
 
 
 def test_a_network_of_as_much_work_by_another_name_takes_the_measured_time() -> None:
-    simulator = Simulator(load("dgx1-v100"), resnet(), stragglers=Stragglers())
+    simulator = Simulator(load("dgx1-v100"), resnet(), spread=0.0)
     other = replace(simulator, net=replace(resnet(), name="mine"))
     assert other.step(1, 64).compute_s == pytest.approx(simulator.step(1, 64).compute_s)
     doubled = tuple(replace(one, products=2 * one.products, outputs=2 * one.outputs) for one in resnet().layers)

@@ -3,18 +3,15 @@
 from kasoku.simulate.cluster import Cluster, load
 from kasoku.simulate.collectives import ALGORITHMS
 from kasoku.simulate.compute_model import ModelCosts, model_costs, profile_of, profiled, remarks
-from kasoku.simulate.step import WITHOUT, Sharing, SimulatedStep, Simulator, timeline
-from kasoku.simulate.stragglers import Stragglers
+from kasoku.simulate.step import Sharing, SimulatedStep, Simulator, timeline
 
 __all__ = [
     "ALGORITHMS",
-    "WITHOUT",
     "Cluster",
     "ModelCosts",
     "Sharing",
     "SimulatedStep",
     "Simulator",
-    "Stragglers",
     "load",
     "model_costs",
     "profile_of",

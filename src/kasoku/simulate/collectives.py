@@ -311,10 +311,7 @@ def torus(
 
 def depth(ranks: int) -> int:
     """The edges from the root of one of the trees to its farthest leaf."""
-    if ranks < 2:
-        return 0
-    left = _root(0, ranks)
-    return 1 + max(depth(left), depth(ranks - left - 1))
+    return ranks.bit_length() - 1
 
 
 def _two_trees(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:

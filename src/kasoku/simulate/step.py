@@ -16,12 +16,12 @@ from typing import Any
 from kasoku.core import InputError, Span
 from kasoku.distributed import Asynchronous, Hierarchical, Mean, Reducer
 from kasoku.distributed.async_sgd.quantization import CODECS
-from kasoku.distributed.ddp.bucket_plan import Graded, OneBucket, Planned, Policy, search
+from kasoku.distributed.ddp.bucket_plan import Graded, Planned, Policy, search
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel, Sized, UnitTimes, forecast
 from kasoku.simulate import async_exchange, collectives, compressed, compute_model
 from kasoku.simulate.cluster import Cluster
 from kasoku.simulate.compute_model import MeasuredTimes, ModelCosts
-from kasoku.simulate.stragglers import Stragglers
+from kasoku.simulate.stragglers import slowest
 
 _FP32 = 4  # bytes of an element
 _TRIES = 1000  # to improve each plan of a search; without a time limit, so that every machine ends at the same plan
@@ -131,7 +131,7 @@ class Simulator:
         cluster: the cluster.
         net: the network that is trained.
         sharing: how ranks share gradients.
-        stragglers: differences between ranks; None: those of the cluster's GPUs.
+        spread: standard deviation of the logarithm of the ranks' speeds; None: that of the cluster's GPUs.
         profile: measured times of the network's blocks, in place of the GPU's shipped times.
         norm_batch: images that share BatchNorm statistics, of several ranks if one has fewer; 0: a rank's own.
     """
@@ -139,7 +139,7 @@ class Simulator:
     cluster: Cluster
     net: ModelCosts
     sharing: Sharing = field(default_factory=Sharing)
-    stragglers: Stragglers | None = None
+    spread: float | None = None
     profile: MeasuredTimes | None = None
     norm_batch: int = 0
 
@@ -152,7 +152,7 @@ class Simulator:
         if batch < gpus * parts:
             raise InputError(f"batch={batch} on {gpus} GPUs: at least 1 image each; raise batch, or take fewer GPUs")
         images = -(-batch // (gpus * parts))  # of the GPU with the most
-        stragglers = self.stragglers if self.stragglers is not None else Stragglers(self.cluster.device.spread)
+        spread = self.cluster.device.spread if self.spread is None else self.spread
         pace = self.sharing.asynchronous if gpus > 1 else None
         if pace and (pace.servers or pace.max_staleness == 0 or parts > 1):  # ranks exchange in another way
             raise InputError(
@@ -160,7 +160,7 @@ class Simulator:
                 "simulated with servers=0, max_staleness above 0 and a share in one part"
             )
         # slow GPUs stay slow, so with bounded staleness all ranks finally wait for the slowest
-        slower = 1.0 if pace and pace.max_staleness is None else stragglers.slowest(gpus)
+        slower = 1.0 if pace and pace.max_staleness is None else slowest(spread, gpus)
         compute_s = _computing(self.units(images), parts)
         slow = self.units(images, slower=slower)
         waiting: Sequence[UnitTimes] = slow
@@ -235,6 +235,3 @@ def spans(step: SimulatedStep) -> Sequence[Span]:
 def timeline(step: SimulatedStep) -> dict[str, Any]:
     """The spans as a timeline.json, which the report page draws."""
     return {"spans": [{**asdict(s), "stream": "link" if s.kind == "transfer" else "compute"} for s in spans(step)]}
-
-
-WITHOUT = Sharing(policy=OneBucket(), next_forward=False)  # hides no communication: the baseline of [000]

@@ -12,26 +12,17 @@ da726cab). The law and its figures were fixed before the published steps that te
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 _CELLS = 4000
 
 
-@dataclass(frozen=True)
-class Stragglers:
-    """Differences between ranks: a log-normal factor of their times."""
-
-    spread: float = 0.0
-
-    def slowest(self, ranks: int) -> float:
-        """The expected factor of the slowest of `ranks`; the median rank has 1."""
-        return _slowest(self.spread, ranks)
-
-
 @lru_cache(maxsize=4096)
-def _slowest(spread: float, ranks: int) -> float:
-    """The mean of a maximum: the integral of the probability that some rank still computes."""
+def slowest(spread: float, ranks: int) -> float:
+    """The expected factor of the slowest of `ranks`; the median rank has 1.
+
+    Maths: the mean of a maximum is the integral of the probability that some rank still computes.
+    """
     if spread == 0:
         return 1.0
     low, high = math.exp(-9 * spread), math.exp(9 * spread)
