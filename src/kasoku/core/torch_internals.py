@@ -57,9 +57,10 @@ def accumulates(node: Any) -> bool | None:
 
 
 def recompile_limit(forms: int) -> AbstractContextManager[None]:
-    """Within it torch.compile keeps so many compiled forms of a function, one for each shape (2.13)."""
-    limits = {"recompile_limit": forms, "accumulated_recompile_limit": forms}
-    manager: AbstractContextManager[None] = torch._dynamo.config.patch(limits)
+    """Within it torch.compile keeps at least so many compiled forms of a function, one for each shape (2.13)."""
+    config: Any = torch._dynamo.config
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    manager: AbstractContextManager[None] = config.patch({name: max(getattr(config, name), forms) for name in names})
     return manager
 
 
@@ -72,11 +73,6 @@ def remove_step_hooks(optimizer: Optimizer) -> None:
 def cpu_computes_bf16() -> bool:
     """Whether this CPU has bfloat16 instructions: avx512_bf16 or AMX (2.13)."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def compiler_config() -> Any:
-    """The settings of torch.compile's tracer, such as `recompile_limit` (2.13)."""
-    return torch._dynamo.config
 
 
 @contextmanager

@@ -9,7 +9,6 @@ share code and a deep copy of the model runs its own weights.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import shutil
 import types
@@ -21,7 +20,7 @@ import torch
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.blocks import blocks
-from kasoku.core.torch_internals import compiler_config
+from kasoku.core.torch_internals import recompile_limit
 
 _LIMIT = 64  # compiled forms a function may have: blocks of one class, in training and in evaluation
 
@@ -56,9 +55,7 @@ class Compile(Technique):
             raise InputError('Compile(backend="inductor") needs a C++ compiler on a CPU: install g++')
         if self.backend == "inductor" and "cuda" in kinds and importlib.util.find_spec("triton") is None:
             raise InputError('Compile(backend="inductor") needs triton on a GPU: pip install triton')
-        config = compiler_config()
-        job.on_close(functools.partial(setattr, config, "recompile_limit", config.recompile_limit))
-        config.recompile_limit = max(config.recompile_limit, _LIMIT)
+        job.patches.enter_context(recompile_limit(_LIMIT))
         compiled: dict[type, Callable[..., Any]] = {}
         for _, block in blocks(job.model) or [("", job.model)]:
             if not any(True for _ in block.parameters()):

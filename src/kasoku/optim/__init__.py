@@ -1,13 +1,12 @@
 """Optimizers (sgd, adamw, lars, muon), learning-rate schedules, clipping, weight averages, the loss."""
 
-from kasoku.optim.adamw import adamw
 from kasoku.optim.averaging import EMA, Lookahead
 from kasoku.optim.clip import Clip
+from kasoku.optim.fused import adamw, sgd
 from kasoku.optim.lars.lars import LARS, Trust, lars
 from kasoku.optim.loss import cross_entropy
 from kasoku.optim.lr_schedule import Rate
 from kasoku.optim.muon import Muon, SGDSettings, muon
-from kasoku.optim.sgd import sgd
 
 __all__ = [
     "EMA",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -45,7 +46,6 @@ class SGDSettings:
     whitening_epochs: float = 0.0
 
     def __post_init__(self) -> None:
-        inf = float("inf")
         refuse_outside(bias_lr=(self.bias_lr, 0, inf), head_lr=(self.head_lr, 0, inf), momentum=(self.momentum, 0, 1))
         refuse_outside(weight_decay=(self.weight_decay, 0, 1), whitening_epochs=(self.whitening_epochs, 0, inf))
 
@@ -164,7 +164,7 @@ def muon(
     Maths: v = momentum * v + g; w -= lr * U V' of the SVD U S V' of g + momentum * v, approximately.
     Ref: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); airbench94_muon for the normalised form.
     """
-    refuse_outside(lr=(lr, 0, float("inf")), momentum=(momentum, 0, 1))
+    refuse_outside(lr=(lr, 0, inf), momentum=(momentum, 0, 1))
     if not 1 <= steps <= 10:
         raise InputError(f"steps={steps}: from 1 to 10 Newton-Schulz iterations; 3 or 5 are usual")
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]

@@ -1,12 +1,10 @@
-"""Splits a model's parameters into groups with and without weight decay; checks settings of optimizers."""
+"""What optimizers share: which parameters decay, and checks of their settings."""
 
-from typing import Any
+from math import inf
 
 from torch import Tensor, nn
 
 from kasoku.core import InputError
-
-_FUSED = ("cpu", "cuda", "mps")  # devices where torch has fused steps
 
 
 def split(model: nn.Module, *, decay_all: bool = False) -> tuple[list[Tensor], list[Tensor]]:
@@ -27,22 +25,8 @@ def split(model: nn.Module, *, decay_all: bool = False) -> tuple[list[Tensor], l
     return decayed, undecayed
 
 
-def decay_groups(model: nn.Module, weight_decay: float, *, decay_all: bool) -> list[dict[str, Any]]:
-    """Parameter groups for a torch optimizer: the decayed ones first; one group if none decays."""
-    decayed, undecayed = split(model, decay_all=decay_all or weight_decay == 0)
-    groups = ({"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]
-
-
-def has_fused(model: nn.Module) -> bool:
-    """True if torch has a fused step for all these parameters."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return all(p.device.type in _FUSED and p.is_floating_point() for p in trainable)
-
-
 def refuse_momentum_sgd(lr: float, momentum: float, *, nesterov: bool, weight_decay: float) -> None:
     """Raises InputError for settings that optimizers with momentum SGD cannot take."""
-    inf = float("inf")
     refuse_outside(lr=(lr, 0, inf), momentum=(momentum, 0, 1), weight_decay=(weight_decay, 0, inf))
     if nesterov and momentum == 0:
         raise InputError("nesterov=true with momentum=0: set momentum above 0, such as 0.9, or nesterov=false")
@@ -52,5 +36,5 @@ def refuse_outside(**ranges: tuple[float, float, float]) -> None:
     """Raises InputError for the first setting outside its range: name=(value, minimum, exclusive maximum)."""
     for name, (value, low, high) in ranges.items():
         if not low <= value < high:
-            limit = "" if high == float("inf") else f" and below {high:g}"
+            limit = "" if high == inf else f" and below {high:g}"
             raise InputError(f"{name}={value:g}: must be at least {low:g}{limit}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -123,23 +124,13 @@ def limits(
         except InputError:  # beyond the recipe's points, or more than there are images when it has grown
             return False
 
-    def edge(bad: int) -> int:
-        """The last size that trains between `begin` and one that does not, by bisection."""
-        good = begin
-        while abs(bad - good) > multiple:
-            middle = (good + bad) // 2 // multiple * multiple
-            if trains(middle):
-                good = middle
-            else:
-                bad = middle
-        return good
-
     least = -(-(sizes[0] or max(multiple, min(few, begin))) // multiple) * multiple
     most = min(sizes[1] or images, images) // multiple * multiple
     if least < begin and not trains(least):
-        least = edge(least)
+        least += multiple * bisect_left(range(least, begin, multiple), True, key=trains)
     if most > begin and not trains(most):
-        most = edge(most)
+        larger = range(begin + multiple, most, multiple)
+        most = begin + multiple * bisect_left(larger, True, key=lambda batch: not trains(batch))
     return least, most or images
 
 

@@ -179,6 +179,8 @@ def build(
     start = start or Start(comm.clock, overlap=None if comm.thread_safe or comm.size == 1 else False)
     if recipe.auto_batch:
         raise InputError('batch = "auto": tuned for a single training only; give the number that kasoku tune finds')
+    if recipe.evaluate.stale and not any(technique.renews_statistics for technique in recipe.techniques):
+        raise InputError("evaluate.stale = true: compares with the technique kasoku.distributed.Recalibrate; add it")
     check_share(recipe, comm.size)
     device_setup = _start_device_and_data(recipe, comm, start, dataset)
     parts = recipe.parts(comm.size)
@@ -210,7 +212,8 @@ def build(
     facts = {"data": tasks["digest"], "model": model_facts(model)}
     start.do("comparison", lambda: run_on_all_ranks(comm, lambda: assert_same_on_all_ranks(comm, facts)))
     job = Job(model, lambda m: optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
-    start.do("techniques", lambda: _apply_techniques(job, len(dataset.classes), recipe, device_setup, shares))
+    start.do("techniques", lambda: _apply_techniques(job, recipe, device_setup, shares))
+    _try_loss(job, len(dataset.classes))
     total = updates(recipe, train.images)
     if total < 1:
         raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
@@ -263,20 +266,19 @@ def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, device: torch.d
     return network.to(device)
 
 
-def _apply_techniques(job: Job, classes: int, recipe: Recipe, device_setup: Chosen, shares: Sequence[int]) -> None:
-    """Applies the techniques that follow from the device and the ranks, and those of the recipe; tries the loss.
-
-    Collective.
-    """
+def _apply_techniques(job: Job, recipe: Recipe, device_setup: Chosen, shares: Sequence[int]) -> None:
+    """Applies the techniques that follow from the device and the ranks, and those of the recipe. Collective."""
     if is_asynchronous(recipe, job.comm.size):
         shares = ()  # a rank takes the next part of the data when it is ready
     derived = derived_techniques(recipe, job.comm.size, uneven=bool(shares))
     uneven = [Shares(tuple(shares))] if shares else []
     own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *derived, *uneven]
     job.apply(*device_setup.techniques, *own, *techniques_for(recipe, job.comm.size), Timed())
-    if recipe.evaluate.stale and not any(t.renews_statistics for t in recipe.techniques):
-        raise InputError("evaluate.stale = true: compares with the technique kasoku.distributed.Recalibrate; add it")
-    try:  # so that a wrong setting is reported before anything is written
+
+
+def _try_loss(job: Job, classes: int) -> None:
+    """Raises InputError for a loss with a wrong setting or result, before anything is written."""
+    try:
         loss = job.loss(torch.zeros(2, classes), torch.zeros(2, dtype=torch.long))
     except InputError as error:
         raise InputError(f"loss: {error}") from error

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Any, Literal, get_args
 
 import torch
@@ -39,7 +40,6 @@ class Trust:
     decoupled: bool = False
 
     def __post_init__(self) -> None:
-        inf = float("inf")
         refuse_outside(eta=(self.eta, 0, inf), eps=(self.eps, 0, inf))
         if self.form not in get_args(Form):
             raise InputError(f'form="{self.form}": one of {", ".join(get_args(Form))}')

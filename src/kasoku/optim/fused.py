@@ -1,0 +1,85 @@
+"""SGD with momentum and AdamW, in torch's fused form where the device has it."""
+
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+
+from kasoku.optim.param_groups import refuse_momentum_sgd, refuse_outside, split
+
+_FUSED = ("cpu", "cuda", "mps")  # devices where torch has fused steps
+
+
+def sgd(
+    model: nn.Module,
+    lr: float = 0.1,
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decay_all: bool = False,
+) -> torch.optim.SGD:
+    """SGD with (Nesterov) momentum, without weight decay on biases and norm parameters.
+
+    Args:
+        model: its parameters that require a gradient are trained.
+        lr: learning rate for the mean gradient; a `Rate` technique multiplies it by its schedule.
+        momentum: share of the velocity kept at each step.
+        nesterov: look one step ahead along the velocity.
+        weight_decay: added to the gradient as weight_decay * w.
+        decay_all: decay biases and norm parameters as well.
+
+    Raises:
+        InputError: for a setting outside its range.
+
+    Saves: time: one kernel for all tensors where torch has it.
+    Maths: v = momentum * v + g + weight_decay * w; w -= lr * v (Nesterov: lr * (g + weight_decay * w + momentum * v)).
+    Ref: Sutskever et al. 2013; torch.optim.SGD.
+    """
+    refuse_momentum_sgd(lr, momentum, nesterov=nesterov, weight_decay=weight_decay)
+    groups = _decay_groups(model, weight_decay, decay_all=decay_all)
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=_has_fused(model))
+
+
+def adamw(
+    model: nn.Module,
+    lr: float = 1e-3,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.01,
+    decay_all: bool = False,
+) -> torch.optim.AdamW:
+    """AdamW without weight decay on biases and norm parameters.
+
+    Args:
+        model: its parameters that require a gradient are trained.
+        lr: learning rate; a `Rate` technique multiplies it by its schedule.
+        betas: shares that a step keeps of the running means of the gradient and of its square.
+        weight_decay: decoupled: w shrinks by lr * weight_decay * w.
+        decay_all: decay biases and norm parameters as well.
+
+    Raises:
+        InputError: for a setting outside its range.
+
+    Saves: time: one kernel for all tensors where torch has it.
+    Costs: two state tensors for each parameter, where SGD has one.
+    Ref: Loshchilov and Hutter 2019 (arXiv 1711.05101); torch.optim.AdamW.
+    """
+    refuse_outside(lr=(lr, 0, inf), weight_decay=(weight_decay, 0, inf))
+    refuse_outside(**{f"betas[{i}]": (beta, 0.0, 1.0) for i, beta in enumerate(betas)})
+    groups = _decay_groups(model, weight_decay, decay_all=decay_all)
+    return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), fused=_has_fused(model))
+
+
+def _decay_groups(model: nn.Module, weight_decay: float, *, decay_all: bool) -> list[dict[str, Any]]:
+    """Parameter groups for a torch optimizer: the decayed ones first; one group if none decays."""
+    decayed, undecayed = split(model, decay_all=decay_all or weight_decay == 0)
+    groups = ({"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]
+
+
+def _has_fused(model: nn.Module) -> bool:
+    """True if torch has a fused step for all these parameters."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return all(p.device.type in _FUSED and p.is_floating_point() for p in trainable)
