@@ -7,11 +7,11 @@ from the rows of all ranks. So the first bottleneck is the one most worth removi
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kasoku.core import Job
 from kasoku.core.clock import Stopwatch, Wall
@@ -98,8 +98,7 @@ def find_bottlenecks(
         _communication(min(step["exposed"] for step in steps) if transfer_s is None else transfer_s, whole_s),
         _straggler(steps, whole_s, blocks),
         _update(usual, whole_s, facts),
-        _small_batch(usual, whole_s, facts),
-        _launches(whole_s, facts),
+        _calls(usual, whole_s, facts),
         _oversubscribed(usual, whole_s, facts),
         _starved(facts),
         _memory(whole_s, bounds or {}),
@@ -142,18 +141,16 @@ def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) ->
     """The rank with the most work of its own; its waits for other ranks do not count."""
     if len(steps) < 2:
         return None
-    own_s = [sum(s for row, s in step.items() if row != "exposed") for step in steps]
-    last = max(range(len(steps)), key=lambda rank: own_s[rank])
-    peers = [step for rank, step in enumerate(steps) if rank != last]
-    lag_s = own_s[last] - statistics.median(s for rank, s in enumerate(own_s) if rank != last)
-    behind = {
-        row: s - statistics.median(peer[row] for peer in peers) for row, s in steps[last].items() if row != "exposed"
-    }
-    row = max(behind, key=lambda row: behind[row])
-    waits_s = statistics.median(step["exposed"] for step in peers)
+    own = [{row: s for row, s in step.items() if row != "exposed"} for step in steps]
+    own_s = [sum(step.values()) for step in own]
+    last = own_s.index(max(own_s))
+    lag_s = own_s[last] - statistics.median(own_s[:last] + own_s[last + 1 :])
+    lags = _lags(own, last)
+    row = max(lags, key=lambda row: lags[row])
+    waits_s = statistics.median(step["exposed"] for rank, step in enumerate(steps) if rank != last)
     line = (
         f"rank {last} takes {_ms(lag_s)} longer than the other ranks by its own work, most of it in {row} "
-        f"({_ms(behind[row])}){_slow_block(blocks, last, lag_s)}; they wait {_ms(waits_s)} of each step"
+        f"({_ms(lags[row])}){_slow_block(blocks, last, lag_s)}; they wait {_ms(waits_s)} of each step"
     )
     remedy = f"check rank {last}'s host for other processes, its clock rate and its disk; or leave it out"
     return _cause("straggler", lag_s, whole_s, line, remedy)
@@ -163,13 +160,18 @@ def _slow_block(blocks: Sequence[Step], last: int, lag_s: float) -> str:
     """A clause that names the block in which a rank lags most, and says so if no block has half of the lag."""
     if len(blocks) < 2 or not all(blocks):
         return ""
-    peers = [times for rank, times in enumerate(blocks) if rank != last]
-    behind = {name: s - statistics.median(peer.get(name, 0.0) for peer in peers) for name, s in blocks[last].items()}
-    worst, whole_s = max(behind, key=lambda name: behind[name]), sum(s for s in behind.values() if s > 0)
+    lags = _lags(blocks, last)
+    worst, whole_s = max(lags, key=lambda name: lags[name]), sum(s for s in lags.values() if s > 0)
     if whole_s < 0.5 * lag_s:
         return ""  # the lag is elsewhere
-    spread = ", no block has half of it" if behind[worst] < 0.5 * whole_s else ""
-    return f", of all blocks most in {worst} ({_ms(behind[worst])}){spread}"
+    spread = ", no block has half of it" if lags[worst] < 0.5 * whole_s else ""
+    return f", of all blocks most in {worst} ({_ms(lags[worst])}){spread}"
+
+
+def _lags(ranks: Sequence[Step], last: int) -> dict[str, float]:
+    """How much longer each row (or block) takes one rank than the median of the other ranks."""
+    others = [step for rank, step in enumerate(ranks) if rank != last]
+    return {row: s - statistics.median(step.get(row, 0.0) for step in others) for row, s in ranks[last].items()}
 
 
 def _update(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
@@ -181,31 +183,24 @@ def _update(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | N
     return _cause("update-bound", usual["update"], whole_s, line, remedy, least=_MIN_UPDATE)
 
 
-def _small_batch(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
-    """The time of layer calls and of the update does not depend on the batch."""
+def _calls(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
+    """The time of layer calls does not depend on the batch; nor does the update, which counts with a small batch."""
     whole_s *= 1 - facts.starved  # layer_s was measured with a core
     calling_s = facts.parts * facts.layers * facts.layer_s
-    fixed_s = min(whole_s, calling_s + usual["update"] * (1 - facts.starved))
     if facts.batch >= _SMALL_BATCH:
-        return None
+        lost_s = min(whole_s, calling_s)
+        parts = f" {facts.parts} times" if facts.parts > 1 else ""
+        line = f"{_of(lost_s, whole_s)} goes into calling {facts.layers} layers{parts}, whatever they compute"
+        cuda = "device.graphs = true, device.compile = true, or a larger batch"
+        remedy = cuda if facts.device == "cuda" else "a larger batch, or a network of fewer, wider layers"
+        return _cause("launch-bound", lost_s, whole_s, line, remedy, least=_MIN_LAUNCH.get(facts.device, 0.75))
+    fixed_s = min(whole_s, calling_s + usual["update"] * (1 - facts.starved))
     enough = max(_SMALL_BATCH, round(9 * fixed_s * facts.batch / max(whole_s - fixed_s, 0.01 * whole_s)))
     parts = f", {facts.parts} times a step" if facts.parts > 1 else ""
     line = f"{_of(fixed_s, whole_s)} does not depend on the batch of {facts.batch}{parts} (calling layers, updating)"
     raised = "norm_batch, or lower accumulate" if facts.parts > 1 else "batch"
     remedy = f"raise {raised}: at about {enough:,} images a forward it is a tenth; kasoku tune finds the best"
     return _cause("small batch", fixed_s, whole_s, line, remedy, least=_MIN_FIXED)
-
-
-def _launches(whole_s: float, facts: StepFacts) -> StepBottleneck | None:
-    whole_s *= 1 - facts.starved  # as in _small_batch
-    lost_s = min(whole_s, facts.parts * facts.layers * facts.layer_s)
-    if facts.batch < _SMALL_BATCH:
-        return None
-    parts = f" {facts.parts} times" if facts.parts > 1 else ""
-    line = f"{_of(lost_s, whole_s)} goes into calling {facts.layers} layers{parts}, whatever they compute"
-    cuda = "device.graphs = true, device.compile = true, or a larger batch"
-    remedy = cuda if facts.device == "cuda" else "a larger batch, or a network of fewer, wider layers"
-    return _cause("launch-bound", lost_s, whole_s, line, remedy, least=_MIN_LAUNCH.get(facts.device, 0.75))
 
 
 def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
@@ -289,7 +284,7 @@ def facts_of(
     model = job.model
     first = next(model.parameters(), torch.zeros(0))
     one_call = any(t.compiles_model or t.captures_graph for t in job.applied)
-    leaves = [m for m in model.modules() if not any(True for _ in m.children()) and not isinstance(m, _NO_LAUNCH)]
+    leaves = [m for m in model.modules() if not list(m.children()) and not isinstance(m, _NO_LAUNCH)]
     return StepFacts(
         device=first.device.type,
         batch=batch,
@@ -307,8 +302,7 @@ def facts_of(
 def layer_s(device: torch.device) -> float:
     """Seconds of forward and backward of a layer with almost no work: the cost of its call.
 
-    Eight channels of 4x4 pixels, on one thread (several would wait for each other); the least of a few tries, since
-    other processes lengthen some of them.
+    Eight channels of 4x4 pixels, on one thread (several would wait for each other).
     """
     on_gpu = device.type == "cuda"
     layers: list[nn.Module] = []
@@ -320,16 +314,20 @@ def layer_s(device: torch.device) -> float:
                 layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
     network = nn.Sequential(*layers).to(device)
     x = torch.zeros((2, 8) if on_gpu else (2, 8, 4, 4), device=device)
-    times_s, watch = [], Stopwatch(Wall(), device)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for _ in range(10):
-            begin_s = watch.synchronize()
-            with torch.enable_grad():
-                out: Tensor = network(x).sum()
-                out.backward()  # type: ignore[no-untyped-call]
-            times_s.append(watch.synchronize() - begin_s)
+        with torch.enable_grad():
+            return fastest_s(lambda: network(x).sum().backward(), device, tries=10) / len(network)
     finally:
         torch.set_num_threads(threads)
-    return min(times_s[2:]) / len(network)
+
+
+def fastest_s(f: Callable[[], object], device: torch.device, *, tries: int) -> float:
+    """The least seconds of a few calls, since other processes lengthen some of them."""
+    times_s, watch = [], Stopwatch(Wall(), device)
+    for _ in range(tries):
+        begin_s = watch.synchronize()
+        f()
+        times_s.append(watch.synchronize() - begin_s)
+    return min(times_s)

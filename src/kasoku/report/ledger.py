@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ import torch
 
 from kasoku.core import Comm, Trace
 from kasoku.report.bottleneck import StepFacts, find_bottlenecks
-from kasoku.report.phase_timer import APART, STEP, StepPart, Steps
+from kasoku.report.phase_timer import APART, STEP, Steps
 
-_STREAM = {"input": "input", "copy": "input"}
-_TRANSFER = "transfer"  # spans of communication that runs beside the rank's own work
+_STREAM = {"input": "input", "copy": "input", "transfer": "link"}  # transfers run beside the rank's own work
 _TIMELINE_RANKS = 16
 _COMPARED_STEPS = 200  # whose waits are compared between ranks
 
@@ -44,13 +43,12 @@ class Ledger:
         beside: Mapping[str, float] | None = None,
         earlier: Mapping[str, float] | None = None,
     ) -> None:
-        self.trace, self.clock, self.rank, self.started = trace, trace.clock, trace.rank, started
+        self.trace, self.clock, self.started = trace, trace.clock, started
         self.steps = trace.follower if isinstance(trace.follower, Steps) else Steps(trace.clock, torch.device("cpu"))
         self.steps.begin()
         self.setup, self.beside, self.earlier = dict(setup or {}), dict(beside or {}), dict(earlier or {})
         if setup is not None:
             self.setup["run folder"] = self.clock.now() - started - sum(self.setup.values())
-        self._before = self.steps.host_s()
         self._delayed_s, self._began = _delay_s(), self.clock.now()
 
     def rows(self) -> dict[str, float]:
@@ -108,39 +106,28 @@ class Ledger:
 
     def _loop(self) -> dict[str, float]:
         """Seconds of this part since the loop began: compile, the rows of a step, evaluation, checkpoints."""
-        steps, spent = self.steps, self.steps.host_s()
-        host = {row: spent.get(row, 0.0) - self._before.get(row, 0.0) for row in (*STEP, *APART)}
-        loop = {row: host[row] for row in STEP}
+        steps, spent_s = self.steps, self.steps.host_s()
+        loop = {row: spent_s.get(row, 0.0) for row in STEP}
         if steps.device.type == "cuda":  # divided as the device's time was
             device_s, host_s = sum(steps.loop_s.values()), sum(loop.values())
             loop = {row: host_s * steps.loop_s[row] / device_s if device_s else 0.0 for row in STEP}
             loop["other"] += 0.0 if device_s else host_s
         warm = {row: min(s, loop[row]) for row, s in steps.warm_s().items()}
         less = {row: s - warm.get(row, 0.0) for row, s in loop.items()}
-        return {"compile": sum(warm.values()), **less, **{row: host[row] for row in APART}}
+        return {"compile": sum(warm.values()), **less, **{row: spent_s.get(row, 0.0) for row in APART}}
 
     def _spans(self) -> list[dict[str, Any]]:
         """The last steps, in seconds from the first of them, since the clocks of ranks may differ."""
-        latest = [part for step in self.steps.latest for part in step if part.stop > part.start]
+        latest = self.steps.spans()
         begin = min((part.start for part in latest), default=0.0)
         end = max((part.stop for part in latest), default=0.0)
-        latest += [
-            StepPart(s.kind, s.name, max(begin, s.start), min(end, s.stop), s.bytes)
-            for s in self.trace.spans
-            if s.kind == _TRANSFER and s.stop > begin and s.start < end
-        ]
-        return [
-            {
-                "kind": part.row,
-                "name": part.name,
-                "start": round(part.start - begin, 7),
-                "stop": round(part.stop - begin, 7),
-                "rank": self.rank,
-                "bytes": part.bytes,
-                "stream": "link" if part.row == _TRANSFER else _STREAM.get(part.row, "compute"),
-            }
-            for part in latest
-        ]
+        latest += [s for s in self.trace.spans if s.kind == "transfer" and s.stop > begin and s.start < end]
+        spans = []
+        for span in latest:
+            start, stop = (round(min(max(begin, at), end) - begin, 7) for at in (span.start, span.stop))
+            within = replace(span, start=start, stop=stop, rank=self.trace.rank)
+            spans.append({**asdict(within), "stream": _STREAM.get(span.kind, "compute")})
+        return spans
 
 
 def _rounded(rows: Mapping[str, float]) -> dict[str, float]:

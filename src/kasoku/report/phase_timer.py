@@ -20,8 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from kasoku.core import Clock, Job, Stage, Technique
-from kasoku.core.job import Batch
+from kasoku.core import Batch, Clock, Job, Span, Stage, Technique
 from kasoku.report.block_timer import follow_blocks
 
 STEP = ("input", "copy", "forward", "backward", "exposed", "update", "other")  # the rows of a step
@@ -91,16 +90,6 @@ class _Mark(NamedTuple):
     block: str = ""
 
 
-class StepPart(NamedTuple):
-    """A part of a step in the timeline, in seconds."""
-
-    row: str
-    name: str
-    start: float
-    stop: float
-    bytes: int
-
-
 class Steps:
     """The timed steps of one rank. Follows a trace: the trace calls it at each change of state.
 
@@ -109,21 +98,13 @@ class Steps:
         count: the number of finished steps.
         first: seconds by row of the first step since `begin`.
         rows: seconds by row of each of the latest steps after it.
-        latest: the parts of the last few steps without an evaluation or a checkpoint.
         block: the running block of the model, in steps that are timed block by block.
         blocks: seconds of forward and backward by block, without waits within them, of the latest of these steps.
     """
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
         self.clock, self.device = clock, device
-        self._host_s: defaultdict[str, float] = defaultdict(float)
-        self.loop_s: defaultdict[str, float] = defaultdict(float)
-        self.rows: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)
-        self.latest: deque[list[StepPart]] = deque(maxlen=_TIMELINE_STEPS)
-        self.blocks: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)
-        self.block = ""
-        self._row, self._since = "other", clock.now()
-        self._pending: deque[list[_Mark]] = deque()
+        self._row, self.block = "other", ""
         self._free: list[Any] = []  # events to reuse
         self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._device_s = 0.0  # the device's time at the end of the last step read
@@ -131,15 +112,15 @@ class Steps:
 
     def begin(self) -> None:
         """Starts to count steps anew."""
-        self._switch(self._row)
-        self._pending.clear()
-        self._marks = [_Mark(self._row, self._moment())]
-        self.rows.clear()
-        self.latest.clear()
-        self.blocks.clear()
-        self.loop_s.clear()
+        self.count, self._since = 0, self.clock.now()
+        self._host_s: defaultdict[str, float] = defaultdict(float)
+        self.loop_s: defaultdict[str, float] = defaultdict(float)
         self.first: dict[str, float] = {}
-        self.count = 0
+        self.rows: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)
+        self.blocks: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)
+        self._latest: deque[tuple[list[_Mark], list[float]]] = deque(maxlen=_TIMELINE_STEPS)
+        self._marks = [_Mark(self._row, self._moment())]
+        self._pending: deque[list[_Mark]] = deque()
 
     def __call__(self, doing: Sequence[str], name: str, bytes: int) -> None:
         """Records a change of state: `doing` has the loop's phase and the open spans, the innermost last."""
@@ -170,13 +151,13 @@ class Steps:
             self._fold(self._pending.popleft())
 
     def host_s(self) -> dict[str, float]:
-        """Seconds by row on the host's clock; their sum is the time since this object was created."""
+        """Seconds by row on the host's clock; their sum is the time since `begin`."""
         self._switch(self._row)
         return dict(self._host_s)
 
     def settle(self) -> None:
         """Reads the remaining events; waits for the GPU."""
-        if self._pending and self._stream is not None:
+        if self._pending:
             self._pending[-1][-1].moment.synchronize()
         while self._pending:
             self._fold(self._pending.popleft())
@@ -190,6 +171,15 @@ class Steps:
         """The median seconds of each block over the steps that were timed block by block; empty if none was."""
         names = self.blocks[-1] if self.blocks else {}
         return {name: statistics.median(step.get(name, 0.0) for step in self.blocks) for name in names}
+
+    def spans(self) -> list[Span]:
+        """The parts of the last few steps without an evaluation or a checkpoint; their kinds are rows."""
+        return [
+            Span(mark.row, mark.name or mark.block or mark.row, start, stop, bytes=mark.bytes)
+            for marks, moments in self._latest
+            for mark, (start, stop) in zip(marks, itertools.pairwise(moments), strict=True)
+            if mark.row in STEP and stop > start
+        ]
 
     def warm_s(self) -> dict[str, float]:
         """How much longer the first step took than the median of the next, by row: compiling, kernels, memory."""
@@ -224,9 +214,7 @@ class Steps:
             moments = [self._device_s + moments[0].elapsed_time(moment) / 1000 for moment in moments]
             self._device_s = moments[-1]
         row_s, block_s = dict.fromkeys(STEP, 0.0), defaultdict[str, float](float)
-        parts = []
         for mark, (start, stop) in zip(marks[:-1], itertools.pairwise(moments), strict=True):
-            parts.append(StepPart(mark.row, mark.name or mark.block or mark.row, start, stop, mark.bytes))
             if mark.row in row_s:
                 row_s[mark.row] += stop - start
             if mark.block:
@@ -239,5 +227,5 @@ class Steps:
             self.rows.append(row_s)
         else:
             self.first = row_s
-        if not {"evaluate", "save"} & {part.row for part in parts}:
-            self.latest.append([part for part in parts if part.row in row_s])
+        if not {"evaluate", "save"} & {mark.row for mark in marks[:-1]}:
+            self._latest.append((marks[:-1], moments))

@@ -24,15 +24,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kasoku.core import Batch, InputError, Job
 from kasoku.core.blocks import blocks
-from kasoku.core.clock import Stopwatch, Wall
+from kasoku.core.clock import Stopwatch
 from kasoku.core.hardware import cores, resident_bytes
 from kasoku.report.block_timer import BlockEvent, block_hooks
+from kasoku.report.bottleneck import fastest_s
 
 WARM = 3  # steps that compile, choose kernels and allocate memory
 _ITERATION = "kasoku iteration"
 _MAX_OPERATORS = 20
 _MAX_TRACED = 5  # steps in the trace, which grows by megabytes a step
-_TRIES = 5  # of a matrix product and of a copy; the fastest counts
+_TRIES = 6  # of a matrix product and of a copy
 
 
 @dataclass(frozen=True)
@@ -261,8 +262,8 @@ def measure_bounds(
     source = torch.zeros(2**28 if on_gpu else 2**26, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     with torch.no_grad():
-        flops_per_s = 2 * n**3 / _fastest_s(lambda: a @ b, device)
-        bytes_per_s = 2 * source.nbytes / _fastest_s(lambda: target.copy_(source), device)
+        flops_per_s = 2 * n**3 / fastest_s(lambda: a @ b, device, tries=_TRIES)
+        bytes_per_s = 2 * source.nbytes / fastest_s(lambda: target.copy_(source), device, tries=_TRIES)
     moving_s = moved / bytes_per_s
     least_s = max(flops / flops_per_s, moving_s if moving_s <= step_s else 0.0)
     return {
@@ -274,15 +275,6 @@ def measure_bounds(
         "step_s": round(step_s, 7),
         "reached": round(least_s / max(step_s, 1e-9), 4),
     }
-
-
-def _fastest_s(f: Callable[[], object], device: torch.device) -> float:
-    times_s, watch = [], Stopwatch(Wall(), device)
-    for _ in range(1 + _TRIES):
-        begin_s = watch.synchronize()
-        f()
-        times_s.append(watch.synchronize() - begin_s)
-    return min(times_s[1:])
 
 
 class _MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
