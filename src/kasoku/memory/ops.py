@@ -49,13 +49,12 @@ class MaxPositions(NamedTuple):
     """The position of each maximum in its window: 2 bits each for windows of 2x2, else a byte.
 
     Attributes:
-        inner, inner_stride: shape and strides of the max-pool's input.
+        inner: the max-pool's input as a meta tensor.
         stride: of the positions.
     """
 
     packed: Tensor
-    inner: tuple[int, ...]
-    inner_stride: tuple[int, ...]
+    inner: Tensor
     stride: tuple[int, ...]
 
 
@@ -230,44 +229,37 @@ def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, MaxPositions]:
             x_NCHW, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode, return_indices=True
         )
         index32 = index.int()
-        row = torch.div(index32, inner[3], rounding_mode="floor")
+        row = index32.div(inner[3], rounding_mode="floor")
         column = index32 - row * inner[3]
-        (down, right), (top, left) = pair(layer.stride), pair(layer.padding)
-        first_row, first_column = (torch.arange(n, dtype=torch.int32, device=out.device) for n in out.shape[2:])
-        row -= (first_row * down - top)[:, None]
-        column -= first_column * right - left
+        first_row, first_column = _first_pixels(layer, out, torch.int32)
+        row -= first_row
+        column -= first_column
         positions = (row * pair(layer.kernel_size)[1] + column).to(torch.uint8)
         packed = positions.as_strided((positions.numel(),), (1,))
-    return out, MaxPositions(packed, inner, x_NCHW.stride(), positions.stride())
+    return out, MaxPositions(packed, torch.empty_like(x_NCHW, device="meta"), positions.stride())
 
 
 def unpool(layer: Any, dy_NCHW: Tensor, positions: MaxPositions) -> Tensor:
-    """The gradient of a max-pool's input; sums where windows overlap are taken in torch's order."""
-    inner = positions.inner
-    two_bits = has_2_bit_positions(layer, inner)
-    unpacked = positions.packed
-    if two_bits:
-        n = positions.packed.numel()
-        unpacked = torch.empty(4 * n, dtype=torch.uint8, device=positions.packed.device)
-        for k in range(4):
-            torch.bitwise_and(positions.packed >> (2 * k), 3, out=unpacked[k * n : (k + 1) * n])
-    position_NCHW = unpacked.as_strided(dy_NCHW.shape, positions.stride)
-    dx = torch.empty_strided(inner, positions.inner_stride, dtype=dy_NCHW.dtype, device=dy_NCHW.device)
-    if not two_bits or inner[2] % 2 or inner[3] % 2:
-        dx.zero_()
-    zero = dy_NCHW.new_zeros(())
-    (rows, columns), (down, right), (top, left) = (pair(n) for n in (layer.kernel_size, layer.stride, layer.padding))
-    for k in reversed(range(rows * columns)):
-        outer_h, inner_h = _covered(dy_NCHW.shape[2], inner[2], k // columns - top, down)
-        outer_w, inner_w = _covered(dy_NCHW.shape[3], inner[3], k % columns - left, right)
-        is_maximum = position_NCHW[:, :, outer_h, outer_w] == k
-        gradient = torch.where(is_maximum, dy_NCHW[:, :, outer_h, outer_w], zero)
-        target = dx[:, :, inner_h, inner_w]
-        if two_bits:
-            target.copy_(gradient)
-        else:
-            target.add_(gradient)
-    return dx
+    """The gradient of a max-pool's input, by torch's kernel, which reads the place of each maximum in its image."""
+    inner, packed = positions.inner, positions.packed
+    if has_2_bit_positions(layer, inner.shape):
+        packed = torch.cat([(packed >> shift).bitwise_and_(3) for shift in (0, 2, 4, 6)])
+    position_NCHW, columns = packed.as_strided(dy_NCHW.shape, positions.stride), pair(layer.kernel_size)[1]
+    first_row, first_column = _first_pixels(layer, dy_NCHW, torch.int64)
+    index = torch.div(position_NCHW, columns, rounding_mode="floor") + first_row
+    index.mul_(inner.shape[3]).add_(position_NCHW.remainder(columns)).add_(first_column)
+    dx = torch.empty_like(inner, dtype=dy_NCHW.dtype, device=dy_NCHW.device)
+    windows = (pair(n) for n in (layer.kernel_size, layer.stride, layer.padding, layer.dilation))
+    like_x = dx  # whose values are not read
+    backward = _aten.max_pool2d_with_indices_backward.grad_input
+    return cast(Tensor, backward(dy_NCHW, like_x, *windows, layer.ceil_mode, index, grad_input=dx))
+
+
+def _first_pixels(layer: Any, out_NCHW: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The row and the column in the image at which each window begins."""
+    (down, right), (top, left) = pair(layer.stride), pair(layer.padding)
+    rows, columns = (torch.arange(n, dtype=dtype, device=out_NCHW.device) for n in out_NCHW.shape[2:])
+    return (rows * down - top)[:, None], columns * right - left
 
 
 def _pool_2x2(x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,12 +269,3 @@ def _pool_2x2(x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
     right_above, right_below = (b > a).view(torch.uint8), (d > c).view(torch.uint8)
     below = lower > upper
     return torch.maximum(upper, lower, out=upper), torch.where(below, right_below.bitwise_or_(2), right_above)
-
-
-def _covered(outer: int, inner: int, offset: int, stride: int) -> tuple[slice, slice]:
-    """The windows of 0 to `outer` whose pixel at `offset` lies in the image, and these pixels."""
-    first = max(0, -(offset // stride))
-    last = min(outer - 1, (inner - 1 - offset) // stride)
-    if last < first:
-        return slice(0, 0), slice(0, 0)
-    return slice(first, last + 1), slice(first * stride + offset, last * stride + offset + 1, stride)
