@@ -385,7 +385,8 @@ def test_of_a_pack_far_away_each_image_read_is_checked(photos, tmp_path, monkeyp
         def list(self):
             raise AssertionError("a pack needs no list")
 
-    monkeypatch.setattr(shards_module, "Store", Far)
+    for module in (shards_module, pack_module):
+        monkeypatch.setattr(module, "Store", Far)
     d = shards("s3://bucket/p")
     for ours, theirs in zip(splits(here), splits(d), strict=True):
         assert all(bytes(ours.read(i)) == bytes(theirs.read(i)) for i in range(len(ours)))

@@ -21,6 +21,7 @@ from kasoku.core import InputError
 from kasoku.data.datasets.base import GoneError
 from kasoku.data.packs import tar_index as tar
 from kasoku.data.packs.reader import planes, shards
+from kasoku.data.remote import store as store_module
 from kasoku.data.remote.store import Store
 
 shards_module = sys.modules["kasoku.data.packs.reader"]  # the package has a function of that name
@@ -77,17 +78,19 @@ def dataset_parts(dataset):
     return dataset.train, dataset.test
 
 
-class Far(Store):
+class Far:
     """A folder that says it is far away, and tells what is read from it."""
 
     top, reads = "", []
 
     def __init__(self, root, **settings):
-        super().__init__(self.top)
-        self.local = False
+        self.here, self.local, self.shown = Store(self.top), False, store_module._plain(root)
+
+    def __getattr__(self, name):
+        return getattr(self.here, name)
 
     def read(self, path, start=0, stop=None):
-        data = super().read(path, start, stop)
+        data = self.here.read(path, start, stop)
         self.reads.append((path, start, len(data)))
         return data
 
@@ -174,7 +177,7 @@ def test_labels_are_also_read_from_json_and_other_members_are_passed_over(tmp_pa
             ("b.png", b"picture"),
         ],
     )
-    whole = tar.walk("", Store(str(tmp_path)), "a.tar")
+    whole = tar.walk(Store(str(tmp_path)), "a.tar")
     assert whole.names == ("a.tar/./x/a.jpg", "a.tar/b.png")
     assert (whole.rows_N4[:, 2].tolist(), whole.left_out) == ([3, 0], ())
 
@@ -217,7 +220,7 @@ def test_names_that_lead_elsewhere_are_only_keys_and_links_are_left_out(tmp_path
 
 def test_whole_samples_of_a_truncated_shard_are_used_with_a_warning(two, capsys):
     shard = two / "train-1.tar"
-    index = tar.walk("", Store(str(two)), "train-1.tar")
+    index = tar.walk(Store(str(two)), "train-1.tar")
     shard.write_bytes(shard.read_bytes()[: index.rows_N4[6, 0] + 100])
     missing = int(index.rows_N4[6, 1]) - 100
     told = f"kasoku: train-1.tar: cut off, {missing:,} or more bytes are missing\n"
@@ -232,7 +235,7 @@ def test_whole_samples_of_a_truncated_shard_are_used_with_a_warning(two, capsys)
 
 def test_behind_a_damaged_header_nothing_is_guessed(two, capsys):
     shard = two / "train-0.tar"
-    at = int(tar.walk("", Store(str(two)), "train-0.tar").rows_N4[4, 0]) - 512
+    at = int(tar.walk(Store(str(two)), "train-0.tar").rows_N4[4, 0]) - 512
     data = bytearray(shard.read_bytes())
     data[at : at + 8] = b"\xff" * 8
     shard.write_bytes(data)
@@ -261,7 +264,7 @@ def header(name, kind, size):
 )
 def test_sizes_that_cannot_be_are_seen_through(two, capsys, kind, size, told):
     data = (two / "train-0.tar").read_bytes()
-    at = int(tar.walk("", Store(str(two)), "train-0.tar").rows_N4[4, 0]) - 512
+    at = int(tar.walk(Store(str(two)), "train-0.tar").rows_N4[4, 0]) - 512
     room = b"\1" * (2**20 + 512) if size in range(2**20, 2**21) else b""
     (two / "train-0.tar").write_bytes(data[:at] + header("l.txt", kind, size) + room + data[at:])
     assert len(shards(str(two)).train) == (14 if told else 20)
@@ -317,7 +320,7 @@ def test_headers_are_read_not_images(tmp_path, monkeypatch):
     )
     read, count = Store.read, []
     monkeypatch.setattr(Store, "read", lambda self, *where: count.append(where) or read(self, *where))
-    tar.walk("", Store(str(tmp_path)), "a.tar")
+    tar.walk(Store(str(tmp_path)), "a.tar")
     assert len(count) == 10  # a window at the first header, and one behind each image
     assert sum(stop - start for _, start, stop in count) < os.path.getsize(tmp_path / "a.tar") / 1.5
 

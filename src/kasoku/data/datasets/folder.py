@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
-from urllib.parse import urlsplit
+from pathlib import Path
 
 import torch
 
@@ -16,7 +15,7 @@ from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import Dataset, Files
 from kasoku.data.datasets.folder_index import Listing, Parts, Tree, arranged, below, indexed, look_in, once
 from kasoku.data.decode.decode import SUFFIXES
-from kasoku.data.remote.store import Store, is_remote
+from kasoku.data.remote.store import Store
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -79,29 +78,21 @@ def folder(  # noqa: PLR0913
         raise InputError(
             f"validation={validation}: more than 0 and less than 1, the share of images kept for validation"
         )
-    where = os.path.expandvars(root)
+    store = Store(root, cache=cache, cache_bytes=cache_bytes)
+    top = store.shown
     split: Callable[..., Files]
-    if is_remote(where):
-        store, address = Store(where, cache=cache, cache_bytes=cache_bytes), urlsplit(where)
-        top, name = root.rstrip("/"), PurePosixPath(address.path).name or str(address.hostname)
+    if store.local:
+        listing = once(root, lambda: (indexed(Path(top), cache), []), partial(_check_here, top))
+        prefix, split = f"{top}/", Files
+    else:
 
         def scan() -> Listing:
             """Lists the folder, with size and version of each image where the source lists them (http does not)."""
             parts = arranged(look_in(store.list()), top)
             return parts, store.facts(_paths_in_store(parts))
 
-        listing = once(where, scan, lambda got: store.learn(_paths_in_store(got[0]), got[1]))
+        listing = once(top, scan, lambda got: store.learn(_paths_in_store(got[0]), got[1]))
         prefix, split = "", partial(FarFiles, store=store)
-    else:
-        home = Path(where.removeprefix("file://")).expanduser()
-        if not home.is_dir():
-            raise InputError(
-                f"root={root}: no such folder; give the folder that holds a folder for each class, or train/ and val/"
-            )
-        home = home.resolve()
-        top, name = str(home), home.name
-        listing = once(root, lambda: (indexed(home, cache), []), partial(_check_here, top))
-        prefix, split = f"{top}/", Files
     parts = _train_and_test(listing[0], top, validation, seed)
     classes, splits = sorted(parts[0][1]), []
     for part, tree in parts:
@@ -109,8 +100,8 @@ def folder(  # noqa: PLR0913
         paths = tuple(f"{part_home}{kind}/{file}" for kind in classes for file in tree.get(kind, ()))
         counts_K = torch.tensor([len(tree.get(kind, ())) for kind in classes])
         splits.append(split(paths, torch.repeat_interleave(torch.arange(len(classes)), counts_K)))
-    shape = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
-    return Dataset(name, tuple(classes), splits[0], splits[1], *shape, max_bad_fraction=max_bad_fraction)
+    name, mean, std = top.rpartition("/")[2], IMAGENET_MEAN, IMAGENET_STD
+    return Dataset(name, tuple(classes), splits[0], splits[1], 3, (size, size), mean, std, max_bad_fraction)
 
 
 def find_images(path: str | Path) -> list[Path]:

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,10 @@ from kasoku.data.datasets.base import Dataset, GoneError
 from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, held_out
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, one_line, walk
 from kasoku.data.remote.cache import cache_folder, keep
-from kasoku.data.remote.store import Store, is_remote
+from kasoku.data.remote.store import Store
 
 _SHARD = re.compile(r"(train|val)-\d{5,}\.tar")
 _PART = re.compile(r"(?:^|[^a-z])(training|train|validation|valid|val|testing|test)(?![a-z])")
-_PASSWORD = re.compile(r"(?<=://)[^/@]*@")
 _PLANES = re.compile(
     rb"\x93NUMPY\x01\0(..)\{'descr': '\|u1', 'fortran_order': False, 'shape': \(3, (\d{1,6}), (\d{1,6})\), \} *\n", re.S
 )
@@ -123,11 +121,14 @@ def shards(  # noqa: PLR0913
         raise InputError(f"size={size}: at least 1 pixel")
     if not 0 < validation < 1:
         raise InputError(f"validation={validation}: more than 0 and less than 1, the share kept for validation")
-    top, store = opened(root, cache=cache, cache_bytes=cache_bytes)
+    if not root:
+        raise InputError("data.root is not given: --set data.root=DIR, the folder or the address of the shards")
+    store = Store(root, cache=cache, cache_bytes=cache_bytes)
+    top = store.shown
     try:
         facts = pack_facts(store)
         name = top.rpartition("/")[2] if facts is None else facts["name"]
-        whole, classes = _foreign(top, store, cache) if facts is None else _own(top, store, facts)
+        whole, classes = _foreign(store, cache) if facts is None else _own(store, facts)
     except Damaged as damaged:
         raise InputError(f"{top}/{damaged}; run `kasoku pack --verify {top}`") from damaged
     away_K = np.array([_part(file) != "train" for file in whole.files])
@@ -141,19 +142,7 @@ def shards(  # noqa: PLR0913
     if not test_N.any():
         raise InputError(f"{top}: no class has two images, so none can be split off for validation; add val-*.tar")
     train, test = whole.take(np.flatnonzero(~test_N)), whole.take(np.flatnonzero(test_N))
-    shape = (3, (size, size), IMAGENET_MEAN, IMAGENET_STD)
-    return Dataset(name, classes, train, test, *shape, max_bad_fraction=max_bad_fraction)
-
-
-def opened(root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30) -> tuple[str, Store]:
-    """The name of the folder or address for messages, and its Store. Raises InputError if it is no folder."""
-    if not root:
-        raise InputError("data.root is not given: --set data.root=DIR, the folder or the address of the shards")
-    where = os.path.expandvars(root)
-    if is_remote(where):
-        return _PASSWORD.sub("", root).rstrip("/"), Store(where, cache=cache, cache_bytes=cache_bytes)
-    top = str(Path(where.removeprefix("file://")).expanduser().resolve())
-    return top, Store(top)
+    return Dataset(name, classes, train, test, 3, (size, size), IMAGENET_MEAN, IMAGENET_STD, max_bad_fraction)
 
 
 # ---- packs of our own
@@ -201,21 +190,21 @@ def pack_index(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> In
     return index
 
 
-def _own(top: str, store: Store, facts: dict[str, Any]) -> tuple[Shards, tuple[str, ...]]:
+def _own(store: Store, facts: dict[str, Any]) -> tuple[Shards, tuple[str, ...]]:
     """All images of a pack, and the classes' names."""
     if not facts["whole"]:
-        raise InputError(f"{top}: a pack that is not whole; run the same `kasoku pack` again to finish it")
+        raise InputError(f"{store.shown}: a pack that is not whole; run the same `kasoku pack` again to finish it")
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-index") as pool:
         known = list(pool.map(lambda shard: pack_index(store, facts, shard), facts["shards"]))
     files = [shard["file"] for shard in facts["shards"]]
-    return _joined(top, store, files, known, facts["format"] == "raw"), tuple(facts["classes"])
+    return _joined(store, files, known, facts["format"] == "raw"), tuple(facts["classes"])
 
 
-def _joined(top: str, store: Store, files: list[str], known: list[Index], raw: bool | None = None) -> Shards:
+def _joined(store: Store, files: list[str], known: list[Index], raw: bool | None = None) -> Shards:
     """The images of all shards as one split. `raw`: whether they are raw pixels; None: by the members' suffixes."""
     names = tuple(itertools.chain.from_iterable(index.names for index in known))
     if not names:
-        raise InputError(f"{top}: no whole sample (an image and its class) in its shards; give other shards")
+        raise InputError(f"{store.shown}: no whole sample (an image and its class) in its shards; give other shards")
     counts = [len(index.names) for index in known]
     offset_N, size_N, label_N, crc32_N = np.concatenate([index.rows_N4 for index in known]).T
     shard_N = np.repeat(np.arange(len(known)), counts)
@@ -227,7 +216,7 @@ def _joined(top: str, store: Store, files: list[str], known: list[Index], raw: b
     @functools.lru_cache(_MAPS)
     def mapped(file: str) -> np.ndarray:
         """Maps a shard into memory, read-only; it is closed with the last view of it."""
-        path = os.path.join(top, file)
+        path = os.path.join(store.shown, file)
         try:
             with open(path, "rb") as opened:
                 return np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
@@ -241,28 +230,30 @@ def _joined(top: str, store: Store, files: list[str], known: list[Index], raw: b
 # ---- foreign shards
 
 
-def _foreign(top: str, store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
+def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
     """All images of tar shards without pack.json, and the classes' names."""
     listed = store.list()
     files = [file for file in listed if file.lower().endswith(".tar")]
     train, val, test = ([file for file in files if _part(file) == part] for part in ("train", "val", "test"))
     files = train + (val or test) if train else files  # without training shards they are split by `validation`
     if not files:
-        raise InputError(f"{top}: no pack.json and no .tar file in it; give the folder of the shards")
+        raise InputError(f"{store.shown}: no pack.json and no .tar file in it; give the folder of the shards")
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-index") as pool:
-        known = list(pool.map(lambda file: _indexed(top, store, file, cache), files))
+        known = list(pool.map(lambda file: _indexed(store, file, cache), files))
     wrong = [f"{file}: {', '.join(index.left_out)}" for file, index in zip(files, known, strict=True) if index.left_out]
     if wrong:
         more = [f"and {len(wrong) - 3} more shards"] if len(wrong) > 3 else []
         print("kasoku: " + "; ".join([one_line(text) for text in wrong[:3]] + more), file=sys.stderr)
-    whole = _joined(top, store, files, known)
+    whole = _joined(store, files, known)
     count = int(whole.labels_N.max()) + 1
     if "classes.txt" not in listed:
         return whole, tuple(str(number) for number in range(count))
     lines = store.read("classes.txt").decode("utf-8", "replace").splitlines()
     classes = tuple(line.strip() for line in lines if line.strip())
     if len(classes) < count:
-        raise InputError(f"{top}/classes.txt: {len(classes)} names, but a label is {count - 1}; add names or remove it")
+        raise InputError(
+            f"{store.shown}/classes.txt: {len(classes)} names, but a label is {count - 1}; add names or remove it"
+        )
     return whole, classes
 
 
@@ -274,17 +265,17 @@ def _part(file: str) -> str:
     return ""
 
 
-def _indexed(top: str, store: Store, file: str, cache: str) -> Index:
+def _indexed(store: Store, file: str, cache: str) -> Index:
     """The index of one shard, from the cache or from its headers; a damaged index is built anew."""
     version = store.version(file)
     if not version:  # a new file of the same size would not be noticed
-        return walk(top, store, file)
-    known = f"{top}\n{os.path.expandvars(store.root)}\n{file}\n{store.size(file)}\n{version}"
+        return walk(store, file)
+    known = f"{store.shown}\n{file}\n{store.size(file)}\n{version}"
     key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]
     kept = cache_folder(cache) / "shards" / f"{key}.npz"
     try:
         return Index.load(kept.read_bytes())
     except (OSError, Damaged):
-        index = walk(top, store, file)
+        index = walk(store, file)
         keep(kept, index.dump())
         return index

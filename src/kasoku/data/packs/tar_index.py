@@ -99,7 +99,7 @@ def member(name: str, data: bytes) -> bytes:
     return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK_BYTES)
 
 
-def walk(top: str, store: Store, file: str) -> Index:
+def walk(store: Store, file: str) -> Index:
     """Indexes the samples of a shard by its headers. Incomplete ones are skipped and reported in `left_out`.
 
     Errors: InputError for a file that is no tar archive.
@@ -108,7 +108,7 @@ def walk(top: str, store: Store, file: str) -> Index:
     try:
         _header(window, 0)
     except Damaged as damaged:
-        raise InputError(f"{top}/{file}: not a tar archive; mend or remove the file") from damaged
+        raise InputError(f"{store.shown}/{file}: not a tar archive; mend or remove the file") from damaged
     try:
         for name, offset, size in _members(window):
             if match := _KEY.fullmatch(name):

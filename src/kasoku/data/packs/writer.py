@@ -33,9 +33,9 @@ from kasoku.core.files import write_atomically, write_text
 from kasoku.core.hardware import cores
 from kasoku.data.datasets.base import Dataset, Encoded, GoneError
 from kasoku.data.datasets.folder import folder
-from kasoku.data.decode.decode import SUFFIXES, decode, fitted
+from kasoku.data.decode.decode import SUFFIXES, decode, upright
 from kasoku.data.loading.shuffle import order
-from kasoku.data.packs.reader import opened, pack_facts, pack_index, shards
+from kasoku.data.packs.reader import pack_facts, pack_index, shards
 from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member, one_line
 from kasoku.data.remote.store import Store, is_remote
 
@@ -74,9 +74,7 @@ class Form:
                 return source
             pixels_HWC = decode(source, self.side, name=name)
         else:
-            height, width = source.shape[:2]
-            scale = self.side / min(height, width) if 0 < self.side < min(height, width) else 1.0
-            pixels_HWC = fitted(source, (0, 0, width, height), (round(height * scale), round(width * scale)))
+            pixels_HWC = upright(Image.fromarray(np.ascontiguousarray(source)), self.side)
         out = io.BytesIO()
         if self.format == "raw":  # colour planes, so that a resize reads whole rows of one colour
             planes_CHW = np.ascontiguousarray(pixels_HWC.transpose(2, 0, 1))
@@ -138,7 +136,8 @@ def verify(target: str) -> str:
 
     Errors: InputError, which names the first damaged shard and the image in it.
     """
-    top, store = opened(target, cache_bytes=0)
+    store = Store(target, cache_bytes=0)
+    top = store.shown
     try:
         facts = pack_facts(store)
         if facts is None or not facts["whole"]:
@@ -266,7 +265,7 @@ def _begun(run: _Run, dataset: Dataset, shard_bytes: int) -> dict[str, Any]:
     facts |= {"quality": form.quality if form.format == "jpeg" else None, "shard_bytes": shard_bytes}
     facts |= {"source": {"train": digests["train"], "val": digests["test"]}, "counts": {}, "shards": [], "bad": []}
     try:
-        before = pack_facts(opened(str(run.home))[1])
+        before = pack_facts(Store(str(run.home)))
     except Damaged as damaged:
         raise InputError(f"{run.home}/{damaged}; give an empty folder, or remove what is in it") from damaged
     if before is None:
@@ -335,12 +334,7 @@ def _locked(home: Path) -> Iterator[None]:
 
 
 def _dataset(source: str) -> Dataset:
-    """The data set in a folder or at an address: shards if there are any, else image files."""
-    where = os.path.expandvars(source)
-    if is_remote(where):
-        packed = any(file.endswith(".tar") for file in Store(where, cache_bytes=0).list())
-    else:
-        parts = [Path(where).expanduser() / part for part in ("", "train", "val", "validation", "test")]
-        packed = any(next(part.glob("*.tar"), None) for part in parts)
-        packed = packed and not any(file.suffix.lower() in SUFFIXES for file in parts[0].rglob("*"))
+    """The data set in a folder or at an address: shards if there are any and no image files, else the image files."""
+    endings = {os.path.splitext(file)[1].lower() for file in Store(source, cache_bytes=0).list()}
+    packed = ".tar" in endings and endings.isdisjoint(SUFFIXES)
     return shards(source, cache_bytes=0) if packed else folder(source, cache_bytes=0)  # each file is read only once

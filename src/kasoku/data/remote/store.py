@@ -44,27 +44,29 @@ class Store:
         cache: the folder of the cache; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
         cache_bytes: maximum cached for this root by all processes together, including earlier contents.
 
-    `local`: whether the files are on this machine.
+    `local`: whether the files are on this machine. `shown`: the absolute path, or the address without its password.
     Errors: InputError for a missing file, folder or package; GoneError for a source that refuses or does not answer.
     """
 
     def __init__(self, root: str, *, cache: str = "", cache_bytes: int = 64 * 2**30) -> None:
         if cache_bytes < 0:
             raise InputError(f"cache_bytes={cache_bytes}: 0 bytes or more")
-        self.root, self.local = root, not is_remote(root)
+        where = os.path.expandvars(root)
+        self.local = not is_remote(where)
         self._open: dict[str, int] = {}  # local files; closed by close() alone: another thread may be reading
         self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
         self._copies: dict[str, Copy] = {}
-        self._far = None if self.local else _Far(root)
+        self._far = None if self.local else _Far(where)
         if self._far is None:
-            self._shown = os.path.expanduser(os.path.expandvars(root.removeprefix("file://"))).rstrip("/") or "/"
-            if not root or not os.path.isdir(self._shown):
+            self.shown = os.path.realpath(os.path.expanduser(where.removeprefix("file://")))
+            if not root or not os.path.isdir(self.shown):
                 raise InputError(
                     f"root={root}: no such folder; give a folder, or an address such as s3://bucket/folder"
                 )
             return
-        digest = hashlib.sha256(os.fsencode(root.rstrip("/"))).hexdigest()[:20]
-        self._room = Room(cache_folder(cache) / f"store-{digest}", cache_bytes, self._far.shown)
+        self.shown = self._far.shown
+        digest = hashlib.sha256(os.fsencode(where.rstrip("/"))).hexdigest()[:20]
+        self._room = Room(cache_folder(cache) / f"store-{digest}", cache_bytes, self.shown)
 
     def list(self) -> _Paths:
         """Paths of all files below the root, relative to it, "/" between parts, sorted; without hidden ones."""
@@ -72,17 +74,17 @@ class Store:
             entries = self._far.list()
             self._states.update((path, _state(info)) for path, info in entries.items() if info.get("size") is not None)
             return sorted(entries)
-        files = []
-        for folder, below, names in os.walk(self._shown, onerror=_refuse, followlinks=True):
+        files, top = [], os.path.join(self.shown, "")
+        for folder, below, names in os.walk(top, onerror=_refuse, followlinks=True):
             below[:] = [name for name in below if not name.startswith(".")]
-            files += [os.path.join(folder, name) for name in names if not name.startswith(".")]
-        return sorted(os.path.relpath(path, self._shown).replace(os.sep, "/") for path in files)
+            files += [os.path.join(folder, name)[len(top) :] for name in names if not name.startswith(".")]
+        return sorted(files)
 
     def size(self, path: str) -> int:
         if self._far:
             return self._known(self._far, path)[0]
         try:
-            return os.path.getsize(f"{self._shown}/{path}")
+            return os.path.getsize(f"{self.shown}/{path}")
         except OSError as error:
             _refuse(error)
 
@@ -90,7 +92,7 @@ class Store:
         """A text that changes with the file: its time of change, or the remote source's version, if any."""
         if self._far:
             return self._known(self._far, path)[1]
-        return str(os.stat(f"{self._shown}/{path}").st_mtime_ns)
+        return str(os.stat(f"{self.shown}/{path}").st_mtime_ns)
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes start (0 or more) to stop (None: its end) of a file, fewer if the file is shorter; thread-safe."""
@@ -98,7 +100,7 @@ class Store:
             return self._read_far(self._far, path, start, stop)
         parts, kept = [], self._open.get(path)
         try:
-            file = os.open(f"{self._shown}/{path}", os.O_RDONLY) if kept is None else kept
+            file = os.open(f"{self.shown}/{path}", os.O_RDONLY) if kept is None else kept
             try:
                 stop = os.fstat(file).st_size if stop is None else stop
                 while start < stop and (part := os.pread(file, min(stop - start, 2**30), start)):
@@ -108,7 +110,7 @@ class Store:
                 if kept is None and (len(self._open) >= _OPEN or self._open.setdefault(path, file) != file):
                     os.close(file)
         except OSError as error:
-            error.filename = f"{self._shown}/{path}"
+            error.filename = f"{self.shown}/{path}"
             _refuse(error)
         return b"".join(parts)
 
