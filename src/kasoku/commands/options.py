@@ -39,23 +39,25 @@ def option(flag: str = "", *, default: Any = None, **settings: Any) -> Any:
     elif default is False:
         settings["action"] = "store_true"
     elif default == ():
-        settings["action"] = "append"
+        settings |= {"action": "append", "default": []}
     else:
         settings["default"] = default
     return field(default=default, metadata={"flag": flag or "--", "settings": settings})
 
 
-def set_option() -> Any:
-    """`--set`, which all commands that read a recipe have."""
-    return option(default=(), metavar="PATH=VALUE", help="change a setting of the recipe")
+@dataclass(frozen=True, kw_only=True)
+class OptionalRecipe(CommandArguments):
+    """The arguments of a command that can do without a recipe."""
+
+    recipe: Path | None = argument(nargs="?", help="a recipe file (TOML)")
+    set: tuple[str, ...] = option(default=(), metavar="PATH=VALUE", help="change a setting of the recipe")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeArguments(CommandArguments):
+class RecipeArguments(OptionalRecipe):
     """The arguments of a command that reads a recipe."""
 
     recipe: Path = argument(help="a recipe file (TOML)")
-    set: tuple[str, ...] = set_option()
 
     def load(self, *settings: str) -> Recipe:
         """The recipe with the settings of the command line, and these over them; its own modules can be imported."""
@@ -79,10 +81,7 @@ def declare(parser: argparse.ArgumentParser, run: Callable[[Any], int]) -> None:
             settings["type"] = known[0]
         if flag == "--":
             flag += each.name.replace("_", "-")
-        if flag:
-            parser.add_argument(flag, dest=each.name, **settings)
-        else:
-            parser.add_argument(each.name, **settings)
+        parser.add_argument(*([flag] if flag else []), dest=each.name, **settings)
     parser.set_defaults(kind=kind, run=run)
 
 
@@ -91,5 +90,4 @@ def arguments_of(parsed: argparse.Namespace, words: Sequence[str], started: floa
     kind: type[CommandArguments] = parsed.kind
     read = {each.name: getattr(parsed, each.name) for each in fields(kind) if each.metadata}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
-    given = {name: value for name, value in given.items() if value is not None}
     return kind(**given, words=tuple(words), started=started)

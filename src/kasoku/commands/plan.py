@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kasoku.commands import CommandArguments, argument, option, set_option
+from kasoku.commands import OptionalRecipe, option
 from kasoku.config.recipe import dumps, load, own_folders
 from kasoku.config.updates import updates
 from kasoku.core import InputError
@@ -42,11 +42,9 @@ _ITEMS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanArguments(CommandArguments):
+class PlanArguments(OptionalRecipe):
     """The arguments of `kasoku plan`."""
 
-    recipe: Path | None = argument(nargs="?", help="a recipe file (TOML)")
-    set: tuple[str, ...] = set_option()
     cluster: str | None = option(metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
     deadline: str = option(default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
     budget: str = option(default="", metavar="USD", help="the fastest within 100USD")

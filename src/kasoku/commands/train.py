@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kasoku.commands import CommandArguments, argument, option, set_option
+from kasoku.commands import OptionalRecipe, option
 from kasoku.config.recipe import Recipe, dumps, load, own_folders
 from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks, version_facts
@@ -32,11 +32,9 @@ CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainArguments(CommandArguments):
+class TrainArguments(OptionalRecipe):
     """The arguments of `kasoku train`."""
 
-    recipe: Path | None = argument(nargs="?", help="a recipe file (TOML)")
-    set: tuple[str, ...] = set_option()
     out: Path | None = option(metavar="DIR", help="the run folder (default: runs/NAME-N)")
     resume: Path | None = option(metavar="DIR", help="go on with the run in DIR")
     go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
@@ -187,7 +185,7 @@ def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
 
     def at(batch: int) -> Recipe:
         if arguments.data:  # nothing else follows from the batch, so the folder is not listed again
-            return replace(recipe, batch=batch, origin="", auto_batch=False)
+            return replace(recipe, batch=batch, origin="")
         return _load(arguments, f"batch={batch}")
 
     run_on_all_ranks(comm, check)

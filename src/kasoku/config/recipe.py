@@ -18,6 +18,7 @@ from kasoku.device import Device
 
 T = TypeVar("T")
 AUTO = "auto"  # in the place of a batch: tuned before training
+_AUTO_ORIGIN = "auto: tuning begins here"  # of the batch that a recipe then has
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Save:
 class Recipe:
     """The whole document. It has no world size: `batch` is global, and each device's share is derived.
 
-    If the document says batch = "auto", `auto_batch` is set and `batch` is where tuning begins: `kasoku train` tunes
-    before it trains, and its run folder has the recipe at the chosen size.
+    If the document says batch = "auto", `batch` is where tuning begins: `kasoku train` tunes before it trains, and its
+    run folder has the recipe at the chosen size.
     """
 
     model: Factory
@@ -79,7 +80,6 @@ class Recipe:
     evaluate: Evaluate = Evaluate()
     device: Device = field(default_factory=Device)
     save: Save = Save()
-    auto_batch: bool = field(default=False, metadata={"in_document": False})  # the document says batch = "auto"
 
     def __post_init__(self) -> None:
         if not 0 < self.epochs < math.inf:
@@ -108,6 +108,11 @@ class Recipe:
                 f"schedule.warmup: {warmup:g} epochs, longer than the training (epochs={self.epochs:g}): shorten it or "
                 "train longer"
             )
+
+    @property
+    def auto_batch(self) -> bool:
+        """Whether the document says batch = "auto"."""
+        return self.origin == _AUTO_ORIGIN
 
     @property
     def batch_scale(self) -> float:
@@ -185,8 +190,9 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
         override(document, setting)
     first = None  # where tuning begins: a batch whose settings are known, the reference batch or the smallest point
     if document.get("batch") == AUTO:
-        for known in ([document.get("reference_batch")], batches_of_points(document)):
-            first = first or min((batch for batch in known if type(batch) is int and batch > 0), default=None)
+        reference = document.get("reference_batch")
+        known = [reference] if reference else batches_of_points(document)
+        first = min((batch for batch in known if type(batch) is int and batch > 0), default=None)
         if first is None:
             raise InputError(
                 'batch = "auto": the rates follow the batch that tuning chooses: give reference_batch, the batch they '
@@ -198,10 +204,9 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
         for setting in settings:  # they override the points too
             override(document, setting)
         document.pop("points", None)
-    if not first:
-        return parse(Recipe, document)
-    recipe = parse(Recipe, {**document, "batch": first, "origin": "auto: tuning begins here"})
-    return replace(recipe, auto_batch=True)
+    if first:
+        document = {**document, "batch": first, "origin": _AUTO_ORIGIN}
+    return parse(Recipe, document)
 
 
 def dumps(recipe: Recipe) -> str:

@@ -13,7 +13,7 @@ import inspect
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -114,17 +114,19 @@ def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a recipe fi
     return document
 
 
-def parse(cls: type[T], table: Mapping[str, Any], path: str = "") -> T:
-    """Builds a dataclass from a table. Raises InputError on the first unknown, missing or mistyped key, by its path."""
-    fields = {f.name: f for f in dataclasses.fields(cls) if _in_document(f)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
-    _refuse_unknown(table, fields, path)
-    for name, f in fields.items():
-        bare = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if bare and name not in table:
+def parse(thing: Callable[..., T], table: Mapping[str, Any], path: str = "") -> T:
+    """Builds what a table describes: calls a dataclass, another class or a function with the table's values.
+
+    Raises InputError on the first unknown, mistyped or missing key, by its path.
+    """
+    values = _arguments(thing, table, path)
+    for name, p in _parameters(thing).items():
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and name not in values:
             raise InputError(f"{_join(path, name)}: missing, and it has no default")
-    values = {name: _convert(hints[name], value, _join(path, name)) for name, value in table.items()}
-    return _call(cls, values, path)
+    try:
+        return thing(**values)
+    except InputError as error:
+        raise InputError(f"{path}: {error}" if path else str(error)) from error
 
 
 def table(thing: Any, *, use: bool = False) -> Any:
@@ -143,7 +145,7 @@ def table(thing: Any, *, use: bool = False) -> Any:
     out = {"use": f"{type(thing).__module__}.{type(thing).__qualname__}"} if use else {}
     for f in dataclasses.fields(thing):
         value = getattr(thing, f.name)
-        if value is not None and _in_document(f):
+        if value is not None and f.init:
             out[f.name] = table(value, use=type(value) is not hints[f.name])
     return out
 
@@ -168,10 +170,6 @@ def override(document: dict[str, Any], setting: str) -> None:
     at[_index(at, keys[-1], path) if isinstance(at, list) else keys[-1]] = value
 
 
-def _in_document(field: dataclasses.Field[Any]) -> bool:
-    return field.init and bool(field.metadata.get("in_document", True))
-
-
 def _index(items: list[Any], key: str, path: str) -> int:
     if not key.isdigit() or int(key) > len(items):
         raise InputError(f"--set {path}: {key} is no index of a list of {len(items)}: 0 to {len(items)}; that adds one")
@@ -184,18 +182,11 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _nearest(name: str, allowed: Iterable[str]) -> str:
-    names = list(allowed)
+def _nearest(name: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f": did you mean {close[0]}?"
     return f": one of {', '.join(sorted(names))}" if len(names) <= 16 else ""
-
-
-def _refuse_unknown(keys: Iterable[str], known: Iterable[str], path: str) -> None:
-    for name in keys:
-        if name not in set(known):
-            raise InputError(f"{_join(path, name)}: no such key{_nearest(name, known)}")
 
 
 def _parameters(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -205,23 +196,20 @@ def _parameters(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
 
 
-def _arguments(thing: Callable[..., Any], keys: dict[str, Any], path: str) -> dict[str, Any]:
+def _arguments(thing: Callable[..., Any], keys: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The keys, checked against the signature: their names, and their types where it has annotations."""
     parameters = _parameters(thing)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        _refuse_unknown(keys, [n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL,)], path)
+        known = [name for name, p in parameters.items() if p.kind is not p.VAR_POSITIONAL]
+        for name in keys:
+            if name not in known:
+                raise InputError(f"{_join(path, name)}: no such key{_nearest(name, known)}")
+    annotated = thing.__init__ if isinstance(thing, type) and not dataclasses.is_dataclass(thing) else thing  # type: ignore[misc]
     try:
-        hints = typing.get_type_hints(thing.__init__ if isinstance(thing, type) else thing)  # type: ignore[misc]
+        hints = typing.get_type_hints(annotated)
     except (NameError, TypeError, AttributeError):
         hints = {}
     return {k: _convert(hints.get(k, Any), v, _join(path, k)) for k, v in keys.items()}
-
-
-def _call(thing: Callable[..., T], values: dict[str, Any], path: str) -> T:
-    try:
-        return thing(**values)
-    except InputError as error:
-        raise InputError(f"{path}: {error}" if path else str(error)) from error
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
@@ -283,10 +271,7 @@ def _build(cls: type, value: Any, path: str) -> Any:
     wrong = f'{path}.use = "{value["use"]}": a {cls.__name__} is wanted, this is '
     if isinstance(thing, type) and not issubclass(thing, cls):
         raise InputError(f"{wrong}{thing.__name__}")
-    if dataclasses.is_dataclass(thing) and isinstance(thing, type):
-        instance = parse(thing, keys, path)
-    else:
-        instance = _call(thing, _arguments(thing, keys, path), path)
+    instance = parse(thing, keys, path)
     if not isinstance(instance, cls):
         raise InputError(f"{wrong}{type(instance).__name__}")
     return instance
