@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -61,9 +60,9 @@ class RecipeArguments(OptionalRecipe):
 
     def load(self, *settings: str) -> Recipe:
         """The recipe with the settings of the command line, and these over them; its own modules can be imported."""
-        from kasoku.config.recipe import load, own_folders  # torch: `kasoku --help` does without
+        from kasoku.config.recipe import allow_own_modules, load  # torch: `kasoku --help` does without
 
-        sys.path.extend(folder for folder in own_folders(self.recipe) if folder not in sys.path)
+        allow_own_modules(self.recipe)
         return load(self.recipe, [*self.set, *settings])
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.commands import OptionalRecipe, option
-from kasoku.config.recipe import dumps, load, own_folders
+from kasoku.config.recipe import allow_own_modules, dumps, load, own_folders
 from kasoku.config.updates import updates
 from kasoku.core import InputError
 from kasoku.core.files import write_text
@@ -28,7 +28,7 @@ from kasoku.simulate import plan_search, profile_of
 from kasoku.simulate.cluster import Costs
 from kasoku.simulate.compressed import flat
 from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
-from kasoku.training.run_folder import allow_own_modules, own_folder
+from kasoku.training.run_folder import own_folder
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 # of the items that both have: rows of the plan, rows of the run's ledger
@@ -70,7 +70,7 @@ def run(arguments: PlanArguments) -> int:
         raise InputError(f"--{goals[0]} beside --{goals[1]}: give one of --deadline TIME, --budget USD, --fastest")
     if arguments.noise_scale is not None and not 0 < arguments.noise_scale < math.inf:
         raise InputError(f"--noise-scale {arguments.noise_scale:g}: images, above 0 and finite")
-    sys.path.extend(own_folders(recipe))
+    allow_own_modules(recipe)
     deadline_s = _amount("--deadline", arguments.deadline, _SECONDS, "a number with s, min, h or d is wanted, as 10min")
     budget_usd = _amount("--budget", arguments.budget, {"USD": 1.0}, "an amount is wanted, as 100USD")
     recipes, remark = plan_search.candidates(recipe, arguments.set, arguments.noise_scale)
@@ -168,7 +168,7 @@ def compare(run: Path) -> int:
     took = ledger.get("rows")
     if not isinstance(took, dict):
         raise InputError(f"{run}: its ledger.json has no rows; train it anew")
-    allow_own_modules(run)
+    allow_own_modules(run / "recipe.toml")
     ranks, batch = len(ledger.get("ranks") or [0]), load(run / "recipe.toml").batch
     if (ranks, batch) != (expected["gpus"], expected["batch"]):
         raise InputError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kasoku.commands import OptionalRecipe, option
-from kasoku.config.recipe import Recipe, dumps, load, own_folders
+from kasoku.config.recipe import Recipe, allow_own_modules, dumps, load, own_folders
 from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks, version_facts
 from kasoku.distributed.local_launch import on_ranks
@@ -102,15 +102,15 @@ def _has_members(arguments: TrainArguments, folder: Path) -> bool:
 
 def _recipe_and_folder(arguments: TrainArguments) -> tuple[Recipe, Path]:
     """The recipe and the run folder; without --out and --resume a new one."""
-    from kasoku.training.run_folder import allow_own_modules, free_folder, members_of
+    from kasoku.training.run_folder import free_folder, members_of
 
-    sys.path.extend(entry for entry in own_folders(arguments.recipe) if entry not in sys.path)
     if arguments.resume:
-        run = next(iter(members_of(arguments.resume)), arguments.resume)
-        allow_own_modules(run)
-        if not (run / "recipe.toml").is_file():
+        recipe = next(iter(members_of(arguments.resume)), arguments.resume) / "recipe.toml"
+        if not recipe.is_file():
             raise InputError(f"--resume {arguments.resume}: no run there (no recipe.toml): an earlier run is wanted")
-        return load(run / "recipe.toml", arguments.set), arguments.resume
+        allow_own_modules(recipe)
+        return load(recipe, arguments.set), arguments.resume
+    allow_own_modules(arguments.recipe)
     source = arguments.recipe or arguments.data or Path()
     return _load(arguments), arguments.out or free_folder(source.resolve().stem)
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -172,16 +174,20 @@ def load(path: Path, settings: Sequence[str] = ()) -> Recipe:
 
 
 def own_folders(path: Path | None) -> list[str]:
-    """The folders of a recipe's own modules: the current one, its own, and those of the recipe it was planned from.
+    """The folders of a recipe's own modules: the current one, its own, and those of the recipe that it was made from.
 
-    The last are in the plan.json that `kasoku plan` writes beside the recipe.
+    The last are beside it: in the plan.json of `kasoku plan`, and in the environment.json of a run.
     """
-    folders = [str(Path.cwd()), *([str(path.resolve().parent)] if path else [])]
-    try:
-        planned = json.loads((path.parent / "plan.json").read_text())["import_folders"] if path else []
-        return [*folders, *(str(folder) for folder in planned)]
-    except (OSError, ValueError, KeyError, TypeError):
-        return folders
+    folders = [Path.cwd(), *([path.resolve().parent] if path else [])]
+    for file in [path.parent / name for name in ("plan.json", "environment.json")] if path else []:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            folders += json.loads(file.read_text())["import_folders"]
+    return [str(folder) for folder in folders]
+
+
+def allow_own_modules(path: Path | None) -> None:
+    """Puts the folders of a recipe's own modules on the import path."""
+    sys.path.extend(folder for folder in own_folders(path) if folder not in sys.path)
 
 
 def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Recipe:

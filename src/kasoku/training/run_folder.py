@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -97,15 +96,6 @@ def own_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[s
     except OSError as error:
         raise InputError(f"--out {path}: {error.strerror}: a folder is wanted") from error
     return path
-
-
-def allow_own_modules(run: Path) -> None:
-    """Puts the folders of the user's modules, as they were at training, on the import path."""
-    try:
-        folders = json.loads((run / "environment.json").read_text())["import_folders"]
-    except (OSError, ValueError, KeyError):
-        return
-    sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
 def members_of(folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from kasoku.data import Dataset, Files, find_images, folder, loader, normalise, 
 from kasoku.device import choose
 from kasoku.training.checkpoint import newest
 from kasoku.training.evaluation import averaged, tally
-from kasoku.training.run_folder import allow_own_modules, members_of
+from kasoku.training.run_folder import members_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def load(path: Path) -> Trained:
     """A trained run with its best weights, or those of its newest good checkpoint. Raises InputError without any."""
     if not (path / "recipe.toml").is_file():
         raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
-    allow_own_modules(path)
+    recipes.allow_own_modules(path / "recipe.toml")
     recipe = recipes.load(path / "recipe.toml")
     try:
         facts: dict[str, Any] = json.loads((path / "data.json").read_text())
