@@ -8,17 +8,15 @@ import torch
 
 from kasoku.core.hardware import resident_bytes
 from kasoku.tune import memory_forecast as memory
-from kasoku.tune.memory_forecast import MemoryForecast, available_bytes, forecast, out_of_memory
+from kasoku.tune.memory_forecast import MemoryForecast, available_bytes, extrapolate, out_of_memory
 
 GIB = 2**30
 
 
 def test_two_sizes_foretell_a_third_on_their_line():
-    assert forecast([(8, 100), (16, 180)], 64) == 100 + 10 * 56
-    assert forecast([(8, 5), (16, 100), (32, 260)], 33) == 270
-    assert forecast([(8, 100), (16, 90)], 64) == 90, "it never falls"
-    assert forecast([(8, 100)], 64) is None
-    assert forecast([], 64) is None
+    assert extrapolate([(8, 100), (16, 180)], 64) == 100 + 10 * 56
+    assert extrapolate([(8, 5), (16, 100), (32, 260)], 33) == 270
+    assert extrapolate([(8, 100), (16, 90)], 64) == 90, "it never falls"
 
 
 def test_a_size_that_would_not_fit_is_told_before_it_is_tried(monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,6 @@
 """The gradient noise scale of problems whose scale is known."""
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -47,8 +48,8 @@ def test_expected_lengths_give_the_planted_numbers_exactly():
 
 
 def test_a_signal_lost_in_the_noise_has_no_scale():
-    assert NoiseEstimate(-0.1, 5.0).scale is None
-    assert NoiseEstimate(float("nan"), 5.0).scale is None
+    assert NoiseEstimate(-0.1, 5.0).scale == math.inf
+    assert NoiseEstimate(float("nan"), 5.0).scale == math.inf
     assert NoiseEstimate(2.0, -1.0).scale == 0.0
 
 

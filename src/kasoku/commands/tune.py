@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from kasoku.config.ranks import gpus_for
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.config.toml import read
 from kasoku.core import Comm, InputError
-from kasoku.core.files import write_text
 from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks, version_facts
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
@@ -28,6 +26,7 @@ from kasoku.training.auto_batch import BUDGET_S, TunedRecipe, plainly, show, tun
 from kasoku.training.trainer import build
 from kasoku.tune import Strategy, strategies
 from kasoku.tune.lr_range_test import RangeTest, range_test, rates_of, reference_rate, try_alone
+from kasoku.tune.measurement import write_tuning
 
 _STRATEGIES = ("TimeToTarget", "Throughput", "EpochTimeMinimize", "GpuUsageMaximize")
 _LOW, _HIGH = 1e-3, 1e2  # of the range test: times the recipe's rates
@@ -176,8 +175,7 @@ def _tune_rate(arguments: TuneArguments, comm: Comm, start: Start) -> int:
         if comm.rank == 0:
             if arguments.out:
                 arguments.out.mkdir(parents=True, exist_ok=True)
-                text = json.dumps(result.as_json(lr, arguments.budget), indent=1) + "\n"
-                write_text(arguments.out / "tuning.json", text)
+                write_tuning(arguments.out / "tuning.json", result.as_json(lr, arguments.budget))
             _show_rates(result, lr, rates)
 
     run_on_all_ranks(comm, report)

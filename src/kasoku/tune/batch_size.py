@@ -12,16 +12,19 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 
-from kasoku.core import InputError, Job
+from kasoku.core import Comm, InputError, Job
 from kasoku.core.torch_internals import recompile_limit
 from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.tune.measurement import BRIEF, LATE, STEPS, BatchSizeResult, Limits, Measurement, interval
-from kasoku.tune.memory_forecast import out_of_memory
+from kasoku.tune.memory_forecast import extrapolate, out_of_memory
 from kasoku.tune.noise_scale import NoiseEstimate
 from kasoku.tune.sandbox import undisturbed
 from kasoku.tune.strategies import Strategy, TimeToTarget
@@ -33,6 +36,7 @@ _BACKWARD = 2 / 3  # of computing: the part that can hide communication
 _EXCHANGES, _CHUNK_BYTES = 3, 25 * 2**20  # timed exchanges, of a chunk of the gradients
 _COMPILED_FORMS = 10_000  # of a block, one for each shape, during the search
 _DEFAULT = TimeToTarget()
+T = TypeVar("T")
 
 
 def tune_batch_size(
@@ -88,7 +92,9 @@ def tune_batch_size(
 
 def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int, int]) -> BatchSizeResult:
     with ExitStack() as stack:
-        trial = _trial(job, strategy)
+        trial = _on_all_ranks(job.comm, lambda: Trial(job, strategy.needs), "copy its model or read its data")
+        if trial is None:
+            raise InputError("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
         stack.enter_context(closing(trial.sandbox))
         if any(technique.compiles_model for technique in job.applied):
             # beyond torch.compile's limit of compiled forms a block would run, and be timed, uncompiled
@@ -120,21 +126,24 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _trial(job: Job, strategy: Strategy) -> Trial:
-    """Creates the trial on all ranks, or raises on all ranks. Collective."""
-    trial: Trial | None = None
+def _on_all_ranks(comm: Comm, f: Callable[[], T], deed: str) -> T | None:
+    """f(), or None if memory is short on a rank; if it fails otherwise on a rank, all ranks raise. Collective."""
+    result: T | None = None
     failure: Exception | None = None
     try:
-        trial = Trial(job, strategy.needs)
+        result = f()
     except Exception as error:  # all ranks must learn of it
-        failure = error
-    if failure is not None and out_of_memory(failure):
-        failure = InputError("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
-    if any(job.comm.gather_objects(failure is not None)) or trial is None:
-        raise failure or ReportedElsewhereError(
-            "batch size: another rank could not copy its model or read its data, and prints why"
-        )
-    return trial
+        if not out_of_memory(error):  # the traceback of one that is refers to tensors
+            failure = error
+    ends = comm.gather_objects("failed" if failure else "out of memory" if result is None else "")
+    if failure:
+        raise failure
+    if "failed" in ends:
+        raise ReportedElsewhereError(f"batch size: another rank could not {deed}, and prints why")
+    if any(ends):
+        _free_memory()
+        return None
+    return result
 
 
 class _Measurer:
@@ -157,12 +166,10 @@ class _Measurer:
 
     def __call__(self, batch: int) -> Measurement:
         """Measures a size. Raises the error of a step, unless memory is short; the other ranks raise InputError."""
-        below = sorted(pair for pair in self.step_s.items() if pair[0] <= batch)[-2:]
-        if self.started and below:  # the first size is tried in any case
-            # a brief measurement, by the line through the two next smaller sizes; with one, time is proportional
-            (low, low_s), (high, high_s) = [(0, 0.0), *below][-2:]
-            an_image_s = max(0.0, (high_s - low_s) / (high - low))
-            if BRIEF * (high_s + an_image_s * (batch - high)) > self.budget_s - self.elapsed_s:
+        smaller = sorted(pair for pair in self.step_s.items() if pair[0] <= batch)
+        if self.started and smaller:  # the first size is tried in any case
+            step_s = extrapolate([(0, 0.0), *smaller], batch)  # proportional to the batch after a single size
+            if BRIEF * step_s > self.budget_s - self.elapsed_s:
                 return Measurement(batch, failed=LATE)
         self.started = True
         sample = self.attempt(batch)
@@ -176,21 +183,10 @@ class _Measurer:
             return Measurement(batch, failed="it would not fit in memory")
         steps = BRIEF if self.trial.needs.brief else STEPS
         allowed_s = (self.budget_s - self.elapsed_s) / _TIME_SHARE
-        ran: StepTimes | None = None
-        failure: Exception | None = None
-        try:
-            ran = self.trial.run(batch, steps, allowed_s=allowed_s, until_s=self.began_s + self.budget_s)
-        except Exception as error:  # all ranks must learn of it
-            failure = error
-        short = failure is not None and out_of_memory(failure)
-        worst, *_ = self.reduce([0.0 if failure is None else 1.0 if short else 2.0])
-        if worst == 2:
-            if failure is not None and not short:
-                raise failure
-            raise ReportedElsewhereError(f"batch={batch}: another rank could not make a step, and prints why")
-        if worst or ran is None:
-            failure = None  # its traceback refers to tensors
-            _free_memory()
+        run = partial(self.trial.run, batch, steps, allowed_s=allowed_s, until_s=self.began_s + self.budget_s)
+        ran = _on_all_ranks(self.job.comm, run, f"make a step with batch={batch}")
+        if ran is None:
+            self.reduce([])  # time has passed
             return Measurement(batch, failed="out of memory")
         if self.trial.needs.brief:
             key = (batch, self.trial.sandbox.parts(batch))
@@ -205,21 +201,19 @@ class _Measurer:
         times = [*interval(ran.steps_s), statistics.median(ran.waits_s), -len(ran.steps_s)]
         step_s, low_s, high_s, input_s, fewest = self.reduce(times)
         self.step_s[batch] = step_s
-        ranks = self.job.comm.size
         own = ran.noise
-        estimate = [1.0, own.signal, own.trace] if own and own.is_finite else [0.0, 0.0, 0.0]
+        estimate = [1.0, own.signal, own.trace] if own else [0.0, 0.0, 0.0]
         usage, known, signal, trace = self.reduce([ran.utilisation, *estimate], op="mean")
         if known:
-            scale = NoiseEstimate(signal / known, trace / known).scale
-            self.scales.append(math.inf if scale is None else scale)
+            self.scales.append(NoiseEstimate(signal / known, trace / known).scale)
         late = self.scales[len(self.scales) // 2 :]  # the first steps of a training are not typical
         scale = statistics.median(late) if late else math.inf
         hidden_s = _BACKWARD * max(0.0, step_s - input_s) if self.overlaps else 0.0
-        more_s = max(0.0, self.exchange_s - hidden_s) if ranks > 1 else 0.0
+        more_s = max(0.0, self.exchange_s - hidden_s)
         common = (step_s + more_s, low_s + more_s, high_s + more_s, input_s)
         noise = scale if math.isfinite(scale) else None
-        sample = Measurement(batch, *common, utilisation=usage, noise=noise, steps=-round(fewest))
-        return replace(sample, parts=self.trial.sandbox.parts(batch))
+        parts = self.trial.sandbox.parts(batch)
+        return Measurement(batch, *common, utilisation=usage, noise=noise, steps=-round(fewest), parts=parts)
 
     def reduce(self, values: list[float], *, op: str = "max") -> list[float]:
         """The maximum, or the mean, over the ranks; advances the common clock. Collective."""

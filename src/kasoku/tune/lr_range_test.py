@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kasoku.config.recipe import Recipe
 from kasoku.config.toml import resolve, table
-from kasoku.core import Batch, InputError, Job
-from kasoku.tune.measurement import finite_or_none
+from kasoku.core import InputError, Job
 from kasoku.tune.sandbox import Sandbox, endless, undisturbed
+from kasoku.tune.trial import make_step
 
 _SMOOTHING = 0.9  # weight of the earlier steps in the smoothed loss
 _DIVERGED = 4.0  # times the least smoothed loss so far, and above the first loss: diverged
@@ -74,16 +73,13 @@ class RangeTest:
         return min((factor for factor in (self.steepest, tenth) if factor), default=None)
 
     def as_json(self, lr: float, budget_s: float) -> dict[str, Any]:
-        """The contents of tuning.json: rates as multiples of `lr`; null where there is none."""
+        """The contents of tuning.json: rates as multiples of `lr`; None where there is none."""
         factors = {"chosen": self.suggested, "steepest": self.steepest, "diverged": self.diverged}
         return {
             "what": "lr",
             "strategy": "range test",
             **{name: None if factor is None else lr * factor for name, factor in factors.items()},
-            "samples": [
-                {"lr": lr * s.factor, "loss": finite_or_none(s.loss), "smoothed": finite_or_none(s.smoothed)}
-                for s in self.samples
-            ],
+            "samples": [{"lr": lr * s.factor, "loss": s.loss, "smoothed": s.smoothed} for s in self.samples],
             "spent_s": round(self.spent_s, 3),
             "budget_s": budget_s,
         }
@@ -171,7 +167,8 @@ def range_test(
             factor = low * (high / low) ** (step / (steps - 1))
             for group, rate in zip(job.optimizer.param_groups, own, strict=True):
                 group["lr"] = rate * factor
-            own_loss, own_over = _step(job, batches).float(), job.clock.now() - started > budget_s
+            _, losses = make_step(job, batches)
+            own_loss, own_over = torch.stack(losses).float().mean(), job.clock.now() - started > budget_s
             message = torch.stack([own_loss, own_loss.new_tensor(float(own_over))])
             job.comm.all_reduce(message, op="mean").wait()
             loss, share_over = message.tolist()
@@ -195,22 +192,9 @@ def try_alone(job: Job) -> None:
         try:
             alone.model.train()
             with closing(endless(alone.loader)) as batches:
-                _step(alone, batches)
+                make_step(alone, batches)
         finally:
             alone.close()
-
-
-def _step(job: Job, batches: Iterator[Batch]) -> Tensor:
-    """One update; returns its loss."""
-    total = torch.zeros(())
-    for _ in range(job.accumulate):
-        x_NCHW, y_N = next(batches)
-        loss = job.loss(job.model(x_NCHW), y_N)
-        job.backward(loss)
-        total = total.to(loss.device) + loss.detach()
-    job.optimizer.step()
-    job.optimizer.zero_grad()
-    return total / job.accumulate
 
 
 @contextmanager

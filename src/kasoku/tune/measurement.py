@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kasoku.core import Clock, InputError
-from kasoku.core.files import write_atomically
+from kasoku.core.files import write_text
 
 STEPS, BRIEF = 20, 5  # timed steps of a size: in full, in a brief measurement
 LATE = "there is no time left for it"  # the reason of a size that was not tried
@@ -155,31 +155,32 @@ class BatchSizeResult:
 
     @property
     def sample(self) -> Measurement:
-        """The last measurement of the chosen size."""
-        return next(s for s in reversed(self.samples) if s.batch == self.batch and not s.failed)
+        """The measurement of the chosen size."""
+        return next(s for s in self.samples if s.batch == self.batch)
 
     def as_json(self) -> dict[str, Any]:
-        """The contents of tuning.json; null stands for an unknown value."""
+        """The contents of tuning.json."""
         samples = []
         for sample, epochs in zip(self.samples, self.epochs or [None] * len(self.samples), strict=True):
             goodput = sample.images_per_s / epochs if epochs else None
             derived = {"images_per_s": sample.images_per_s, "epochs": epochs, "goodput": goodput}
-            samples.append({k: finite_or_none(v) for k, v in (asdict(sample) | derived).items()})
+            samples.append(asdict(sample) | derived)
         document = {"what": "minibatch", "chosen": self.batch, **asdict(self), "samples": samples}
-        return {k: finite_or_none(v) for k, v in document.items() if k not in ("batch", "epochs")}
+        return {k: v for k, v in document.items() if k not in ("batch", "epochs")}
 
     def save(self, path: Path) -> None:
         """Writes tuning.json. Raises InputError where the file cannot be written."""
-        write_atomically(path, lambda part: part.write_text(json.dumps(self.as_json(), indent=1)))
+        write_tuning(path, self.as_json())
 
 
-def finite_or_none(value: Any) -> Any:
-    """None for a number that is not finite, which JSON does not have."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def write_tuning(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes tuning.json; null stands for a number that is not finite. Raises InputError if it cannot be written."""
+    finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
+    write_text(path, json.dumps(finite, indent=1) + "\n")
 
 
 class SizeSearch:
-    """The state of a search: all measurements so far. Sizes above one that failed are not tried."""
+    """The state of a search: the last measurement of each size. Sizes above one that failed are not tried."""
 
     def __init__(self, measure: Measure, limits: Limits) -> None:
         self.measure, self.limits, self.samples = measure, limits, list[Measurement]()
@@ -188,22 +189,15 @@ class SizeSearch:
         self.late = False  # a size was not tried because time was short
 
     def take(self, batch: int) -> Measurement:
-        """Measures a size; the search ends if there is no time for it."""
+        """Measures a size, in place of its earlier measurement; the search ends if there is no time for it."""
         sample = self.measure(batch)
         if sample.failed == LATE:
             self.late = True
             return sample
-        self.samples.append(sample)
+        self.samples = [*(s for s in self.samples if s.batch != batch), sample]
         if sample.failed:
             self.failed = min(batch, self.failed or batch)
         return sample
-
-    def again(self, batch: int) -> None:
-        """Measures a size again and replaces its earlier measurement."""
-        before = [s for s in self.samples if s.batch == batch]
-        if self.take(batch).failed != LATE:
-            for sample in before:
-                self.samples.remove(sample)
 
     @property
     def most(self) -> int:
@@ -214,15 +208,15 @@ class SizeSearch:
 
     @property
     def good(self) -> list[Measurement]:
-        """The last measurement of each size that ran, the smallest first. Raises InputError if all failed."""
-        good = {s.batch: s for s in self.samples if not s.failed and s.batch < (self.failed or math.inf)}
+        """The sizes that ran, the smallest first. Raises InputError if all failed."""
+        good = [s for s in self.samples if not s.failed and s.batch < (self.failed or math.inf)]
         if not good:
             first = self.samples[0]
             raise InputError(
                 f"batch={first.batch}: {first.failed}: start with a smaller batch, or take a smaller model or a device "
                 "with more memory"
             )
-        return [good[batch] for batch in sorted(good)]
+        return sorted(good, key=lambda s: s.batch)
 
     @property
     def over(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,16 +23,11 @@ _MESSAGES = (
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-def forecast(peaks: list[tuple[int, int]], batch: int) -> int | None:
-    """The peak bytes of a step of `batch` images, by a line through the last two of (batch, bytes); None: unknown.
-
-    Sizes are in ascending order; a falling line is taken as flat.
-    """
-    if len(peaks) < 2:
-        return None
-    (low, low_bytes), (high, high_bytes) = peaks[-2:]
-    an_image = max(0.0, (high_bytes - low_bytes) / (high - low))
-    return round(high_bytes + an_image * (batch - high))
+def extrapolate(costs: Sequence[tuple[int, float]], batch: int) -> float:
+    """What a larger batch costs, by the line through the last two of (batch, cost); a falling line is taken as flat."""
+    (low, low_cost), (high, high_cost) = costs[-2:]
+    an_image = max(0.0, (high_cost - low_cost) / (high - low))
+    return high_cost + an_image * (batch - high)
 
 
 class MemoryForecast:
@@ -42,7 +38,7 @@ class MemoryForecast:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.peaks: list[tuple[int, int]] = []  # in ascending order of sizes
+        self.peaks: list[tuple[int, int]] = []  # (batch, bytes), in ascending order of sizes
         self._seen = 0
 
     def begin(self) -> None:
@@ -64,9 +60,9 @@ class MemoryForecast:
 
     def fits(self, batch: int) -> bool:
         """Whether a size is expected to fit; True if unknown."""
-        needed = forecast(self.peaks, batch)
-        if needed is None or batch <= self.peaks[-1][0]:
+        if len(self.peaks) < 2 or batch <= self.peaks[-1][0]:
             return True
+        needed = extrapolate(self.peaks, batch)
         if self.device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self.device)
             now = torch.cuda.memory_allocated(self.device)

@@ -28,13 +28,9 @@ class NoiseEstimate:
     trace: float
 
     @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.signal) and math.isfinite(self.trace)
-
-    @property
-    def scale(self) -> float | None:
-        """tr(Sigma) / |G|^2, in images; None if noise hides the signal."""
-        return max(0.0, self.trace) / self.signal if self.is_finite and self.signal > 0 else None
+    def scale(self) -> float:
+        """tr(Sigma) / |G|^2, in images; infinite if noise hides the signal."""
+        return max(0.0, self.trace) / self.signal if self.signal > 0 else math.inf
 
 
 def from_lengths(small_squared: float, big_squared: float, *, small: float, big: float) -> NoiseEstimate:
@@ -45,7 +41,7 @@ def from_lengths(small_squared: float, big_squared: float, *, small: float, big:
 
 def mean(noises: Sequence[NoiseEstimate | None]) -> NoiseEstimate | None:
     """The mean of the finite estimates; None if there is none."""
-    finite = [n for n in noises if n and n.is_finite]
+    finite = [n for n in noises if n and math.isfinite(n.signal + n.trace)]
     if not finite:
         return None
     return NoiseEstimate(sum(n.signal for n in finite) / len(finite), sum(n.trace for n in finite) / len(finite))

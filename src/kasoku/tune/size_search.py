@@ -36,14 +36,12 @@ _SURE = 2  # standard errors
 _AGAIN = 1.0  # time for repeated measurements, as a multiple of that for first ones
 
 
-def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(a, c) of y = a + c * x through at least two points of different x.
+def slope(samples: Sequence[Measurement]) -> float:
+    """The seconds that an image adds to a step, from at least two sizes.
 
-    Ref: Theil 1950, Sen 1968: the median of the slopes of all pairs, then the median of the remainders.
+    Ref: Theil 1950, Sen 1968: the median of the slopes of all pairs.
     """
-    slopes = [(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.combinations(points, 2)]
-    slope = statistics.median(slopes)
-    return statistics.median(y - slope * x for x, y in points), slope
+    return statistics.median(_chord(left, right) for left, right in itertools.combinations(samples, 2))
 
 
 def best_of(good: Sequence[Measurement], worth: Worth) -> Measurement:
@@ -68,7 +66,7 @@ def search_sizes(tries: SizeSearch, worth: Worth, *, least_gain: float) -> tuple
     while batch is not None and not tries.over:
         known = any(sample.batch == batch for sample in tries.samples)
         began_s = tries.limits.clock.now()
-        tries.again(batch)
+        tries.take(batch)
         took_s = tries.limits.clock.now() - began_s
         first_s, again_s = (first_s, again_s + took_s) if known else (first_s + took_s, again_s)
         good = tries.good
@@ -113,7 +111,8 @@ def _between(good: Sequence[Measurement], i: int, worth: Worth, limits: Limits) 
     """The possible worth in the gap above the i-th size, and the size to measure there; None for a narrow gap."""
     left, right = good[i], good[i + 1]
     middle = math.sqrt(left.batch * right.batch)
-    inside = [b for b in _rounded(middle, limits.multiple) if left.batch < b < right.batch]
+    between = range(left.batch + 1, right.batch)
+    inside = _rounded(middle, limits.multiple, between)
     if not inside:
         return None
     errors, width = errors_of(good), right.batch - left.batch
@@ -139,8 +138,7 @@ def _between(good: Sequence[Measurement], i: int, worth: Worth, limits: Limits) 
     worths = {b: worth(b, least_s(b)) for b in sizes}
     top = max(worths, key=lambda b: worths[b], default=inside[0])
     if worths and top + stride < right.batch:  # the maximum is inside
-        near = [b for b in _rounded(top, limits.multiple)[::-1] if left.batch < b < right.batch]
-        return worths[top], (near or inside)[0]
+        return worths[top], (_rounded(top, limits.multiple, between) or inside[:1])[-1]
     return worths.get(top, -math.inf), inside[0]
 
 
@@ -152,18 +150,18 @@ def _above(tries: SizeSearch, good: Sequence[Measurement], worth: Worth, least_g
     if len(good) == 1:
         value, reach = math.inf, most
     else:
-        _, slope = line([(s.batch, s.step_s) for s in good[-_LINE:]])
+        an_image_s = max(0.0, slope(good[-_LINE:]))
         growth = (most / last.batch) ** (1 / _POINTS)
         sizes = sorted({min(most, math.ceil(last.batch * growth**k)) for k in range(1, _POINTS + 1)} - {last.batch})
-        worths = [worth(b, last.step_s + max(0.0, slope) * (b - last.batch)) for b in sizes]
+        worths = [worth(b, last.step_s + an_image_s * (b - last.batch)) for b in sizes]
         value = max(worths)
         reach = next(b for b, w in zip(sizes, worths, strict=True) if w >= value * (1 - least_gain / 2))
     if tries.failed is not None:  # halves the gap to the size that failed
         reach = min(reach, (last.batch + tries.failed) // 2)
     wanted = min(reach, _LEAP * last.batch, most)
-    below = [b for b in _rounded(wanted, tries.limits.multiple) if last.batch < b <= most]
-    if below:
-        return value, below[0]
+    above = _rounded(wanted, tries.limits.multiple, range(last.batch + 1, most + 1))
+    if above:
+        return value, above[0]
     return (value, most) if tries.failed is None else None
 
 
@@ -176,6 +174,7 @@ def _grains(multiple: int) -> list[int]:
     return [math.lcm(multiple, 32), math.lcm(multiple, 16), multiple * math.ceil(8 / multiple)]
 
 
-def _rounded(batch: float, multiple: int) -> list[int]:
-    """The size rounded to each grain."""
-    return [round(batch / grain) * grain for grain in _grains(multiple)]
+def _rounded(batch: float, multiple: int, allowed: range) -> list[int]:
+    """The allowed ones of the sizes to which each grain rounds, that of the coarsest grain first."""
+    sizes = [round(batch / grain) * grain for grain in _grains(multiple)]
+    return [size for size in sizes if size in allowed]

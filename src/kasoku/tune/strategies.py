@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
 
 from kasoku.core import InputError
 from kasoku.tune.measurement import BatchSizeResult, Limits, Measure, Measurement, Needs, SizeSearch
@@ -70,7 +71,7 @@ class _Growth:
             if size == before:
                 break
         last, end = (ran or tries.good)[-1], tries.samples[-1]  # `good` raises where no size worked
-        why = f"; batch {end.batch}: {end.failed}" if end.failed else f", after {len(tries.samples) - 1} loops"
+        why = f"; batch {end.batch}: {end.failed}" if end.failed else f", after {loop} loops"
         return tries.result(last.batch, assessed[last.batch].why + why)
 
     def _assess(self, sample: Measurement, first: Measurement, limits: Limits) -> _Assessment:
@@ -203,11 +204,8 @@ class TimeToTarget:
         """Epochs to the target; without known epochs, relative to those of `start`, by the noise scale."""
         if not self.epochs:
             return (scale + batch) / (scale + start) if scale is not None else 1.0
-        for (low, before), (high, after) in itertools.pairwise(self.epochs):
-            if batch <= high:
-                way = math.log(max(batch, low) / low) / math.log(high / low)
-                return before + (after - before) * way
-        return self.epochs[-1][1]
+        sizes, epochs = zip(*self.epochs, strict=True)
+        return float(np.interp(math.log(batch), np.log(sizes), epochs))
 
 
 def _most(best: Measurement, tries: SizeSearch) -> str:

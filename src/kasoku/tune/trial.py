@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -54,7 +54,7 @@ class Trial:
 
     def __init__(self, job: Job, needs: Needs) -> None:
         self.sandbox = Sandbox(job)
-        self.clock, self.needs = job.clock, needs
+        self.needs = needs
         self.device = next((p.device for p in self.sandbox.model.parameters()), torch.device("cpu"))
         self.memory, self.watch = MemoryForecast(self.device), Stopwatch(job.clock, self.device)
         self.diverged = False  # at the last size
@@ -75,6 +75,7 @@ class Trial:
             self.memory.note(self.sandbox.at_once(batch))
             return times
         finally:
+            self.sandbox.steps += job.steps
             job.close()
             self.sandbox.optimizer.zero_grad()
             if self.diverged:
@@ -84,7 +85,7 @@ class Trial:
         step_s = 0.0
         for _ in range(_WARM_UP):
             began = self.watch.synchronize()
-            self._step(job, batches, read_memory=True)
+            make_step(job, batches, between=self.memory.look)
             step_s = max(1e-6, self.watch.synchronize() - began)
             if not self.needs.watch_s and steps * step_s < allowed_s:
                 break  # a second one only serves to estimate how many steps there is time for
@@ -97,7 +98,7 @@ class Trial:
         for _ in range(count):
             waited_s = 0.0
             for _ in range(together):
-                wait_s, loss = self._step(job, batches)
+                wait_s, losses = make_step(job, batches)
                 waited_s += wait_s
                 usage.step()
             waits_s.append(waited_s / together)
@@ -105,25 +106,9 @@ class Trial:
         self.watch.synchronize()  # waits for the device while it is monitored
         utilisation = usage.value()
         steps_s = tuple(self.watch.seconds(start, stop) / together for start, stop in itertools.pairwise(marks))
-        self.diverged = not bool(torch.isfinite(loss))
+        self.diverged = not bool(torch.stack(losses).isfinite().all())
         noise = self._noise(job, batches, step_s, until_s=until_s) if self.needs.noise and not self.diverged else None
         return StepTimes(steps_s, tuple(waits_s), utilisation, noise)
-
-    def _step(self, job: Job, batches: Iterator[Batch], *, read_memory: bool = False) -> tuple[float, Tensor]:
-        """One update; returns the seconds it waited for input, and the loss."""
-        wait_s = 0.0
-        for _ in range(job.accumulate):
-            requested = self.clock.now()
-            x_NCHW, y_N = next(batches)
-            wait_s += self.clock.now() - requested
-            loss = job.loss(job.model(x_NCHW), y_N)
-            if read_memory:
-                self.memory.look()
-            job.backward(loss)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-        self.sandbox.steps += 1
-        return wait_s, loss.detach()
 
     def _noise(self, job: Job, batches: Iterator[Batch], step_s: float, *, until_s: float) -> NoiseEstimate | None:
         """The mean of several noise measurements where steps are short, since a single one is far off.
@@ -150,8 +135,29 @@ class Trial:
             now_s = self.watch.synchronize()
             if now_s - began_s > _NOISE_S:
                 break
-            self._step(job, batches)
+            make_step(job, batches)
         return mean(estimates)
+
+
+def make_step(
+    job: Job, batches: Iterator[Batch], *, between: Callable[[], object] = lambda: None
+) -> tuple[float, list[Tensor]]:
+    """One update; returns the seconds it waited for input, and the loss of each part.
+
+    `between`: called between the forward and the backward of each part.
+    """
+    wait_s, losses = 0.0, []
+    for _ in range(job.accumulate):
+        requested = job.clock.now()
+        x_NCHW, y_N = next(batches)
+        wait_s += job.clock.now() - requested
+        loss = job.loss(job.model(x_NCHW), y_N)
+        between()
+        job.backward(loss)
+        losses.append(loss.detach())
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    return wait_s, losses
 
 
 class UtilizationMonitor:
