@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,17 +62,17 @@ class _Scaler:
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
         loss = self.inner(outputs, labels)
         if loss.requires_grad:
-            scale, register_hook = self.scale, cast(Any, loss.register_hook)
-            register_hook(lambda gradient: gradient * scale)
+            scale = self.scale
+            loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
         return loss
 
     @torch.no_grad()
     def unscale(self) -> None:
-        params = [p for p in self.job.model.parameters() if p.grad is not None]
-        if not params:
-            return
+        params = list(self.job.model.parameters())
         grads = [p.grad for p in params if p.grad is not None]
-        device = params[0].device
+        if not grads:
+            return
+        device = grads[0].device
         overflow = torch.zeros(1, device=device)
         inverse = torch.full((1,), 1 / self.scale, device=device)
         unscale_and_check(grads, overflow, inverse)

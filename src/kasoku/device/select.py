@@ -89,28 +89,23 @@ def choose(settings: Device, *, local_rank: int = 0, local_size: int = 1) -> Cho
     torch.set_num_threads(threads)
     _set_determinism(device, settings.deterministic)
     precision, why = _precision(settings.precision, device)
-    techniques: list[Technique] = []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    words = [f"{name} ({threads} thread{'s' * (threads > 1)})", f"{precision} ({why})"]
+    half = [] if precision == "fp32" else [Autocast(precision)]
+    techniques: dict[str, Technique] = {}  # by their names in the summary
     if settings.channels_last:
-        techniques.append(ChannelsLast())
-        words.append("channels_last")
-    if precision != "fp32":
-        techniques.append(Autocast(precision))
+        techniques["channels_last"] = ChannelsLast()
     if precision == "fp16":
-        techniques.append(LossScale())
-        words.append("loss scaling")
+        techniques["loss scaling"] = LossScale()
     if settings.compile:
-        techniques.append(Compile())
-        words.append("compiled blocks")
+        techniques["compiled blocks"] = Compile()
     if settings.graphs:
-        techniques.append(Graphs())
-        words.append("CUDA graphs")
+        techniques["CUDA graphs"] = Graphs()
+    words = [f"{name} ({threads} thread{'s' * (threads > 1)})", f"{precision} ({why})", *techniques]
     if settings.malloc and device.type == "cpu" and tune_malloc():
         words.append("malloc tuned")
     if settings.deterministic:
         words.append("deterministic")
-    return Chosen(device, precision, tuple(techniques), threads, ", ".join(words))
+    return Chosen(device, precision, (*half, *techniques.values()), threads, ", ".join(words))
 
 
 def _device(kind: Kind, local_rank: int) -> torch.device:

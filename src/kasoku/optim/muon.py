@@ -67,15 +67,8 @@ class Muon(torch.optim.Optimizer):
         steps: int = 3,
         normalize: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": 0.0,
-            "steps": steps,
-            "normalize": normalize,
-            "filters": True,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "momentum": momentum, "steps": steps, "normalize": normalize}
+        super().__init__(params, {**defaults, "weight_decay": 0.0, "filters": True})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

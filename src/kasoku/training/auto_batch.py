@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kasoku.config.ranks import shares_of
 from kasoku.config.recipe import Recipe
@@ -171,9 +171,8 @@ def free_memory(recipe: Recipe) -> None:
 def show(tuned: TunedRecipe, *, memory: str = "") -> None:
     """Prints the sizes tried with their intervals, the chosen size, its rates, and a remark on memory."""
     recipe, result = tuned.recipe, tuned.result
-    rows = Table()
-    for name in ("batch", "ms a step", "images/s", "waits for input", "device used", "epochs"):
-        rows.add_column(name, justify="right")
+    columns = ("batch", "ms a step", "images/s", "waits for input", "device used", "epochs")
+    rows = Table(*(Column(name, justify="right") for name in columns))
     for i, sample in enumerate(result.samples):
         if sample.failed:
             cells = [sample.failed, "-", "-", "-"]

@@ -220,9 +220,7 @@ class BatchBarrier:
         self._comm = comm
         self._work: Work | None = None
         self._values = torch.zeros(0)
-        self._batch = self._started = self._sure = (
-            0  # numbers of batches: this one, that of the exchange, the last sure
-        )
+        self._batch = self._started = self._sure = 0  # numbers: this batch, that of the exchange, the last sure one
 
     def passes(self, failure: InputError | None, sure: int) -> bool:
         """Whether all ranks have the next batch. Collective: all ranks call it for each batch.

@@ -9,12 +9,12 @@ other, each with its own data order.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import InputError, Wall
-from kasoku.data import GoneError, Memory, loader
+from kasoku.data import GoneError, Memory
 from kasoku.training.control import signals
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import DivergedError, Result, Training
@@ -80,15 +80,13 @@ def train(
                 "--vary: members share decoded batches, so batch, accumulate, norm_batch, last_batch and the "
                 "techniques of kasoku.data must be the same for all"
             )
-        device, fill = first.device_setup.device, recipe.last_batch == "fill"
-        shared = loader(
-            dataset, "train", recipe.batch, seed=recipe.seed, device=device, parts=recipe.parts(1), fill=fill
-        ).members(len(recipes))
-        trainings = [build(r, dataset=dataset, train_loader=own) for r, own in zip(recipes, shared, strict=True)]
+        first.job.close()
+        loaders = first.job.plain_loader.members(len(recipes))
+        trainings = [build(r, dataset=dataset, train_loader=own) for r, own in zip(recipes, loaders, strict=True)]
     with ExitStack() as stack:
         for training in trainings:
             stack.callback(training.job.plain_loader.close)
-        runs = [stack.enter_context(RunFolder(path, resume=resume)) for path in paths]
+        runs = [stack.enter_context(closing(RunFolder(path, resume=resume))) for path in paths]
         for run, training in zip(runs, trainings, strict=True):
             if own_modules is not None:
                 training.describe(run, own_modules)

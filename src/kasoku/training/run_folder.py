@@ -6,9 +6,9 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from kasoku.core import Comm, InputError
 from kasoku.core.files import write_text
@@ -53,12 +53,6 @@ class RunFolder:
     def close(self) -> None:
         self._lock.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def write(self, name: str, text: str) -> None:
         """Writes a small file whole or not at all."""
         write_text(self.path / name, text)
@@ -68,7 +62,7 @@ class RunFolder:
 def run_folder(comm: Comm, path: Path, *, resume: bool) -> Iterator[RunFolder | None]:
     """The run folder, locked by rank 0; None on the other ranks. Collective: if that fails, all ranks raise."""
     run = run_on_all_ranks(comm, lambda: RunFolder(path, resume=resume) if comm.rank == 0 else None)
-    with run or nullcontext():
+    with closing(run) if run else nullcontext():
         yield run
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from kasoku.config import recipe as recipes
@@ -91,9 +91,8 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
         ensemble = torch.stack([logits_NK.softmax(1) for logits_NK in logits]).mean(0).log()
         totals += torch.stack([tally(logits_NK, y_N) for logits_NK in [*logits, ensemble]]).cpu()
         images += len(y_N)
-    table = Table(title=f"{images:,} test images", title_justify="left")
-    for column in ("run", "top-1", "top-5", "loss"):
-        table.add_column(column, justify="left" if column == "run" else "right")
+    columns = [Column(name, justify="right") for name in ("top-1", "top-5", "loss")]
+    table = Table("run", *columns, title=f"{images:,} test images", title_justify="left")
     names = [str(member.path) for member in members] + [f"ensemble of {len(members)}"]
     shown = zip(names, (totals / images).tolist(), strict=True)
     for name, (top1, top5, loss) in list(shown)[: len(members) + (len(members) > 1)]:
