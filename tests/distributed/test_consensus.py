@@ -7,7 +7,7 @@ from helpers.ranks import on_processes
 from kasoku.core import Comm, InputError, Solo, Threads
 from kasoku.distributed.consensus import assert_same_on_all_ranks, model_facts, version_facts
 
-RECIPE = "batch = 128\nepochs = 2\n[rate]\nbase = 0.1\n"
+RECIPE = {"batch": 128, "rate": {"base": 0.1, "nesterov": True}, "techniques": [{"use": "Mixup"}, {"use": "Clip"}]}
 
 
 def _agreed(comm: Comm, facts: list[dict[str, object]]) -> str:
@@ -21,9 +21,21 @@ def _agreed(comm: Comm, facts: list[dict[str, object]]) -> str:
 @pytest.mark.parametrize(
     ("there", "line"),
     [
-        ({"recipe": RECIPE.replace("128", "64")}, "another recipe: batch = 64 there, 128 on rank 0"),
-        ({"recipe": RECIPE + "x = 1"}, "another recipe: line 5 is 'x = 1' there, '' on rank 0"),
-        ({"recipe": RECIPE.strip()}, "another recipe: line 5 is nothing there, '' on rank 0"),
+        ({"recipe": {**RECIPE, "batch": 64}}, "another recipe: batch = 64 there, 128 on rank 0"),
+        ({"recipe": {**RECIPE, "batch": 128.0}}, "another recipe: batch = 128.0 there, 128 on rank 0"),
+        ({"recipe": {**RECIPE, "x": "y"}}, "another recipe: x = y there, nothing on rank 0"),
+        (
+            {"recipe": {**RECIPE, "rate": {"base": 0.1, "nesterov": False}}},
+            "another recipe: rate.nesterov = false there, true on rank 0",
+        ),
+        (
+            {"recipe": {**RECIPE, "techniques": [{"use": "Mixup"}, {"use": "Trim"}]}},
+            "another recipe: techniques.1.use = Trim there, Clip on rank 0",
+        ),
+        (
+            {"recipe": {**RECIPE, "techniques": [{"use": "Mixup"}]}},
+            "another recipe: techniques.1 = nothing there, 1 entries on rank 0",
+        ),
         ({"data": "beef"}, "another data: beef there, cafe on rank 0"),
         ({"data": None}, "another data: nothing there, cafe on rank 0"),
         ({"more": "1"}, "another more: 1 there, nothing on rank 0"),

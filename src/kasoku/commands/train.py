@@ -7,6 +7,7 @@ imports it, and nothing here does before.
 from __future__ import annotations
 
 import sys
+import tomllib
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -148,7 +149,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     read = partial(_recipe_and_folder, arguments)
     recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
     if comm.size > 1:  # one rank alone need not read the package's source
-        run_on_all_ranks(comm, lambda: assert_same_on_all_ranks(comm, {"recipe": dumps(recipe), **version_facts()}))
+        assert_same_on_all_ranks(comm, {"recipe": tomllib.loads(dumps(recipe)), **version_facts()})
     resume = arguments.resume is not None
     if _has_members(arguments, folder):
         return _train_members(arguments, folder, comm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -76,8 +77,7 @@ def _with_batch(arguments: TuneArguments) -> Recipe:
 
 def _check_same(recipe: Recipe, comm: Comm) -> None:
     if comm.size > 1:
-        facts = {"recipe": dumps(recipe), **version_facts()}
-        run_on_all_ranks(comm, lambda: assert_same_on_all_ranks(comm, facts))
+        assert_same_on_all_ranks(comm, {"recipe": tomllib.loads(dumps(recipe)), **version_facts()})
 
 
 # ---- the batch

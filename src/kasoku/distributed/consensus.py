@@ -9,9 +9,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar, Union
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ from torch import nn
 from kasoku.core import Comm, InputError
 
 T = TypeVar("T")
-Fact = Union[str, Mapping[str, "Fact"]]  # noqa: UP007 - a forward reference
 _NAMED = 3  # ranks and differences named one by one
 _CLIP = 80  # characters of a value in a message
 
@@ -87,14 +85,14 @@ def iterate_on_all_ranks(comm: Comm, batches: Iterable[T]) -> Iterator[T]:
     raise_on_all_ranks(comm, failure)
 
 
-def assert_same_on_all_ranks(comm: Comm, facts: Mapping[str, Fact]) -> None:
-    """Raises the same InputError on all ranks if their facts differ. Collective; does not drain.
+def assert_same_on_all_ranks(comm: Comm, facts: Mapping[str, object]) -> None:
+    """Raises on all ranks, as `raise_on_all_ranks` does, if their facts differ. Collective; does not drain.
 
     Digests are compared first. Only if they differ, rank 0 sends its facts and each other rank one line.
 
     Args:
         comm: of the ranks.
-        facts: by name: a text, or (nested) texts by key.
+        facts: by name: a text or a number, or (nested) lists and mappings of them.
 
     Raises:
         InputError: names the first fact that differs, the place in it, and the ranks.
@@ -114,7 +112,8 @@ def assert_same_on_all_ranks(comm: Comm, facts: Mapping[str, Fact]) -> None:
             ranks.setdefault(line, []).append(rank)
     parts = [f"{name_ranks(same)} {'has' if len(same) == 1 else 'have'} {line}" for line, same in ranks.items()]
     more = f"; and {len(parts) - _NAMED} other differences" if len(parts) > _NAMED else ""
-    raise InputError(f"{'; '.join(parts[:_NAMED])}{more}: start all ranks with the same")
+    kind = SharedInputError if comm.rank == 0 else ReportedElsewhereError
+    raise kind(f"{'; '.join(parts[:_NAMED])}{more}: start all ranks with the same")
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
@@ -140,35 +139,30 @@ def _digest(facts: object) -> str:
     return hashlib.sha256(json.dumps(facts, default=dict).encode()).hexdigest()
 
 
-def _same(here: Fact | None, wanted: Fact | None) -> bool:
+def _same(here: object, wanted: object) -> bool:
     """Equal, and in the same order: that of parameters is the order of their collectives."""
     return _digest(here) == _digest(wanted)
 
 
-def _first_place(here: Fact | None, wanted: Fact | None, path: str = "") -> str:
+def _first_place(here: object, wanted: object, path: str = "") -> str:
     """The first place where two facts differ."""
+    here, wanted = (dict(enumerate(fact)) if isinstance(fact, list) else fact for fact in (here, wanted))
     if isinstance(here, Mapping) and isinstance(wanted, Mapping):
         for key in {**wanted, **here}:
             if not _same(here.get(key), wanted.get(key)):
-                return _first_place(here.get(key), wanted.get(key), f"{path}.{key}" if path else key)
+                return _first_place(here.get(key), wanted.get(key), f"{path}.{key}" if path else str(key))
         mine, theirs = next(pair for pair in zip(here, wanted, strict=True) if pair[0] != pair[1])
         return f"{path + ': ' if path else ''}{mine} comes where {theirs} comes on rank 0"
-    if isinstance(here, str) and isinstance(wanted, str) and "\n" in here + wanted:
-        lines = zip_longest(here.split("\n"), wanted.split("\n"))
-        number, pair = next((n, pair) for n, pair in enumerate(lines, 1) if pair[0] != pair[1])
-        (key, _, value), (wanted_key, _, wanted_value) = ((line or "").partition(" = ") for line in pair)
-        if not (value and wanted_value and key == wanted_key):
-            mine, theirs = (repr(_value(line)) if line is not None else "nothing" for line in pair)
-            return f"{path}{', ' if path else ''}line {number} is {mine} there, {theirs} on rank 0"
-        path, here, wanted = key, value, wanted_value
     start = f"{path} = " if path else ""
     return f"{start}{_value(here)} there, {_value(wanted)} on rank 0"
 
 
-def _value(fact: Fact | None) -> str:
+def _value(fact: object) -> str:
     if fact is None:
         return "nothing"
-    text = fact if isinstance(fact, str) else f"{len(fact)} entries"
+    if isinstance(fact, Mapping):
+        return f"{len(fact)} entries"
+    text = fact if isinstance(fact, str) else json.dumps(fact)
     return text if len(text) <= _CLIP else f"{text[:_CLIP]}..."
 
 

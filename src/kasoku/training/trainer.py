@@ -210,7 +210,7 @@ def build(
     tasks = start.do("agreement", lambda: run_on_all_ranks(comm, results))
     dataset, model, (train, test) = (tasks[name] for name in ("data", "model", "loaders"))
     facts = {"data": tasks["digest"], "model": model_facts(model)}
-    start.do("comparison", lambda: run_on_all_ranks(comm, lambda: assert_same_on_all_ranks(comm, facts)))
+    start.do("comparison", lambda: assert_same_on_all_ranks(comm, facts))
     job = Job(model, lambda m: optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
     start.do("techniques", lambda: _apply_techniques(job, recipe, device_setup, shares))
     _try_loss(job, len(dataset.classes))
