@@ -8,7 +8,6 @@ than they have in memory: see `compressed`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -24,7 +23,6 @@ from kasoku.simulate.compute_model import MeasuredTimes, ModelCosts
 from kasoku.simulate.stragglers import slowest
 
 _FP32 = 4  # bytes of an element
-_TRIES = 1000  # to improve each plan of a search; without a time limit, so that every machine ends at the same plan
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ class Simulator:
         link = compressed.link(self.cluster, gpus, sharing.reducer or Mean(), sharing.algorithm)
         tensors, defined = self.net.carried(_FP32 if sharing.reducer else sharing.wire_bytes)
         if isinstance(sharing.policy, Planned) and gpus > 1:
-            plan, _, late = search(units, tensors, link, next_forward=late, limit_s=math.inf, tries=_TRIES)
+            plan, _, late = search(units, tensors, link, next_forward=late)
             return StepInputs(units, tensors, plan, link, late)
         # as Overlap does before the first forward
         return StepInputs(units, tensors, sharing.policy.plan(defined), link, late)
