@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import Batch, InputError, Job, Stage, Technique
+from kasoku.core.job_state import Patches
 from kasoku.distributed.batchnorm.grouped import Steer, norms, patches
 from kasoku.distributed.consensus import iterate_on_all_ranks
 
@@ -52,24 +53,19 @@ class Recalibrate(Technique):
             job.around_evaluation(partial(_measured_statistics, job, self.images), renews_statistics=True)
 
 
-class _Statistics:
-    """Count, mean and sum of squared deviations, combined as Chan et al. 1979 do."""
+def _add_group(statistics_3C: Tensor, mean_C: Tensor, variance_C: Tensor, n: int) -> None:
+    """Adds a group with n values in each channel."""
+    mean, variance = mean_C.to(statistics_3C.dtype), variance_C.to(statistics_3C.dtype)
+    _add(statistics_3C, torch.stack([torch.full_like(mean, n), mean, variance * n]))
 
-    def __init__(self, like: Tensor) -> None:
-        exact = torch.float32 if like.device.type == "mps" else torch.float64  # MPS has no float64
-        self.n = torch.zeros(1, dtype=exact, device=like.device)
-        self.mean_C, self.squares_C = (torch.zeros(len(like), dtype=exact, device=like.device) for _ in range(2))
 
-    def take(self, mean_C: Tensor, variance_C: Tensor, n: int) -> None:
-        """Adds a group with n values in each channel."""
-        self.add(self.n.new_full((1,), n), mean_C.to(self.n.dtype), variance_C.to(self.n.dtype) * n)
-
-    def add(self, n: Tensor, mean_C: Tensor, squares_C: Tensor) -> None:
-        """Adds the statistics of other values."""
-        off_C, total = mean_C - self.mean_C, (self.n + n).clamp(min=1)
-        self.mean_C += off_C * (n / total)
-        self.squares_C += squares_C + off_C * off_C * (self.n * n / total)
-        self.n += n
+def _add(statistics_3C: Tensor, other_3C: Tensor) -> None:
+    """Adds other values' count, mean and sum of squared deviations, combined as Chan et al. 1979 do."""
+    (n, mean, squares), (other_n, other_mean, other_squares) = statistics_3C, other_3C
+    off, total = other_mean - mean, (n + other_n).clamp(min=1)
+    mean += off * (other_n / total)
+    squares += other_squares + off * off * (n * other_n / total)
+    n += other_n
 
 
 @contextmanager
@@ -77,35 +73,31 @@ def _measured_statistics(job: Job, images: int) -> Iterator[None]:
     """Replaces the running statistics by measured ones."""
     every = norms(job.model)
     live = [norm for norm in every if norm.training] or every  # a frozen norm keeps its statistics
-    buffers = [(norm.running_mean, norm.running_var) for norm in live]
-    own = [_Statistics(mean_C) for mean_C, _ in buffers if mean_C is not None]
+    running = [getattr(norm, name) for name in ("running_mean", "running_var") for norm in live]
+    sizes, device = [norm.num_features for norm in live], running[0].device
+    exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    own_3C = torch.zeros(3, sum(sizes), dtype=exact, device=device)
     model, comm = job.model.eval(), job.comm
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.callback(model.eval)
-        for norm, statistics in zip(live, own, strict=True):
+    with Patches() as patched:
+        patched.enter_context(torch.random.fork_rng(devices=[]))
+        patched.callback(model.eval)
+        for norm, norm_3C in zip(live, torch.split(own_3C, sizes, dim=1), strict=True):
             in_group = vars(norm)["steer"].images if "steer" in vars(norm) else 0
-            new = patches(norm, Steer(norm, in_group, comm, statistics.take, alone=True))
-            stack.callback(vars(norm).update, {name: vars(norm)[name] for name in new if name in vars(norm)})
-            vars(norm).update(new)
-            for name in new:
-                stack.callback(delattr, norm, name)
+            steer = Steer(norm, in_group, comm, partial(_add_group, norm_3C), alone=True)
+            for name, value in patches(norm, steer).items():
+                patched.set(norm, name, value)
             norm.train()
         for x_NCHW, _ in _batches(job, images):
             if len(x_NCHW):  # a rank may have no part of the last few images
                 model(x_NCHW)
-    mine = torch.cat([x for s in own for x in (s.n, s.mean_C, s.squares_C)])
-    gathered = mine.new_empty(comm.size * len(mine))
-    comm.all_gather(gathered, mine).wait()
-    whole = [_Statistics(s.mean_C) for s in own]
-    sizes = [n for s in own for n in (1, len(s.mean_C), len(s.mean_C))]
-    for rank in gathered.view(comm.size, -1):
-        parts = rank.split(sizes)
-        for i, statistics in enumerate(whole):
-            statistics.add(*parts[3 * i : 3 * i + 3])
-    running = [x for pair in buffers for x in pair if x is not None]
+    ranks_R3C = own_3C.new_empty(comm.size, *own_3C.shape)
+    comm.all_gather(ranks_R3C, own_3C).wait()
+    whole_3C = torch.zeros_like(own_3C)
+    for rank_3C in ranks_R3C:
+        _add(whole_3C, rank_3C)
+    n_C, mean_C, squares_C = whole_3C
     old = [x.clone() for x in running]
-    torch._foreach_copy_(running, [x for s in whole for x in (s.mean_C, s.squares_C / s.n.clamp(min=1))])
+    torch._foreach_copy_(running, [*mean_C.split(sizes), *(squares_C / n_C.clamp(min=1)).split(sizes)])
     try:
         yield
     finally:
