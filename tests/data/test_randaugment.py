@@ -197,8 +197,8 @@ def test_it_comes_before_augment():
 def test_images_for_tests_and_statistics_are_not_varied():
     source, plain = job_on(RandAugment()).loader, job_on().loader
     assert torch.equal(torch.cat([x for x, _ in source.survey()]), torch.cat([x for x, _ in plain.survey()]))
-    plain_test = loader(source.dataset, "test", 60)
-    test = plain_test.with_(vary=source.pipeline.vary)
+    test, plain_test = loader(source.dataset, "test", 60), loader(source.dataset, "test", 60)
+    test.configure(vary=source.pipeline.vary)
     assert torch.equal(next(iter(test))[0], next(iter(plain_test))[0])
 
 

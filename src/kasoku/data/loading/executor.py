@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -15,19 +14,9 @@ from kasoku.data.loading.pipeline import Pipeline
 
 RawBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # images_NHWC (uint8), y_N, index_N, on the device
 RawBatches = Generator[RawBatch, None, None]
-Numbers = Iterable[tuple[int, int]]  # of parts: number in the epoch, rank whose share it is
+PartNumbers = Iterable[tuple[int, int]]  # of parts: number in the epoch, rank whose share it is
 
 _KEEP = 4  # batches that are shared: who falls further behind decodes for itself
-
-
-@dataclass
-class Stats:
-    """What was loaded so far, and the number of workers now."""
-
-    batches: int = 0
-    images: int = 0
-    waited_s: float = 0.0
-    workers: int = 0
 
 
 class Executor:
@@ -41,16 +30,13 @@ class Executor:
     skipped: Skipped | None = None
     safe_batches = 0
 
-    def __init__(self) -> None:
-        self.stats = Stats()
-
     @property
     def unshared(self) -> Executor:
         """The executor of one loader alone."""
         return self
 
-    def run(self, pipeline: Pipeline, epoch: int, numbers: Numbers, trace: Trace | None) -> RawBatches:
-        """Gives the batch of each part; takes a number when it begins to make that part."""
+    def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
+        """Gives the batch of each part; takes a part's number when it begins to make it."""
         raise NotImplementedError
 
     def warm(self, pipeline: Pipeline, epoch: int, first: int) -> None:
@@ -71,11 +57,10 @@ class MemoryExecutor(Executor):
     """Rows of a split in memory, which is moved to the device once."""
 
     def __init__(self, split: Memory, device: torch.device) -> None:
-        super().__init__()
         self._images_NHWC, self._labels_N = split.images_NHWC.to(device), split.labels_N.to(device)
 
-    def run(self, pipeline: Pipeline, epoch: int, numbers: Numbers, trace: Trace | None) -> RawBatches:
-        for index_N in pipeline.indices(epoch, numbers, pipeline.device):
+    def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
+        for index_N in pipeline.indices(epoch, part_numbers, pipeline.device):
             yield self._images_NHWC.index_select(0, index_N), self._labels_N.index_select(0, index_N), index_N
 
 
@@ -83,8 +68,7 @@ class SharedExecutor(Executor):
     """One decoding for several loaders with the same pipeline: each batch is decoded once while they keep step."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.stats, self.skipped = executor.stats, executor.skipped
+        self._executor, self.skipped = executor, executor.skipped
         self._kept: OrderedDict[tuple[int, int], RawBatch] = OrderedDict()
         self._running: RawBatches | None = None
         self._next = (-1, -1)  # epoch and number of the batch that `_running` gives next
@@ -93,11 +77,11 @@ class SharedExecutor(Executor):
     def unshared(self) -> Executor:
         return self._executor
 
-    def run(self, pipeline: Pipeline, epoch: int, numbers: Numbers, trace: Trace | None) -> RawBatches:
-        for number, _ in numbers:
+    def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
+        for number, _ in part_numbers:
             if (epoch, number) not in self._kept:
                 if self._running is None or self._next != (epoch, number):
-                    self._running = self._executor.run(pipeline, epoch, pipeline.numbers(number), trace)
+                    self._running = self._executor.run(pipeline, epoch, pipeline.part_numbers(number), trace)
                 self._kept[epoch, number] = next(self._running)
                 self._next = (epoch, number + 1)
                 if number + 1 == len(pipeline):

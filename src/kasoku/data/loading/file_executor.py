@@ -21,7 +21,7 @@ from kasoku.data.datasets.base import Encoded, GoneError, Items
 from kasoku.data.decode import nvjpeg
 from kasoku.data.decode.decode import decode
 from kasoku.data.loading.bad_samples import Skipped
-from kasoku.data.loading.executor import Executor, Numbers, RawBatch, RawBatches
+from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches
 from kasoku.data.loading.pipeline import Pipeline
 from kasoku.data.loading.workers import Autotuner, Bad, Chunk, Pool, ProcessPool, ThreadPool, decode_chunk, result
 
@@ -41,18 +41,18 @@ class FileExecutor(Executor):
     skipped: Skipped
 
     def __init__(self, split: Encoded, skipped: Skipped, *, side: int) -> None:
-        super().__init__()
         self.split, self.skipped, self.side = split, skipped, side
+        self.workers = 0  # threads or processes that decode now
         self.cache: dict[int, np.ndarray] = {}  # decoded images; the same for all forks
         self._autotuner: Autotuner | None = None
         self._processes: ProcessPool | None = None  # each reads the data set anew
         self._owns_processes = True
 
-    def run(self, pipeline: Pipeline, epoch: int, numbers: Numbers, trace: Trace | None) -> RawBatches:
+    def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
         nvjpeg.check(pipeline.decoder, pipeline.device)
         pool = self._pool(pipeline)
         try:
-            yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, numbers))
+            yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, part_numbers))
         finally:
             if isinstance(pool, ThreadPool):
                 pool.close()
@@ -61,7 +61,7 @@ class FileExecutor(Executor):
         """Reads this rank's images of the next batch, and decodes those whose pixels are kept."""
         if isinstance(self.split, Items):
             return
-        batch = pipeline.indices(epoch, islice(pipeline.numbers(first), pipeline.parts))
+        batch = pipeline.indices(epoch, islice(pipeline.part_numbers(first), pipeline.parts))
         read = self.cached if pipeline.keeps_decoded else self.split.read
 
         def try_to_read(index: int) -> None:
@@ -81,7 +81,7 @@ class FileExecutor(Executor):
             pool.close()
 
     def fork(self) -> FileExecutor:
-        """Shares the decoded images and the processes there are; counts and skips for itself."""
+        """Shares the decoded images and the processes there are; skips for itself."""
         twin = FileExecutor(self.split, self.skipped.copy(), side=self.side)
         twin.cache, twin._processes = self.cache, self._processes
         twin._owns_processes = self._processes is None
@@ -108,21 +108,21 @@ class FileExecutor(Executor):
         """After a batch: has another number of threads tried now and then, unless the number is set."""
         if self._autotuner and isinstance(pool, ThreadPool):
             pool.resize(self._autotuner.batch(batch_s, waited_s))
-            self.stats.workers = self._autotuner.size
+            self.workers = self._autotuner.size
 
     def _pool(self, pipeline: Pipeline) -> Pool:
         if isinstance(self.split, Items) and self.split.processes:
-            self.stats.workers = self.split.processes
+            self.workers = self.split.processes
             self._processes = self._processes or ProcessPool(self.split)
             return self._processes
         if pipeline.threads:
-            self.stats.workers, self._autotuner = pipeline.threads, None
+            self.workers, self._autotuner = pipeline.threads, None
             return ThreadPool(pipeline.threads)
         if self._autotuner is None:
             own = max(1, cores() // pipeline.cores_shared_by)
             self._autotuner = Autotuner(min(own, _MOST), min(4 * own, _MOST), shared=pipeline.device.type == "cpu")
-        self.stats.workers = self._autotuner.size
-        return ThreadPool(self.stats.workers)
+        self.workers = self._autotuner.size
+        return ThreadPool(self.workers)
 
 
 class _Iteration:
@@ -130,7 +130,7 @@ class _Iteration:
 
     def __init__(self, executor: FileExecutor, pipeline: Pipeline, epoch: int, pool: Pool, trace: Trace | None) -> None:
         self.executor, self.pipeline, self.epoch, self.pool, self.trace = executor, pipeline, epoch, pool, trace
-        self.split, self.stats, self.skipped = executor.split, executor.stats, executor.skipped
+        self.split, self.skipped = executor.split, executor.skipped
         self.size, self.device = pipeline.dataset.image_size, pipeline.device
         self.read = executor.cached if pipeline.keeps_decoded else executor.split.read
         make: Any = torch.cuda.Stream  # copies have a stream of their own, so that computing goes on meanwhile
@@ -184,7 +184,7 @@ class _Iteration:
         out_NHWC = images_NHWC.numpy()
         index = index_N.tolist()
         crops = self.pipeline.crops(index_N, self.epoch)
-        step = max(1, min(_CHUNK, -(-len(index) // max(1, self.stats.workers))))
+        step = max(1, min(_CHUNK, -(-len(index) // max(1, self.executor.workers))))
         cuts = [slice(start, start + step) for start in range(0, len(index), step)]
         if isinstance(self.pool, ProcessPool):
             chunks = [self.pool.submit(index[cut], crops[cut], self.size) for cut in cuts]
@@ -207,9 +207,7 @@ class _Iteration:
             with self._span("input", f"{sum(batch.ready for batch in waiting)} batches ready"):
                 for chunk in waiting[0].chunks:
                     result(chunk)
-        waited_s = time.perf_counter() - begin_s
-        self.stats.waited_s += waited_s
-        return waited_s
+        return time.perf_counter() - begin_s
 
     def _send(self, batch: PendingBatch) -> Moving:
         """Begins to copy a batch to the device, to be read after `_arrive`; what the device decoded joins it there."""
@@ -239,8 +237,6 @@ class _Iteration:
 
     def _finish(self, batch: PendingBatch) -> RawBatch:
         """A decoded batch. In place of a bad image training shows the next good one; a test leaves it out."""
-        self.stats.batches += 1
-        self.stats.images += len(batch.index_N)
         bad: Bad = {}
         for cut, chunk in zip(batch.cuts, batch.chunks, strict=True):
             decoded_NHWC, errors = result(chunk)

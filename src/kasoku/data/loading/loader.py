@@ -17,7 +17,7 @@ from kasoku.data.augment.basic import Augment, normalise, stored_side
 from kasoku.data.datasets.base import Dataset, GoneError, Memory
 from kasoku.data.decode.decode import read_image
 from kasoku.data.loading.bad_samples import Skipped
-from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor, Stats
+from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor
 from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.pipeline import Pipeline
 
@@ -88,7 +88,6 @@ class Loader:
     size: int = _of("pipeline.size")
     device: torch.device = _of("pipeline.device")
     augment: Augment = _of("pipeline.augment")
-    stats: Stats = _of("executor.stats")
     skipped: Skipped | None = _of("executor.skipped")
     safe_batches: int = _of("executor.safe_batches")
 
@@ -126,8 +125,8 @@ class Loader:
                 ahead.append(share)
                 yield divmod(share, ranks)
 
-        numbers = dealt() if next_share else pipeline.numbers(number)
-        with closing(self.executor.run(pipeline, epoch, numbers, self.trace)) as batches:
+        part_numbers = dealt() if next_share else pipeline.part_numbers(number)
+        with closing(self.executor.run(pipeline, epoch, part_numbers, self.trace)) as batches:
             for images_NHWC, y_N, index_N in batches:  # enumerate() would keep the last one
                 number += 1
                 if vary:
@@ -200,10 +199,6 @@ class Loader:
             self.pipeline = self.pipeline.with_(**{name: old[name] for name in settings})
 
         return undo
-
-    def with_(self, **settings: Any) -> Loader:
-        """Another loader at the same place, with other settings, which decodes and skips together with this one."""
-        return self._copy(self.pipeline.with_(**settings), self.executor)
 
     def _copy(self, pipeline: Pipeline, executor: Executor) -> Loader:
         twin = Loader(pipeline, executor)

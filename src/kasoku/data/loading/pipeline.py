@@ -131,24 +131,22 @@ class Pipeline:
             return (whole + (self.fill and left > 0)) * self.parts
         return whole + (left > 0 and (left >= self.min_last or not whole))
 
-    def numbers(self, first: int) -> Iterator[tuple[int, int]]:
+    def part_numbers(self, first: int) -> Iterator[tuple[int, int]]:
         """The parts that this rank takes of an epoch from part `first` on: number, rank."""
         return ((number, self.rank) for number in range(first, len(self)))
 
     def indices(
-        self, epoch: int, numbers: Iterable[tuple[int, int]], device: torch.device | str = "cpu"
+        self, epoch: int, part_numbers: Iterable[tuple[int, int]], device: torch.device | str = "cpu"
     ) -> Iterator[torch.Tensor]:
         """Sample indices of parts (number, rank); the ranks share an incomplete batch as evenly as can be."""
         images, batch, parts = self.images, self.batch, self.parts
         order_N = (order(images, self.seed, epoch) if self.train else torch.arange(images)).to(device)
         batches = len(self) // parts
-        cuts = [
-            0,
-            *itertools.accumulate(self.shares or (1,) * self.size),
-        ]  # of cuts[-1] images, rank r takes cuts[r] to cuts[r + 1]
+        # of cuts[-1] images, rank r takes cuts[r] to cuts[r + 1]
+        cuts = [0, *itertools.accumulate(self.shares or (1,) * self.size)]
         if self.train:
             order_N = torch.cat([order_N, order_N[: -images % batch]])[: batches * batch]
-        for number, rank in numbers:
+        for number, rank in part_numbers:
             start = number // parts * batch
             last = number // parts == batches - 1
             count = len(order_N) - start if last else batch
