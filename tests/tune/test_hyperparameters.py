@@ -230,7 +230,7 @@ def test_a_space_file_is_read_by_path_whichever_way_it_is_written(tmp_path):
         ("batch = {low = 64, high = 64}", "an empty range"),
         ("batch = {low = 64}", r"batch\.high: missing"),
         ("batch = {low = 1, high = 2, hihg = 3}", r"batch\.hihg: no such key: did you mean high\?"),
-        ('batch = {low = "a", high = 2}', r'low, high and step are numbers, these are "a", 2'),
+        ('batch = {low = "a", high = 2}', r'low, high and step are finite numbers, these are "a", 2'),
         ("batch = {low = true, high = 2}", "numbers"),
         ("batch = {choices = []}", r"batch: choices = \[\]: an empty range"),
         ("lr = {low = 0, high = 1, log = true}", "log = true: needs low above 0"),

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.core import InputError
-from kasoku.core.files import write_atomically
+from kasoku.core.files import write_text
 from kasoku.tune.search_space import Space
 
 DIVERGED, STOPPED = 3, 75  # exit codes of `kasoku train`
@@ -183,7 +183,7 @@ class _Trials:
                 del self.running[job]
                 self._finish(run)
                 self._write()
-                self.say(next(str(outcome) for outcome in self.outcomes() if outcome.trial == run.trial.number + 1))
+                self.say(str(_result_of(run.trial)))
             elif run.pruned_s:
                 if time.monotonic() - run.pruned_s > _GRACE_S:
                     run.process.kill()
@@ -215,11 +215,7 @@ class _Trials:
 
     def outcomes(self) -> list[TrialResult]:
         """The results of trials that ended by themselves or were pruned, the best first."""
-        results = []
-        for trial in self.study.get_trials(deepcopy=False):
-            if "how" in trial.user_attrs:
-                kept = {name: trial.user_attrs[name] for name in ("how", "settings", "result", "folder")}
-                results.append(TrialResult(trial.number + 1, **kept))
+        results = [_result_of(trial) for trial in self.study.get_trials(deepcopy=False) if "how" in trial.user_attrs]
         return sorted(results, key=lambda run: (run.how != "done", -run.top1, run.trial))
 
     def _report(self, run: _TrialProcess) -> bool:
@@ -268,9 +264,15 @@ class _Trials:
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(["trial", "how", *_FIGURES, *self.plan.space, "folder"])
         for run in self.outcomes():
-            values = [*map(run.result.get, _FIGURES), *(run.settings.get(path, "") for path in self.plan.space)]
+            values = [*map(run.result.get, _FIGURES), *map(run.settings.get, self.plan.space)]
             rows.writerow([run.trial, run.how, *values, run.folder])
-        write_atomically(self.plan.folder / "trials.csv", lambda part: part.write_text(text.getvalue()))
+        write_text(self.plan.folder / "trials.csv", text.getvalue())
+
+
+def _result_of(trial: Any) -> TrialResult:
+    """The result of a trial that has ended."""
+    kept = {name: trial.user_attrs[name] for name in ("how", "settings", "result", "folder")}
+    return TrialResult(trial.number + 1, **kept)
 
 
 def accuracies(metrics: str) -> list[float]:

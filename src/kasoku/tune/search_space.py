@@ -34,9 +34,7 @@ class Between:
 
     def __post_init__(self) -> None:
         numbers = [x for x in (self.low, self.high, self.step) if x is not None]
-        if any(type(x) not in (int, float) for x in numbers):
-            raise InputError(f"low, high and step are numbers, these are {', '.join(map(toml, numbers))}")
-        if not all(-math.inf < x < math.inf for x in numbers):
+        if any(type(x) not in (int, float) or not math.isfinite(x) for x in numbers):
             raise InputError(f"low, high and step are finite numbers, these are {', '.join(map(toml, numbers))}")
         if not self.low < self.high:
             raise InputError(f"low={self.low}, high={self.high}: an empty range; low must lie below high")
@@ -108,9 +106,7 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Between 
 
 def toml(value: Any) -> str:
     """A value as TOML, in one line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
+    if isinstance(value, bool | str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
