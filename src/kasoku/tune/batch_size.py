@@ -23,8 +23,8 @@ import torch
 from kasoku.core import Comm, InputError, Job
 from kasoku.core.torch_internals import recompile_limit
 from kasoku.distributed.consensus import ReportedElsewhereError
-from kasoku.tune.measurement import BRIEF, LATE, STEPS, BatchSizeResult, Limits, Measurement, interval
-from kasoku.tune.memory_forecast import extrapolate, out_of_memory
+from kasoku.tune.measurement import BRIEF, STEPS, BatchSizeResult, Limits, Measurement, interval
+from kasoku.tune.memory_forecast import out_of_memory
 from kasoku.tune.noise_scale import NoiseEstimate
 from kasoku.tune.sandbox import undisturbed
 from kasoku.tune.strategies import Strategy, TimeToTarget
@@ -152,9 +152,8 @@ class _Measurer:
     def __init__(self, job: Job, trial: Trial, budget_s: float) -> None:
         self.job, self.trial, self.budget_s = job, trial, budget_s
         self.began_s = job.clock.now()
-        self.elapsed_s, self.started = 0.0, False
+        self.elapsed_s = 0.0
         self.timed: dict[tuple[int, int], StepTimes] = {}  # all steps of a size, by (batch, parts)
-        self.step_s: dict[int, float] = {}  # of the slowest rank
         self.own_s: dict[int, float] = {}  # a step of this rank at each size
         self.scales: list[float] = []  # the gradient noise scale of each measurement
         self.overlaps = any(technique.overlaps_backward for technique in job.applied)
@@ -166,19 +165,13 @@ class _Measurer:
 
     def __call__(self, batch: int) -> Measurement:
         """Measures a size. Raises the error of a step, unless memory is short; the other ranks raise InputError."""
-        smaller = sorted(pair for pair in self.step_s.items() if pair[0] <= batch)
-        if self.started and smaller:  # the first size is tried in any case
-            step_s = extrapolate([(0, 0.0), *smaller], batch)  # proportional to the batch after a single size
-            if BRIEF * step_s > self.budget_s - self.elapsed_s:
-                return Measurement(batch, failed=LATE)
-        self.started = True
         sample = self.attempt(batch)
         while sample.failed and self.trial.sandbox.split(batch):
             sample = self.attempt(batch)
         return sample
 
     def attempt(self, batch: int) -> Measurement:
-        """Measures a size in its present parts, even if it may take too long."""
+        """Measures a size in its present parts."""
         if self.reduce([float(not self.trial.memory.fits(self.trial.sandbox.at_once(batch)))])[0]:
             return Measurement(batch, failed="it would not fit in memory")
         steps = BRIEF if self.trial.needs.brief else STEPS
@@ -200,7 +193,6 @@ class _Measurer:
         self.own_s[batch] = statistics.median(ran.steps_s)
         times = [*interval(ran.steps_s), statistics.median(ran.waits_s), -len(ran.steps_s)]
         step_s, low_s, high_s, input_s, fewest = self.reduce(times)
-        self.step_s[batch] = step_s
         own = ran.noise
         estimate = [1.0, own.signal, own.trace] if own else [0.0, 0.0, 0.0]
         usage, known, signal, trace = self.reduce([ran.utilisation, *estimate], op="mean")

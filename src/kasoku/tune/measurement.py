@@ -12,9 +12,9 @@ from typing import Any
 
 from kasoku.core import Clock, InputError
 from kasoku.core.files import write_text
+from kasoku.tune.memory_forecast import extrapolate
 
 STEPS, BRIEF = 20, 5  # timed steps of a size: in full, in a brief measurement
-LATE = "there is no time left for it"  # the reason of a size that was not tried
 _SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
 _MEDIAN = 1.2533  # standard error of a median, in sigma / sqrt(n)
 
@@ -186,14 +186,18 @@ class SizeSearch:
         self.measure, self.limits, self.samples = measure, limits, list[Measurement]()
         self.began_s = limits.clock.now()
         self.failed: int | None = None  # the smallest size that failed
-        self.late = False  # a size was not tried because time was short
 
-    def take(self, batch: int) -> Measurement:
-        """Measures a size, in place of its earlier measurement; the search ends if there is no time for it."""
+    def take(self, batch: int) -> Measurement | None:
+        """Measures a size, in place of its earlier measurement; None if no time is left for it, except for the first.
+
+        A brief measurement is expected to take as long as smaller sizes suggest; after only one, its time is taken as
+        proportional to the batch.
+        """
+        smaller = sorted((s.batch, s.step_s) for s in self.samples if s.batch <= batch and not s.failed)
+        needed_s = BRIEF * extrapolate([(0, 0.0), *smaller], batch) if smaller else 0.0
+        if self.samples and self.limits.clock.now() + needed_s >= self.limits.until_s:
+            return None
         sample = self.measure(batch)
-        if sample.failed == LATE:
-            self.late = True
-            return sample
         self.samples = [*(s for s in self.samples if s.batch != batch), sample]
         if sample.failed:
             self.failed = min(batch, self.failed or batch)
@@ -217,11 +221,6 @@ class SizeSearch:
                 "with more memory"
             )
         return sorted(good, key=lambda s: s.batch)
-
-    @property
-    def over(self) -> bool:
-        """Whether time is over; never before the first size."""
-        return bool(self.samples) and (self.late or self.limits.clock.now() >= self.limits.until_s)
 
     def result(
         self, batch: int, why: str, *, epochs: Callable[[int], float] | None = None, in_time: bool = True

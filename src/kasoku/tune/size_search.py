@@ -63,10 +63,11 @@ def search_sizes(tries: SizeSearch, worth: Worth, *, least_gain: float) -> tuple
     """
     batch: int | None = tries.limits.first
     first_s = again_s = 0.0
-    while batch is not None and not tries.over:
+    while batch is not None:
         known = any(sample.batch == batch for sample in tries.samples)
         began_s = tries.limits.clock.now()
-        tries.take(batch)
+        if tries.take(batch) is None:
+            break
         took_s = tries.limits.clock.now() - began_s
         first_s, again_s = (first_s, again_s + took_s) if known else (first_s + took_s, again_s)
         good = tries.good

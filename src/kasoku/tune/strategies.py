@@ -49,12 +49,10 @@ class _Growth:
         size = min(max(round(limits.start / limits.multiple) * limits.multiple, limits.first), limits.last)
         step, grow, checked = 1, True, math.nan
         for loop in range(_MAX_LOOPS + 1):
-            if tries.over:
+            before, sample = size, tries.take(size)
+            if sample is None:
                 batch = min((s.batch for s in tries.good), key=lambda b: assessed[b].loss)
                 return tries.result(batch, assessed[batch].why, in_time=False)
-            before, sample = size, tries.take(size)
-            if tries.late:
-                continue
             if sample.failed and assessed:
                 break
             if sample.failed:
