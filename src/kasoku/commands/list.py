@@ -10,6 +10,7 @@ from types import ModuleType
 
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from torch.optim import Optimizer
 
 from kasoku import core, data, device, distributed, memory, models, optim
@@ -20,9 +21,9 @@ from kasoku.core import Schedule, Technique
 def run(arguments: CommandArguments) -> int:
     """Prints the public names, and the recipes of the current folder; returns the exit code."""
     sections: dict[str, dict[str, str]] = {
-        "models": _functions(models, "num_classes"),
-        "data sources": _functions(data, returns=data.Dataset),
-        "optimizers": _functions(optim, returns=Optimizer),
+        "models": _functions(models, nn.Module),
+        "data sources": _functions(data, data.Dataset),
+        "optimizers": _functions(optim, Optimizer),
         "schedules": _classes([core], Schedule),
         "techniques": _classes([models, device, memory, data, optim, distributed], Technique),
         "recipes": {str(path): _first_comment(path) for path in sorted(Path("recipes").glob("*.toml"))},
@@ -38,15 +39,13 @@ def run(arguments: CommandArguments) -> int:
     return 0
 
 
-def _functions(package: ModuleType, parameter: str = "", returns: type | None = None) -> dict[str, str]:
+def _functions(package: ModuleType, returns: type) -> dict[str, str]:
     lines = {}
     for name in package.__all__:
         thing = getattr(package, name)
-        if inspect.isfunction(thing):
-            result = typing.get_type_hints(thing).get("return")
-            fits = returns is not None and isinstance(result, type) and issubclass(result, returns)
-            if fits or parameter in inspect.signature(thing).parameters:
-                lines[f"{package.__name__}.{name}"] = _line(thing)
+        result = typing.get_type_hints(thing).get("return") if inspect.isfunction(thing) else None
+        if isinstance(result, type) and issubclass(result, returns):
+            lines[f"{package.__name__}.{name}"] = _line(thing)
     return lines
 
 

@@ -31,13 +31,13 @@ from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
 from kasoku.training.run_folder import own_folder
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-# of the items that both have: rows of the plan, rows of the run's ledger
-_ITEMS = {
-    "input": (("input",), ("input", "copy")),
-    "computing": (("forward", "backward"), ("forward", "backward", "update")),
-    "exposed communication": (("exposed",), ("exposed",)),
-    "evaluation": (("evaluate",), ("evaluate",)),
-    "the rest": ((), ("save", "other")),
+_BEFORE = "before the first step"  # the item of all other rows
+_ITEMS = {  # item of a comparison: rows of the plan and of the run's ledger
+    "input": ("input", "copy"),
+    "computing": ("forward", "backward", "update"),
+    "exposed communication": ("exposed",),
+    "evaluation": ("evaluate",),
+    "the rest": ("save", "other"),
 }
 
 
@@ -175,14 +175,12 @@ def compare(run: Path) -> int:
             f"{run}: {ranks} ranks and batch={batch}, the plan is of {expected['gpus']} and batch={expected['batch']}: "
             "train it as planned, or plan what was trained"
         )
-    sides: list[dict[str, float]] = []
+    item_of = {row: item for item, rows in _ITEMS.items() for row in rows}
+    pairs = {item: [0.0, 0.0] for item in (_BEFORE, *_ITEMS)}
     for side, seconds in enumerate((expected["rows"], took)):
-        items = {item: sum(seconds.get(row, 0.0) for row in rows[side]) for item, rows in _ITEMS.items()}
-        named = {row for rows in _ITEMS.values() for row in rows[side]}
-        before_s = sum(s for row, s in seconds.items() if row not in named)
-        sides.append({"before the first step": before_s, **items})
-    pairs = {item: (sides[0][item], sides[1][item]) for item in sides[0]}
-    pairs["in all"] = sum(a for a, _ in pairs.values()), sum(b for _, b in pairs.values())
+        for row, s in seconds.items():
+            pairs[item_of.get(row, _BEFORE)][side] += s
+    pairs["in all"] = [sum(side) for side in zip(*pairs.values(), strict=True)]
     rows = {}
     for item, (a, b) in pairs.items():
         rows[item] = f"{a:,.2f} s expected, {b:,.2f} s taken" + (f": {a / b - 1:+.1%}" if b else "")

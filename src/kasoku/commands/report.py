@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from kasoku.commands import CommandArguments, argument, option
 from kasoku.core import InputError
-from kasoku.core.files import write_atomically
+from kasoku.core.files import write_text
 from kasoku.report.html import RunRecord
 from kasoku.report.html.timeline import chrome_trace
 from kasoku.report.significance import compare
@@ -51,7 +51,7 @@ def run(arguments: ReportArguments) -> int:
     if arguments.trace:
         if len(runs) != 1:
             raise InputError(f"--trace: the timeline of one run is written; {len(runs)} are given")
-        _write(arguments.trace, _trace_of(runs[0]))
+        write_text(arguments.trace, _trace_of(runs[0]))
         print(arguments.trace)
         if not arguments.out:
             return 0
@@ -64,7 +64,7 @@ def run(arguments: ReportArguments) -> int:
     out = arguments.out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
     from kasoku.report.html.page import page  # plotly and jinja2 take 0.4 s, and only this page needs them
 
-    _write(out, page(runs, lines))
+    write_text(out, page(runs, lines))
     for line in lines:
         print(line)
     print(out)
@@ -148,14 +148,12 @@ def by_recipe(runs: Sequence[RunRecord]) -> list[Group]:
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
     """A sentence for each group against the first one."""
-    machines = [
-        {json.dumps([run.machine.get(k) for k in ("cpu", "cores", "gpus")]) for run in runs} for _, runs in groups
-    ]
+    (first_name, first), *others = groups
     lines = []
-    for (name, runs), theirs in zip(groups[1:], machines[1:], strict=True):
-        line = compare(groups[0][1], runs, names=(groups[0][0], name)).line
-        several = len(machines[0] | theirs) > 1
-        lines.append(line + ("; these runs were made on different machines" if several else ""))
+    for name, runs in others:
+        line = compare(first, runs, names=(first_name, name)).line
+        machines = {json.dumps([run.machine.get(k) for k in ("cpu", "cores", "gpus")]) for run in (*first, *runs)}
+        lines.append(line + ("; these runs were made on different machines" if len(machines) > 1 else ""))
     return lines
 
 
@@ -207,7 +205,3 @@ def _trace_of(run: RunRecord) -> str:
         raise InputError(
             f"--trace: timeline.json of {run.name} is damaged ({type(error).__name__}: {error}); train it anew"
         ) from error
-
-
-def _write(file: Path, text: str) -> None:
-    write_atomically(file, lambda part: part.write_text(text, encoding="utf-8", errors="replace"))

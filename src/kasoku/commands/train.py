@@ -7,7 +7,6 @@ imports it, and nothing here does before.
 from __future__ import annotations
 
 import sys
-import tomllib
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -19,7 +18,7 @@ import torch
 from kasoku.commands import OptionalRecipe, option
 from kasoku.config.recipe import Recipe, allow_own_modules, dumps, load, own_folders
 from kasoku.core import Comm, InputError
-from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks, version_facts
+from kasoku.distributed.consensus import raise_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
 
@@ -138,7 +137,7 @@ def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> in
 
 def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
-    from kasoku.config.ranks import shares_of
+    from kasoku.config.ranks import check_same, shares_of
     from kasoku.data.datasets.folder_index import scanned_once
     from kasoku.report import dry_run, print_table
     from kasoku.training import run_folder, trainer
@@ -148,8 +147,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         arguments = replace(arguments, resume=arguments.out, out=None, set=())
     read = partial(_recipe_and_folder, arguments)
     recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
-    if comm.size > 1:  # one rank alone need not read the package's source
-        assert_same_on_all_ranks(comm, {"recipe": tomllib.loads(dumps(recipe)), **version_facts()})
+    check_same(recipe, comm)
     resume = arguments.resume is not None
     if _has_members(arguments, folder):
         return _train_members(arguments, folder, comm)
@@ -161,8 +159,9 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     tuned = start.do("tuning", partial(_tune, arguments, recipe, comm)) if recipe.auto_batch else None
     recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
     # before the folder is written: a start that fails leaves nothing behind
-    kept = run_folder.shares_in(folder, comm, recipe.batch) if resume and not recipe.device.graphs else ()
-    shares = shares_of(recipe, tuned.result.speeds) if tuned else kept
+    shares = shares_of(recipe, tuned.result.speeds) if tuned else ()
+    if resume and not tuned and not recipe.device.graphs:
+        shares = run_folder.shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
     with run_folder.run_folder(comm, folder, resume=resume) as run:
         run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned) if run else None)
@@ -224,12 +223,9 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     from kasoku.training import ensemble, trained_run
     from kasoku.training.run_folder import members_of
 
-    def check() -> None:
-        if comm.size > 1:
-            message = f"--members on {comm.size} ranks: members train on one device, by turns; start one process"
-            raise InputError(message)
-
-    run_on_all_ranks(comm, check)
+    if comm.size > 1:
+        message = f"--members on {comm.size} ranks: members train on one device, by turns; start one process"
+        raise_on_all_ranks(comm, InputError(message))
     if arguments.resume:
         paths = members_of(folder)
         recipes = [load(path / "recipe.toml", arguments.set) for path in paths]

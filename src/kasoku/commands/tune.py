@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 
 from kasoku.commands import RecipeArguments, option
-from kasoku.config.ranks import gpus_for
-from kasoku.config.recipe import Recipe, dumps
+from kasoku.config.ranks import check_same, gpus_for
+from kasoku.config.recipe import Recipe
 from kasoku.config.toml import read
 from kasoku.core import Comm, InputError
-from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks, version_facts
+from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
 from kasoku.memory import SavedMemory, larger
@@ -75,11 +74,6 @@ def _with_batch(arguments: TuneArguments) -> Recipe:
     return arguments.load(f"batch={recipe.batch}") if recipe.auto_batch else recipe
 
 
-def _check_same(recipe: Recipe, comm: Comm) -> None:
-    if comm.size > 1:
-        assert_same_on_all_ranks(comm, {"recipe": tomllib.loads(dumps(recipe)), **version_facts()})
-
-
 # ---- the batch
 
 
@@ -87,7 +81,7 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     sizes = run_on_all_ranks(comm, lambda: _range(arguments.range, int) if arguments.range else (0, 0))
     strategy = run_on_all_ranks(comm, lambda: _strategy(arguments.strategy))
     recipe = run_on_all_ranks(comm, arguments.load)
-    _check_same(recipe, comm)
+    check_same(recipe, comm)
     # where the recipe does not say how the rates follow the batch, they stay those of its own batch
     known = recipe.reference_batch or read(arguments.recipe, arguments.set).get("points")
     fixed = [] if known else [f"reference_batch={recipe.batch}"]
@@ -116,9 +110,9 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
 def _strategy(name: str) -> Strategy | None:
     """The strategy of a name; None for the default, which depends on the recipe."""
     if name not in _STRATEGIES:
-        near = difflib.get_close_matches(name.lower(), [known.lower() for known in _STRATEGIES], n=1)
-        known = next((known for known in _STRATEGIES if known.lower() in near), "")
-        advice = f"did you mean {known}?" if known else f"one of {', '.join(_STRATEGIES)}"
+        known = {strategy.lower(): strategy for strategy in _STRATEGIES}
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        advice = f"did you mean {known[near[0]]}?" if near else f"one of {', '.join(_STRATEGIES)}"
         raise InputError(f"--strategy {name}: no such strategy: {advice}")
     strategy: Strategy = getattr(strategies, name)()
     return None if name == _STRATEGIES[0] else strategy
@@ -158,7 +152,7 @@ def _range(text: str, kind: type[Any]) -> tuple[Any, Any]:
 
 def _tune_rate(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     recipe = run_on_all_ranks(comm, lambda: _with_batch(arguments))
-    _check_same(recipe, comm)
+    check_same(recipe, comm)
     bounds = run_on_all_ranks(comm, lambda: _range(arguments.range, float) if arguments.range else None)
     job = run_on_all_ranks(comm, lambda: build(recipe, comm, start=start)).job
     own = [float(group["lr"]) for group in job.kept("rate").own]

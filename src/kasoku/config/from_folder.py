@@ -45,14 +45,14 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: l
         document["techniques"] = [augment]
         document["optimizer"] = {"use": "kasoku.optim.sgd", "lr": 0.1 * batch / 128, "nesterov": True}
         document["optimizer"]["weight_decay"] = 5e-4
-    epochs = float(max(3, min(60, round(updates / steps))))
-    document["epochs"] = epochs
-    auto = (f"batch={AUTO}", f'batch="{AUTO}"')
-    if any(setting.replace(" ", "").replace("'", '"') in auto for setting in settings or ()):
+    document["epochs"] = epochs = float(max(3, min(60, round(updates / steps))))
+    for setting in settings or []:
+        if setting.partition("=")[0].strip() in ("batch", "epochs"):
+            override(document, setting)
+    if document["batch"] == AUTO:
         document["reference_batch"] = batch  # of the rates above; tuning begins there
-    for setting in (s for s in settings or () if s.partition("=")[0].strip() == "epochs"):
-        override(document, setting)  # the schedule follows them
-        epochs = document["epochs"] if isinstance(document["epochs"], int | float) else epochs
+    if isinstance(document["epochs"], int | float):
+        epochs = document["epochs"]  # the schedule follows them
     document["schedule"] = {"use": "kasoku.core.Cosine", "epochs": epochs, "warmup": epochs / 10}
     document["loss"] = {"use": "kasoku.optim.cross_entropy", "smoothing": 0.1}
     document["data"]["size"] = size

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Sequence
 
 import torch
 
-from kasoku.config.recipe import Recipe
-from kasoku.core import InputError, Technique
+from kasoku.config.recipe import Recipe, dumps
+from kasoku.core import Comm, InputError, Technique
 from kasoku.data import by_speed
 from kasoku.distributed import AllReduce, Overlap, VirtualRanks
+from kasoku.distributed.consensus import assert_same_on_all_ranks, version_facts
 
 UNSURE = 0.3  # the fraction of a test batch that `evaluate.views = "crops"` tests on shifted crops too
 TEST_PASSES = {"plain": 1.0, "mirror": 2.0, "crops": 2 + 4 * UNSURE}  # forwards of a test image, by evaluate.views
+
+
+def check_same(recipe: Recipe, comm: Comm) -> None:
+    """Raises InputError on all ranks where they have read different recipes, or run different versions. Collective."""
+    if comm.size > 1:  # one rank alone need not read the package's source
+        assert_same_on_all_ranks(comm, {"recipe": tomllib.loads(dumps(recipe)), **version_facts()})
 
 
 def check_share(recipe: Recipe, ranks: int) -> None:

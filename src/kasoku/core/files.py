@@ -27,8 +27,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file whole or not at all."""
-    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+    """Writes a text file whole or not at all; names of files that are no Unicode are written with "?"."""
+    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8", errors="replace"))
 
 
 def save_weights(model: nn.Module, path: Path) -> None:

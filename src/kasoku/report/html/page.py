@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.core import InputError
-from kasoku.core.files import write_atomically
+from kasoku.core.files import write_text
 from kasoku.report.html import figures
 from kasoku.report.html.content import Panel, RunRecord
 from kasoku.report.html.figures import COLOURS, Chart
@@ -64,8 +64,7 @@ def draw(path: Path, title: str, panels: Sequence[Panel], *, x_label: str = "", 
     """Writes a page of line charts. Raises InputError for lines that cannot be drawn."""
     if not panels:
         raise InputError("no panels: give 1 or more")
-    text = _render(title=title, curves=figures.panels(panels, x_label, x_log=x_log))
-    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8", errors="replace"))
+    write_text(path, _render(title=title, curves=figures.panels(panels, x_label, x_log=x_log)))
 
 
 def _render(**content: Any) -> str:
