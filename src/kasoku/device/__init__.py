@@ -1,11 +1,10 @@
 """What makes one device fast: precision, layout, allocator, compilation, graphs, and the choice among them."""
 
 from kasoku.device.allocator import tune_malloc
-from kasoku.device.autocast import Autocast
 from kasoku.device.channels_last import ChannelsLast
 from kasoku.device.compile import Compile
 from kasoku.device.cuda_graphs import Graphs
-from kasoku.device.loss_scale import LossScale
+from kasoku.device.half_precision import Autocast, LossScale
 from kasoku.device.seeding import Seeded
 from kasoku.device.select import Chosen, Device, choose
 

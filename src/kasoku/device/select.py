@@ -11,11 +11,10 @@ import torch
 from kasoku.core import InputError, Technique
 from kasoku.core.hardware import computes_bf16, cores
 from kasoku.device.allocator import tune_malloc
-from kasoku.device.autocast import DTYPES, Autocast
 from kasoku.device.channels_last import ChannelsLast
 from kasoku.device.compile import Compile
 from kasoku.device.cuda_graphs import Graphs
-from kasoku.device.loss_scale import LossScale
+from kasoku.device.half_precision import DTYPES, Autocast, LossScale
 
 Kind = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]

@@ -107,21 +107,19 @@ class Metrics:
             if not math.isfinite(value):
                 raise self.state.diverged(f"the loss is {value}", self.job.steps - len(values) + 1 + i)
         self.loss = values[-1]
-        if self._is_due():
-            rate = self.images_per_s()
+        if self._show():
             lr = float(max(group["lr"] for group in self.job.optimizer.param_groups))
-            self.note({"loss": self.loss, "lr": lr, "images_per_s": round(rate, 1)})
-            self.bar.step(self.job.steps, self.job.progress, loss=self.loss, images_per_s=rate)
+            self.note({"loss": self.loss, "lr": lr, "images_per_s": round(self.images_per_s(), 1)})
 
     def read_own(self) -> None:
         """Reads this rank's losses alone, for the bar; all ranks take their mean at the next sync point."""
         if self._losses:
             losses = torch.stack(self._losses).float()
-            self.own_sum, self.own_count = self.own_sum + float(losses.sum()), self.own_count + len(losses)
-            self.loss = float(losses.mean())
             self._losses.clear()
-            if self._is_due():
-                self.bar.step(self.job.steps, self.job.progress, loss=self.loss, images_per_s=self.images_per_s())
+            self.own_sum += float(losses.sum())
+            self.own_count += len(losses)
+            self.loss = float(losses.mean())
+            self._show()
 
     def read_mean(self, total: float, count: int) -> None:
         """Takes the mean of all ranks' losses since the last sync point, and writes it. Collective."""
@@ -130,12 +128,13 @@ class Metrics:
             self._losses, self._shown_s = [torch.tensor(total / count)], -math.inf
         self.read()
 
-    def _is_due(self) -> bool:
-        """Whether to show the loss: not more often than the eye can follow."""
+    def _show(self) -> bool:
+        """Shows the loss, but not more often than the eye can follow; returns whether it did."""
         now_s = self.job.clock.now()
         if now_s - self._shown_s <= _SHOWN_S and not self.state.over:
             return False
         self._shown_s = now_s
+        self.bar.step(self.job.steps, self.job.progress, loss=self.loss, images_per_s=self.images_per_s())
         return True
 
     # ---- time
