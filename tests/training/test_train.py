@@ -62,6 +62,7 @@ def test_digits_reach_98_percent_and_the_run_folder_is_complete(tmp_path, capsys
         assert (out / name).stat().st_size > 0
     assert list((out / "checkpoints").glob("step-*"))
     shown = capsys.readouterr().out
+    assert shown.startswith(json.loads((out / "environment.json").read_text())["chosen"] + "\n")
     assert "time to target" in shown
     assert str(out) in shown.replace("\n", "")
 

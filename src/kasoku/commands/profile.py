@@ -44,7 +44,7 @@ def run(arguments: ProfileArguments) -> int:
     if (folder / "recipe.toml").exists():
         raise InputError(f"{folder}: holds a run, whose ledger would be lost: give another --out")
     training = build(recipe)
-    print(training.device_setup, flush=True)
+    print(training.device_setup.summary, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     job, device_setup = training.job, training.device_setup
     profiler = Profiler(job, device_setup.dtype)

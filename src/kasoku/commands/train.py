@@ -210,7 +210,7 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
         run.write("recipe.toml", dumps(recipe))
     if not arguments.quiet:
         each = f"{ranks} ranks, each on " if ranks > 1 else ""
-        print(f"{each}{training.device_setup}\n{training.total_steps} steps, run folder {run.path}", flush=True)
+        print(f"{each}{training.device_setup.summary}\n{training.total_steps} steps, run folder {run.path}", flush=True)
     other_epochs = getattr(recipe.schedule, "epochs", recipe.epochs) != recipe.epochs
     derived = recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch or other_epochs
     if arguments.plot or (derived and not arguments.quiet):
