@@ -91,14 +91,15 @@ LAWS = {  # other laws of jitter, for comparison; none of them was chosen
 
 
 def imagenet() -> ModelCosts:
-    """ResNet-50, its norms marked: they go in fp32 where a policy sets them apart."""
+    """ResNet-50 with gradients in 16 bits, but those of norms in fp32, marked so that a policy can set them apart."""
     with torch.device("meta"):
         model = resnet50()
-    net = model_costs("resnet50", model, (3, 224, 224))
+    net = model_costs("resnet50", model, (3, 224, 224)).with_gradients(2)
     shapes = {name: p.ndim for name, p in model.named_parameters()}
     norms = {name for name, ndim in shapes.items() if ndim == 1 and not name.startswith("fc")}
     marked = [
-        tuple(replace(t, kind="norm") if t.name in norms else t for t in some) for some in (net.tensors, net.defined)
+        tuple(replace(t, kind="norm", size=4 * t.elements) if t.name in norms else t for t in some)
+        for some in (net.tensors, net.defined)
     ]
     return replace(net, tensors=marked[0], defined=marked[1])
 

@@ -22,7 +22,7 @@ from kasoku.simulate.from_recipe import sizes  # noqa: E402
 
 def main() -> None:
     with torch.device("meta"):
-        net = model_costs("resnet50", resnet50(), (3, 224, 224))
+        net = model_costs("resnet50", resnet50(), (3, 224, 224)).with_gradients(2)
     simulator = Simulator(load("abci"), net, Sharing(algorithm="hierarchical"))
     counts = sizes(simulator.cluster, 1, 4096)
 

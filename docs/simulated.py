@@ -43,9 +43,10 @@ SPEEDUPS = {16: (14.7, 14.7 / 1.46), 64: (27.0, 27.0 / 1.71)}  # published: with
 
 
 def nets() -> tuple[ModelCosts, ModelCosts]:
-    """ResNet-50 and AlexNet."""
+    """ResNet-50 with gradients in 16 bits, and AlexNet."""
     with torch.device("meta"):
-        return model_costs("resnet50", resnet50(), (3, 224, 224)), model_costs("alexnet", alexnet(), (3, 224, 224))
+        resnet = model_costs("resnet50", resnet50(), (3, 224, 224)).with_gradients(2)
+        return resnet, model_costs("alexnet", alexnet(), (3, 224, 224))
 
 
 def epochs(net: ModelCosts) -> None:
@@ -99,8 +100,8 @@ def k20x(net: ModelCosts) -> Cluster:
 def speedups(net: ModelCosts) -> None:
     """[003]: the speedup over one GPU, conventional and with overlap of the next forward."""
     ways = {
-        "after backward": Sharing(OneBucket(), wire_bytes=4),
-        "behind both": Sharing(PerLayer(), next_forward=True, wire_bytes=4),
+        "after backward": Sharing(OneBucket()),
+        "behind both": Sharing(PerLayer(), next_forward=True),
     }
     counts = (1, 2, 4, 8, 16, 32, 64)
     lines: dict[str, list[tuple[float, float]]] = {}

@@ -87,9 +87,10 @@ def test_the_simulated_groups_are_those_of_the_engine(policy: Policy, reducer: R
 
 def test_groups_planned_by_what_is_sent_would_be_others(net: ModelCosts) -> None:
     for policy in (Graded(least_bytes=4 * MIB), Fixed(MIB, MIB // 4), Fixed()):
-        own, sent = (Simulator(slow(), net, sharing) for sharing in (Sharing(policy, reducer=Wire()), Sharing(policy)))
-        plans = [simulator.step(GPUS, GPUS * 200).inputs.plan for simulator in (own, sent)]
-        assert plans[0].buckets != plans[1].buckets
+        simulators = [Simulator(slow(), sized, Sharing(policy)) for sized in (net, net.with_gradients(2))]
+        own, sent = (simulator.step(GPUS, GPUS * 200).inputs for simulator in simulators)
+        assert own.plan.buckets != sent.plan.buckets
+        assert sum(own.sizes()) == 2 * sum(sent.sizes())
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
 def _reducer(chosen: Choice) -> str:
     """The reducer of the planned recipe, where it is not one all-reduce of fp32."""
     reducer = chosen.scenario.simulator.sharing.reducer
-    if reducer is None or chosen.step.gpus == 1:
+    if chosen.step.gpus == 1:
         return ""
     alike = "" if isinstance(flat(reducer), Mean) else type(flat(reducer)).__name__
     if isinstance(reducer, Hierarchical):

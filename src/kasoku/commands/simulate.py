@@ -24,7 +24,7 @@ from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
 from kasoku.simulate import SimulatedStep, profile_of, timeline
 from kasoku.simulate import load as load_cluster
-from kasoku.simulate.from_recipe import Scenario, efficiency, images_each, scenario, sizes, sweep
+from kasoku.simulate.from_recipe import Scenario, efficiency, scenario, sizes, sweep
 from kasoku.training.run_folder import own_folder
 
 _MS = 1e3
@@ -71,7 +71,7 @@ def run(arguments: SimulateArguments) -> int:
     if lines:
         points = {name: [[s.gpus, s.step_s, s.images_per_s] for s in steps] for name, steps in lines.items()}
         parts = case.recipe.parts(step.gpus)
-        document["sweep"] = {"images_a_gpu": images_each(case, step), "parts": parts, "points": points}
+        document["sweep"] = {"images_a_gpu": case.images_each(step), "parts": parts, "points": points}
     folder = own_folder(arguments.out, arguments.recipe, "simulated")
     write_text(folder / "simulation.json", json.dumps(document, indent=1) + "\n")
     files = ["simulation.json"]

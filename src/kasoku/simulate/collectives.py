@@ -81,13 +81,14 @@ ALONE = Fastest(0.0, float("inf"), choices=(("none", LinkModel(0.0, float("inf")
 
 
 @lru_cache(maxsize=1024)
-def link(cluster: Cluster, gpus: int, algorithm: str = "auto") -> Fastest:
+def link(cluster: Cluster, gpus: int, algorithm: str = "auto", share: float = 1.0) -> Fastest:
     """The time of an all-reduce, by its bytes.
 
     Args:
         cluster: the GPUs are in its first nodes.
         gpus: the number of GPUs; they fill their nodes.
         algorithm: of `ALGORITHMS`; "auto": the faster of ring and tree, as NCCL chooses.
+        share: the share of the bytes that is sent.
 
     Raises:
         InputError: for an unknown algorithm, or one that does not exist for this number of GPUs.
@@ -100,7 +101,7 @@ def link(cluster: Cluster, gpus: int, algorithm: str = "auto") -> Fastest:
     names = [algorithm]
     if algorithm == "auto":
         names = ["ring", "tree"] if nodes > 1 else ["ring"]
-    return fastest(cluster, [(name, shape) for name in names for shape in ALGORITHMS[name](cluster, gpus)])
+    return fastest(cluster, [(name, shape.of(share)) for name in names for shape in ALGORITHMS[name](cluster, gpus)])
 
 
 def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
@@ -196,6 +197,11 @@ def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
     return flows
 
 
+def _circle(cluster: Cluster, ranks: Sequence[int], size: float) -> list[Flow]:
+    """Messages from each of the ranks to the next one, by the NIC nearest to it."""
+    return [(a, b, cluster.nic_of(a), size) for a, b in itertools.pairwise([*ranks, ranks[0]])]
+
+
 def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
     """An all-to-all: each rank sends an equal part of its bytes to every other rank, all at once.
 
@@ -284,19 +290,15 @@ def torus(
     if width > 1:  # a reduce-scatter and an all-gather along rows; rows of whole nodes use a ring for each NIC
         flows: list[Flow] = []
         for first in range(0, gpus, width):
-            if width % each == 0:
-                flows += _rings(cluster, first, width)
-            else:
-                pairs = [(first + i, first + (i + 1) % width) for i in range(width)]
-                flows += [(a, b, cluster.nic_of(a), 1 / width) for a, b in pairs]
+            ranks = range(first, first + width)
+            flows += _circle(cluster, ranks, 1 / width) if width % each else _rings(cluster, first, width)
         between, byte_s = max(0, -(-width // each) - 1), (width - 1) * contended_s(cluster, gpus, flows)
         once = AlgorithmCost(width - 1 - between, between, byte_s=byte_s)
         row = once + once
     if high == 1:
         return [row]
     columns = [[first + width * i for i in range(high)] for first in range(width)]
-    ringed = [(a, b) for column in columns for a, b in itertools.pairwise([*column, column[0]])]
-    flows = [(a, b, cluster.nic_of(a), across / gpus) for a, b in ringed]
+    flows = [flow for column in columns for flow in _circle(cluster, column, across / gpus)]
     once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, gpus, flows))
     if exchanged:
         return [row + exchange(cluster, gpus, width).of(across / width) + once]

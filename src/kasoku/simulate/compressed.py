@@ -11,7 +11,6 @@ compression, everywhere or only between nodes.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from kasoku.core import InputError
@@ -71,6 +70,4 @@ def link(cluster: Cluster, gpus: int, reducer: Reducer, algorithm: str = "auto")
     if exchanged:
         shape = collectives.exchange(cluster, gpus) + collectives.gather(cluster, gpus)
         return collectives.fastest(cluster, [(_EXCHANGED, shape.of(share))])
-    whole = collectives.link(cluster, gpus, algorithm)
-    choices = tuple((name, replace(each, bytes_per_s=each.bytes_per_s / share)) for name, each in whole.choices)
-    return Fastest(whole.latency_s, whole.bytes_per_s / share, choices=choices)
+    return collectives.link(cluster, gpus, algorithm, share)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class ModelCosts:
         tensors: the gradients, with layers numbered in the order of their forwards.
         defined: the gradients, with layers numbered in the order of definition, by which buckets are planned.
         modules: the names of all modules, also of those without parameters.
+        norms: the number of its BatchNorms.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModelCosts:
     tensors: tuple[Sized, ...]
     defined: tuple[Sized, ...]
     modules: frozenset[str] = frozenset()
+    norms: int = 0
 
     @property
     def products(self) -> float:
@@ -70,14 +72,12 @@ class ModelCosts:
         flops, bytes_ = 1e12 * gpu.tflops, 1e9 * gpu.memory_gb_s
         return [max(2 * layer.products / flops, _TOUCHED * 2 * layer.outputs / bytes_) for layer in self.layers]
 
-    def carried(self, wire_bytes: int) -> tuple[list[Sized], list[Sized]]:
-        """`tensors` and `defined` with the sizes that are sent: `wire_bytes` an element; tensors of norms in fp32."""
-
-        def sent(t: Sized) -> Sized:
-            width = max(wire_bytes, 4) if t.kind == "norm" else wire_bytes
-            return Sized(t.unit, t.elements, width * t.elements, t.kind, t.name)
-
-        return [sent(t) for t in self.tensors], [sent(t) for t in self.defined]
+    def with_gradients(self, width: int) -> ModelCosts:
+        """The network whose gradients take `width` bytes an element."""
+        tensors, defined = (
+            tuple(replace(t, size=width * t.elements) for t in each) for each in (self.tensors, self.defined)
+        )
+        return replace(self, tensors=tensors, defined=defined)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts
     layers = tuple(
         LayerCost(units.modules[i][0], *work.get(i, (0.0, 0.0)), channels.get(units.modules[i][1], 0)) for i in order
     )
-    return ModelCosts(name, layers, tuple(units.tensors), defined, frozenset(part for part, _ in model.named_modules()))
+    modules = frozenset(part for part, _ in model.named_modules())
+    return ModelCosts(name, layers, tuple(units.tensors), defined, modules, len(channels))
 
 
 @cache

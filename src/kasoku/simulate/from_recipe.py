@@ -19,7 +19,6 @@ from kasoku.core import InputError
 from kasoku.data import Facts
 from kasoku.device import Graphs
 from kasoku.distributed import OneBucket, Overlap, Policy
-from kasoku.distributed.batchnorm.grouped import norms
 from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
@@ -50,13 +49,12 @@ class FixedPlan(Policy):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A recipe on a cluster. `notes`: remarks on its data; `norms`: the number of its model's BatchNorms."""
+    """A recipe on a cluster. `notes`: remarks on its data."""
 
     recipe: Recipe
     facts: Facts
     simulator: Simulator
     notes: tuple[str, ...] = ()
-    norms: int = 0
 
     def with_sharing(self, sharing: Sharing) -> Scenario:
         return replace(self, simulator=replace(self.simulator, sharing=sharing))
@@ -73,13 +71,17 @@ class Scenario:
             )
         return self.simulator.step(gpus, self.recipe.batch, parts=self.recipe.parts(gpus))
 
+    def images_each(self, step: SimulatedStep) -> int:
+        """Images a GPU of a step, at least one for each of its parts."""
+        return max(self.recipe.parts(step.gpus), step.images // step.gpus)
+
     def rows(self, step: SimulatedStep) -> dict[str, float]:
         """Seconds of the whole training by item; the items are rows of a measured run's ledger."""
         total = updates(self.recipe, self.facts.images)
         costs, compute_s = self.simulator.cluster.costs, step.compute_s + step.straggler_s
         # forward passes of an evaluation: the test images in each view, and the images that recalibrate BatchNorm
         passes = round(TEST_PASSES[self.recipe.evaluate.views] * self.facts.tested)
-        if self.norms:
+        if self.simulator.net.norms:
             renewing: list[Any] = [t for t in self.recipe.techniques if t.renews_statistics]
             passes += min(sum(t.images or self.facts.images for t in renewing), self.facts.images)
         forward = sum(u.forward_s for u in step.inputs.units)
@@ -98,7 +100,7 @@ class Scenario:
         """All figures of a step and of the training, for a JSON file."""
         rows = self.rows(step)
         parts = self.recipe.parts(step.gpus)
-        alone = self.simulator.step(1, max(parts, self.recipe.batch // step.gpus), parts=parts)
+        alone = self.simulator.step(1, self.images_each(step), parts=parts)
         training_s = sum(rows.values())
         return {
             "gpus": step.gpus,
@@ -147,7 +149,7 @@ class Scenario:
     def _few_images(self, gpus: int) -> list[str]:
         """A remark if BatchNorm statistics are of too few images, with settings under which more images share them."""
         recipe, shared = self.recipe, self.recipe.images_per_norm(gpus)
-        if not self.norms or shared >= _FEW:
+        if not self.simulator.net.norms or shared >= _FEW:
             return []
         most, enough = recipe.batch // max(1, recipe.accumulate), 0  # the least norm_batch that is enough; 0: none
         if not (recipe.device.graphs or is_asynchronous(recipe, gpus)):  # statistics of several ranks work with neither
@@ -194,19 +196,18 @@ def scenario(
         other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
         return replace(like, recipe=recipe, simulator=other)
     facts, note = data_info(recipe)
-    net, batch_norms = _inspect(recipe.model, facts)
+    net = _inspect(recipe.model, facts)
     profile = simulate.profiled(profiles, net) if profiles else None
     simulator = Simulator(cluster, net, shared, profile=profile, norm_batch=recipe.norm_batch)
-    return Scenario(recipe, facts, simulator, (note,) if note else (), batch_norms)
+    return Scenario(recipe, facts, simulator, (note,) if note else ())
 
 
-def _inspect(model: Factory, facts: Facts) -> tuple[ModelCosts, int]:
-    """The network of a recipe, and the number of its BatchNorms."""
+def _inspect(model: Factory, facts: Facts) -> ModelCosts:
+    """The network of a recipe."""
     with torch.device("meta"):
         module = model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
-        batch_norms = len(norms(module))
     shape = (facts.channels, facts.side, facts.side)
-    return simulate.model_costs(model.use.rpartition(".")[2], module, shape), batch_norms
+    return simulate.model_costs(model.use.rpartition(".")[2], module, shape)
 
 
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
@@ -221,7 +222,7 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
             raise InputError(f"--allreduce {algorithm}: asynchronous ranks send no all-reduces: leave it out")
         return Sharing(exchange.buckets, asynchronous=exchange)
     if recipe.device.graphs or not exchange.overlaps_backward:
-        return Sharing(PerParameter(), wire_bytes=4, algorithm=algorithm or "auto")
+        return Sharing(PerParameter(), algorithm=algorithm or "auto")
     late = exchange.next_forward and not any(technique.needs_whole_gradients for technique in techniques)
     between = flat(exchange.reducer)  # raises for a reducer that is not simulated
     if algorithm not in ("", "auto") and exchanges(between):
@@ -242,26 +243,23 @@ def sweep(
     `changed`: a name and another cluster, on which the last way is simulated too.
     """
     simulator, plan, late = base.simulator, step.inputs.plan, step.inputs.late
-    shared, parts, images = simulator.sharing, base.recipe.parts(step.gpus), images_each(base, step)
+    shared, parts, images = simulator.sharing, base.recipe.parts(step.gpus), base.images_each(step)
     ways = {
         "one group after backward": replace(shared, policy=OneBucket(), next_forward=False, asynchronous=None),
         "graded groups behind backward": replace(shared, policy=Graded(), next_forward=False, asynchronous=None),
     }
+    # asynchronous ranks are compared with all-reduces in 16 bits
+    usual = replace(simulator, net=simulator.net.with_gradients(2)) if shared.asynchronous else simulator
+    simulators = {name: replace(usual, sharing=way) for name, way in ways.items()}
     if shared.asynchronous:
-        ways["asynchronous"] = shared
+        simulators["asynchronous"] = simulator
     elif step.gpus > 1:
         name = f"{plan.policy}{', also behind the next forward' if late else ''}"
-        ways[name] = replace(shared, policy=FixedPlan(plan), next_forward=late)
-    simulators = {name: replace(simulator, sharing=way) for name, way in ways.items()}
+        simulators[name] = replace(simulator, sharing=replace(shared, policy=FixedPlan(plan), next_forward=late))
     if changed:
         last = list(simulators)[-1]
         simulators[f"{last}; {changed[0]}"] = replace(simulators[last], cluster=changed[1])
     return {name: [each.step(n, n * images, parts=parts) for n in gpus] for name, each in simulators.items()}
-
-
-def images_each(base: Scenario, step: SimulatedStep) -> int:
-    """Images a GPU of a step, at least one for each of its parts."""
-    return max(base.recipe.parts(step.gpus), step.images // step.gpus)
 
 
 def evaluations(recipe: Recipe) -> int:

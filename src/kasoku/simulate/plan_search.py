@@ -14,7 +14,7 @@ from kasoku.config.toml import read
 from kasoku.config.updates import updates
 from kasoku.core import InputError, Schedule
 from kasoku.core import schedule as schedules
-from kasoku.distributed import Graded, Hierarchical, Mean, Overlap, Planned
+from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
 from kasoku.simulate import Cluster, SimulatedStep
 from kasoku.simulate.collectives import square
 from kasoku.simulate.compressed import flat
@@ -134,7 +134,7 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tupl
         if fitting:
             graded, shared = base, simulator.sharing
             if _has_groups(base):
-                reducer = flat(shared.reducer or Mean())
+                reducer = flat(shared.reducer)
                 graded = base.with_sharing(replace(shared, policy=Graded(), next_forward=False, reducer=reducer))
             counts = sizes(cluster, 1, cluster.most, _SIZES, fits=fitting.__contains__)
             simulated += [_by_nodes(choice(graded, gpus)) for gpus in counts]
@@ -159,7 +159,7 @@ def _by_nodes(plain: Choice) -> Choice:
     """
     base, gpus = plain.scenario, plain.step.gpus
     shared, each = base.simulator.sharing, base.simulator.cluster.node.gpus
-    if shared.reducer is None or gpus <= each:
+    if not _has_groups(base) or gpus <= each:
         return plain
     best = plain
     for row in sorted({each, square(gpus, each)} - {1, gpus}):
@@ -214,7 +214,6 @@ def planned_recipe(chosen: Choice) -> Recipe:
         return recipe
     techniques = techniques_for(recipe, 1)
     own: Any = next((t for t in techniques if t.overlaps_backward), Overlap())
-    reducer = shared.reducer or own.reducer
-    own = replace(own, buckets=shared.policy, next_forward=shared.next_forward, reducer=reducer)
+    own = replace(own, buckets=shared.policy, next_forward=shared.next_forward, reducer=shared.reducer)
     local = tuple(t for t in techniques if not t.exchanges_gradients)
     return replace(recipe, techniques=(*local, own))

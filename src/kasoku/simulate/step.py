@@ -32,20 +32,17 @@ class Sharing:
     Args:
         policy: the groups and their order.
         next_forward: the next forward waits for groups; False: the step waits.
-        wire_bytes: bytes of an element that is sent, by which groups are planned too.
         algorithm: of the all-reduce.
         asynchronous: the settings of asynchronous ranks, which exchange updates; None: ranks all-reduce gradients.
-        reducer: Overlap's reducer, which determines the bytes that are sent; groups are planned by fp32, as in Overlap,
-            and `wire_bytes` has no effect. None: another engine, which plans by the bytes that it sends.
+        reducer: Overlap's reducer, by which fewer bytes than those of the gradients may be sent; these plan the groups.
         needs_all: the update needs all gradients, as with fp16's loss scaling, so the next forward never waits.
     """
 
     policy: Policy = field(default_factory=Graded)
     next_forward: bool = False
-    wire_bytes: int = 2
     algorithm: str = "auto"
     asynchronous: Asynchronous | None = None
-    reducer: Reducer | None = None
+    reducer: Reducer = field(default_factory=Mean)
     needs_all: bool = False
 
     def fits(self, gpus: int) -> bool:
@@ -186,19 +183,19 @@ class Simulator:
         """The inputs of the forecast: gradients, groups, link, and whether the next forward waits."""
         sharing, late = self.sharing, self.sharing.next_forward and not self.sharing.needs_all
         if asynchronous := sharing.asynchronous:
-            tensors, _ = self.net.carried(CODECS[asynchronous.wire].dtype.itemsize)
+            tensors = self.net.with_gradients(CODECS[asynchronous.wire].dtype.itemsize).tensors
             plan = asynchronous.buckets.plan(self.net.defined)  # by the bytes in fp32, whatever type is sent
             sizes = [sum(self.net.defined[i].elements for i in bucket) for bucket in plan.buckets]
             plan = replace(plan, order=tuple(Chunk(i, 0, size) for i, size in enumerate(sizes)))  # each sent whole
             inputs = StepInputs(units, tensors, plan, async_exchange.link(self.cluster, gpus), False, asynchronous)
             return replace(inputs, asynchronous=async_exchange.settled(asynchronous, units, inputs.timed()))
-        link = compressed.link(self.cluster, gpus, sharing.reducer or Mean(), sharing.algorithm)
-        tensors, defined = self.net.carried(_FP32 if sharing.reducer else sharing.wire_bytes)
+        link = compressed.link(self.cluster, gpus, sharing.reducer, sharing.algorithm)
+        tensors = self.net.tensors
         if isinstance(sharing.policy, Planned) and gpus > 1:
             plan, _, late = search(units, tensors, link, next_forward=late)
             return StepInputs(units, tensors, plan, link, late)
         # as Overlap does before the first forward
-        return StepInputs(units, tensors, sharing.policy.plan(defined), link, late)
+        return StepInputs(units, tensors, sharing.policy.plan(self.net.defined), link, late)
 
     def units(self, images: float, *, slower: float = 1.0) -> list[UnitTimes]:
         """The times of the layers on one GPU."""
