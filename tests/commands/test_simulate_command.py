@@ -164,7 +164,7 @@ def test_what_cannot_be_simulated_is_one_clear_line(
     [
         ('name = "c"\nnodes = 0\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "nodes=0: at least 1"),
         ('name = "c"\nnodes = 2\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "2 nodes need a network"),
-        ('name = "c"\nnodes = 1\ngpu = "v1000"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "gpu v1000: one of a100"),
+        ('name = "c"\nnodes = 1\ngpu = "v1000"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "gpu='v1000': one of a100"),
         ('name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnics = 3\n', "or a divisor of them"),
         (
             'name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\nnics = 8\n',
@@ -175,7 +175,7 @@ def test_what_cannot_be_simulated_is_one_clear_line(
         ('name = "c"\nnodes = 900000000\ngpu = "v100"\n[node]\ngpus = 4\nport_gb_s = 1.0\n', "at most 1,000,000"),
         (
             'name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpus = 1\nport_gb_s = 0.0\n[racks]\nnodes = 0\n',
-            "at least 1 node",
+            "racks: nodes=0: at least 1 is wanted",
         ),
         ('name = "c"\nnodes = 1\ngpu = "v100"\n[node]\ngpu = 4\nport_gb_s = 1.0\n', "node.gpu: no such key"),
     ],

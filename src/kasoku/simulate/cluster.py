@@ -15,18 +15,24 @@ from kasoku.core import InputError
 
 Floats = npt.NDArray[np.float64]
 _HERE = Path(__file__).parent
-
-
-def _check_numbers(of: object) -> None:
-    """Raises InputError for numbers that are negative or not finite: with such rates a simulation would never end."""
-    for name, value in vars(of).items():
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, int | float) and not 0 <= number < 1e12:
-                raise InputError(f"{name}={value}: finite numbers of 0 or more are wanted")
+_ABOVE_ZERO = {"beta_ms", "least", "tflops", "memory_gb_s", "gpus", "nics", "share", "nodes", "latency"}
 
 
 @dataclass(frozen=True)
-class Gpu:
+class _Described:
+    """A table of numbers. Raises InputError for one that is too small or not finite: a simulation would never end."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, int | float) and not 0 <= number < 1e12:
+                    raise InputError(f"{name}={value}: finite numbers of 0 or more are wanted")
+            if name in _ABOVE_ZERO and value <= 0:
+                raise InputError(f"{name}={value}: {'at least 1' if isinstance(value, int) else 'above 0'} is wanted")
+
+
+@dataclass(frozen=True)
+class Gpu(_Described):
     """A GPU. A step of `network` takes alpha_ms + beta_ms * images: forward, backward and update together.
 
     Args:
@@ -58,18 +64,13 @@ class Gpu:
     network = "resnet50"
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        if self.beta_ms <= 0 or not 0 < self.least <= self.most:
-            raise InputError(
-                f"alpha_ms={self.alpha_ms}, beta_ms={self.beta_ms}, least={self.least}, most={self.most}: times of 0 "
-                "or more, above 0 an image, and batches from at least 1 up"
-            )
-        if self.tflops <= 0 or self.memory_gb_s <= 0:
-            raise InputError("tflops and memory_gb_s: above 0; spread: 0 or more")
+        super().__post_init__()
+        if self.least > self.most:
+            raise InputError(f"least={self.least}, most={self.most}: the smallest and the largest batch are wanted")
 
 
 @dataclass(frozen=True)
-class ClusterNode:
+class ClusterNode(_Described):
     """One machine. A GPU sends `port_gb_s` within its node; each of the `nics` sends `nic_gb_s` out of it.
 
     Both are rates of one direction; both directions have them at the same time.
@@ -82,9 +83,7 @@ class ClusterNode:
     input_images_s: float = 0.0  # that its CPUs can decode; 0: no limit
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        if self.gpus < 1 or self.nics < 1:
-            raise InputError(f"gpus={self.gpus}, nics={self.nics}: at least 1 of each")
+        super().__post_init__()
         if self.gpus > 1 and self.port_gb_s <= 0:
             raise InputError(f"port_gb_s={self.port_gb_s}, nic_gb_s={self.nic_gb_s}: GB/s above 0")
         if self.gpus % self.nics:
@@ -95,20 +94,15 @@ class ClusterNode:
 
 
 @dataclass(frozen=True)
-class Racks:
+class Racks(_Described):
     """Nodes in racks. Within a rack all nodes have their full rate; a rack sends `uplink_gb_s` out, 0: no limit."""
 
     nodes: int
     uplink_gb_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check_numbers(self)
-        if self.nodes < 1:
-            raise InputError(f"nodes={self.nodes}, uplink_gb_s={self.uplink_gb_s}: at least 1 node, 0 GB/s or more")
-
 
 @dataclass(frozen=True)
-class Protocol:
+class Protocol(_Described):
     """A protocol of a communication library: latencies in microseconds, and the share of a link's rate that it uses.
 
     A message takes `start_us` once, in a tree `tree_more_us` more, and `ring_us` or `tree_us` for each hop: [within a
@@ -123,9 +117,9 @@ class Protocol:
     tree_more_us: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        if not 0 < self.share <= 1:
-            raise InputError(f"{self.name}: share={self.share} from 0 to 1, times of 0 or more")
+        super().__post_init__()
+        if self.share > 1:
+            raise InputError(f"share={self.share}: at most 1, the whole rate")
 
 
 # Source: NCCL's own model, src/graph/tuning.cc; the shares of LL and LL128 are its 1/4 and .92 of a ring's bandwidth.
@@ -137,19 +131,16 @@ NCCL = (
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(_Described):
     """The costs of a run beside its steps, in seconds; `evaluation_s`: the least time of one evaluation."""
 
     setup_s: float = 0.0
     first_epoch_s: float = 0.0
     evaluation_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check_numbers(self)
-
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(_Described):
     """The contents of a cluster file. `gpu`: the name of a shipped GPU; otherwise `[own_gpu]` describes it."""
 
     name: str
@@ -164,17 +155,16 @@ class Cluster:
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.nodes <= 1_000_000:
-            raise InputError(f"nodes={self.nodes}: at least 1, at most 1,000,000")
-        if not 0 < self.latency < 1e6:
-            raise InputError(f"latency={self.latency}: a factor above 0")
+        super().__post_init__()
+        if self.nodes > 1_000_000:
+            raise InputError(f"nodes={self.nodes}: at most 1,000,000 are wanted")
         if self.nodes > 1 and self.node.nic_gb_s <= 0:
             raise InputError(f"node.nic_gb_s={self.node.nic_gb_s}: {self.nodes} nodes need a network; GB/s above 0")
         known = [p.name for p in NCCL]
         wrong = [name for name in self.protocols if name not in known]
         if wrong or not (self.protocols or self.own_protocol):
             raise InputError(f"protocols={list(self.protocols)}: of {', '.join(known)}, or a table own_protocol")
-        if bool(self.gpu) == bool(self.own_gpu):
+        if bool(self.gpu) == bool(self.own_gpu) or (self.gpu and self.gpu not in shipped("gpus")):
             raise InputError(f"gpu={self.gpu!r}: one of {', '.join(shipped('gpus'))}, or a table own_gpu, not both")
 
     @property
@@ -186,8 +176,6 @@ class Cluster:
     def device(self) -> Gpu:
         if self.own_gpu:
             return self.own_gpu
-        if self.gpu not in shipped("gpus"):
-            raise InputError(f"gpu {self.gpu}: one of {', '.join(shipped('gpus'))}")
         return parse(Gpu, read(_HERE / "gpus" / f"{self.gpu}.toml"))
 
     @property

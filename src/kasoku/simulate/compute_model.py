@@ -223,21 +223,18 @@ def units_of(
     work = net.work(gpu)
     first = profile.measured[0][1]
     home = [_block(layer.name, first) for layer in net.layers]
-    of_block = {block: sum(w for w, h in zip(work, home, strict=True) if h == block) for block in first}
-    members = {block: home.count(block) for block in first}
+    shares: list[dict[str, float]] = [{} for _ in net.layers]  # of each block's time
+    before = 0
+    for block in first:
+        members = [i for i, other in enumerate(home) if other == block] or [before]
+        whole = sum(work[i] for i in members)
+        for i in members:
+            shares[i][block] = work[i] / whole if whole else 1 / len(members)
+        before = members[-1]
     elements = [0] * len(net.layers)
     for t in net.tensors:
         elements[t.unit] += t.elements
     update_s = slower * profile.update_s / max(1, sum(elements))
-    shares = [
-        {block: mine / of_block[block] if of_block[block] else 1 / members[block]}
-        for mine, block in zip(work, home, strict=True)
-    ]
-    last, before = {block: i for i, block in enumerate(home)}, 0
-    for block in first:
-        before = last.get(block, before)
-        if block not in last:
-            shares[before][block] = 1.0
     out = []
     for layer, mine, own in zip(net.layers, shares, elements, strict=True):
         forward, backward = (
