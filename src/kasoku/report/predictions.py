@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from kasoku.core import Comm, InputError
-from kasoku.data import Dataset, GoneError, Memory, read_image
+from kasoku.data import Dataset, GoneError, Loader, Memory, read_image
 
 _THUMBNAIL = 96  # pixels, the longer side
 
@@ -22,21 +22,17 @@ class PredictionLog:
     """The predictions of one evaluation. They stay on the device until `gather`, so that no batch waits for a copy.
 
     Args:
-        loader: the loader of the batches. Its `index_N` has the indices of the last batch; without it they are counted.
+        loader: the loader of the batches, which tells the indices of the last one.
     """
 
-    def __init__(self, loader: object) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self._rows: list[tuple[Tensor, ...]] = []  # loss, index, label, predicted class of each batch
-        self._images = self._outputs = 0
+        self._outputs = 0
 
     def add(self, logits_NK: Tensor, y_N: Tensor) -> None:
-        index_N = getattr(self._loader, "index_N", None)
-        if index_N is None or len(index_N) != len(y_N):
-            index_N = torch.arange(self._images, self._images + len(y_N))
         loss_N = nn.functional.cross_entropy(logits_NK.float(), y_N, reduction="none")
-        self._rows.append((loss_N, index_N.clone(), y_N.clone(), logits_NK.argmax(1)))
-        self._images += len(y_N)
+        self._rows.append((loss_N, self._loader.index_N.clone(), y_N.clone(), logits_NK.argmax(1)))
         self._outputs = logits_NK.shape[1]
 
     def gather(self, dataset: Dataset, comm: Comm, *, worst: int = 16) -> dict[str, Any]:
@@ -58,13 +54,14 @@ class PredictionLog:
         counts = sum((theirs for _, _, theirs in gathered), Counter[tuple[int, int]]())
         names = [*dataset.classes, *(f"output {i}" for i in range(len(dataset.classes), side))]
         images = sorted((image for _, images, _ in gathered for image in images), reverse=True)[:worst]
+        part = dataset.test
         pictures = _thumbnails(dataset, [index for _, index, _, _ in images] if comm.rank == 0 else [])
         return {
             "classes": names,
             "confusion": [[*pair, n] for pair, n in sorted(counts.items())],
             "worst": [
                 {
-                    "name": _name(dataset, index),
+                    "name": f"image {index}" if isinstance(part, Memory) else part.name(index),
                     "label": names[label],
                     "predicted": names[predicted],
                     "loss": round(loss, 4) if math.isfinite(loss) else None,
@@ -73,13 +70,6 @@ class PredictionLog:
                 for loss, index, label, predicted in images
             ],
         }
-
-
-def _name(dataset: Dataset, index: int) -> str:
-    part = dataset.test
-    if isinstance(part, Memory) or not 0 <= index < len(part):
-        return f"image {index}"
-    return part.name(index)
 
 
 def _thumbnails(dataset: Dataset, index: list[int]) -> dict[int, str]:
@@ -93,8 +83,7 @@ def _thumbnails(dataset: Dataset, index: list[int]) -> dict[int, str]:
                 pixels_HWC = read_image(part.read(i), dataset.image_size, name=part.name(i))
             if pixels_HWC.shape[2] not in (1, 3):
                 continue
-            pixels = pixels_HWC[..., 0] if pixels_HWC.shape[2] == 1 else pixels_HWC
-            image = Image.fromarray(pixels.contiguous().numpy())
+            image = Image.fromarray(pixels_HWC.squeeze(2).contiguous().numpy())
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
             out = io.BytesIO()
             image.save(out, "PNG")

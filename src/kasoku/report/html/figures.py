@@ -55,7 +55,7 @@ _MAX_CLASSES_WITH_COUNTS = 14  # more would leave no room for numbers in the cel
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its `key` in the page, its title and a note below it."""
+    """A figure with its title and a note below it; `key` tells it from the other figures of its run, or of the page."""
 
     key: str
     title: str
@@ -176,7 +176,7 @@ def row_colour(row: str, rows: Sequence[str]) -> str:
     return _ROW_COLOURS.get(row) or _GREYS[rest.index(row) % len(_GREYS)]
 
 
-def ledgers(key: str, bars: Sequence[tuple[str, Mapping[str, float]]], note: str = "") -> Chart:
+def ledgers(bars: Sequence[tuple[str, Mapping[str, float]]], *, key: str = "ledgers", note: str = "") -> Chart:
     """Where the time went: one bar for each (name, seconds by row), stacked in the order of the rows."""
     totals = [sum(rows.values()) for _, rows in bars]
     parts = [(row, s, total) for (_, rows), total in zip(bars, totals, strict=True) for row, s in rows.items()]
@@ -203,17 +203,16 @@ def ledgers(key: str, bars: Sequence[tuple[str, Mapping[str, float]]], note: str
     return Chart(key, "Where the time went", figure, note)
 
 
-def ledger(key: str, document: Mapping[str, Any]) -> Chart:
+def ledger(document: Mapping[str, Any]) -> Chart:
     """The ledger of one run, with a bar for each rank if there are several."""
     ranks = document.get("ranks") or []
     left = len(ranks) - _MAX_RANKS
     note = f"{left} more ranks are not drawn." if left > 0 else ""
-    if len(ranks) > 1:
-        return ledgers(key, [(f"rank {i}", rows) for i, rows in enumerate(ranks[:_MAX_RANKS])], note)
-    return ledgers(key, [("", document["rows"])])
+    bars = [(f"rank {i}", rows) for i, rows in enumerate(ranks[:_MAX_RANKS])]
+    return ledgers(bars if len(bars) > 1 else [("", document["rows"])], key="ledger", note=note)
 
 
-def timeline(key: str, document: Mapping[str, Any]) -> Chart:
+def timeline(document: Mapping[str, Any]) -> Chart:
     """A lane for each rank and stream, in milliseconds; a span inside another is thinner."""
     spans = sorted(document["spans"], key=lambda s: (float(s["start"]), -float(s["stop"])))
     all_lanes = lanes(spans)
@@ -248,7 +247,7 @@ def timeline(key: str, document: Mapping[str, Any]) -> Chart:
     y["fixedrange"] = True
     cut = f"The first {len(drawn):,} spans of {len(spans):,} are drawn. " if len(drawn) < len(spans) else ""
     figure = new_figure(traces, 150 + 30 * len(names), {"title_text": "ms"}, y, barmode="overlay", bargap=0)
-    return Chart(key, "A few steps", figure, f"{cut}Drag to zoom in, double-click to see all again.")
+    return Chart("timeline", "A few steps", figure, f"{cut}Drag to zoom in, double-click to see all again.")
 
 
 # ---- classes
@@ -262,7 +261,7 @@ def confusion_counts(document: Mapping[str, Any]) -> list[Counter[int]]:
     return counts
 
 
-def accuracies(key: str, document: Mapping[str, Any]) -> Chart:
+def accuracies(document: Mapping[str, Any]) -> Chart:
     """The accuracy on each class, the worst class first."""
     classes, counts = document["classes"], confusion_counts(document)
     sums = [sum(row.values()) for row in counts]
@@ -280,10 +279,11 @@ def accuracies(key: str, document: Mapping[str, Any]) -> Chart:
     x = {"title_text": "accuracy", "tickformat": "~%", "range": [0, 1]}
     y = {**_class_axis([classes[k] for k in worst]), "autorange": "reversed"}
     note = f"The {len(worst)} worst of {len(order)}." if len(worst) < len(order) else ""
-    return Chart(key, "Accuracy by class", new_figure([bars], 90 + 22 * len(worst), x, y, showlegend=False), note)
+    figure = new_figure([bars], 90 + 22 * len(worst), x, y, showlegend=False)
+    return Chart("accuracies", "Accuracy by class", figure, note)
 
 
-def confusion(key: str, document: Mapping[str, Any]) -> Chart:
+def confusion(document: Mapping[str, Any]) -> Chart:
     """The predictions for the images of each class: one row a class, shaded by the share of its images."""
     classes, counts = document["classes"], confusion_counts(document)
     mistakes = [0] * len(classes)  # of each class, as the label and as the prediction
@@ -314,7 +314,7 @@ def confusion(key: str, document: Mapping[str, Any]) -> Chart:
     y = {**names, "title_text": "true class", "range": [last, -0.5]}
     figure = new_figure(traces, min(760, 220 + 26 * len(shown)), x, y, dragmode=False, showlegend=False)
     note = f"The {len(shown)} classes with the most mistakes, of {len(classes)}." if len(shown) < len(classes) else ""
-    return Chart(key, "Confusion", figure, note)
+    return Chart("confusion", "Confusion", figure, note)
 
 
 def _class_axis(names: Sequence[object]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,8 @@ def page(runs: Sequence[RunRecord], comparisons: Sequence[str] = ()) -> str:
         comparisons=comparisons,
         summary=(list(summaries[0]), [list(row.values()) for row in summaries]),
         curves=figures.curves(runs),
-        shared=figures.ledgers("ledgers", bars) if len(bars) > 1 else None,
-        runs=[_view(i, run) for i, run in enumerate(runs)],
+        shared=figures.ledgers(bars) if len(bars) > 1 else None,
+        runs=[_view(run) for run in runs],
     )
 
 
@@ -68,7 +67,7 @@ def draw(path: Path, title: str, panels: Sequence[Panel], *, x_label: str = "", 
 
 
 def _render(**content: Any) -> str:
-    """Fills the template, which lists in `charts` what it places on the page, and ends with their JSON."""
+    """Fills the template, which lists in `charts` each figure that it places, by its key, and ends with their JSON."""
     from plotly.offline import get_plotlyjs
 
     loader = FileSystemLoader(Path(__file__).parent)
@@ -79,9 +78,9 @@ def _render(**content: Any) -> str:
     return environment.get_template("template.html.j2").render(_EMPTY | content, charts=[])
 
 
-def _to_json(charts: Sequence[Chart]) -> Markup:
+def _to_json(charts: Sequence[tuple[str, Any]]) -> Markup:
     # plotly's to_json escapes "<", ">" and "/", so that no text ends the script element
-    drawn = ",".join(f'{{"key":"{chart.key}",{str(chart.figure.to_json())[1:]}' for chart in charts)
+    drawn = ",".join(f'{{"key":"{key}",{figure.to_json()[1:]}' for key, figure in charts)
     return Markup(f"[{drawn}]")
 
 
@@ -118,17 +117,17 @@ def _ledger_key(chart: Chart, *, seconds: bool) -> list[tuple[str, str]]:
 # ---- one run
 
 
-def _view(number: int, run: RunRecord) -> dict[str, Any]:
+def _view(run: RunRecord) -> dict[str, Any]:
     """The section of one run, as the template takes it; `parts` by the name of their file."""
     gpus = run.machine.get("gpus") or []
     gpu = f"{len(gpus)} x {gpus[0]}" if gpus else ""
     cpu = f"{run.machine.get('cores', '?')} cores of {run.machine['cpu']}" if run.machine.get("cpu") else ""
     machine = ", ".join(part for part in (gpu, cpu, str(run.machine.get("chosen", ""))) if part)
     builders: dict[str, Callable[[Mapping[str, Any]], object]] = {
-        "ledger": partial(_ledger, number),
-        "timeline": partial(figures.timeline, f"timeline-{number}"),
-        "tuning": partial(tuning, f"tuning-{number}"),
-        "classes": partial(_classes, number),
+        "ledger": _ledger,
+        "timeline": figures.timeline,
+        "tuning": tuning,
+        "classes": _classes,
     }
     parts, damaged = {}, list(run.damaged)
     for part, build in builders.items():
@@ -146,14 +145,14 @@ def _view(number: int, run: RunRecord) -> dict[str, Any]:
     return {"name": run.name, "machine": machine, "buckets": run.buckets, "parts": parts, "notes": notes}
 
 
-def _ledger(number: int, document: Mapping[str, Any]) -> dict[str, Any]:
+def _ledger(document: Mapping[str, Any]) -> dict[str, Any]:
     """Bars, the bottlenecks in words, the medians of a step, and the bounds."""
     step = document.get("step_s") or {}
     rows = [row for row in (*STEP, *(row for row in step if row not in STEP)) if step.get(row) is not None]
     bounds = document.get("bounds") or {}
     overlapped = document.get("beside") or {}
     return {
-        "chart": figures.ledger(f"ledger-{number}", document),
+        "chart": figures.ledger(document),
         "bottlenecks": [
             (str(b["cause"]), f"{float(b['share']):.0%}", str(b["line"]), str(b.get("remedy") or ""))
             for b in document.get("verdict") or []
@@ -164,7 +163,7 @@ def _ledger(number: int, document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _classes(number: int, document: Mapping[str, Any]) -> dict[str, Any]:
+def _classes(document: Mapping[str, Any]) -> dict[str, Any]:
     """Accuracy by class, confusion, the most frequent mistakes, the worst images."""
     classes, counts = document["classes"], figures.confusion_counts(document)
     pairs = sorted((-n, label, predicted) for label, predicted, n in document["confusion"] if label != predicted)
@@ -181,10 +180,7 @@ def _classes(number: int, document: Mapping[str, Any]) -> dict[str, Any]:
         for image in document.get("worst") or []
     ]
     return {
-        "charts": [
-            figures.accuracies(f"accuracies-{number}", document),
-            figures.confusion(f"confusion-{number}", document),
-        ],
+        "charts": [figures.accuracies(document), figures.confusion(document)],
         "mistakes": (["class", "predicted as", "images"], mistakes) if mistakes else None,
         "worst": worst,
     }

@@ -13,10 +13,10 @@ from kasoku.report.html.figures import COLOURS, HOVER, MORE_COLOURS, Chart, new_
 _MAX_TICKS = 9
 
 
-def tuning(key: str, document: Mapping[str, Any]) -> Chart:
+def tuning(document: Mapping[str, Any]) -> Chart:
     """The measured images/s with their intervals over the batch size, the goodput, and the chosen batch."""
     if document.get("what") == "lr":
-        return _range_test(key, document)
+        return _range_test(document)
     samples = sorted(document["samples"], key=lambda s: float(s["batch"]))
     good = list({s["batch"]: s for s in samples if not s.get("failed")}.values())  # the last one of each size
     failed = [s for s in samples if s.get("failed")]
@@ -56,7 +56,7 @@ def tuning(key: str, document: Mapping[str, Any]) -> Chart:
     speed = f", {chosen[0]['batch'] / chosen[0]['step_s']:,.1f} images/s, {_step(chosen[0])}" if chosen else ""
     why = f" {document['why']}." if document.get("why") else ""
     note = f"Chosen{by}: batch {document.get('chosen')}{speed}{_cost(document)}.{why}"
-    return Chart(key, "Tuning of the batch", drawn, note)
+    return Chart("tuning", "Tuning of the batch", drawn, note)
 
 
 def _throughput(name: str, samples: Sequence[Mapping[str, Any]], **style: Any) -> Any:
@@ -85,7 +85,7 @@ def _cost(document: Mapping[str, Any]) -> str:
     return f"; tuning took {spent:.1f} s" + (f" of {budget:g}" if budget else "") if spent is not None else ""
 
 
-def _range_test(key: str, document: Mapping[str, Any]) -> Chart:
+def _range_test(document: Mapping[str, Any]) -> Chart:
     """The loss over rising learning rates, and the suggested rate."""
     samples = [s for s in document["samples"] if s.get("lr") is not None and s.get("loss") is not None]
     rates, losses = [s["lr"] for s in samples], [s["loss"] for s in samples]
@@ -98,4 +98,4 @@ def _range_test(key: str, document: Mapping[str, Any]) -> Chart:
         name = f"suggested: {chosen:.4g}"
         traces.append(go.Scatter(x=[chosen], y=[nearest["loss"]], name=name, mode="markers", marker=star))
     x_axis = {"title_text": "learning rate", "type": "log", "exponentformat": "power"}
-    return Chart(key, "Range test", new_figure(traces, 320, x_axis, {"title_text": "loss"}), note)
+    return Chart("tuning", "Range test", new_figure(traces, 320, x_axis, {"title_text": "loss"}), note)
