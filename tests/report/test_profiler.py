@@ -17,7 +17,7 @@ from kasoku.cli import main
 from kasoku.core import InputError, Job
 from kasoku.device import Compile
 from kasoku.report import Timed
-from kasoku.report.profiler import Profiler, StepProfile, _covered, measure_bounds
+from kasoku.report.profiler import WARM, Profiler, StepProfile, _covered, measure_bounds
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 
@@ -64,7 +64,7 @@ class Pairs:
 
 def looked_at(job: Job, steps: int = 3, trace: Path | None = None) -> StepProfile:
     profiler = Profiler(job)
-    profiler.warm()
+    profiler.plain(WARM)
     return profiler.look(steps, profiler.plain(steps), trace=trace)
 
 

@@ -19,7 +19,7 @@ from kasoku.core.files import write_text
 from kasoku.core.hardware import cores
 from kasoku.report import Ledger, facts_of, print_table
 from kasoku.report.bottleneck import find_bottlenecks
-from kasoku.report.profiler import Profiler, StepProfile
+from kasoku.report.profiler import WARM, Profiler, StepProfile
 from kasoku.training.run_folder import free_folder
 from kasoku.training.trainer import build
 
@@ -48,7 +48,7 @@ def run(arguments: ProfileArguments) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     job, device_setup = training.job, training.device_setup
     profiler = Profiler(job, device_setup.dtype)
-    profiler.warm()
+    profiler.plain(WARM)
     ledger = Ledger(job.trace, started=job.clock.now())
     plain = profiler.plain(arguments.steps)
     images, starved = recipe.images_at_once(1), ledger.starved()

@@ -101,15 +101,9 @@ class Profiler:
         self.blocks = blocks(job.model) or [("model", job.model)]
         self.batches = _forever(job)
 
-    def warm(self) -> None:
-        """Runs the first steps, which take longer than later ones."""
-        for _ in range(WARM):
-            self.step()
-
     def plain(self, steps: int) -> list[Iteration]:
-        """Runs undisturbed steps; on a CPU, measures the idle time of each."""
-        iterations = []
-        threads = min(torch.get_num_threads(), cores())
+        """Runs undisturbed steps (`WARM` of them before anything else); on a CPU, measures the idle time of each."""
+        iterations, threads = [], min(torch.get_num_threads(), cores())
         for _ in range(steps):
             begin_s, busy_s = time.perf_counter(), time.process_time()
             self.step()
@@ -221,9 +215,7 @@ class Profiler:
 
     def _traced(self, steps: int, file: Path | None) -> tuple[list[Operator], list[Iteration]]:
         """Operators and, on a GPU, the idle time of each step, from torch's profiler."""
-        kinds = torch.profiler.ProfilerActivity
-        activities = [kinds.CPU, *([kinds.CUDA] if self.cuda else [])]
-        with torch.profiler.profile(activities=activities) as record:
+        with torch.profiler.profile() as record:
             for _ in range(steps):
                 with torch.profiler.record_function(_ITERATION):
                     self.step()
@@ -239,11 +231,10 @@ class Profiler:
         events: Any = record.events()
         host = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]
         kernels = [e.time_range for e in events if e.device_type != host and not e.is_user_annotation]
-        steps_us = [e.time_range for e in events if e.device_type == host and e.name == _ITERATION]
-        spans = [(kernel.start, kernel.end) for kernel in kernels]
-        iterations = []
-        for start, end in ((step.start, step.end) for step in steps_us):
-            iterations.append(Iteration((end - start) / 1e6, (end - start - _covered(spans, start, end)) / 1e6))
+        traced = [e.time_range for e in events if e.device_type == host and e.name == _ITERATION]
+        busy = [(kernel.start, kernel.end) for kernel in kernels]
+        step_us = [(step.end - step.start, _covered(busy, step.start, step.end)) for step in traced]
+        iterations = [Iteration(whole / 1e6, (whole - covered) / 1e6) for whole, covered in step_us]
         return operators[:_MAX_OPERATORS], iterations
 
 
@@ -303,9 +294,8 @@ def _covered(spans: list[tuple[float, float]], start: float, stop: float) -> flo
 def _forever(job: Job) -> Iterator[Batch]:
     """Batches of epoch after epoch. Raises InputError for a loader without a batch."""
     while True:
-        empty = True
+        batch = None
         for batch in job.loader:
-            empty = False
             yield batch
-        if empty:
+        if batch is None:
             raise InputError("profile: the loader gives no batch: take more images or a smaller batch")
