@@ -174,7 +174,7 @@ def test_every_chart_is_one_that_plotly_takes(one, tmp_path):
 
     other = shown.run_folder(tmp_path / "other")
     samples = [{"lr": 0.1, "loss": 1.0}, {"lr": 1.0, "loss": 9.0}]
-    shown.write(other, tuning={"what": "lr", "chosen": 0.1, "samples": samples})
+    shown.write(other, tuning={"what": "lr", "chosen": 0.1, "samples": samples, "spent_s": 1.0, "budget_s": 60.0})
     both = tmp_path / "both.html"
     assert main(["report", str(one.parent), str(other), "--out", str(both)]) == 0
     found = {chart["key"]: chart for file in (one, both) for chart in charts_of(file)}

@@ -43,6 +43,7 @@ _GREYS = ("#6b7079", "#8a8f98", "#a9adb5", "#c3c6cc")  # rows of the start, befo
 _GREY = "#8a8f98"
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _SHADES = [[0, "rgba(47,134,200,0)"], [0.02, "rgba(47,134,200,0.25)"], [0.2, "rgba(47,134,200,0.6)"], [1, "#2f86c8"]]
+AXIS = {"automargin": True, "zeroline": False, "title_standoff": 8}
 HOVER = {"hovertemplate": "%{customdata}<extra></extra>"}
 _MAX_POINTS = 2000  # of a curve
 _MAX_RANKS = 16  # bars of a ledger
@@ -75,11 +76,10 @@ def new_figure(
     traces: Sequence[Any], height: int, x: Mapping[str, Any], y: Mapping[str, Any], **layout: Any
 ) -> go.Figure:
     """A figure in the style of the page: `height` in pixels, as wide as its container, the legend above."""
-    axis = {"automargin": True, "zeroline": False, "title_standoff": 8}
     legend = {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"}
     margin = {"l": 8, "r": 12, "t": 8, "b": 8}
     shared = {"template": {}, "height": height, "margin": margin, "legend": legend}
-    return go.Figure(list(traces), go.Layout(**shared, xaxis={**axis, **x}, yaxis={**axis, **y}, **layout))
+    return go.Figure(list(traces), go.Layout(**shared, xaxis={**AXIS, **x}, yaxis={**AXIS, **y}, **layout))
 
 
 # ---- curves

@@ -13,7 +13,6 @@ from kasoku.report.html import figures
 from kasoku.report.html.content import Panel, RunRecord
 from kasoku.report.html.figures import COLOURS, Chart
 from kasoku.report.html.tuning import tuning
-from kasoku.report.phase_timer import STEP
 
 try:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -146,19 +145,12 @@ def _view(run: RunRecord) -> dict[str, Any]:
 
 
 def _ledger(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Bars, the bottlenecks in words, the medians of a step, and the bounds."""
-    step = document.get("step_s") or {}
-    rows = [row for row in (*STEP, *(row for row in step if row not in STEP)) if step.get(row) is not None]
-    bounds = document.get("bounds") or {}
-    overlapped = document.get("beside") or {}
+    """Bars, the bottlenecks in words, and the medians of a step."""
+    step_s, overlapped = document["step_s"], document.get("beside", {})
     return {
         "chart": figures.ledger(document),
-        "bottlenecks": [
-            (str(b["cause"]), f"{float(b['share']):.0%}", str(b["line"]), str(b.get("remedy") or ""))
-            for b in document.get("verdict") or []
-        ],
-        "medians": (["a step, median", *rows], [["ms", *(f"{1e3 * step[r]:.3f}" for r in rows)]]) if rows else None,
-        "bounds": (["bound", ""], [[str(k), _value(v)] for k, v in bounds.items()]) if bounds else None,
+        "bottlenecks": [(b["cause"], f"{b['share']:.0%}", b["line"], b["remedy"]) for b in document.get("verdict", [])],
+        "medians": (["a step, median", *step_s], [["ms", *(f"{1e3 * s:.3f}" for s in step_s.values())]]),
         "overlapped": ", ".join(f"{task} {float(s):.2f} s" for task, s in overlapped.items()),
     }
 
@@ -188,11 +180,3 @@ def _classes(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any, form: str, unit: str = "") -> str:
     return f"{value:{form}}{unit}" if isinstance(value, int | float) else "-"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k} {_value(v)}" for k, v in value.items())
-    return str(value)
