@@ -382,7 +382,7 @@ def test_of_a_pack_far_away_each_image_read_is_checked(photos, tmp_path, monkeyp
             super().__init__(str(home))
             self.local = False
 
-        def list(self):
+        def list_files(self):
             raise AssertionError("a pack needs no list")
 
     for module in (shards_module, pack_module):

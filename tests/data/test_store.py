@@ -63,7 +63,7 @@ def test_far_files_are_listed_and_read_as_local_ones_are(site, tmp_path):
         (tmp_path / "here" / path).write_bytes(data)
     here, file, far = (Store(root) for root in (str(tmp_path / "here"), f"file://{tmp_path}/here/", f"{site.root}/"))
     assert (here.local, file.local, far.local) == (True, True, False)
-    assert here.list() == file.list() == far.list() == VISIBLE
+    assert here.list_files() == file.list_files() == far.list_files() == VISIBLE
     for path in VISIBLE:
         data = site.files[path]
         assert here.size(path) == far.size(path) == len(data)
@@ -363,11 +363,11 @@ def test_a_process_with_a_hanging_read_can_exit(site):
 def test_a_server_that_is_down_is_not_taken_for_a_missing_file(site, monkeypatch):
     monkeypatch.setattr(store, "_PATIENCE_S", 0.5)
     site.status, far = 500, Store(site.root)
-    for ask in (far.list, lambda: far.size("a.tar"), lambda: far.read("a.tar")):
+    for ask in (far.list_files, lambda: far.size("a.tar"), lambda: far.read("a.tar")):
         with pytest.raises(GoneError, match=r"no answer for 0\.5 s"):
             ask()
     gone = Store("http://127.0.0.1:9")  # nobody listens
-    for ask in (gone.list, lambda: gone.read("a.tar")):
+    for ask in (gone.list_files, lambda: gone.read("a.tar")):
         with pytest.raises(GoneError, match=r"http://127\.0\.0\.1:9/.*no answer for 0\.5 s"):
             ask()
 
@@ -379,7 +379,7 @@ def test_what_is_not_there_is_told_at_once(site):
         far.read("b/none.tar")
     assert not isinstance(told.value, GoneError)
     with pytest.raises(InputError, match="none/: no such file or folder"):
-        Store(f"{site.root}/none").list()
+        Store(f"{site.root}/none").list_files()
     far.size("a.tar")
     del site.files["a.tar"]
     with pytest.raises(InputError, match=r"a\.tar: no such file"):
@@ -401,7 +401,7 @@ def test_a_folder_that_cannot_be_listed_is_not_left_out(site, monkeypatch):
     monkeypatch.setattr(store, "_PATIENCE_S", 0.3)
     site.broken = "b/c"
     with pytest.raises(GoneError, match="b/c: no answer"):
-        Store(site.root).list()
+        Store(site.root).list_files()
 
 
 # Other sources, other mistakes
@@ -419,7 +419,7 @@ def memory(monkeypatch, files):
 def test_a_source_without_coroutines_serves_as_well(monkeypatch):
     kind = memory(monkeypatch, {"a/1.bin": made(5000), "a/.no": b"", "2.bin": b"xyz"})
     far = Store("memory://set")
-    assert far.list() == ["2.bin", "a/1.bin"]
+    assert far.list_files() == ["2.bin", "a/1.bin"]
     assert far.read("a/1.bin", 10, 4000) == made(5000)[10:4000]
     monkeypatch.setattr(kind, "cat_file", lambda *_, **__: pytest.fail("read again"))
     for each in (far, Store("memory://set")):

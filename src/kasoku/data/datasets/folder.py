@@ -88,7 +88,7 @@ def folder(  # noqa: PLR0913
 
         def scan() -> Listing:
             """Lists the folder, with size and version of each image where the source lists them (http does not)."""
-            parts = arranged(look_in(store.list()), top)
+            parts = arranged(look_in(store.list_files()), top)
             return parts, store.facts(_paths_in_store(parts))
 
         listing = once(top, scan, lambda got: store.learn(_paths_in_store(got[0]), got[1]))

@@ -81,19 +81,15 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
 
 def look_in(paths: Iterable[str]) -> Look:
     """A `Look` at a tree that is given by the paths of its files below the root ("/" between names)."""
+    folders: dict[str, set[str]] = {}
     images: Tree = {}
     for path in paths:
-        parent, _, file = path.rpartition("/")
-        here = images.setdefault(parent, [])  # a folder counts even without images
-        if _is_image(file):
-            here.append(file)
-    folders: dict[str, set[str]] = {}
-    for parent in images:
-        while parent:
-            above, _, name = parent.rpartition("/")
+        *parents, file = path.split("/")
+        for depth, name in enumerate(parents):
             if not name.startswith("."):
-                folders.setdefault(above, set()).add(name)
-            parent = above
+                folders.setdefault("/".join(parents[:depth]), set()).add(name)
+        if _is_image(file):
+            images.setdefault("/".join(parents), []).append(file)
     return lambda sub: (sorted(folders.get(sub, ())), sorted(images.get(sub, ())))
 
 

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
@@ -72,13 +72,10 @@ class FileExecutor(Executor):
             except InputError:
                 pass  # counted and named with its batch
 
-        pool = ThreadPool(max(1, min(cores(), 32) // pipeline.cores_shared_by))
-        try:
+        with closing(ThreadPool(max(1, min(cores(), 32) // pipeline.cores_shared_by))) as pool:
             tasks = [pool.submit(try_to_read, index) for index in torch.cat(list(batch)).tolist()]
             for task in tasks:
                 task.result()
-        finally:
-            pool.close()
 
     def fork(self) -> FileExecutor:
         """Shares the decoded images and the processes there are; skips for itself."""

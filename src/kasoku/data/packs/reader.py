@@ -232,7 +232,7 @@ def _joined(store: Store, files: list[str], known: list[Index], raw: bool | None
 
 def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
     """All images of tar shards without pack.json, and the classes' names."""
-    listed = store.list()
+    listed = store.list_files()
     files = [file for file in listed if file.lower().endswith(".tar")]
     train, val, test = ([file for file in files if _part(file) == part] for part in ("train", "val", "test"))
     files = train + (val or test) if train else files  # without training shards they are split by `validation`

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -125,7 +126,7 @@ def pack(  # noqa: PLR0913
     task = bar.add_task("packing", total=images)
     try:
         with ThreadPoolExecutor(threads, thread_name_prefix="kasoku-pack") as pool, _locked(home), bar:
-            run = _Run(form, home, pool, min(4 * threads, 256), images, lambda: bar.advance(task))
+            run = _Run(form, home, pool, min(4 * threads, 256), images, partial(bar.advance, task))
             return _finished(run, dataset, _begun(run, dataset, shard_bytes))
     except OSError as error:
         raise InputError(f"{home}: cannot be written ({error.strerror or error}); run again to go on") from error
@@ -181,7 +182,7 @@ class _Run:
     pool: ThreadPoolExecutor
     window: int
     images: int
-    advance: Callable[[], None]
+    advance: Callable[[float], None]
     bad: list[str] = field(default_factory=list)
 
     def encoded(self, split: Encoded, rows: list[int]) -> Iterator[tuple[int, bytes | str]]:
@@ -224,8 +225,7 @@ class _Run:
         try:
             index = Index.load(table.read_bytes())
             if path.stat().st_size == index.shard_bytes:
-                for _ in rows:
-                    self.advance()
+                self.advance(len(rows))
                 self.leave_out(index.left_out)
                 return index
         except (OSError, Damaged):
@@ -236,7 +236,7 @@ class _Run:
         def write(part: Path) -> None:
             with open(part, "wb") as out:
                 for key, (row, data) in enumerate(self.encoded(split, rows), first):
-                    self.advance()
+                    self.advance(1)
                     if isinstance(data, str):
                         bad.append(data)
                         self.leave_out((data,))
@@ -335,6 +335,6 @@ def _locked(home: Path) -> Iterator[None]:
 
 def _dataset(source: str) -> Dataset:
     """The data set in a folder or at an address: shards if there are any and no image files, else the image files."""
-    endings = {os.path.splitext(file)[1].lower() for file in Store(source, cache_bytes=0).list()}
+    endings = {os.path.splitext(file)[1].lower() for file in Store(source, cache_bytes=0).list_files()}
     packed = ".tar" in endings and endings.isdisjoint(SUFFIXES)
     return shards(source, cache_bytes=0) if packed else folder(source, cache_bytes=0)  # each file is read only once

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
 from kasoku.core.errors import InputError
@@ -26,8 +26,7 @@ _OPEN, _COPIES = 128, 4096  # local files that stay open; remote files whose log
 _LISTING, _DEPTH = 8, 32  # folders listed in parallel; most nested folders (some sites answer any address)
 _VERSIONS = "ETag etag md5Hash LastModified Last-Modified last_modified mtime modificationTime modified updated created"
 
-_Paths = list[str]  # for classes with a method `list`
-_Facts = list[tuple[int, str] | None]
+T = TypeVar("T")
 
 
 def is_remote(root: str) -> bool:
@@ -68,10 +67,10 @@ class Store:
         digest = hashlib.sha256(os.fsencode(where.rstrip("/"))).hexdigest()[:20]
         self._room = Room(cache_folder(cache) / f"store-{digest}", cache_bytes, self.shown)
 
-    def list(self) -> _Paths:
+    def list_files(self) -> list[str]:
         """Paths of all files below the root, relative to it, "/" between parts, sorted; without hidden ones."""
         if self._far:
-            entries = self._far.list()
+            entries = self._far.list_files()
             self._states.update((path, _state(info)) for path, info in entries.items() if info.get("size") is not None)
             return sorted(entries)
         files, top = [], os.path.join(self.shown, "")
@@ -81,18 +80,11 @@ class Store:
         return sorted(files)
 
     def size(self, path: str) -> int:
-        if self._far:
-            return self._known(self._far, path)[0]
-        try:
-            return os.path.getsize(f"{self.shown}/{path}")
-        except OSError as error:
-            _refuse(error)
+        return self._known(path)[0]
 
     def version(self, path: str) -> str:
         """A text that changes with the file: its time of change, or the remote source's version, if any."""
-        if self._far:
-            return self._known(self._far, path)[1]
-        return str(os.stat(f"{self.shown}/{path}").st_mtime_ns)
+        return self._known(path)[1]
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes start (0 or more) to stop (None: its end) of a file, fewer if the file is shorter; thread-safe."""
@@ -115,7 +107,7 @@ class Store:
         return b"".join(parts)
 
     def _read_far(self, far: _Far, path: str, start: int, stop: int | None) -> bytes:
-        size, version = self._known(far, path)
+        size, version = self._known(path)
         stop = size if stop is None else min(stop, size)
         copy = self._copies.get(path)
         if copy is None:
@@ -134,13 +126,19 @@ class Store:
             start += len(part)
         return b"".join(parts)
 
-    def _known(self, far: _Far, path: str) -> tuple[int, str]:
-        """Size and version of a remote file, asked for once."""
+    def _known(self, path: str) -> tuple[int, str]:
+        """Size and version of a file; a remote source is asked once."""
+        if self._far is None:
+            try:
+                state = os.stat(f"{self.shown}/{path}")
+            except OSError as error:
+                _refuse(error)
+            return state.st_size, str(state.st_mtime_ns)
         if path not in self._states:
-            self._states[path] = _state(far.info(path))
+            self._states[path] = _state(self._far.info(path))
         return self._states[path]
 
-    def facts(self, paths: Iterable[str]) -> _Facts:
+    def facts(self, paths: Iterable[str]) -> list[tuple[int, str] | None]:
         """Size and version of each remote file; None if they are not known yet. Sends no request."""
         return [self._states.get(path) for path in paths]
 
@@ -172,7 +170,7 @@ class _Far:
             raise InputError(f"root={self.shown}: cannot be opened ({_plain(error)}); check the address") from error
         self._top = str(top).rstrip("/")
 
-    def list(self) -> dict[str, dict[str, Any]]:
+    def list_files(self) -> dict[str, dict[str, Any]]:
         """The info of each file by its path. fsspec's find() would skip folders that it cannot list."""
 
         def list_folder(folder: str) -> Any:
@@ -209,8 +207,7 @@ class _Far:
                 raise OSError(f"{len(data)} bytes came, not {stop - start}")
             return (start if len(data) == stop - start else 0), data
 
-        answer: tuple[int, bytes] = self._ask(path, attempt)
-        return answer
+        return self._ask(path, attempt)
 
     def _path(self, name: str) -> str:
         """The path of a listed name relative to the root; empty for hidden files, other sites and a page's links."""
@@ -223,7 +220,7 @@ class _Far:
     def _address(self, path: str) -> str:
         return f"{self._top}/{quote(path, errors='surrogateescape') if self._web else path}"
 
-    def _ask(self, path: str, attempt: Callable[[float], Any]) -> Any:
+    def _ask(self, path: str, attempt: Callable[[float], T]) -> T:
         """The answer to a request; `attempt` gets its time limit, and is repeated after 0.5, 1, 2, 4, 8, 8 ... s."""
         until, wait_s, where = time.monotonic() + _PATIENCE_S, _FIRST_WAIT_S, f"{self.shown}/{path}"
         while True:
