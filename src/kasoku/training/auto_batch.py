@@ -76,8 +76,8 @@ def tune(
     begin = _begin(at, recipe.batch, multiple)
     training = run_on_all_ranks(comm, lambda: build(at_once(begin), comm))
     job, dataset = training.job, training.dataset
-    shared = {"multiple": multiple, "begin": begin, "few": 8 * comm.size}
-    least, most = limits(at_once, sizes, images=len(dataset.train), **shared)
+    images, few = len(dataset.train), 8 * comm.size
+    least, most = limits(at_once, sizes, images=images, multiple=multiple, begin=begin, few=few)
     if comm.rank == 0 and sizes[0] and least <= most and (least, most) != sizes:
         range_ = f"of batches from {sizes[0]:,} to {sizes[1]:,} those from {least:,} to {most:,}"
         print(f"kasoku: {range_} can be shared by the ranks and trained with", file=sys.stderr)

@@ -45,7 +45,7 @@ def evaluate(
     images = 0
     for x_NCHW, y_N in loader:
         if totals is None:
-            totals = _sums(x_NCHW.device)
+            totals = torch.zeros(4, dtype=_exact(x_NCHW.device), device=x_NCHW.device)
         if len(y_N):
             logits_NK = averaged(model, x_NCHW, views)
             totals[:3] += tally(logits_NK, y_N)
@@ -67,13 +67,12 @@ def tally(logits_NK: Tensor, y_N: Tensor) -> Tensor:
     best_N5 = logits_NK.topk(min(5, logits_NK.shape[1]), dim=1).indices
     hits_N5 = best_N5 == y_N[:, None]
     loss = nn.functional.cross_entropy(logits_NK.float(), y_N, reduction="sum")
-    out = _sums(loss.device)[:3]
-    return torch.stack([hits_N5[:, 0].sum().to(out), hits_N5.sum().to(out), loss.to(out)])
+    exact = _exact(loss.device)
+    return torch.stack([hits_N5[:, 0].sum().to(exact), hits_N5.sum().to(exact), loss.to(exact)])
 
 
-def _sums(device: torch.device) -> Tensor:
-    exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-    return torch.zeros(4, dtype=exact, device=device)
+def _exact(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
 def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) -> Tensor:

@@ -99,8 +99,7 @@ class LARS(torch.optim.Optimizer):
                 from kasoku.optim.lars import triton  # only where it is installed
 
                 rest = triton.step(moves)
-            if rest:
-                step_foreach(rest)
+            step_foreach(rest)
             torch.autograd.graph.increment_version([move.p for move in moves])  # fused kernels and ours do not
 
 
