@@ -130,8 +130,7 @@ def rates(links: Ints, capacity: Floats) -> Floats:
     while open_.any():
         crossed = links[open_]
         count = np.bincount(crossed[crossed >= 0], minlength=len(capacity))
-        share = np.full(len(capacity), np.inf)
-        np.divide(left, count, out=share, where=count > 0)
+        share = np.where(count > 0, left / np.maximum(count, 1), np.inf)
         least = share.min()
         full = share <= least * (1 + 1e-12)
         stopped = open_ & (full[links] & (links >= 0)).any(axis=1)
@@ -241,13 +240,12 @@ def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     flows: list[Flow] = []
     for channel in range(channels):
         first = channel * each // channels
-        chain = [(first + i) % each for i in range(each)]
         for node in range(nodes):
-            inside = [(node * each + a, node * each + b) for a, b in itertools.pairwise(chain)]
-            flows += [(*pair, channel, 1 / channels) for a, b in inside for pair in ((a, b), (b, a))]
-        size = 0.5 / channels
+            chain = [node * each + (first + i) % each for i in range(each)]
+            for a, b in itertools.pairwise(chain):
+                flows += [(a, b, channel, 1 / channels), (b, a, channel, 1 / channels)]
         leaders = [node * each + first for node in range(nodes)]
-        flows += [(a, b, channel, size) for a, b in _two_trees(leaders)]
+        flows += [(a, b, channel, 0.5 / channels) for a, b in _two_trees(leaders)]
     byte_s = contended_s(cluster, gpus, flows)
     return [AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth(nodes), byte_s=byte_s, trees=1)]
 
@@ -320,24 +318,20 @@ def _two_trees(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Messages up and down both trees; with an even number of ranks, an inner node of one is a leaf of the other."""
     n = len(ranks)
     for shift in (0, 1):
-        for child, parent in _edges(0, n):
+        for child, parent in _edges(n):
             a, b = ranks[(child + shift) % n], ranks[(parent + shift) % n]
             yield a, b
             yield b, a
 
 
-def _edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """(child, parent) of a binary tree over start..stop-1, in order, whose leaves are the even ones."""
-    middle = _root(start, stop)
-    for low, high in ((start, middle), (middle + 1, stop)):
-        if low < high:
-            yield _root(low, high), middle
-            yield from _edges(low, high)
-
-
-def _root(start: int, stop: int) -> int:
-    """The root comes after the largest complete left subtree (2^k - 1 ranks) for which a rank remains."""
-    return start + (1 << ((stop - start).bit_length() - 1)) - 1
+def _edges(ranks: int) -> Iterator[tuple[int, int]]:
+    """(child, parent) of a binary tree over the ranks, in order, whose leaves are the even ones."""
+    for child in range(1, ranks + 1):  # counted from 1, the lowest bit is twice that of the children
+        bit = child & -child
+        above = child ^ bit
+        parent = above | 2 * bit if above | 2 * bit <= ranks else above
+        if parent:
+            yield child - 1, parent - 1
 
 
 def square(gpus: int, each: int) -> int:

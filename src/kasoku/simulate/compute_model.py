@@ -141,32 +141,28 @@ def units(net: ModelCosts, gpu: Gpu, images: float, *, slower: float = 1.0) -> l
     if not sum(work):
         raise InputError(f"{net.name}: no layer with parameters does any work: a network that trains is wanted")
     beta_s = 1e-3 * gpu.beta_ms * (1.0 if net.measured(gpu) else sum(work) / sum(_measured().work(gpu)))
-    fixed = 1e-3 * gpu.alpha_ms * slower / len(net.layers)
-    out = []
-    for layer, mine in zip(net.layers, work, strict=True):
-        seconds = fixed + beta_s * images * slower * mine / sum(work)
-        out.append(UnitTimes(layer.name, _FORWARD * seconds, (1 - _FORWARD) * seconds))
-    return out
+    fixed_s = 1e-3 * gpu.alpha_ms * slower / len(net.layers)
+    seconds = [fixed_s + beta_s * images * slower * mine / sum(work) for mine in work]
+    return [
+        UnitTimes(layer.name, _FORWARD * each_s, (1 - _FORWARD) * each_s)
+        for layer, each_s in zip(net.layers, seconds, strict=True)
+    ]
 
 
 def remarks(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | None = None) -> list[str]:
     """The limits of these times, a line each: of a shipped GPU, or of a profile."""
+    batches = [n for n, _ in profile.measured] if profile else [gpu.least, gpu.most]
+    least, most = min(batches), max(batches)
     out = []
-    if profile:
-        batches = [n for n, _ in profile.measured]
-        if not min(batches) <= images <= max(batches):
-            span = f"{min(batches)} to {max(batches)}" if min(batches) < max(batches) else f"{batches[0]} alone"
-            out.append(
-                f"{images:g} images a {gpu.name}: the profile's times are from {span}; beyond, they are extrapolated"
-            )
-        return out
-    if not net.measured(gpu):
+    if not profile and not net.measured(gpu):
         out.append(
             f"{gpu.name} was measured with {gpu.network} at 224, {_RESNET50 / 1e9:.3g} G multiply-adds an image: "
             f"{net.name}, {net.products / 1e9:.3g} G, is estimated by its work; a profile is surer"
         )
-    if not gpu.least <= images <= gpu.most:
-        out.append(f"{images:g} images a {gpu.name}: times are from {gpu.least} to {gpu.most}; beyond, extrapolated")
+    if not least <= images <= most:
+        times = "the profile's times" if profile else "times"
+        span = f"{least} to {most}" if least < most else f"{least} alone"
+        out.append(f"{images:g} images a {gpu.name}: {times} are from {span}; beyond, extrapolated")
     return out
 
 
@@ -223,25 +219,25 @@ def units_of(
     work = net.work(gpu)
     first = profile.measured[0][1]
     home = [_block(layer.name, first) for layer in net.layers]
-    shares: list[dict[str, float]] = [{} for _ in net.layers]  # of each block's time
+    forward, backward = [0.0] * len(home), [0.0] * len(home)
     before = 0
     for block in first:
+        forward_s, backward_s = (_at(profile, block, way, images) for way in (0, 1))
         members = [i for i, other in enumerate(home) if other == block] or [before]
         whole = sum(work[i] for i in members)
         for i in members:
-            shares[i][block] = work[i] / whole if whole else 1 / len(members)
+            share = work[i] / whole if whole else 1 / len(members)
+            forward[i] += share * forward_s
+            backward[i] += share * backward_s
         before = members[-1]
     elements = [0] * len(net.layers)
     for t in net.tensors:
         elements[t.unit] += t.elements
     update_s = slower * profile.update_s / max(1, sum(elements))
-    out = []
-    for layer, mine, own in zip(net.layers, shares, elements, strict=True):
-        forward, backward = (
-            slower * sum(share * _at(profile, block, way, images) for block, share in mine.items()) for way in (0, 1)
-        )
-        out.append(UnitTimes(layer.name, forward, backward, update_s * own))
-    return out
+    return [
+        UnitTimes(layer.name, slower * forward[i], slower * backward[i], update_s * elements[i])
+        for i, layer in enumerate(net.layers)
+    ]
 
 
 def _at(profile: MeasuredTimes, block: str, way: int, images: float) -> float:
