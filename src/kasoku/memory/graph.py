@@ -209,23 +209,21 @@ def changed_attribute(before: dict[tuple[int, str], Any], now: dict[tuple[int, s
 
 def _traced(module: nn.Module, *, training: bool) -> LayerGraph | None:
     """The graph in one mode. The trace runs on a copy of the module that shares its tensors."""
-    random_states = _random_states()
-    before = pickle.dumps(random_states)
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
-        twin = copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
-        for m in twin.modules():
-            m.training = training
-        modules = with_own_forward(twin)
-        attributes = attributes_of(modules)
-        graph = _from_fx(module, list(_Tracer().trace(twin).nodes))
+        with torch.random.fork_rng(gpus):
+            before = _random_states()
+            twin = copy.deepcopy(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
+            for m in twin.modules():
+                m.training = training
+            modules = with_own_forward(twin)
+            attributes = attributes_of(modules)
+            graph = _from_fx(module, list(_Tracer().trace(twin).nodes))
+            after = _random_states()
     except Exception:  # a user's forward may do anything with what is not a tensor
         return None
     finally:
-        after = pickle.dumps(_random_states())
-        on_cpu, on_cuda, of_python, of_numpy = random_states
-        torch.set_rng_state(torch.from_numpy(on_cpu))
-        if on_cuda is not None:
-            torch.cuda.set_rng_state(torch.from_numpy(on_cuda))
         random.setstate(of_python)
         np.random.set_state(of_numpy)
     if graph is None:
@@ -247,10 +245,10 @@ def decides(what: str) -> InputError:
     )
 
 
-def _random_states() -> tuple[Any, ...]:
+def _random_states() -> bytes:
     """The random states of torch (CPU and the current GPU), of Python and of numpy."""
     cuda = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    return torch.get_rng_state().numpy(), cuda, random.getstate(), np.random.get_state()
+    return pickle.dumps((torch.get_rng_state().numpy(), cuda, random.getstate(), np.random.get_state()))
 
 
 def _from_fx(module: nn.Module, steps: Sequence[fx.Node]) -> LayerGraph | None:

@@ -45,9 +45,8 @@ class MemoryNeed(NamedTuple):
     """The bytes and the extra work of a segment.
 
     Attributes:
-        kept: bytes from forward to backward, without input and output, which the neighbours count.
-        input: bytes of its input, if it is kept.
-        forward: peak of forward, without the input, with the output.
+        kept: bytes from forward to backward, with the input, without the output, which the next segment counts.
+        forward: peak of forward, with the output, and with the input if it is kept.
         backward: peak of backward, with everything that it keeps, its input and its output.
         gradients: bytes of the gradients of its weights.
         work: recomputation, and the extra cost of parts and of norm gradients in place, in multiply-adds.
@@ -55,7 +54,6 @@ class MemoryNeed(NamedTuple):
     """
 
     kept: int
-    input: int
     forward: int
     backward: int
     gradients: int
@@ -79,11 +77,10 @@ def memory_need(program: Program, shapes: list[Tensor], setting: ChainSetting, c
         forward = max(count.forward() + count.extras, out + count.kept + rounded)
         backward = count.backward(kept_out) + kept_x + out
     else:  # whole tensors beside those of one part: the output, or the incoming and outgoing gradients
-        joins = [pair for step in grads for pair in zip(nodes[step.at].inputs, step.joins, strict=True)]
-        dx = x if any(v == 0 and join for v, join in joins) else 0
         forward = out + kept + max(count.forward(), rounded)
         weights = max((p.nbytes for node in nodes for p in node.params), default=0)  # the sum, beside a part's gradient
-        backward = kept_x + kept_out + out + kept + dx + count.backward(0) - count.kept + weights
+        backward = kept_x + kept_out + out + kept + count.backward(0) - count.kept + weights
+        backward += x if setting.image_gradient else 0
     if 0 in program.in_bf16:  # the input exists in forward, beside its bf16
         forward += x
     gradients = sum(p.nbytes for node in nodes for p in node.params if p.requires_grad)
@@ -97,8 +94,8 @@ def memory_need(program: Program, shapes: list[Tensor], setting: ChainSetting, c
     rounding = passes * _WORK_OF_A_BYTE * scale
     if setting.reads_batch:
         kept_x, backward = 0, backward - kept_x
-    kept += kept_out if setting.ends_chain else 0
-    return MemoryNeed(kept, kept_x, forward, backward, gradients, work * scale + slower, rounding)
+    kept += kept_x + (kept_out if setting.ends_chain else 0)
+    return MemoryNeed(kept, kept_x + forward, backward, gradients, work * scale + slower, rounding)
 
 
 def work_of(graph: LayerGraph, shapes: list[Tensor], nodes: Iterable[int]) -> float:

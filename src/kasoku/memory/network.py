@@ -225,8 +225,7 @@ class InspectedNetwork:
         for choice in plan.choices:
             layers = self._layers_of(choice)
             plain = sum(unit.plain for unit in self.units[choice.first : choice.last + 1])
-            kept = choice.need.kept + choice.need.input
-            rows.append((f"{layers[0].name} to {layers[-1].name}", _mib(plain), _mib(kept), choice.remedy))
+            rows.append((f"{layers[0].name} to {layers[-1].name}", _mib(plain), _mib(choice.need.kept), choice.remedy))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([a.ljust(widths[0]), b.rjust(widths[1]), c.rjust(widths[2]), d]) for a, b, c, d in rows]
         plain = sum(unit.plain for unit in self.units)
@@ -280,7 +279,7 @@ def _units_and_choices(
             work = work_of(full.program.graph, shapes, range(len(graph.nodes)))
             plain = round(sum(log.kept_bytes[proxy] for proxy in part) * scale)
             copies = sum(log.copy_bytes[proxy] for proxy in part)
-            moves = full.need.backward - full.need.kept - full.need.input - full.need.gradients
+            moves = full.need.backward - full.need.kept - full.need.gradients
             units.append(ChainUnit(part, plain, copies, work, setting.how, full.need.gradients, moves))
             own = replace(own, images=shapes[-1], image_gradient=True, reads_batch=False)
     return units, choices

@@ -29,7 +29,7 @@ from kasoku.core.torch_internals import forward_pre_hooks, version
 from kasoku.memory import ops
 from kasoku.memory.graph import GraphNode, Instruction, LayerGraph, weights_of
 
-_NEAR = 2  # gradient steps during which a recomputed cheap value, or one converted from bf16, is kept for its next use
+_NEAR = 4  # gradient steps during which a recomputed cheap value, or one converted from bf16, is kept for its next use
 _rounded = WeakTensorKeyDictionary()  # tensor -> (its version, its bf16)
 
 
@@ -74,7 +74,6 @@ def build_program(
     kept: Iterable[int],
     *,
     input_gradient: bool,
-    reuse: bool = True,
     bf16: frozenset[int] = frozenset(),
 ) -> Program:
     """The instructions for a choice of kept values.
@@ -83,14 +82,13 @@ def build_program(
         graph: of the segment.
         kept: values to hold from forward to backward; those that backward does not read are left out.
         input_gradient: the segment's input needs a gradient.
-        reuse: hold recomputed values until their last use; False: cheap values only over the next few steps.
         bf16: values that are held in bf16 if they are kept.
     """
     needs = [input_gradient]
     for node in graph.nodes:
         learns = any(p.requires_grad for p in node.params)
         needs.append(learns or any(needs[v] for v in node.inputs))
-    order, useful = _backward_order(graph, needs, {0, *kept}, reuse)
+    order, useful = _backward_order(graph, needs, {0, *kept})
     in_bf16 = useful & bf16
     inner = in_bf16 - {0, graph.out}  # the ends are rounded after the forward
     computes = [Instruction("compute", i) for i in range(len(graph.nodes))]
@@ -108,10 +106,11 @@ def build_program(
     return Program(graph, useful, tuple(forward), tuple(backward), in_bf16)
 
 
-def _backward_order(
-    graph: LayerGraph, needs: list[bool], kept: set[int], reuse: bool
-) -> tuple[list[Instruction], frozenset[int]]:
-    """The gradients and recomputations in order, and the kept values that they read."""
+def _backward_order(graph: LayerGraph, needs: list[bool], kept: set[int]) -> tuple[list[Instruction], frozenset[int]]:
+    """The gradients and recomputations in order, and the kept values that they read.
+
+    A cheap value that was recomputed is held over the next few steps only, any other one until its last use.
+    """
     nodes, present = graph.nodes, set(kept)
     steps: list[Instruction] = []
     used: set[int] = set()
@@ -139,9 +138,8 @@ def _backward_order(
             if needs[v]:
                 own[v] = new or v in own
         steps.append(Instruction("grad", i, nodes[i].op == "relu" and incoming, tuple(joins)))
-        if not reuse:
-            soon = {v for j in grads[place + 1 : place + 1 + _NEAR] for v in backward_reads(nodes[j], j)}
-            present -= {v for v in present - kept if nodes[v - 1].cheap} - soon
+        soon = {v for j in grads[place + 1 : place + 1 + _NEAR] for v in backward_reads(nodes[j], j)}
+        present -= {v for v in present - kept if nodes[v - 1].cheap} - soon
     return steps, frozenset(used)
 
 

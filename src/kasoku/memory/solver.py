@@ -90,8 +90,8 @@ def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int
     whole_batch = how.exact or any(node.uses_batch_statistics for node in graph.nodes)
     chunks = [0] if whole_batch else [0, *(chunk for chunk in _CHUNKS if chunk < batch)]
     seen, in_place = set(), []
-    for remedy, kept, reuse in _remedies(graph, setting.image_gradient):
-        program = build_program(graph, kept, input_gradient=setting.image_gradient, reuse=reuse, bf16=frozenset(bf16))
+    for remedy, kept in _remedies(graph, setting.image_gradient):
+        program = build_program(graph, kept, input_gradient=setting.image_gradient, bf16=frozenset(bf16))
         if (program.kept, program.backward) in seen:
             continue
         seen.add((program.kept, program.backward))
@@ -107,8 +107,8 @@ def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int
     yield from in_place
 
 
-def _remedies(graph: LayerGraph, input_gradient: bool) -> Iterator[tuple[str, frozenset[int], bool]]:
-    """(name, the kept values, whether recomputed values are reused), the most kept values first."""
+def _remedies(graph: LayerGraph, input_gradient: bool) -> Iterator[tuple[str, frozenset[int]]]:
+    """(name, the kept values), the most kept values first."""
     full = build_program(graph, range(graph.out + 1), input_gradient=input_gradient).kept
     ends = full & {0, graph.out}
 
@@ -124,11 +124,10 @@ def _remedies(graph: LayerGraph, input_gradient: bool) -> Iterator[tuple[str, fr
         return not narrow and bool(node.layer.out_channels > node.layer.in_channels)
 
     lean = ends | {v for v in full - ends if not follows_cheaply(v)}
-    yield "kept", full, True
-    yield "norm and ReLU again", lean, True
-    yield "norm, ReLU and wide 1x1 again", ends | {v for v in lean - ends if not widens(v)}, True
-    yield "all again", ends, True
-    yield "all again, cheap ones twice", ends, False
+    yield "kept", full
+    yield "norm and ReLU again", lean
+    yield "norm, ReLU and wide 1x1 again", ends | {v for v in lean - ends if not widens(v)}
+    yield "all again", ends
 
 
 def plan_within(
@@ -155,11 +154,11 @@ def plan_within(
         for choice in by_end[end]:
             need = choice.need
             later = outside.gradients + (gradients_from[end + 1] if outside.gradients_stay else 0)
-            own_peak = max(need.backward + later, need.input + need.forward)
+            own_peak = max(need.backward + later, need.forward)
             for plan in fronts[choice.first]:
                 peak = max(outside.fixed + plan.kept + own_peak, plan.peak)
                 if peak <= budget:
-                    kept, work = plan.kept + need.kept + need.input, plan.work + need.work
+                    kept, work = plan.kept + need.kept, plan.work + need.work
                     longer.append(MemoryPlan((*plan.choices, choice), kept, peak, work))
         front: list[MemoryPlan] = []
         for plan in sorted(longer, key=lambda p: (p.work, p.kept, p.peak)):
