@@ -56,8 +56,7 @@ def run(arguments: ReportArguments) -> int:
         if not arguments.out:
             return 0
     split = sum(map(len, expanded[:-after])) if after else 0
-    by_hand: list[Group] = [(_label(part[0]), part) for part in (runs[:split], runs[split:]) if part]
-    groups = by_hand if split else by_recipe(runs)
+    groups = [(_label(part[0]), part) for part in (runs[:split], runs[split:])] if split else by_recipe(runs)
     if arguments.compare and len(groups) < 2:
         raise InputError("--compare: these runs are of one recipe; give two groups, as A1 A2 A3 -- B1 B2 B3")
     lines = verdicts(_with_own_names(groups))

@@ -82,10 +82,7 @@ def run(arguments: SimulateArguments) -> int:
         files.append("report.html")
         if lines:
             rates = {name: [(s.gpus, s.images_per_s) for s in steps] for name, steps in lines.items()}
-            shares = {
-                name: list(zip([s.gpus for s in steps], efficiency(steps), strict=True))
-                for name, steps in lines.items()
-            }
+            shares = {name: list(zip(over, efficiency(steps), strict=True)) for name, steps in lines.items()}
             panels = [Panel("images/s", rates, log=True), Panel("efficiency", shares)]
             title = f"{cluster.name}, {document['sweep']['images_a_gpu']} images a GPU"
             title += f" in {parts} parts" if parts > 1 else ""

@@ -3,6 +3,7 @@
 import inspect
 import random
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ _FROM_SCRATCH_UPDATES = 4_000  # about where small networks on small sets stop g
 _FINE_TUNE_UPDATES = 400
 
 
-def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: list[str] | None = None) -> Recipe:
+def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: Sequence[str] = ()) -> Recipe:
     """A recipe to train on `data`; with published `weights`, the network is theirs.
 
     Raises InputError for a folder without classes or images, and for weights of no network of ours.
@@ -29,24 +30,24 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: l
     n = len(paths)
     side = _usual_side(paths)
     batch = min(n, max(8, min(64, n // 8)))
-    steps = max(1, n // batch)
-    document: dict[str, Any] = {"batch": batch, "data": {"use": "kasoku.data.folder", "root": str(data.resolve())}}
-    augment = {"use": "kasoku.data.Augment", "flip": "random", "crop": "random_resized"}
     if weights is not None:
-        size, updates, lr = min(224, max(64, side // 32 * 32)), _FINE_TUNE_UPDATES, 0.01 * batch / 64
-        document["model"] = {"use": f"kasoku.models.{_network_of(weights)}"}
-        pretrained = {"use": "kasoku.models.Pretrained", "weights": str(weights.resolve()), "freeze": freeze}
-        document["techniques"] = [pretrained, augment]
-        document["optimizer"] = {"use": "kasoku.optim.sgd", "lr": lr, "nesterov": True, "weight_decay": 1e-4}
+        size, updates, lr, decay = min(224, max(64, side // 32 * 32)), _FINE_TUNE_UPDATES, 0.01 * batch / 64, 1e-4
+        network = _network_of(weights)
+        start = [{"use": "kasoku.models.Pretrained", "weights": str(weights.resolve()), "freeze": freeze}]
     else:
-        size, updates = min(128, max(32, side // 32 * 32)), _FROM_SCRATCH_UPDATES
-        name = "resnet18" if size > 48 else "cifar_resnet18"
-        document["model"] = {"use": f"kasoku.models.{name}"}
-        document["techniques"] = [augment]
-        document["optimizer"] = {"use": "kasoku.optim.sgd", "lr": 0.1 * batch / 128, "nesterov": True}
-        document["optimizer"]["weight_decay"] = 5e-4
-    document["epochs"] = epochs = float(max(3, min(60, round(updates / steps))))
-    for setting in settings or []:
+        size, updates, lr, decay = min(128, max(32, side // 32 * 32)), _FROM_SCRATCH_UPDATES, 0.1 * batch / 128, 5e-4
+        network, start = "resnet18" if size > 48 else "cifar_resnet18", []
+    epochs = float(max(3, min(60, round(updates / max(1, n // batch)))))
+    document: dict[str, Any] = {
+        "batch": batch,
+        "epochs": epochs,
+        "data": {"use": "kasoku.data.folder", "root": str(data.resolve()), "size": size},
+        "model": {"use": f"kasoku.models.{network}"},
+        "techniques": [*start, {"use": "kasoku.data.Augment", "flip": "random", "crop": "random_resized"}],
+        "optimizer": {"use": "kasoku.optim.sgd", "lr": lr, "nesterov": True, "weight_decay": decay},
+        "loss": {"use": "kasoku.optim.cross_entropy", "smoothing": 0.1},
+    }
+    for setting in settings:
         if setting.partition("=")[0].strip() in ("batch", "epochs"):
             override(document, setting)
     if document["batch"] == AUTO:
@@ -54,9 +55,7 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: l
     if isinstance(document["epochs"], int | float):
         epochs = document["epochs"]  # the schedule follows them
     document["schedule"] = {"use": "kasoku.core.Cosine", "epochs": epochs, "warmup": epochs / 10}
-    document["loss"] = {"use": "kasoku.optim.cross_entropy", "smoothing": 0.1}
-    document["data"]["size"] = size
-    return from_document(document, settings or [])
+    return from_document(document, settings)
 
 
 def _usual_side(paths: tuple[str, ...]) -> int:

@@ -44,7 +44,7 @@ class Factory:
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keys", _arguments(resolve(self.use, "use"), dict(self.keys), self.use))
+        object.__setattr__(self, "keys", _arguments(resolve(self.use, "use"), self.keys, self.use))
 
     def __call__(self, *args: Any, **more: Any) -> Any:
         """Calls it; of `more`, what its signature lacks or the keys have set already is left out."""
