@@ -49,7 +49,7 @@ class Factory:
     def __call__(self, *args: Any, **more: Any) -> Any:
         """Calls it; of `more`, what its signature lacks or the keys have set already is left out."""
         thing = resolve(self.use, "use")
-        known = _parameters(thing)
+        known = parameters_of(thing)
         rest = {k: v for k, v in more.items() if k in known and k not in self.keys}
         try:
             inspect.signature(thing).bind(*args, **self.keys, **rest)
@@ -120,7 +120,7 @@ def parse(thing: Callable[..., T], table: Mapping[str, Any], path: str = "") -> 
     Raises InputError on the first unknown, mistyped or missing key, by its path.
     """
     values = _arguments(thing, table, path)
-    for name, p in _parameters(thing).items():
+    for name, p in parameters_of(thing).items():
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and name not in values:
             raise InputError(f"{_join(path, name)}: missing, and it has no default")
     try:
@@ -189,7 +189,8 @@ def _nearest(name: str, names: Sequence[str]) -> str:
     return f": one of {', '.join(sorted(names))}" if len(names) <= 16 else ""
 
 
-def _parameters(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def parameters_of(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a class or function; none for a builtin without a signature."""
     try:
         return dict(inspect.signature(thing).parameters)
     except (TypeError, ValueError):
@@ -198,7 +199,7 @@ def _parameters(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _arguments(thing: Callable[..., Any], keys: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The keys, checked against the signature: their names, and their types where it has annotations."""
-    parameters = _parameters(thing)
+    parameters = parameters_of(thing)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         known = [name for name, p in parameters.items() if p.kind is not p.VAR_POSITIONAL]
         for name in keys:

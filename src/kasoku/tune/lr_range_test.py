@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from kasoku.config.recipe import Recipe
-from kasoku.config.toml import resolve, table
+from kasoku.config.toml import parameters_of, resolve, table
 from kasoku.core import InputError, Job
 from kasoku.tune.sandbox import Sandbox, endless, undisturbed
 from kasoku.tune.trial import make_step
@@ -87,12 +86,9 @@ class RangeTest:
 
 def rates_of(recipe: Recipe) -> dict[str, float]:
     """The rates among the settings of the recipe's optimizer, by path: `lr`, and names that end in `_lr`."""
-    try:
-        parameters = inspect.signature(resolve(recipe.optimizer.use, "optimizer.use")).parameters
-        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-    except ValueError:  # a builtin without a signature
-        defaults = {}
-    return dict(_rates({**defaults, **recipe.optimizer.keys}, "optimizer"))
+    optimizer = recipe.optimizer
+    defaults = {name: p.default for name, p in parameters_of(resolve(optimizer.use, "optimizer.use")).items()}
+    return dict(_rates({**defaults, **optimizer.keys}, "optimizer"))
 
 
 def _rates(settings: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:

@@ -17,12 +17,12 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -39,24 +39,29 @@ def copy_of(job: Job) -> tuple[nn.Module, Optimizer]:
     """Copies of the job's model and optimizer without the hooks and patches of techniques. Drains the job."""
     job.drain()
     memo: dict[int, Any] = {}
-    plain: dict[tuple[int, str], object] = {}  # (id of a module, attribute) -> its value before any technique
-    for thing, name, old in job.patches.attributes:
-        if isinstance(thing, nn.Module):
-            plain.setdefault((id(thing), name), old)
-            _exclude(vars(thing).get(name), memo)
-    for hooks, number in _technique_hooks(job.model, job.patches.first_hook):
-        _exclude(hooks[number], memo)
-    model: nn.Module = copy.deepcopy(job.model, memo)
-    for (key, name), old in plain.items():
-        if key not in memo:
-            continue  # of another model
-        if old is ...:
-            delattr(memo[key], name)
-        else:
-            setattr(memo[key], name, copy.deepcopy(old, memo))
-    for hooks, number in _technique_hooks(model, job.patches.first_hook):
-        del hooks[number]
+    with _without_techniques(job):
+        model: nn.Module = copy.deepcopy(job.model, memo)
     return model, _copied_optimizer(job.optimizer, memo, job.patches.first_hook)
+
+
+@contextmanager
+def _without_techniques(job: Job) -> Iterator[None]:
+    """Within it the modules have no hooks and patches of techniques, which refer to the job."""
+    with ExitStack() as stack:
+        for thing, name, old in reversed(job.patches.attributes):
+            if isinstance(thing, nn.Module):
+                stack.callback(setattr, thing, name, getattr(thing, name))
+                delattr(thing, name)
+                if old is not ...:
+                    setattr(thing, name, old)
+        for module in job.model.modules():
+            for name, hooks in vars(module).items():
+                if name.endswith("_hooks") and isinstance(hooks, dict):
+                    stack.callback(hooks.update, dict(hooks))
+                    stack.callback(hooks.clear)  # called before: the order stays
+                    for number in [number for number in hooks if number >= job.patches.first_hook]:
+                        del hooks[number]  # torch gave it to a hook of a technique
+        yield
 
 
 def _copied_optimizer(own: Optimizer, memo: dict[int, Any], first_hook: int) -> Optimizer:
@@ -71,28 +76,13 @@ def _copied_optimizer(own: Optimizer, memo: dict[int, Any], first_hook: int) -> 
     return twin
 
 
-def _exclude(thing: object, memo: dict[int, Any]) -> None:
-    if not isinstance(thing, nn.Module | Tensor) and thing is not None:
-        memo[id(thing)] = thing
-
-
-def _technique_hooks(model: nn.Module, first: int) -> Iterator[tuple[dict[int, Any], int]]:
-    """The dict and the number of each hook of a technique: torch gave it `first` or a later number."""
-    for module in model.modules():
-        for name, hooks in vars(module).items():
-            if name.endswith("_hooks") and isinstance(hooks, dict):
-                yield from ((hooks, number) for number in list(hooks) if number >= first)
-
-
 class Sandbox:
     """Copies of a job's model and optimizer, and a loader of any batch size.
 
     Use it within `undisturbed`.
 
     Args:
-        job: the job that is copied. Its loader is iterated only if it is not one of kasoku.data; `undisturbed` then
-            restores its `state_dict`, torch's generators, and the workers of a torch DataLoader, but nothing else,
-            such as a counter of its own.
+        job: the job that is copied. Its loader is iterated only if it is not one of kasoku.data.
 
     Raises:
         InputError: for a loader that can be iterated only once, or is empty.
@@ -236,7 +226,8 @@ def endless(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
 def undisturbed(job: Job) -> Iterator[None]:
     """Restores random states and the position of the job's loader after the body.
 
-    Of loaders outside kasoku.data: their `state_dict`, torch's generators, a torch DataLoader's workers.
+    Of a loader outside kasoku.data: its `state_dict`, torch's generators and a torch DataLoader's workers, but nothing
+    else, such as a counter of its own.
     """
     plain = job.plain_loader
     kept = copy.deepcopy(plain.state_dict()) if hasattr(plain, "state_dict") else None
