@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kasoku.config.recipe import Recipe
 from kasoku.config.toml import parameters_of, resolve, table
@@ -197,28 +198,22 @@ def try_alone(job: Job) -> None:
 def untouched(job: Job) -> Iterator[None]:
     """Restores a copy of the job's state after the body, bit for bit; `undisturbed` restores random states."""
     job.drain()
-    state = copy.deepcopy(job.state_dict())
-    tensors = [(p, p.detach().clone(), p.grad, p.requires_grad) for p in job.model.parameters()]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in job.model.modules()
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-    ]
-    modes = [(module, module.training) for module in job.model.modules()]
-    for p, *_ in tensors:
-        p.grad = None
-    try:
+    with ExitStack() as stack:
+        stack.callback(job.load_state_dict, copy.deepcopy(job.state_dict()))
+        for module in job.model.modules():
+            stack.callback(setattr, module, "training", module.training)
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                stack.callback(setattr, module, name, buffer)
+                stack.callback(_fill, buffer, buffer.detach().clone())
+        for p in job.model.parameters():
+            stack.callback(setattr, p, "grad", p.grad)
+            stack.callback(p.requires_grad_, p.requires_grad)
+            stack.callback(_fill, p, p.detach().clone())
+            p.grad = None
+        stack.callback(job.drain)  # called first
         yield
-    finally:
-        job.drain()
-        with torch.no_grad():
-            for p, value, grad, requires_grad in tensors:
-                p.copy_(value)
-                p.grad = grad
-                p.requires_grad_(requires_grad)
-            for module, name, buffer, value in buffers:
-                buffer.copy_(value)
-                setattr(module, name, buffer)
-        for module, training in modes:
-            module.training = training
-        job.load_state_dict(state)
+
+
+@torch.no_grad()
+def _fill(x: Tensor, value: Tensor) -> None:
+    x.copy_(value)

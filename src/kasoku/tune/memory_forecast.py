@@ -20,7 +20,6 @@ _MESSAGES = (
     "cudnn_status_not_supported",
     "cublas_status_alloc_failed",
 )
-_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def extrapolate(costs: Sequence[tuple[int, float]], batch: int) -> float:
@@ -72,7 +71,7 @@ class MemoryForecast:
         return free is None or sharing * (needed - resident_bytes()) <= _SHARE * free
 
 
-def available_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     """The memory that can still be allocated without swapping, on this machine and container; None: unknown.
 
     Ref: proc_meminfo(5), MemAvailable; the kernel's cgroup-v2.rst, memory.max and memory.current.

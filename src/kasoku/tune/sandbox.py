@@ -17,7 +17,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -230,27 +230,23 @@ def undisturbed(job: Job) -> Iterator[None]:
     else, such as a counter of its own.
     """
     plain = job.plain_loader
-    kept = copy.deepcopy(plain.state_dict()) if hasattr(plain, "state_dict") else None
-    # a torch DataLoader draws its order from the generators of these
-    drawing = (plain, getattr(plain, "sampler", None), getattr(getattr(plain, "batch_sampler", None), "sampler", None))
-    generators = [g for g in (getattr(thing, "generator", None) for thing in drawing) if isinstance(g, torch.Generator)]
-    drawn = [generator.get_state() for generator in generators]
-    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
-    states = np.random.get_state(), random.getstate()
-    unchanged: AbstractContextManager[Any] = nullcontext()
-    if isinstance(plain, DataLoader):
-        unchanged = own_workers(plain)
-    elif isinstance(plain, Loader) and plain.skipped:
-        unchanged = plain.skipped.unchanged()
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())), unchanged:
-            yield
-    finally:
-        np.random.set_state(states[0])
-        random.setstate(states[1])
-        if mps is not None:
-            torch.mps.set_rng_state(mps)
-        for generator, state in zip(generators, drawn, strict=True):
-            generator.set_state(state)
-        if kept is not None and hasattr(plain, "load_state_dict") and not isinstance(plain, Loader):
-            plain.load_state_dict(kept)
+    with ExitStack() as stack:
+        if isinstance(plain, Loader):
+            if plain.skipped:
+                stack.enter_context(plain.skipped.unchanged())
+        elif hasattr(plain, "state_dict") and hasattr(plain, "load_state_dict"):
+            stack.callback(plain.load_state_dict, copy.deepcopy(plain.state_dict()))
+        # a torch DataLoader draws its order from the generators of these
+        batch_sampler = getattr(plain, "batch_sampler", None)
+        for drawing in (plain, getattr(plain, "sampler", None), getattr(batch_sampler, "sampler", None)):
+            generator = getattr(drawing, "generator", None)
+            if isinstance(generator, torch.Generator):
+                stack.callback(generator.set_state, generator.get_state())
+        if isinstance(plain, DataLoader):
+            stack.enter_context(own_workers(plain))
+        if torch.backends.mps.is_available():
+            stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(random.setstate, random.getstate())
+        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        yield
