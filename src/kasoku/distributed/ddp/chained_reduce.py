@@ -23,14 +23,17 @@ Chain = Generator[Work, None, None]  # yields each collective that must end befo
 
 
 class Reduce:
-    """A reducer that is bound to the ranks of one run. It has no state unless a subclass keeps some."""
+    """A reducer that is bound to the ranks of one run: one all-reduce without state, unless a subclass has another."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
 
     def __call__(self, key: str, x: Tensor) -> Work:
         """Starts to average x, a flat chunk of gradients, and returns at once; after `wait()`, x is the mean.
 
         A collective: all ranks use the same keys and lengths in the same order, and wait before they reuse a key.
         """
-        raise NotImplementedError(f"{type(self).__name__}.__call__")
+        return self.comm.all_reduce(x, op="mean")
 
     def state_dict(self) -> dict[str, Any]:
         """The state that this rank keeps between steps, by key."""
@@ -49,14 +52,13 @@ class ChainedReduce(Reduce):
     Args:
         comm: the ranks.
         settings: read by `chain` of the subclass.
-        single: each chain is one collective, which may start on the caller's thread.
     """
 
-    def __init__(self, comm: Comm, settings: object, *, single: bool = False) -> None:
-        self.comm, self.settings = comm, settings
+    def __init__(self, comm: Comm, settings: object) -> None:
+        super().__init__(comm)
+        self.settings = settings
         self.kept = _Kept()  # saved in checkpoints
         self.buffers = _Kept()
-        self._threads = comm.thread_safe and not single
         self._open: deque[_Turn] = deque()
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._todo: queue.SimpleQueue[tuple[Chain, _Later] | None] = queue.SimpleQueue()
@@ -68,7 +70,7 @@ class ChainedReduce(Reduce):
 
     def __call__(self, key: str, x: Tensor) -> Work:
         chain = self.chain(key, x)
-        if not self._threads:
+        if not self.comm.thread_safe:
             turn = _Turn(chain, self._open)
             self._open.append(turn)
             return turn

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kasoku.core import Comm, InputError, Work
+from kasoku.core import Comm, InputError
 from kasoku.distributed.ddp.chained_reduce import Chain, ChainedReduce, Reduce
 from kasoku.distributed.environment import ranks_on_host
 
@@ -37,7 +37,7 @@ class Mean(Reducer):
 
     def bind(self, comm: Comm) -> Reduce:
         """Each call is one collective; no state is kept."""
-        return _Mean(comm)
+        return Reduce(comm)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Wire(Reducer):
 
     def bind(self, comm: Comm) -> Reduce:
         """Errors are kept by key and start at zero."""
-        return _Wire(comm, self, single=self.sums == "wire")
+        return _Wire(comm, self)
 
 
 @dataclass(frozen=True)
@@ -138,16 +138,8 @@ class Hierarchical(Reducer):
         if comm.size % node:
             raise InputError(f"Hierarchical: {comm.size} ranks in nodes of {node}: node must divide {comm.size}")
         if node == comm.size:
-            return _Mean(comm)
+            return Reduce(comm)
         return self.across.bind(comm) if node == 1 else _Hierarchical(comm, replace(self, node=node))
-
-
-class _Mean(Reduce):
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-
-    def __call__(self, key: str, x: Tensor) -> Work:
-        return self._comm.all_reduce(x, op="mean")
 
 
 class _Wire(ChainedReduce):
