@@ -38,11 +38,9 @@ class Activity:
     def __init__(self, hang_timeout_s: float, clock: Clock | None = None) -> None:
         self.hang_timeout_s = hang_timeout_s
         self._clock = clock or Wall()
-        self.steps = 0
         self.counts: list[CountingComm] = []
-        self._busy_spans = 0  # that have begun and not ended
         self.heartbeat: Any = None  # a StoreHeartbeat, which reports this to the other ranks
-        self._last_step, self._busy_until = self._clock.now(), math.inf
+        self._last_step, self._busy_until = self._clock.now(), -math.inf
         self._durations_s: deque[float] = deque(maxlen=64)
 
     def step(self) -> None:
@@ -50,18 +48,15 @@ class Activity:
         now = self._clock.now()
         self._durations_s.append(now - self._last_step)
         self._last_step = now
-        self.steps += 1
 
     @contextmanager
     def busy(self, limit_s: float = math.inf) -> Iterator[None]:
         """Marks an evaluation, a save or a compilation; until it or `limit_s` is over, no rank counts as hung."""
-        self._busy_spans += 1
-        self._busy_until = self._clock.now() + limit_s
+        outer, self._busy_until = self._busy_until, self._clock.now() + limit_s
         try:
             yield
         finally:
-            self._last_step, self._busy_until = self._clock.now(), math.inf
-            self._busy_spans -= 1
+            self._last_step, self._busy_until = self._clock.now(), outer
 
     def close(self, failed: str = "") -> None:
         """Announces that this rank has ended, or that it `failed` (a line), which ends the other ranks.
@@ -88,9 +83,9 @@ class Activity:
 
     def state(self) -> bytes:
         """What this rank does: STARTING, STEPPING, BUSY or STALLED."""
-        if self._busy_spans and self._clock.now() < self._busy_until:
+        if self._clock.now() < self._busy_until:
             return BUSY
-        if not self.steps:
+        if not self._durations_s:
             return STARTING
         return STALLED if self.idle_s > self.limit_s else STEPPING
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -74,11 +73,9 @@ class Segments:
 
     def _new(self, size: int) -> Tensor | None:
         """Newly allocated shared memory, or None if the system has none."""
-        if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # absent where Python was built on an older libc
-            return None
         try:
             descriptor = os.memfd_create("kasoku")
-        except OSError:
+        except (AttributeError, OSError):  # not on Linux, or Python was built on an older libc
             return None
         try:
             os.ftruncate(descriptor, size)
