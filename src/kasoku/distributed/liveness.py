@@ -207,8 +207,7 @@ class StoreHeartbeat:
             unanswered = unanswered + 1 if self.answers == last else 0
             last = self.answers
             if unanswered > self.detector.patience:
-                return self.report(self.lost_store())
-        return None
+                self.report(self.lost_store())
 
     def write(self, state: bytes) -> None:
         """Writes this rank's heartbeat."""

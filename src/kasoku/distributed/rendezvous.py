@@ -71,11 +71,11 @@ def process_group(here: Place, start: Start, packages: Callable[[], object]) -> 
         comm.activity.close()
         raise
     except BaseException as error:
-        if isinstance(error, RuntimeError) and "gloo" in str(error):
+        line, lost = " ".join(str(error).split())[:200], is_lost_rank(error)
+        if lost:
             comm.activity.wait_for_verdict()  # usually another rank is the cause
-        comm.activity.close(failed=" ".join(str(error).split())[:200] or type(error).__name__)
-        if is_lost_rank(error):
-            line = " ".join(str(error).split())[:120]
+        comm.activity.close(failed=line or type(error).__name__)
+        if lost:
             raise LostRankError(f"rank {here.rank}: lost another rank ({line}); resume from a checkpoint") from error
         raise
     finally:

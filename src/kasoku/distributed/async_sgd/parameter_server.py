@@ -49,7 +49,7 @@ class ParameterShard:
         """Starts from weights that all workers have."""
         with self._lock:
             self.weights.copy_(weights)
-            self.staleness, self._updates, self._own = Counter[int](), 0, Counter[int]()
+            self.staleness, self._updates = Counter[int](), Counter[int]()  # by staleness, and by rank
             self._copies = {rank: weights.clone() for rank in self._workers} if not self.codec.exact else {}
 
     def take(self, rank: int, update: Tensor, version: int, out: Tensor) -> int:
@@ -65,11 +65,10 @@ class ParameterShard:
             out: it may share memory with `update`.
         """
         with self._lock:
-            new_version = self._updates - self._own[rank]
+            new_version = self._updates.total() - self._updates[rank]
             self.staleness[new_version - version] += 1
             worker_copy = self._copies.get(rank)
-            self._updates += 1
-            self._own[rank] += 1
+            self._updates[rank] += 1
             if worker_copy is None:  # each stretch is read again while it is in the cache
                 parts = (torch.split(x, _STRETCH) for x in (self.weights, update, out))
                 for weights, part, reply in zip(*parts, strict=True):
@@ -95,7 +94,6 @@ class ParameterServer:
     def __init__(self, shards: Sequence[ParameterShard | None], workers: Sequence[int], ahead: int | None) -> None:
         self.shards, self._ahead = shards, ahead
         self._lock = threading.Lock()
-        self._workers = workers
         self.dealt: tuple[int, int] | None = None  # the next share of the data, and the end; None: not set yet
         self.clocks = dict.fromkeys(workers, 0)
 
@@ -128,7 +126,7 @@ class ParameterServer:
         with self._lock:  # the next share, or -1 at the sync point
             share, end = self.dealt or (0, 0)
             if head[1]:  # the shares end with the current batch
-                end = min(end, -(-share // len(self._workers)) * len(self._workers))
+                end = min(end, -(-share // len(self.clocks)) * len(self.clocks))
             self.dealt = (min(end, share + 1), end)
             return (share if share < end else -1,)
 

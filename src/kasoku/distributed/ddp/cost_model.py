@@ -125,11 +125,9 @@ def forecast(
     unit_of = [min(tensors[i].unit for i in bucket) for bucket in plan.buckets]  # the first to read it
     width = [tensors[bucket[0]].width for bucket in plan.buckets]
     sizes = [(p.bucket, (p.stop - p.start) * width[p.bucket]) for p in plan.order]
-    last = [0] * len(plan.buckets)
-    for i, (bucket, _) in enumerate(sizes):
-        last[bucket] = i
+    last = {bucket: i for i, (bucket, _) in enumerate(sizes)}
     first_read: list[list[int]] = [[] for _ in units]
-    for bucket in sorted(range(len(plan.buckets)), key=lambda b: last[b]):
+    for bucket in sorted(last, key=lambda b: last[b]):
         first_read[unit_of[bucket] if next_forward else 0].append(bucket)
     elements = [0] * len(units)
     for t in tensors:

@@ -177,17 +177,15 @@ class Engine:
     def step(self) -> None:
         """Sends all chunks; parameters are updated as the means arrive, or at once where updates cannot be late."""
         self.layout.refuse_unknown(self.job.optimizer)
-        # gradients of layers that only some of the accumulated backward passes used
-        for p in [p for p in self.layout.missing() if p.grad is not None]:
-            self.drain()
+        partly_used = [p for p in self.layout.missing() if p.grad is not None]  # not in the last accumulated pass
+        self.drain()  # buckets of layers that this step did not use
+        for p in partly_used:
             self.arrive(p)
         skip_unused = self.settings.unused == "skip"
         if not any(bucket.versions for bucket in self.layout.buckets) and not skip_unused:
-            self.drain()
             return  # no backward since the last step: nothing changes
         self.layout.refuse_changed()
         if skip_unused:
-            self.drain()
             self.layout.fill_missing(self.job.comm)
             self.send()
         else:
