@@ -166,6 +166,8 @@ def test_the_graded_groups_of_resnet50_are_those_of_the_record() -> None:
     plan = Graded().plan(LayerIndex(model).tensors)
     assert [len(group) for group in plan.buckets] == [3, 21, 57, 80]
     assert sorted(i for group in plan.buckets for i in group) == list(range(161))
+    slow = Graded(first=1, power=0.5).plan(LayerIndex(model).tensors)
+    assert sorted(i for group in slow.buckets for i in group) == list(range(161))
 
 
 def convolutions(model: nn.Module) -> tuple[list[UnitTimes], LinkModel]:

@@ -102,17 +102,10 @@ class Graded(Policy):
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         n = len(tensors)
-        ends = [min(n, round(self.first * (k + 1) ** self.power)) for k in range(n)]
-        cut: list[tuple[int, ...]] = []
-        start, size = 0, 0
-        for end in sorted(set(ends)):
-            size = sum(tensors[n - 1 - i].size for i in range(start, end))
-            if size >= self.least_bytes or end == n:
-                cut.append(tuple(n - 1 - i for i in range(start, end)))
-                start = end
-        if len(cut) > 1 and size < self.least_bytes:
-            cut[-2:] = [cut[-2] + cut[-1]]
-        return ready_order(cut, tensors, "graded")
+        ends = {min(n, round(self.first * (k + 1) ** self.power)) for k in range(n)}
+        from_output = range(n)[::-1]
+        runs = [from_output[start:end] for start, end in itertools.pairwise(sorted({0, *ends, n}))]
+        return ready_order(_merged(runs, tensors, self.least_bytes), tensors, "graded")
 
 
 @dataclass(frozen=True)
@@ -134,7 +127,7 @@ class PerLayer(Policy):
             raise InputError(f"least_bytes={self.least_bytes}: 0 bytes or more")
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
-        return ready_order(_merged(tensors, self.least_bytes), tensors, "a layer")
+        return ready_order(_merged(_by_unit(tensors), tensors, self.least_bytes), tensors, "a layer")
 
 
 @dataclass(frozen=True)
@@ -224,7 +217,8 @@ def _best_starts(units: Sequence[UnitTimes], tensors: Sequence[Sized], link: Lin
     ends = list(itertools.accumulate(unit.backward_s for unit in reversed(units)))[::-1]
     least = max(2 * MIB, whole // 64)
     found: list[tuple[float, BucketPlan]] = []
-    for buckets in dict.fromkeys(ready_order(_merged(tensors, size), tensors, "").buckets[::-1] for size in sizes):
+    merged = (_merged(_by_unit(tensors), tensors, size) for size in sizes)
+    for buckets in dict.fromkeys(ready_order(some, tensors, "").buckets[::-1] for some in merged):
         ready_s = [ends[min(tensors[i].unit for i in bucket)] for bucket in buckets]
         for chunk_bytes in (least, 2 * least, 4 * least, 2**60):
             chunks = cut(buckets, tensors, chunk_bytes)
@@ -285,13 +279,18 @@ def _moved(order: Sequence[Chunk]) -> Iterator[tuple[Chunk, ...]]:
                 yield tuple(itertools.chain.from_iterable(other))
 
 
-def _merged(tensors: Sequence[Sized], least_bytes: int) -> list[tuple[int, ...]]:
-    """Groups of neighbouring units, in forward order, each closed once it has least_bytes."""
+def _by_unit(tensors: Sequence[Sized]) -> list[list[int]]:
+    """The tensors of each unit, in forward order."""
+    ordered = sorted(range(len(tensors)), key=lambda i: tensors[i].unit)
+    return [list(run) for _, run in itertools.groupby(ordered, key=lambda i: tensors[i].unit)]
+
+
+def _merged(runs: Iterable[Sequence[int]], tensors: Sequence[Sized], least_bytes: int) -> list[tuple[int, ...]]:
+    """Neighbouring runs of tensors together, until they have least_bytes; what is left in the end joins the last."""
     merged: list[tuple[int, ...]] = []
     open_: tuple[int, ...] = ()
-    ordered = sorted(range(len(tensors)), key=lambda i: tensors[i].unit)
-    for _, layer in itertools.groupby(ordered, key=lambda i: tensors[i].unit):
-        open_ += tuple(layer)
+    for run in runs:
+        open_ += tuple(run)
         if sum(tensors[i].size for i in open_) >= least_bytes:
             merged.append(open_)
             open_ = ()
