@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -63,10 +63,19 @@ class Augment(Technique):
 
     def apply(self, job: Job) -> None:
         """Has the job's loader augment. Raises InputError for a loader or images it does not fit."""
-        loader = job.plain_loader
-        if not hasattr(loader, "configure"):
-            raise InputError(f"Augment: {type(loader).__name__} cannot augment; give the job a kasoku.data.loader(...)")
+        own_loader(job, self)
         job.configure_loader(augment=self)
+
+
+def own_loader(job: Job, technique: Technique) -> Any:
+    """The job's loader. Raises InputError where it is not one of kasoku.data, which the technique needs."""
+    loader = job.plain_loader
+    if not hasattr(loader, "configure"):
+        raise InputError(
+            f"{type(technique).__name__}: a loader of kasoku.data is wanted, this is a {type(loader).__name__}; "
+            "give the job a kasoku.data.loader(...)"
+        )
+    return loader
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kasoku.core import Batch, InputError, Job, Schedule, Stage, StepDecay, Technique
+from kasoku.data.augment.basic import own_loader
 from kasoku.data.loading.loader import Loader
 
 
@@ -34,10 +35,7 @@ class GrowBatch(Technique):
         return max(1, round(self.schedule(epoch)))
 
     def apply(self, job: Job) -> None:
-        plain = job.plain_loader
-        if not isinstance(plain, Loader):
-            raise InputError(f"GrowBatch: a loader of kasoku.data is wanted, this is a {type(plain).__name__}")
-        growing = _Growing(job, plain)
+        growing = _Growing(job, own_loader(job, self))
 
         def grown(batches: Iterable[Batch]) -> Iterator[Batch]:
             growing.resize(self.batch_factor(math.floor(job.progress + 1e-9)))

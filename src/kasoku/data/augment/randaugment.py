@@ -22,6 +22,7 @@ from torch import Tensor
 from kasoku.core.errors import InputError
 from kasoku.core.job import Job
 from kasoku.core.technique import Stage, Technique
+from kasoku.data.augment.basic import own_loader
 from kasoku.data.loading.shuffle import draws, whole
 
 _KINDS = (
@@ -74,12 +75,9 @@ class RandAugment(Technique):
 
     def apply(self, job: Job) -> None:
         """Has the job's loader vary images. Raises InputError for a loader or images it does not fit."""
-        loader = job.plain_loader
-        if not hasattr(loader, "configure"):
-            name = type(loader).__name__
-            raise InputError(f"RandAugment: {name} cannot vary images; give the job a kasoku.data.loader(...)")
-        if loader.dataset.channels not in (1, 3):
-            channels = loader.dataset.channels
+        loader = own_loader(job, self)
+        channels = loader.dataset.channels
+        if channels not in (1, 3):
             raise InputError(f"RandAugment: images of {channels} channels; grey (1) or RGB (3) are wanted")
         if self.count:
             job.configure_loader(vary=Vary(self, loader.seed, loader.dataset.mean))

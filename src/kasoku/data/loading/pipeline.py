@@ -107,8 +107,7 @@ class Pipeline:
 
     @property
     def source(self) -> Split:
-        source: Split = getattr(self.dataset, self.split)
-        return source
+        return self.dataset.train if self.split == "train" else self.dataset.test
 
     @property
     def in_memory(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kasoku.core import InputError, Job, Stage, Technique
-from kasoku.data.loading.loader import Loader
+from kasoku.data.augment.basic import own_loader
 
 _ALIKE = 0.1  # ranks whose speeds differ by no more take equal shares
 
@@ -74,9 +74,7 @@ class Shares(Technique):
         """Has the loader share its batches so, and weighs the loss. Raises InputError where they do not fit the job."""
         if not self.images or job.comm.size == 1:
             return
-        plain, ranks = job.plain_loader, job.comm.size
-        if not isinstance(plain, Loader):
-            raise InputError(f"Shares: a loader of kasoku.data is wanted, this is a {type(plain).__name__}")
+        plain, ranks = own_loader(job, self), job.comm.size
         whole, parts = sum(self.images), plain.parts
         if len(self.images) != ranks or whole != plain.batch or any(n % parts for n in self.images):
             raise InputError(
