@@ -90,12 +90,12 @@ REMEDIES = {"kept": (0, 1e-2), "norm and ReLU again": (1, 0.1), "all again": (-1
 
 
 def only(at: int):
-    """Of the ways to run a unit the one at this place: the most kept first."""
+    """Of the ways to run a unit the one at this place, the most kept first; -1: the last, with norms in place."""
 
     def chosen(units, setting):
         alone = (way for way in segment_choices(units, setting) if way.first == way.last and not way.chunk)
         for _, ways in groupby(alone, key=lambda way: way.first):
-            found = [*ways]
+            found = [way for way in ways if at < 0 or "in place" not in way.remedy]
             yield found[min(at, len(found) - 1)]
 
     return chosen

@@ -229,12 +229,10 @@ def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, MaxPositions]:
             x_NCHW, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode, return_indices=True
         )
         index32 = index.int()
-        row = index32.div(inner[3], rounding_mode="floor")
-        column = index32 - row * inner[3]
+        row, column = index32.div(inner[3], rounding_mode="floor"), index32.remainder(inner[3])
         first_row, first_column = _first_pixels(layer, out, torch.int32)
-        row -= first_row
-        column -= first_column
-        positions = (row * pair(layer.kernel_size)[1] + column).to(torch.uint8)
+        row.sub_(first_row).mul_(pair(layer.kernel_size)[1]).add_(column.sub_(first_column))
+        positions = row.to(torch.uint8)
         packed = positions.as_strided((positions.numel(),), (1,))
     return out, MaxPositions(packed, torch.empty_like(x_NCHW, device="meta"), positions.stride())
 

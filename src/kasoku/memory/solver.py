@@ -82,14 +82,14 @@ def segment_choices(units: Sequence[LayerGraph], setting: ChainSetting) -> Itera
 
 
 def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int]) -> Iterator[SegmentChoice]:
-    """The programs for the units from the first to the last; those with norm gradients in place come last."""
+    """The programs for the units from the first to the last."""
     shapes = graph.shapes(setting.images, setting.how.half)
     batch, how = setting.images.shape[0], setting.how
     elsewhere = {v for v, held in zip((0, graph.out), setting.held_elsewhere, strict=True) if held}
     bf16 = {v for v, shape in enumerate(shapes) if how.bf16 and shape.dtype.itemsize > 2} - elsewhere
     whole_batch = how.exact or any(node.uses_batch_statistics for node in graph.nodes)
     chunks = [0] if whole_batch else [0, *(chunk for chunk in _CHUNKS if chunk < batch)]
-    seen, in_place = set(), []
+    seen = set()
     for remedy, kept in _remedies(graph, setting.image_gradient):
         program = build_program(graph, kept, input_gradient=setting.image_gradient, bf16=frozenset(bf16))
         if (program.kept, program.backward) in seen:
@@ -102,9 +102,7 @@ def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int
             yield SegmentChoice(*units, program, chunk, need, f"{remedy}{parts}")
             less = need if over == program else memory_need(over, shapes, setting, chunk)
             if less.backward < need.backward:
-                name = f"{remedy}, norm gradients in place{parts}"
-                in_place.append(SegmentChoice(*units, over, chunk, less, name))
-    yield from in_place
+                yield SegmentChoice(*units, over, chunk, less, f"{remedy}, norm gradients in place{parts}")
 
 
 def _remedies(graph: LayerGraph, input_gradient: bool) -> Iterator[tuple[str, frozenset[int]]]:

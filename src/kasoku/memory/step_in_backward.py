@@ -109,19 +109,14 @@ class LinearInBackward(BoundToModel):
     """Updates one Linear in its backward, if nothing else needs its gradient.
 
     Attributes:
-        calls: during the inspection; only a layer that is called once is updated.
+        calls: since the inspection began; the weight of a layer that it calls twice has a gradient.
         passes: forwards without their backward so far; of two at once, neither has the whole gradient.
     """
 
     def __init__(self, layer: nn.Linear, stepper: StepInBackward) -> None:
         self.layer, self.stepper = layer, stepper
-        self.calls, self.inspected = 0, False
+        self.calls = 0
         self.passes: WeakSet[Any] = WeakSet()
-
-    @property
-    def active(self) -> bool:
-        """Whether the backward of a forward that begins now updates the weight."""
-        return self.inspected and self.calls == 1 and self.group is not None
 
     @property
     def group(self) -> dict[str, Any] | None:
@@ -170,8 +165,8 @@ def install_linears(job: Job, stepper: StepInBackward) -> list[LinearInBackward]
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
     owner: LinearInBackward = layer.saved_memory
-    owner.calls += owner.layer is layer and not owner.inspected
-    if owner.layer is not layer or not x.requires_grad or not owner.active:  # another layer: a deep copy
+    owner.calls += owner.layer is layer
+    if owner.layer is not layer or not x.requires_grad or owner.group is None:  # another layer: a deep copy
         return nn.Linear.forward(layer, x)
     out: Tensor = _Linear.apply(x, layer.weight, layer.bias, owner, autocast_type(x))  # type: ignore[no-untyped-call]
     return out
