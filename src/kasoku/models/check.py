@@ -55,11 +55,8 @@ def check_fits(model: nn.Module, image_shape_CHW: Sequence[int], model_name: str
 
 def _failure(model: nn.Module, channels: int, height: int, width: int) -> str | None:
     """The error of a run with this image size, in one line; None if it runs or cannot run on the meta device."""
-    state = {
-        name: torch.empty_like(tensor, device="meta")
-        for named in (model.named_parameters(), model.named_buffers())
-        for name, tensor in named
-    }
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     images_NCHW = torch.empty(2, channels, height, width, device="meta", dtype=dtype)
     try:
