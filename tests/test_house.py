@@ -23,10 +23,10 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1470,
-    "optim": 1230,
-    "models": 830,
-    "device": 630,
+    "core": 1420,
+    "optim": 1210,
+    "models": 820,
+    "device": 600,
     "data": 5230,
     "distributed": 5720,
     "memory": 2380,
@@ -34,7 +34,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tune": 2260,
     "simulate": 1910,
     "report": 2400,
-    "training": 2000,
+    "training": 1960,
     "commands": 1850,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
