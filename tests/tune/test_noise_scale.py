@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from kasoku.tune.noise_scale import NoiseEstimate, from_lengths, mean, noise_of_parts
+from kasoku.tune.noise_scale import NoiseEstimate, mean, noise_of_parts
 
 DIMS, PLACE = 50, 0.5
 SIGNAL, TRACE = DIMS * PLACE**2, float(DIMS)  # of the gradient w - mean(x) with x ~ N(0, 1)
@@ -41,10 +41,20 @@ def test_the_scale_of_a_planted_bowl_is_found(images: int, parts: int, times: in
 
 
 def test_expected_lengths_give_the_planted_numbers_exactly():
-    small, big = 4, 64
-    found = from_lengths(3.0 + 50.0 / small, 3.0 + 50.0 / big, small=small, big=big)
-    assert (found.signal, found.trace) == pytest.approx((3.0, 50.0))
-    assert found.scale == pytest.approx(50.0 / 3.0)
+    signal, trace, images = 3.0, 50.0, 4
+    # a common part and opposite noise: the lengths that are expected of gradients of 4 and of 8 images
+    common, noise = (signal + trace / (2 * images)) ** 0.5, (trace / (2 * images)) ** 0.5
+    w = nn.Parameter(torch.zeros(2))
+
+    def backwards() -> Iterator[int]:
+        for sign in (1, -1):
+            w.grad = torch.tensor([common, sign * noise])
+            yield images
+
+    found = noise_of_parts([w], backwards())
+    assert found is not None
+    assert (found.signal, found.trace) == pytest.approx((signal, trace))
+    assert found.scale == pytest.approx(trace / signal)
 
 
 def test_a_signal_lost_in_the_noise_has_no_scale():

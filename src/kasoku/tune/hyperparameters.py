@@ -36,7 +36,7 @@ _FIGURES = ("top1", "best_top1", "epochs", "seconds", "time_to_target_s")  # of 
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """The settings of a search.
+    """The settings of a search. Raises InputError for less than one trial or job.
 
     Args:
         command: a training command with the options `--set path=value`, `--out DIR` and `--continue` of `kasoku train`.
@@ -46,9 +46,6 @@ class SearchSettings:
         jobs: the number of simultaneous trials.
         about: the text of the recipe and of the space, which must not change when the search is continued.
         environment: additional environment variables of a trial, by the number of its job (0 to jobs - 1).
-
-    Raises:
-        InputError: for less than one trial or job.
     """
 
     command: tuple[str, ...]

@@ -104,8 +104,7 @@ def _rates(settings: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]
 def reference_rate(rates: Mapping[str, float], own: Sequence[float]) -> float:
     """The rate of which the test shows all rates as multiples: the recipe's lr, or the largest of a parameter group.
 
-    Raises:
-        InputError: where that is 0.
+    Raises InputError where that is 0.
     """
     lr = rates.get("optimizer.lr") or max(own)
     if not lr > 0:

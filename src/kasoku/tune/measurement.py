@@ -87,7 +87,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes and the time that a search may use.
+    """The sizes and the time that a search may use. Raises InputError if there is no size in the range.
 
     Args:
         start: the current size, where the strategies of [002] begin.
@@ -97,9 +97,6 @@ class Limits:
         images: of an epoch.
         until_s: the deadline, on the clock.
         clock: the same on all ranks.
-
-    Raises:
-        InputError: if there is no size in the range.
     """
 
     start: int

@@ -33,12 +33,6 @@ class NoiseEstimate:
         return max(0.0, self.trace) / self.signal if self.signal > 0 else math.inf
 
 
-def from_lengths(small_squared: float, big_squared: float, *, small: float, big: float) -> NoiseEstimate:
-    """The estimate from the squared lengths of gradients of `small` images (a mean over several) and of `big`."""
-    signal = (big * big_squared - small * small_squared) / (big - small)
-    return NoiseEstimate(signal, (small_squared - big_squared) / (1 / small - 1 / big))
-
-
 def mean(noises: Sequence[NoiseEstimate | None]) -> NoiseEstimate | None:
     """The mean of the finite estimates; None if there is none."""
     finite = [n for n in noises if n and math.isfinite(n.signal + n.trace)]
@@ -77,6 +71,8 @@ def noise_of_parts(params: Sequence[Tensor], backwards: Iterable[int]) -> NoiseE
     count = len(squared)
     if count < 2:
         return None
-    small = torch.stack(squared).mean().item()
-    big = torch.stack([s.float().square().sum() for s in sums.values()]).sum().item() / count**2
-    return from_lengths(small, big, small=sizes[-1], big=sizes[-1] * count)
+    small, big = sizes[-1], sizes[-1] * count
+    small_squared = torch.stack(squared).mean().item()
+    big_squared = torch.stack([s.float().square().sum() for s in sums.values()]).sum().item() / count**2
+    signal = (big * big_squared - small * small_squared) / (big - small)
+    return NoiseEstimate(signal, (small_squared - big_squared) / (1 / small - 1 / big))

@@ -77,15 +77,10 @@ def _copied_optimizer(own: Optimizer, memo: dict[int, Any], first_hook: int) -> 
 
 
 class Sandbox:
-    """Copies of a job's model and optimizer, and a loader of any batch size.
+    """Copies of a job's model and optimizer, and a loader of any batch size. Use it within `undisturbed`.
 
-    Use it within `undisturbed`.
-
-    Args:
-        job: the job that is copied. Its loader is iterated only if it is not one of kasoku.data.
-
-    Raises:
-        InputError: for a loader that can be iterated only once, or is empty.
+    The job's own loader is iterated only if it is not one of kasoku.data. Raises InputError for a loader that can be
+    iterated only once, or is empty.
     """
 
     def __init__(self, job: Job) -> None:

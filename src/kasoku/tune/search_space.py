@@ -17,14 +17,13 @@ from kasoku.core import InputError
 class Between:
     """Numbers from `low` to `high`, both included; integers if `low`, `high` and `step` are.
 
+    Raises InputError for an empty range, and for values that are not finite numbers.
+
     Args:
         low: the smallest.
         high: the largest.
         log: uniform in the logarithm, as for rates.
         step: only low + k * step.
-
-    Raises:
-        InputError: for an empty range, and for values that are not finite numbers.
     """
 
     low: Any

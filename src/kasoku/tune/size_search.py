@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from kasoku.tune.measurement import STEPS, Limits, Measurement, SizeSearch
 
 Worth = Callable[[int, float], float]  # (batch, step_s) -> the more the better
-Errors = dict[int, float]  # batch -> standard error of its step, as a share
 _LEAP = 4  # the largest factor to the next size above
 _LINE = 3  # sizes of the line above the largest size
 _POINTS = 32  # of a gap at which gains are computed
@@ -46,14 +45,8 @@ def slope(samples: Sequence[Measurement]) -> float:
 
 def best_of(good: Sequence[Measurement], worth: Worth) -> Measurement:
     """The smallest of the sizes that lose at most half a percent to the best; `good` is in ascending order."""
-    top = top_of(good, worth)
-    least = (1 - _SAME) * worth(top.batch, top.step_s)
+    least = (1 - _SAME) * max(worth(s.batch, s.step_s) for s in good)
     return next(s for s in good if worth(s.batch, s.step_s) >= least)
-
-
-def top_of(good: Sequence[Measurement], worth: Worth) -> Measurement:
-    """The best by the medians alone."""
-    return max(good, key=lambda s: worth(s.batch, s.step_s))
 
 
 def search_sizes(tries: SizeSearch, worth: Worth, *, least_gain: float) -> tuple[Measurement, bool]:
@@ -71,11 +64,11 @@ def search_sizes(tries: SizeSearch, worth: Worth, *, least_gain: float) -> tuple
         took_s = tries.limits.clock.now() - began_s
         first_s, again_s = (first_s, again_s + took_s) if known else (first_s + took_s, again_s)
         good = tries.good
-        best = top_of(good, worth)
+        most = max(worth(s.batch, s.step_s) for s in good)
         gaps = [_between(good, i, worth, tries.limits) for i in range(len(good) - 1)]
         gaps.append(_above(tries, good, worth, least_gain))
         value, batch = max((gap for gap in gaps if gap), default=(-math.inf, None))
-        if value <= worth(best.batch, best.step_s) * (1 + least_gain):
+        if value <= most * (1 + least_gain):
             batch = None
         if batch is None and again_s < _AGAIN * first_s:
             batch = doubtful(good, worth, _SETTLED * least_gain)
@@ -102,8 +95,8 @@ def doubtful(good: Sequence[Measurement], worth: Worth, much: float) -> int | No
     return None
 
 
-def errors_of(good: Sequence[Measurement]) -> Errors:
-    """The error of each size: the larger of its own and of the typical error of as many steps."""
+def errors_of(good: Sequence[Measurement]) -> dict[int, float]:
+    """The error of each batch, as a share: the larger of its own and of the typical error of as many steps."""
     typical = statistics.median(s.error * math.sqrt(max(1, s.steps)) for s in good)
     return {s.batch: max(s.error, typical / math.sqrt(max(1, s.steps))) for s in good}
 

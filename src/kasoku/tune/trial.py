@@ -45,12 +45,7 @@ class StepTimes:
 
 
 class Trial:
-    """Times sizes on a copy of a job.
-
-    Args:
-        job: the job that is copied.
-        needs: the measurements; the gradient noise scale takes four more passes.
-    """
+    """Times sizes on a copy of a job. The gradient noise scale, if needed, takes four more passes."""
 
     def __init__(self, job: Job, needs: Needs) -> None:
         self.sandbox = Sandbox(job)
