@@ -1,12 +1,10 @@
 """Simulation of training steps on clusters: their time and cost before anything is rented."""
 
 from kasoku.simulate.cluster import Cluster, load
-from kasoku.simulate.collectives import ALGORITHMS
-from kasoku.simulate.compute_model import ModelCosts, model_costs, profile_of, profiled, remarks
+from kasoku.simulate.compute_model import ModelCosts, model_costs, profile_of, profiled
 from kasoku.simulate.step import Sharing, SimulatedStep, Simulator, timeline
 
 __all__ = [
-    "ALGORITHMS",
     "Cluster",
     "ModelCosts",
     "Sharing",
@@ -16,6 +14,5 @@ __all__ = [
     "model_costs",
     "profile_of",
     "profiled",
-    "remarks",
     "timeline",
 ]

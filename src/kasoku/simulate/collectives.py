@@ -170,11 +170,18 @@ def ring(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     return [gather(cluster, gpus).twice()]
 
 
-def gather(cluster: Cluster, gpus: int) -> AlgorithmCost:
-    """An all-gather (or a reduce-scatter) by the rings of `ring`: half of an all-reduce."""
-    rounds, between = gpus - 1, cluster.nodes_for(gpus) - 1
-    byte_s = rounds * contended_s(cluster, gpus, _rings(cluster, 0, gpus))
-    return AlgorithmCost(rounds - between, between, byte_s=byte_s)
+def gather(cluster: Cluster, gpus: int, width: int = 0) -> AlgorithmCost:
+    """An all-gather (or a reduce-scatter) along rows of `width` GPUs, 0: of all: half of their all-reduce by rings.
+
+    Rows of whole nodes use a ring for each NIC.
+    """
+    width, each = width or gpus, cluster.node.gpus
+    flows: list[Flow] = []
+    for first in range(0, gpus, width):
+        ranks = range(first, first + width)
+        flows += _circle(cluster, ranks, 1 / width) if width % each else _rings(cluster, first, width)
+    rounds, between = width - 1, -(-width // each) - 1
+    return AlgorithmCost(rounds - between, between, byte_s=rounds * contended_s(cluster, gpus, flows))
 
 
 @lru_cache(maxsize=1024)
@@ -276,23 +283,14 @@ def torus(
     Args:
         cluster: the GPUs are in its first nodes.
         gpus: the number of GPUs.
-        width: GPUs of a row; 0: about square, of whole nodes.
+        width: GPUs of a row, a divisor of `gpus`; 0: about square, of whole nodes.
         trees: columns may also use trees instead of rings.
         across: the share of the remaining bytes that is sent along columns.
         exchanged: columns use an all-to-all and an all-gather.
     """
     width = width or square(gpus, min(gpus, cluster.node.gpus))
-    if gpus % width:
-        raise InputError(f"all-reduce torus on {gpus} GPUs: rows of {width} do not fill it")
-    row, high, each = AlgorithmCost(starts=0), gpus // width, cluster.node.gpus
-    if width > 1:  # a reduce-scatter and an all-gather along rows; rows of whole nodes use a ring for each NIC
-        flows: list[Flow] = []
-        for first in range(0, gpus, width):
-            ranks = range(first, first + width)
-            flows += _circle(cluster, ranks, 1 / width) if width % each else _rings(cluster, first, width)
-        between, byte_s = max(0, -(-width // each) - 1), (width - 1) * contended_s(cluster, gpus, flows)
-        once = AlgorithmCost(width - 1 - between, between, byte_s=byte_s)
-        row = once + once
+    once, high = gather(cluster, gpus, width), gpus // width
+    row = once + once if width > 1 else AlgorithmCost(starts=0)
     if high == 1:
         return [row]
     columns = [[first + width * i for i in range(high)] for first in range(width)]

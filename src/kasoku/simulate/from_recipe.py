@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from kasoku import simulate
 from kasoku.config.ranks import TEST_PASSES, can_share, check_share, is_asynchronous, techniques_for
 from kasoku.config.recipe import Recipe
 from kasoku.config.toml import Factory
@@ -23,6 +22,7 @@ from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
 from kasoku.simulate.compressed import exchanges, flat
+from kasoku.simulate.compute_model import model_costs, profiled, remarks
 
 _FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer get a remark, which advises at least _ENOUGH
 
@@ -144,7 +144,7 @@ class Scenario:
             lines.append(f"precision = {precision}: {gpu.name} was measured in {gpu.precision}; a profile is surer")
         if not profile and any(technique.saves_memory for technique in recipe.techniques):
             lines.append("SavedMemory: its recomputation is not simulated; a profile includes it")
-        return lines + self._few_images(step.gpus) + simulate.remarks(simulator.net, gpu, images, profile)
+        return lines + self._few_images(step.gpus) + remarks(simulator.net, gpu, images, profile)
 
     def _few_images(self, gpus: int) -> list[str]:
         """A remark if BatchNorm statistics are of too few images, with settings under which more images share them."""
@@ -197,7 +197,7 @@ def scenario(
         return replace(like, recipe=recipe, simulator=other)
     facts, note = data_info(recipe)
     net = _inspect(recipe.model, facts)
-    profile = simulate.profiled(profiles, net) if profiles else None
+    profile = profiled(profiles, net) if profiles else None
     simulator = Simulator(cluster, net, shared, profile=profile, norm_batch=recipe.norm_batch)
     return Scenario(recipe, facts, simulator, (note,) if note else ())
 
@@ -207,7 +207,7 @@ def _inspect(model: Factory, facts: Facts) -> ModelCosts:
     with torch.device("meta"):
         module = model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
     shape = (facts.channels, facts.side, facts.side)
-    return simulate.model_costs(model.use.rpartition(".")[2], module, shape)
+    return model_costs(model.use.rpartition(".")[2], module, shape)
 
 
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
