@@ -8,6 +8,7 @@ begins another.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import TypeVar
 
 import torch
@@ -50,15 +51,13 @@ class Survivors(Table):
 
     def all_reduce(self, x: Tensor, *, op: str = "sum") -> None:
         """Each rank sums one part, in the order of ranks, and sends the sum to all."""
-        cuts = [len(x) * i // len(self.ranks) for i in range(len(self.ranks) + 1)]
-        parts = {rank: x[a:b] for rank, a, b in zip(self.ranks, cuts, cuts[1:], strict=False)}
+        parts = dict(zip(self.ranks, torch.tensor_split(x, len(self.ranks)), strict=True))
         mine = parts[self.comm.rank]
         incoming = {rank: torch.empty_like(mine) for rank in self.ranks}
         self.swap(parts, incoming)
         incoming[self.comm.rank].copy_(mine)
-        mine.zero_() if op == "sum" else mine.copy_(incoming[self.ranks[0]])
-        for rank in self.ranks:
-            mine.add_(incoming[rank]) if op == "sum" else torch.maximum(mine, incoming[rank], out=mine)
+        combine = torch.add if op == "sum" else torch.maximum
+        mine.copy_(reduce(combine, (incoming[rank] for rank in self.ranks)))
         self.swap(dict.fromkeys(self.ranks, mine.clone()), parts)
 
 
