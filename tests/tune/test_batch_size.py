@@ -23,7 +23,7 @@ from kasoku.distributed import AllReduce, Overlap, VirtualRanks
 from kasoku.models import cifarnet
 from kasoku.optim import EMA, Clip, Lookahead, Rate, sgd
 from kasoku.tune import EpochTimeMinimize, GpuUsageMaximize, Throughput, TimeToTarget, tune_batch_size
-from kasoku.tune.measurement import BatchSizeResult, Measurement
+from kasoku.tune.measurement import BatchSizeResult, Measurement, write_tuning
 from kasoku.tune.memory_forecast import MemoryForecast
 from kasoku.tune.noise_scale import NoiseEstimate
 from kasoku.tune.sandbox import Sandbox, copy_of
@@ -354,7 +354,7 @@ def test_tuning_json_has_what_the_page_shows(tmp_path: Path):
     )
     epochs, speeds = (1.0, 1.5, 2.5), (100.0, 50.0)
     found = BatchSizeResult(16, samples, "planted", 3.0, True, epochs, "TimeToTarget", 60.0, speeds)
-    found.save(tmp_path / "tuning.json")
+    write_tuning(tmp_path, found.as_json())
     text = (tmp_path / "tuning.json").read_text()
     assert "NaN" not in text
     assert "Infinity" not in text

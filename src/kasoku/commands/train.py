@@ -205,7 +205,9 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
     if not arguments.resume:
         training.describe(run, own_folders(arguments.recipe))
         if tuned:
-            tuned.result.save(run.path / "tuning.json")
+            from kasoku.tune.measurement import write_tuning
+
+            write_tuning(run.path, tuned.result.as_json())
     elif arguments.set:
         run.write("recipe.toml", dumps(recipe))
     if not arguments.quiet:

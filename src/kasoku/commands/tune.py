@@ -100,8 +100,7 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
                 chosen.append(f"accumulate={tuned.recipe.accumulate}")
             print(" ".join(f"--set {setting}" for setting in chosen))
             if arguments.out:
-                arguments.out.mkdir(parents=True, exist_ok=True)
-                tuned.result.save(arguments.out / "tuning.json")
+                write_tuning(arguments.out, tuned.result.as_json())
 
     run_on_all_ranks(comm, report)
     return 0
@@ -168,8 +167,7 @@ def _tune_rate(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     def report() -> None:
         if comm.rank == 0:
             if arguments.out:
-                arguments.out.mkdir(parents=True, exist_ok=True)
-                write_tuning(arguments.out / "tuning.json", result.as_json(lr, arguments.budget))
+                write_tuning(arguments.out, result.as_json(lr, arguments.budget))
             _show_rates(result, lr, rates)
 
     run_on_all_ranks(comm, report)

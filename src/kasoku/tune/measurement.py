@@ -165,15 +165,12 @@ class BatchSizeResult:
         document = {"what": "minibatch", "chosen": self.batch, **asdict(self), "samples": samples}
         return {k: v for k, v in document.items() if k not in ("batch", "epochs")}
 
-    def save(self, path: Path) -> None:
-        """Writes tuning.json. Raises InputError where the file cannot be written."""
-        write_tuning(path, self.as_json())
 
-
-def write_tuning(path: Path, document: Mapping[str, Any]) -> None:
+def write_tuning(folder: Path, document: Mapping[str, Any]) -> None:
     """Writes tuning.json; null stands for a number that is not finite. Raises InputError if it cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
     finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
-    write_text(path, json.dumps(finite, indent=1) + "\n")
+    write_text(folder / "tuning.json", json.dumps(finite, indent=1) + "\n")
 
 
 class SizeSearch:
