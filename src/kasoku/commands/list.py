@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -21,11 +22,11 @@ from kasoku.core import Schedule, Technique
 def run(arguments: CommandArguments) -> int:
     """Prints the public names, and the recipes of the current folder; returns the exit code."""
     sections: dict[str, dict[str, str]] = {
-        "models": _functions(models, nn.Module),
-        "data sources": _functions(data, data.Dataset),
-        "optimizers": _functions(optim, Optimizer),
-        "schedules": _classes([core], Schedule),
-        "techniques": _classes([models, device, memory, data, optim, distributed], Technique),
+        "models": _public(inspect.isfunction, nn.Module, models),
+        "data sources": _public(inspect.isfunction, data.Dataset, data),
+        "optimizers": _public(inspect.isfunction, Optimizer, optim),
+        "schedules": _public(inspect.isclass, Schedule, core),
+        "techniques": _public(inspect.isclass, Technique, models, device, memory, data, optim, distributed),
         "recipes": {str(path): _first_comment(path) for path in sorted(Path("recipes").glob("*.toml"))},
     }
     console = Console(highlight=False)
@@ -39,27 +40,16 @@ def run(arguments: CommandArguments) -> int:
     return 0
 
 
-def _functions(package: ModuleType, returns: type) -> dict[str, str]:
+def _public(sought: Callable[[object], bool], kind: type, *packages: ModuleType) -> dict[str, str]:
+    """The public functions that return this kind, or its classes, each with the first line of its docstring."""
     lines = {}
-    for name in package.__all__:
-        thing = getattr(package, name)
-        result = typing.get_type_hints(thing).get("return") if inspect.isfunction(thing) else None
-        if isinstance(result, type) and issubclass(result, returns):
-            lines[f"{package.__name__}.{name}"] = _line(thing)
+    for package in packages:
+        for name in package.__all__:
+            thing = getattr(package, name)
+            made = typing.get_type_hints(thing).get("return") if inspect.isfunction(thing) else thing
+            if sought(thing) and isinstance(made, type) and issubclass(made, kind) and thing is not kind:
+                lines[f"{package.__name__}.{name}"] = (inspect.getdoc(thing) or "").partition("\n")[0]
     return lines
-
-
-def _classes(packages: list[ModuleType], kind: type) -> dict[str, str]:
-    return {
-        f"{package.__name__}.{name}": _line(thing)
-        for package in packages
-        for name in package.__all__
-        if inspect.isclass(thing := getattr(package, name)) and issubclass(thing, kind) and thing is not kind
-    }
-
-
-def _line(thing: object) -> str:
-    return (inspect.getdoc(thing) or "").partition("\n")[0]
 
 
 def _first_comment(path: Path) -> str:

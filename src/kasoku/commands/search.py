@@ -21,7 +21,7 @@ from kasoku.commands import RecipeArguments, option
 from kasoku.config.recipe import dumps
 from kasoku.core import InputError
 from kasoku.core.hardware import cores
-from kasoku.distributed.local_launch import STARTED
+from kasoku.distributed.local_launch import STARTED, train_arguments
 from kasoku.training.control import signals
 from kasoku.training.run_folder import free_folder
 from kasoku.tune.hyperparameters import STOPPED, SearchSettings, TrialResult, search
@@ -60,9 +60,9 @@ def run(arguments: SearchArguments) -> int:
     settings = ["evaluate.stop=false"]
     if arguments.jobs > 1 and not recipe.device.threads:
         settings.append(f"device.threads={max(1, cores() // arguments.jobs)}")
-    words = [word for setting in (*settings, *arguments.set) for word in ("--set", setting)]
+    words = train_arguments(arguments.recipe, [*settings, *arguments.set], None, go_on=False)
     plan = SearchSettings(
-        (sys.executable, "-m", "kasoku", "train", str(arguments.recipe), "--quiet", *words),
+        (sys.executable, "-m", "kasoku", *words, "--quiet"),
         space,
         folder,
         arguments.trials,
