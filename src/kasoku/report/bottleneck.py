@@ -22,6 +22,7 @@ _MIN_UPDATE = 0.25
 _MIN_FIXED = 0.3  # the part that does not depend on the batch
 _MIN_LAUNCH = {"cuda": 0.75, "cpu": 0.4}  # a GPU computes while the host launches: a bound only near 1
 _MIN_STARVED = 0.15
+_MIN_MOVING = 0.5
 _SMALL_BATCH = 32  # images
 _COMPUTE = ("forward", "backward", "update")
 _NO_LAUNCH = (nn.Identity, nn.Flatten, nn.Dropout)
@@ -99,8 +100,7 @@ def find_bottlenecks(
         _straggler(steps, whole_s, blocks),
         _update(usual, whole_s, facts),
         _calls(usual, whole_s, facts),
-        _oversubscribed(usual, whole_s, facts),
-        _starved(facts),
+        _cores(usual, whole_s, facts),
         _memory(whole_s, bounds or {}),
         _loop(usual, whole_s),
     ]
@@ -203,9 +203,14 @@ def _calls(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | No
     return _cause("small batch", fixed_s, whole_s, line, remedy, least=_MIN_FIXED)
 
 
-def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
+def _cores(usual: Step, whole_s: float, facts: StepFacts) -> StepBottleneck | None:
+    """More threads than cores, or cores that other processes take."""
     threads = facts.threads * facts.processes
-    if threads <= facts.cores or facts.device != "cpu":
+    if threads <= facts.cores:
+        line = f"{facts.starved:.0%} of the time the main thread was ready and had no core"
+        remedy = "end other processes on this machine, give the training more cores, or decode on fewer threads"
+        return _cause("CPU-starved", facts.starved * whole_s, whole_s, line, remedy, least=_MIN_STARVED)
+    if facts.device != "cpu":
         return None
     # an upper bound: threads also wait for each other
     lost_s = sum(usual[row] for row in _COMPUTE) * (1 - facts.cores / threads)
@@ -215,23 +220,19 @@ def _oversubscribed(usual: Step, whole_s: float, facts: StepFacts) -> StepBottle
     return _cause("oversubscribed", lost_s, whole_s, line, remedy)
 
 
-def _starved(facts: StepFacts) -> StepBottleneck | None:
-    if facts.starved < _MIN_STARVED or facts.threads * facts.processes > facts.cores:
-        return None
-    line = f"{facts.starved:.0%} of the time the main thread was ready and had no core"
-    remedy = "end other processes on this machine, give the training more cores, or decode on fewer threads"
-    return StepBottleneck("CPU-starved", min(1.0, facts.starved), line, remedy)
-
-
 def _memory(whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck | None:
-    moving_s, computing_s = _least_s(bounds)
-    if not max(0.5 * whole_s, computing_s) <= moving_s <= whole_s:  # longer than a step: caches served most of it
+    if not bounds:
+        return None
+    moving_s = bounds["bytes"] / bounds["bytes_per_s"]
+    if (
+        not bounds["flops"] / bounds["flops_per_s"] <= moving_s <= whole_s
+    ):  # longer than a step: caches served most of it
         return None
     line = f"moving {bounds['bytes'] / 2**20:,.0f} MiB takes this device {_ms(moving_s)} of {_ms(whole_s)}"
     remedy = (
         "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more for each byte they read"
     )
-    return StepBottleneck("memory-bound", min(1.0, moving_s / whole_s), line, remedy)
+    return _cause("memory-bound", moving_s, whole_s, line, remedy, least=_MIN_MOVING)
 
 
 def _loop(usual: Step, whole_s: float) -> StepBottleneck | None:
@@ -243,18 +244,10 @@ def _loop(usual: Step, whole_s: float) -> StepBottleneck | None:
 def _computing(usual: Step, whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck:
     busy_s = usual["forward"] + usual["backward"]
     line = f"{_of(busy_s, whole_s)} is forward and backward, and nothing else holds it up"
-    computing_s = _least_s(bounds)[1]
-    if computing_s:
-        line += f"; at the device's measured speed they would take {_ms(computing_s)}"
+    if bounds.get("flops"):
+        line += f"; at the device's measured speed they would take {_ms(bounds['flops'] / bounds['flops_per_s'])}"
     remedy = "a lower precision, smaller images at first (LowResolution), or more devices"
     return StepBottleneck("compute-bound", round(min(1.0, busy_s / whole_s), 4), line, remedy)
-
-
-def _least_s(bounds: Mapping[str, float]) -> tuple[float, float]:
-    """The least seconds of moving the bytes and of computing the FLOPs of a step; 0: unknown."""
-    if not bounds:
-        return 0.0, 0.0
-    return bounds["bytes"] / bounds["bytes_per_s"], bounds["flops"] / bounds["flops_per_s"]
 
 
 def _of(part_s: float, whole_s: float) -> str:
