@@ -110,7 +110,7 @@ def test_facts_count_what_computes_and_leave_the_random_state_alone():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(), nn.Flatten(), nn.Linear(4, 2, bias=False))
     state = torch.get_rng_state()
     job = Job(model, lambda m: torch.optim.SGD(m.parameters(), 0.1), accumulate=5)
-    facts = facts_of(job, 8, threads=3, cores=2)
+    facts = facts_of(job, 8, threads=3)
     assert torch.equal(torch.get_rng_state(), state)
     assert (facts.device, facts.layers, facts.parameters, facts.threads) == ("cpu", 3, 3 * 4 * 9 + 4 + 8, 3)
     assert facts.parts == 5

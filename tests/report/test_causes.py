@@ -52,7 +52,7 @@ def verdict_of(job: Job, batch: int, *, steps: int = STEPS) -> list[dict]:
     train(job, 3)
     ledger = Ledger(job.trace, started=job.clock.now())
     train(job, steps)
-    facts = facts_of(job, batch, cores=cores(), starved=ledger.starved())
+    facts = facts_of(job, batch, starved=ledger.starved())
     document, _ = ledger.document(job.comm, facts)
     return document["verdict"]
 

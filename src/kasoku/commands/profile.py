@@ -16,7 +16,6 @@ from typing import ClassVar
 from kasoku.commands import RecipeArguments, option
 from kasoku.core import InputError
 from kasoku.core.files import write_text
-from kasoku.core.hardware import cores
 from kasoku.report import Ledger, facts_of, print_table
 from kasoku.report.bottleneck import find_bottlenecks
 from kasoku.report.profiler import WARM, Profiler, StepProfile
@@ -52,7 +51,7 @@ def run(arguments: ProfileArguments) -> int:
     ledger = Ledger(job.trace, started=job.clock.now())
     plain = profiler.plain(arguments.steps)
     images, starved = recipe.images_at_once(1), ledger.starved()
-    facts = facts_of(job, images, threads=device_setup.threads, cores=cores(), starved=starved)
+    facts = facts_of(job, images, threads=device_setup.threads, starved=starved)
     ledger.steps.settle()
     mean_s = ledger.mean_s()  # of these steps alone
     document, timeline = ledger.document(job.comm, facts)

@@ -15,6 +15,7 @@ from torch import nn
 
 from kasoku.core import Job
 from kasoku.core.clock import Stopwatch, Wall
+from kasoku.core.hardware import cores
 
 # a bottleneck is reported from this share of a step on
 _MIN_SHARE = 0.1
@@ -261,16 +262,13 @@ def _ms(seconds: float) -> str:
 # ---- facts
 
 
-def facts_of(
-    job: Job, batch: int, *, threads: int = 0, cores: int = 1, processes: int = 1, starved: float = 0.0
-) -> StepFacts:
+def facts_of(job: Job, batch: int, *, threads: int = 0, processes: int = 1, starved: float = 0.0) -> StepFacts:
     """The facts of a job; measures `layer_s`, a few milliseconds.
 
     Args:
         job: with its techniques applied and its model on the training device.
         batch: images of one forward on one rank.
         threads: of one rank; 0: torch's.
-        cores: cores of this host that the process may use.
         processes: ranks that share these cores.
         starved: `Ledger.starved()`.
     """
@@ -286,7 +284,7 @@ def facts_of(
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         parts=job.accumulate,
         threads=threads or torch.get_num_threads(),
-        cores=cores,
+        cores=cores(),
         processes=processes,
         starved=round(min(0.95, starved), 4),
     )

@@ -11,7 +11,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from kasoku.core import InputError
-from kasoku.core.files import write_atomically, write_error
+from kasoku.core.files import write_error, write_text
 
 
 class Log:
@@ -29,7 +29,7 @@ class Log:
         try:
             if resume_step is not None and path.exists():
                 kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
-                write_atomically(path, lambda part: part.write_text("".join(f"{line}\n" for line in kept)))
+                write_text(path, "".join(f"{line}\n" for line in kept))
             self._lines = path.open("a", buffering=1)
             self._mlperf = (folder / "mlperf.log").open("a", buffering=1)
             self._events = EventFileWriter(str(folder / "tensorboard"))

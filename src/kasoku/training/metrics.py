@@ -10,7 +10,6 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from kasoku.core.hardware import cores
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.environment import place
 from kasoku.distributed.startup import startup_line
@@ -159,7 +158,6 @@ class Metrics:
                 job,
                 recipe.images_at_once(job.comm.size),
                 threads=self.state.training.device_setup.threads,
-                cores=cores(),
                 processes=place().ranks_on_its_cores if job.comm.size > 1 else 1,
                 starved=self.ledger.starved(),
             )
