@@ -199,7 +199,7 @@ def test_augment_refuses_what_it_does_not_fit():
         job(loader(digits(), "train", 100)).apply(Augment(translate=8))
     with pytest.raises(InputError, match=r"crop=random_resized: only for image files.*use translate"):
         job(loader(digits(), "train", 100)).apply(Augment(crop="random_resized"))
-    with pytest.raises(InputError, match=r"Augment: a loader of kasoku\.data is wanted, this is a list"):
+    with pytest.raises(InputError, match=r"Augment: give the job a kasoku\.data\.loader\(\.\.\.\), this is a list"):
         job([]).apply(Augment())
 
 

@@ -55,7 +55,7 @@ def test_close_gives_the_loader_back():
 
 
 def test_other_loaders_and_too_large_batches_are_refused():
-    with pytest.raises(InputError, match=r"a loader of kasoku\.data is wanted, this is a list"):
+    with pytest.raises(InputError, match=r"give the job a kasoku\.data\.loader\(\.\.\.\), this is a list"):
         Job(cifarnet(in_channels=1, widths=(8, 8)), sgd, loader=[]).apply(GROWTH)
     job = Job(cifarnet(in_channels=1, widths=(8, 8)), sgd, loader=loader(digits(), "train", 1000))
     job.apply(GROWTH)

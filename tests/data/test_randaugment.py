@@ -259,7 +259,7 @@ def test_what_it_does_not_fit_is_refused():
     for magnitude in (-1, 31, float("nan")):
         with pytest.raises(InputError, match=f"magnitude={magnitude}: 0 to 30"):
             RandAugment(magnitude=magnitude)
-    with pytest.raises(InputError, match=r"this is a list; give the job a kasoku\.data\.loader"):
+    with pytest.raises(InputError, match=r"give the job a kasoku\.data\.loader\(\.\.\.\), this is a list"):
         Job(nn.Flatten(), sgd, loader=[]).apply(RandAugment())
     two = Memory(torch.zeros(8, 4, 4, 2, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64))
     dataset = Dataset("two", ("a",), two, two, 2, (4, 4), (0.5, 0.5), (1.0, 1.0))

@@ -199,5 +199,5 @@ def test_what_does_not_fit_is_refused():
     def plain(comm: Comm) -> None:
         Job(Net(), rule, loader=Batches(rank=comm.rank, size=comm.size), comm=comm).apply(Shares((8, 8)))
 
-    with pytest.raises(InputError, match=r"a loader of kasoku\.data is wanted"):
+    with pytest.raises(InputError, match=r"give the job a kasoku\.data\.loader"):
         Threads(2).run(plain)

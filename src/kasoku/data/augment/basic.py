@@ -71,10 +71,8 @@ def own_loader(job: Job, technique: Technique) -> Any:
     """The job's loader. Raises InputError where it is not one of kasoku.data, which the technique needs."""
     loader = job.plain_loader
     if not hasattr(loader, "configure"):
-        raise InputError(
-            f"{type(technique).__name__}: a loader of kasoku.data is wanted, this is a {type(loader).__name__}; "
-            "give the job a kasoku.data.loader(...)"
-        )
+        name = type(technique).__name__
+        raise InputError(f"{name}: give the job a kasoku.data.loader(...), this is a {type(loader).__name__}")
     return loader
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.data.augment.basic import own_loader
+from kasoku.data.loading.loader import Loader
 
 _ALIKE = 0.1  # ranks whose speeds differ by no more take equal shares
 
@@ -74,18 +75,17 @@ class Shares(Technique):
         """Has the loader share its batches so, and weighs the loss. Raises InputError where they do not fit the job."""
         if not self.images or job.comm.size == 1:
             return
-        plain, ranks = own_loader(job, self), job.comm.size
-        whole, parts = sum(self.images), plain.parts
-        if len(self.images) != ranks or whole != plain.batch or any(n % parts for n in self.images):
+        plain: Loader = own_loader(job, self)
+        ranks, parts = job.comm.size, plain.parts
+        if len(self.images) != ranks or sum(self.images) != plain.batch or any(n % parts for n in self.images):
             raise InputError(
                 f"Shares: images={self.images} for {ranks} ranks, batch={plain.batch} in {parts} parts: a number for "
                 "each rank, a multiple of the parts, that add up to the batch"
             )
-        inner: Any = job.loss
+        plain_loss = job.loss
 
         def loss(outputs: Any, y_N: Tensor) -> Tensor:
-            weighed: Tensor = inner(outputs, y_N) * (len(y_N) * ranks * plain.parts / plain.batch)
-            return weighed
+            return plain_loss(outputs, y_N) * (len(y_N) * ranks * plain.parts / plain.batch)
 
         job.configure_loader(shares=self.images)
         job.patch(job, "loss", loss)
