@@ -214,7 +214,7 @@ class _ByteCount:
             two_bits = has_2_bit_positions(node.layer, x.shape)
             if backward:  # torch's index of 8 bytes, and unpacked positions
                 return (9 if two_bits else 8) * out.numel()
-            return out.nbytes + 4 * out.numel() if two_bits else 20 * out.numel()
+            return out.nbytes + 4 * out.numel() if two_bits else 19 * out.numel()
         if node.op == "norm" and step.inplace:  # parts of it and of the gradient in fp32, if they have fewer bits
             images = x.shape[0]
             return 0 if x.dtype.itemsize >= 4 else 8 * -(-images // IN_PLACE_PARTS) * (x.numel() // images)

@@ -282,13 +282,9 @@ def optimizer_bytes(job: Job) -> int:
     """Bytes that the optimizer keeps for its parameters, now or after its first step."""
     total = 0
     for group in job.optimizer.param_groups:
-        if "betas" in group:  # Adam and its kin
-            tensors = 2 + bool(group.get("amsgrad"))
-        elif "etas" in group or "rho" in group:  # Rprop, Adadelta
-            tensors = 2
-        else:
-            average = "alpha" in group or "lr_decay" in group  # RMSprop and ASGD, Adagrad
-            tensors = average + bool(group.get("centered")) + bool(group.get("momentum"))
+        two = any(k in group for k in ("betas", "etas", "rho"))  # Adam and its kin, Rprop, Adadelta
+        one = any(k in group for k in ("alpha", "lr_decay"))  # RMSprop and ASGD, Adagrad
+        tensors = 2 * two + one + sum(bool(group.get(k)) for k in ("amsgrad", "centered", "momentum"))
         for p in group["params"]:
             state = [t.nbytes for t in job.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
             total += sum(state) if state else tensors * p.nbytes

@@ -229,7 +229,8 @@ def pool(layer: Any, x_NCHW: Tensor) -> tuple[Tensor, MaxPositions]:
             x_NCHW, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode, return_indices=True
         )
         index32 = index.int()
-        row, column = index32.div(inner[3], rounding_mode="floor"), index32.remainder(inner[3])
+        row = index32.div(inner[3], rounding_mode="floor")
+        column = index32.sub_(row * inner[3])
         first_row, first_column = _first_pixels(layer, out, torch.int32)
         row.sub_(first_row).mul_(pair(layer.kernel_size)[1]).add_(column.sub_(first_column))
         positions = row.to(torch.uint8)
