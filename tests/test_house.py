@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 820,
     "device": 600,
     "data": 5230,
-    "distributed": 5720,
+    "distributed": 5665,
     "memory": 2380,
     "config": 900,
     "tune": 2260,
