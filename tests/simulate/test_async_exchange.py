@@ -82,7 +82,7 @@ def test_the_busiest_link_is_full_until_the_last_of_all_flows_has_arrived(
 ) -> None:
     cluster = ideal(nodes, 8 // nodes, nics, racks)
     pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
-    routes = [cluster.route(8, a, b, cluster.nic_of(a)) for a, b in pairs]
+    routes = [cluster.route(8, a, b) for a, b in pairs]
     n, capacity = 51e6, cluster.capacity(8)
     took = 2 * allreduce.exchange(cluster, 8).byte_s * n
     assert took == pytest.approx(seconds(routes, [2 * n / 8] * len(pairs), capacity), rel=1e-9)

@@ -106,7 +106,7 @@ def test_an_all_to_all_along_columns_fills_its_busiest_link(
     gpus = 16
     cluster = ideal(nodes, gpus // nodes, nics, racks=racks)
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b and a % width == b % width]
-    routes = [cluster.route(gpus, a, b, cluster.nic_of(a)) for a, b in pairs]
+    routes = [cluster.route(gpus, a, b) for a, b in pairs]
     sizes = [N_BYTES / (gpus // width)] * len(pairs)
     expected = seconds(routes, sizes, cluster.capacity(gpus))
     assert allreduce.exchange(cluster, gpus, width).byte_s * N_BYTES == pytest.approx(expected, rel=1e-9)

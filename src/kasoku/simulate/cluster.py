@@ -213,23 +213,18 @@ class Cluster(_Described):
             parts.append(np.full(2 * -(-nodes // self.racks.nodes), 1e9 * self.racks.uplink_gb_s))
         return np.concatenate(parts)
 
-    def route(self, gpus: int, start: int, stop: int, nic: int) -> list[int]:
-        """The links from one GPU to another; between nodes, through the NICs with the number `nic`."""
+    def route(self, gpus: int, start: int, stop: int) -> list[int]:
+        """The links from one GPU to another; between nodes, through the NICs of the number nearest to the sender."""
         each, nics = self.node.gpus, self.node.nics
         here, there = start // each, stop // each
         if here == there:
             return [2 * start, 2 * stop + 1]
-        first = 2 * gpus
+        first, nic = 2 * gpus, start % each * nics // each
         links = [first + 2 * (here * nics + nic), first + 2 * (there * nics + nic) + 1]
         if self.racks and self.racks.uplink_gb_s and here // self.racks.nodes != there // self.racks.nodes:
             first += 2 * nics * max(1, gpus // each)
             links += [first + 2 * (here // self.racks.nodes), first + 2 * (there // self.racks.nodes) + 1]
         return links
-
-    def nic_of(self, gpu: int) -> int:
-        """The number of the NIC nearest to a GPU."""
-        local, each, nics = gpu % self.node.gpus, self.node.gpus, self.node.nics
-        return local * nics // each
 
     def altered(self, what: str) -> Cluster:
         """The cluster with changes such as "network*2,latency/2": of network, latency, nvlink, gpu."""

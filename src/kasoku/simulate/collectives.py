@@ -29,7 +29,7 @@ from kasoku.distributed.ddp.cost_model import LinkModel
 from kasoku.simulate.cluster import Cluster, Floats, Protocol
 
 Ints = npt.NDArray[np.int64]
-Flow = tuple[int, int, int, float]  # from, to, NIC, bytes for each byte that is reduced
+Flow = tuple[int, int, float]  # from, to, bytes for each byte that is reduced
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fa
 
 def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
     """Seconds of simultaneous flows, for each byte that is reduced."""
-    routes = [cluster.route(gpus, start, stop, nic) for start, stop, nic, _ in flows]
+    routes = [cluster.route(gpus, start, stop) for start, stop, _ in flows]
     return seconds(routes, [size for *_, size in flows], cluster.capacity(gpus))
 
 
@@ -179,7 +179,7 @@ def gather(cluster: Cluster, gpus: int, width: int = 0) -> AlgorithmCost:
     flows: list[Flow] = []
     for first in range(0, gpus, width):
         ranks = range(first, first + width)
-        flows += _circle(cluster, ranks, 1 / width) if width % each else _rings(cluster, first, width)
+        flows += _circle(ranks, 1 / width) if width % each else _rings(cluster, first, width)
     rounds, between = width - 1, -(-width // each) - 1
     return AlgorithmCost(rounds - between, between, byte_s=rounds * contended_s(cluster, gpus, flows))
 
@@ -194,18 +194,17 @@ def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
     """A round of the rings over `gpus` GPUs from `first` on, which are in one node or fill their nodes."""
     nodes, each = max(1, gpus // cluster.node.gpus), min(gpus, cluster.node.gpus)
     channels = cluster.node.nics if nodes > 1 else 1
-    size = 1 / (gpus * channels)
     flows: list[Flow] = []
     for channel in range(channels):
         last = channel * each // channels  # the GPU nearest to the NIC sends it out
         order = [first + node * each + (last + 1 + i) % each for node in range(nodes) for i in range(each)]
-        flows += [(a, b, channel, size) for a, b in itertools.pairwise([*order, order[0]])]
+        flows += _circle(order, 1 / (gpus * channels))
     return flows
 
 
-def _circle(cluster: Cluster, ranks: Sequence[int], size: float) -> list[Flow]:
-    """Messages from each of the ranks to the next one, by the NIC nearest to it."""
-    return [(a, b, cluster.nic_of(a), size) for a, b in itertools.pairwise([*ranks, ranks[0]])]
+def _circle(ranks: Sequence[int], size: float) -> list[Flow]:
+    """Messages from each of the ranks to the next one."""
+    return [(a, b, size) for a, b in itertools.pairwise([*ranks, ranks[0]])]
 
 
 def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
@@ -250,9 +249,9 @@ def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
         for node in range(nodes):
             chain = [node * each + (first + i) % each for i in range(each)]
             for a, b in itertools.pairwise(chain):
-                flows += [(a, b, channel, 1 / channels), (b, a, channel, 1 / channels)]
+                flows += [(a, b, 1 / channels), (b, a, 1 / channels)]
         leaders = [node * each + first for node in range(nodes)]
-        flows += [(a, b, channel, 0.5 / channels) for a, b in _two_trees(leaders)]
+        flows += _two_trees(leaders, 0.5 / channels)
     byte_s = contended_s(cluster, gpus, flows)
     return [AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth(nodes), byte_s=byte_s, trees=1)]
 
@@ -264,7 +263,7 @@ def halving_doubling(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     total = AlgorithmCost()
     for k in range(gpus.bit_length() - 1):
         away = 1 << k
-        flows = [(rank, rank ^ away, cluster.nic_of(rank), 0.5 / away) for rank in range(gpus)]
+        flows = [(rank, rank ^ away, 0.5 / away) for rank in range(gpus)]
         between = 2 * (away >= cluster.node.gpus)
         total += AlgorithmCost(2 - between, between, byte_s=2 * contended_s(cluster, gpus, flows), starts=0)
     return [total]
@@ -294,14 +293,13 @@ def torus(
     if high == 1:
         return [row]
     columns = [[first + width * i for i in range(high)] for first in range(width)]
-    flows = [flow for column in columns for flow in _circle(cluster, column, across / gpus)]
+    flows = [flow for column in columns for flow in _circle(column, across / gpus)]
     once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, gpus, flows))
     if exchanged:
         return [row + exchange(cluster, gpus, width).of(across / width) + once]
     costs = [row + once.twice()]
     if trees:
-        pairs = [pair for column in columns for pair in _two_trees(column)]
-        flows = [(a, b, cluster.nic_of(a), 0.5 * across / width) for a, b in pairs]
+        flows = [flow for column in columns for flow in _two_trees(column, 0.5 * across / width)]
         byte_s = contended_s(cluster, gpus, flows)
         costs.append(row + AlgorithmCost(trees_between=2 * depth(high), byte_s=byte_s, trees=1))
     return costs
@@ -312,14 +310,14 @@ def depth(ranks: int) -> int:
     return ranks.bit_length() - 1
 
 
-def _two_trees(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _two_trees(ranks: Sequence[int], size: float) -> Iterator[Flow]:
     """Messages up and down both trees; with an even number of ranks, an inner node of one is a leaf of the other."""
     n = len(ranks)
     for shift in (0, 1):
         for child, parent in _edges(n):
             a, b = ranks[(child + shift) % n], ranks[(parent + shift) % n]
-            yield a, b
-            yield b, a
+            yield a, b, size
+            yield b, a, size
 
 
 def _edges(ranks: int) -> Iterator[tuple[int, int]]:
