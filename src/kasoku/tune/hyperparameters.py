@@ -288,9 +288,8 @@ def _study(optuna: Any, plan: SearchSettings) -> Any:
     journal = plan.folder / "search.journal"
     # a killed search leaves Optuna's lock, and an incomplete line; the folder is locked by us
     journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
-    text = journal.read_bytes() if journal.exists() else b""
-    if not text.endswith(b"\n") and text:
-        os.truncate(journal, text.rfind(b"\n") + 1)
+    journal.touch()
+    os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
     study = optuna.create_study(
