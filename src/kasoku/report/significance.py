@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -49,31 +48,23 @@ def compare(
         (accuracies count whole images) the interval is a point; then signs decide, and at least 6 pairs are needed.
     Ref: Student 1908; Fisher 1935 (the signs).
     """
-    a: defaultdict[int, list[RunRecord]] = defaultdict(list)
-    b: defaultdict[int, list[RunRecord]] = defaultdict(list)
-    for group, by_seed in ((first, a), (second, b)):
-        for run in group:
-            by_seed[run.seed].append(run)
-    seeds = sorted(a.keys() & b.keys())
+    seeds = sorted({run.seed for run in first} & {run.seed for run in second})
     undecided = f"{names[1]} against {names[0]}: undecided"
     if len(seeds) < _MIN_PAIRS:
         figures = f"{len(seeds)} pair{'' if len(seeds) == 1 else 's'} of equal seeds; at least {_MIN_PAIRS} are wanted"
         return Comparison("undecided", f"{undecided}: {figures}", len(seeds))
-    runs = [run for seed in seeds for run in (*a[seed], *b[seed])]
+    runs = [run for run in (*first, *second) if run.seed in seeds]
     in_time = runs[0].target > 0 and all(run.target == runs[0].target and run.time_to_target_s for run in runs)
     unfinished = sum(run.top1 is None for run in runs)
     if unfinished and not in_time:
         figures = f"{unfinished} of the {len(runs)} runs have no accuracy yet; let them end"
         return Comparison("undecided", f"{undecided}: {figures}", len(seeds))
 
-    def mean_of(group: Sequence[RunRecord]) -> float:
-        return fmean((run.time_to_target_s if in_time else run.top1) or 0.0 for run in group)
+    def mean_of(group: Sequence[RunRecord], seed: int) -> float:
+        return fmean((run.time_to_target_s if in_time else run.top1) or 0.0 for run in group if run.seed == seed)
 
-    if in_time:
-        differences = [math.log(mean_of(b[seed]) / mean_of(a[seed])) for seed in seeds]
-    else:
-        differences = [mean_of(b[seed]) - mean_of(a[seed]) for seed in seeds]
-    mean, low, high = interval(differences)
+    pairs = [(mean_of(first, seed), mean_of(second, seed)) for seed in seeds]
+    mean, low, high = interval([math.log(b / a) if in_time else b - a for a, b in pairs])
     word, (below, above) = "undecided", ("faster", "slower") if in_time else ("less accurate", "more accurate")
     if high - low > 1e-9 * abs(mean) or len(seeds) >= _MIN_EQUAL_PAIRS:
         word = below if high < 0 else above if low > 0 else "undecided"
