@@ -25,6 +25,7 @@ _MIN_LAUNCH = {"cuda": 0.75, "cpu": 0.4}  # a GPU computes while the host launch
 _MIN_STARVED = 0.15
 _MIN_MOVING = 0.5
 _SMALL_BATCH = 32  # images
+_TRIES = 10  # of a call whose time is measured
 _COMPUTE = ("forward", "backward", "update")
 _NO_LAUNCH = (nn.Identity, nn.Flatten, nn.Dropout)
 
@@ -309,15 +310,15 @@ def layer_s(device: torch.device) -> float:
     torch.set_num_threads(1)
     try:
         with torch.enable_grad():
-            return fastest_s(lambda: network(x).sum().backward(), device, tries=10) / len(network)
+            return fastest_s(lambda: network(x).sum().backward(), device) / len(network)
     finally:
         torch.set_num_threads(threads)
 
 
-def fastest_s(f: Callable[[], object], device: torch.device, *, tries: int) -> float:
+def fastest_s(f: Callable[[], object], device: torch.device) -> float:
     """The least seconds of a few calls, since other processes lengthen some of them."""
     times_s, watch = [], Stopwatch(Wall(), device)
-    for _ in range(tries):
+    for _ in range(_TRIES):
         begin_s = watch.synchronize()
         f()
         times_s.append(watch.synchronize() - begin_s)

@@ -33,7 +33,6 @@ WARM = 3  # steps that compile, choose kernels and allocate memory
 _ITERATION = "kasoku iteration"
 _MAX_OPERATORS = 20
 _MAX_TRACED = 5  # steps in the trace, which grows by megabytes a step
-_TRIES = 6  # of a matrix product and of a copy
 
 
 @dataclass(frozen=True)
@@ -253,8 +252,8 @@ def measure_bounds(
     source = torch.zeros(2**28 if on_gpu else 2**26, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     with torch.no_grad():
-        flops_per_s = 2 * n**3 / fastest_s(lambda: a @ b, device, tries=_TRIES)
-        bytes_per_s = 2 * source.nbytes / fastest_s(lambda: target.copy_(source), device, tries=_TRIES)
+        flops_per_s = 2 * n**3 / fastest_s(lambda: a @ b, device)
+        bytes_per_s = 2 * source.nbytes / fastest_s(lambda: target.copy_(source), device)
     moving_s = moved / bytes_per_s
     least_s = max(flops / flops_per_s, moving_s if moving_s <= step_s else 0.0)
     return {

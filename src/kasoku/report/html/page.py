@@ -20,12 +20,6 @@ try:
 except ImportError as error:
     raise InputError('the page needs jinja2: pip install "jinja2>=3.1"') from error
 
-_PARTS = {
-    "ledger": "where the time went (ledger.json)",
-    "timeline": "a step by rank and stream (timeline.json)",
-    "tuning": "tuning of the batch (tuning.json)",
-    "classes": "accuracy by class, confusion, worst images (classes.json)",
-}
 _MAX_PAIRS = 10  # of true and predicted class, in the table of mistakes
 _EMPTY: dict[str, Any] = {"colours": [], "comparisons": [], "summary": None, "shared": None, "runs": []}
 _DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
@@ -122,21 +116,15 @@ def _view(run: RunRecord) -> dict[str, Any]:
     gpu = f"{len(gpus)} x {gpus[0]}" if gpus else ""
     cpu = f"{run.machine.get('cores', '?')} cores of {run.machine['cpu']}" if run.machine.get("cpu") else ""
     machine = ", ".join(part for part in (gpu, cpu, str(run.machine.get("chosen", ""))) if part)
-    builders: dict[str, Callable[[Mapping[str, Any]], object]] = {
-        "ledger": _ledger,
-        "timeline": figures.timeline,
-        "tuning": tuning,
-        "classes": _classes,
-    }
-    parts, damaged = {}, list(run.damaged)
-    for part, build in builders.items():
+    parts, lacks, damaged, unreadable = {}, [], list(run.damaged), " ".join(run.damaged)
+    for part, (text, build) in _PARTS.items():
         if part in run.parts:
             try:
                 parts[part] = build(run.parts[part])
             except _DAMAGED as error:
                 damaged.append(f"{part}.json is not as expected ({type(error).__name__}: {error})")
-    unreadable = " ".join(run.damaged)
-    lacks = [text for part, text in _PARTS.items() if part not in run.parts and f"{part}.json" not in unreadable]
+        elif f"{part}.json" not in unreadable:
+            lacks.append(f"{text} ({part}.json)")
     lacks += [] if run.buckets else ["gradient buckets (of several ranks, buckets.json)"]
     lacks += [] if run.metrics else ["curves (metrics.jsonl)"]
     notes = [f"Not in this run: {'; '.join(lacks)}."] if lacks else []
@@ -176,6 +164,14 @@ def _classes(document: Mapping[str, Any]) -> dict[str, Any]:
         "mistakes": (["class", "predicted as", "images"], mistakes) if mistakes else None,
         "worst": worst,
     }
+
+
+_PARTS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], object]]] = {  # by file: its contents, and who draws it
+    "ledger": ("where the time went", _ledger),
+    "timeline": ("a step by rank and stream", figures.timeline),
+    "tuning": ("tuning of the batch", tuning),
+    "classes": ("accuracy by class, confusion, worst images", _classes),
+}
 
 
 def _number(value: Any, form: str, unit: str = "") -> str:
