@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from kasoku.core.comm import Comm, Solo
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.job_state import Patches, Stateful
+from kasoku.core.job_state import EpochProgress, KeptState, Patches, Stateful
 from kasoku.core.technique import Technique
 from kasoku.core.torch_internals import remove_step_hooks
 from kasoku.core.trace import Trace
@@ -60,7 +60,6 @@ class Job:
         accumulate: backward passes before each `optimizer.step()`.
 
     Attributes:
-        steps: optimizer steps so far.
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
         patches: what techniques changed in other objects.
     """
@@ -90,12 +89,11 @@ class Job:
         self.documents: dict[str, Callable[[], object]] = {}
         self._make_optimizer = optimizer
         self._optimizer: Optimizer | None = None
-        self.steps = 0
         self._depth = 0
         self._stepping: list[Tensor] = []
         self._backwards: dict[Tensor, int] = {}  # how many each parameter has had since the last step
-        self._since = (0, 0.0)  # steps and epochs when the length of an epoch changed last
-        self._kept: dict[str, Stateful] = {}
+        self._progress = EpochProgress()
+        self._kept = KeptState()
         self._hooks: defaultdict[str, list[Callable[..., object]]] = defaultdict(list)  # by the name of their moment
         self._around_evaluation: list[tuple[bool, Around]] = []
         if hasattr(loader, "trace"):
@@ -119,10 +117,14 @@ class Job:
         return getattr(self.loader, "plain", self.loader)
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return self._progress.steps
+
+    @property
     def progress(self) -> float:
         """Epochs so far, by the number of steps: the argument of every Schedule."""
-        steps, epochs = self._since
-        return epochs + (self.steps - steps) * self.accumulate / max(1, len(self.loader))  # type: ignore[arg-type]
+        return self._progress.epochs(self.accumulate, len(self.loader))  # type: ignore[arg-type]
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter, to be changed in place; empty while there is no optimizer or state."""
@@ -241,9 +243,12 @@ class Job:
         """The settings of each parameter group as they are now: rate, momentum, weight decay."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
 
-    def set_progress(self, epochs: float) -> None:
-        """Sets `progress`, or keeps it: call it after changing the loader's length or `accumulate`."""
-        self._since = (self.steps, epochs)
+    def set_progress(self, epochs: float, steps: int | None = None) -> None:
+        """Sets `progress`, or keeps it: call it after changing the loader's length or `accumulate`.
+
+        `steps`: sets the number of steps, too, where other ranks made some of them.
+        """
+        self._progress.set(self.steps if steps is None else steps, epochs)
 
     def drain(self) -> None:
         """Finishes all pending updates; call it before reading parameters."""
@@ -268,9 +273,7 @@ class Job:
 
     def keep(self, name: str, stateful: Stateful) -> None:
         """Puts the state of an object into every checkpoint, as `name`."""
-        if name in self._kept:
-            raise ValueError(f"keep({name!r}): the name is taken; give the part another one")
-        self._kept[name] = stateful
+        self._kept.add(name, stateful)
         self.on_close(lambda: self._kept.pop(name))
 
     def document(self, name: str, build: Callable[[], object]) -> None:
@@ -303,11 +306,10 @@ class Job:
         self.drain()
         loader = self.plain_loader
         return {
-            "steps": self.steps,
-            "since": list(self._since),
+            **self._progress.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
-            "kept": {name: part.state_dict() for name, part in self._kept.items()},
+            "kept": self._kept.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -324,10 +326,8 @@ class Job:
         self.optimizer.load_state_dict(state["optimizer"])
         for p, values in self.optimizer.state.items():
             values.update({k: laid_out_like(p, x) for k, x in values.items()})
-        self.steps = state["steps"]
-        self._since = (int(state["since"][0]), float(state["since"][1]))
-        for name, part in self._kept.items():
-            part.load_state_dict(state["kept"][name])
+        self._progress.load_state_dict(state)
+        self._kept.load_state_dict(state["kept"])
         if state["loader"]:  # after the techniques, which may set its length
             self.plain_loader.load_state_dict(state["loader"])
 
@@ -356,7 +356,7 @@ class Job:
     def _end_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.steps += 1
+            self._progress.steps += 1
             self.run_after_update(self._stepping)
             for f in self._hooks["after_step"]:
                 f()

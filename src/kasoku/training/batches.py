@@ -132,8 +132,7 @@ class AsyncSource:
             loader.seek(loader.epoch + reached // len(loader), reached % len(loader))
         state.mark_position()
         before, self._steps = self._steps, loader.epoch * len(loader) + loader.position
-        job.steps = self._steps
-        job.set_progress(job.steps / len(loader))
+        job.set_progress(self._steps / len(loader), self._steps)
         state.progress.images += (job.steps - before) * state.recipe.batch
         raise_on_all_ranks(job.comm, self._failure)
         metrics.read_mean(sum(sums), sum(counts))
