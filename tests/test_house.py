@@ -29,7 +29,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "device": 600,
     "data": 5230,
     "distributed": 5665,
-    "memory": 2380,
+    "memory": 2330,
     "config": 900,
     "tune": 2150,
     "simulate": 1910,
