@@ -33,7 +33,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "config": 900,
     "tune": 2150,
     "simulate": 1910,
-    "report": 2400,
+    "report": 2290,
     "training": 1960,
     "commands": 1800,
 }
