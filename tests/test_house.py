@@ -32,7 +32,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "memory": 2330,
     "config": 900,
     "tune": 2150,
-    "simulate": 1910,
+    "simulate": 1840,
     "report": 2290,
     "training": 1960,
     "commands": 1800,
