@@ -48,30 +48,21 @@ class BoundToModel:
 
 
 class LayerProxy(BoundToModel):
-    """Runs in place of the forward of one layer or block.
-
-    Attributes:
-        segment: the segment that begins with this layer, in training.
-        following: the other layers of that segment.
-        waiting: those of them that the present forward has still to call, since the segment has run.
-        leader: the proxy whose segment contains this layer, if it is not the first.
-        log: notes the calls during an inspection.
-        checking: the segment runs in eval mode too, and returns NaN until its last layer.
-    """
+    """Runs in place of the forward of one layer or block."""
 
     def __init__(self, name: str, model: nn.Module, module: nn.Module, graph: LayerGraph) -> None:
         self.name, self.model, self.module, self.graph = name, model, module, graph
         self.submodules, self.own_forwards = tuple(module.modules()), with_own_forward(module)
         self.attributes = attributes_of(self.own_forwards)
-        self.log: CallLog | None = None
-        self.checking = False
+        self.log: CallLog | None = None  # notes the calls during an inspection
+        self.checking = False  # the segment runs in eval mode too, and returns NaN until its last layer
         self.reset()
 
     def reset(self) -> None:
-        self.segment: Segment | None = None
-        self.leader: LayerProxy | None = None
-        self.following: list[LayerProxy] = []
-        self.waiting: list[LayerProxy] = []
+        self.segment: Segment | None = None  # that begins with this layer, in training
+        self.leader: LayerProxy | None = None  # whose segment contains this layer, if it is not the first
+        self.following: list[LayerProxy] = []  # the other layers of the segment
+        self.waiting: list[LayerProxy] = []  # those that the present forward has still to call: the segment has run
         self.output_ref: weakref.ref[Tensor] | None = None
         self.real_output: Tensor | None = None  # while NaN is passed on
 
@@ -111,31 +102,20 @@ class Call(NamedTuple):
 
 
 class CallLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The calls of one forward, and the bytes that autograd keeps for backward.
-
-    Attributes:
-        calls: in order.
-        kept_bytes: bytes kept by the calls of each layer; None: outside layers.
-        copy_bytes: bytes kept of tensors computed from weights alone, such as autocast's copies: they do not grow with
-            the batch.
-        running: the layer whose forward runs.
-        weights: the memory of weights, buffers and tensors computed from these alone.
-        counted: the memory that is counted already, or need not be.
-        keepers: the layers that keep each memory.
-        alive: tensors whose addresses must not be used again.
-        outputs: the tensors that the model returned.
-    """
+    """The calls of one forward in order, the model's outputs, and the bytes that autograd keeps for backward."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
+        self.running: LayerProxy | None = None  # whose forward runs
+        # bytes by layer, None: outside layers; copies are computed from weights alone, whatever the batch (autocast's)
         self.kept_bytes: Counter[LayerProxy | None] = Counter()
         self.copy_bytes: Counter[LayerProxy | None] = Counter()
-        self.running: LayerProxy | None = None
+        # the memory of weights, buffers and tensors computed from these alone; memory that is not counted any more
         self.weights = {memory_of(p) for p in [*model.parameters(), *model.buffers()]}
         self.counted = {*self.weights, memory_of(x)}
-        self.keepers: defaultdict[int, set[LayerProxy | None]] = defaultdict(set)
-        self.alive: list[Tensor] = []
+        self.keepers: defaultdict[int, set[LayerProxy | None]] = defaultdict(set)  # the layers that keep each memory
+        self.alive: list[Tensor] = []  # tensors whose addresses must not be used again
         self.outputs: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -112,24 +112,15 @@ def work_of(graph: LayerGraph, shapes: list[Tensor], nodes: Iterable[int]) -> fl
 
 
 class _ByteCount:
-    """A program's bytes; the caller adds input, output and incoming gradient.
-
-    Attributes:
-        held: bytes of each value from forward to backward.
-        extras: bytes of positions in max-pools and of statistics.
-        kept: bytes from forward to backward, without input and output.
-        present: bytes of the values that exist now.
-        areas: for each value the memory of its gradient, which several may share: (the step that took it, bytes).
-        live, gradients, peak: bytes now, and of gradients of values; of both at most.
-    """
+    """A program's bytes; the caller adds input, output and incoming gradient."""
 
     def __init__(self, program: Program, shapes: list[Tensor], setting: ChainSetting) -> None:
         self.program, self.shapes, self.setting = program, shapes, setting
         self.nodes, self.ends = program.graph.nodes, {0, program.graph.out}
-        self.held = [0] * len(shapes)
+        self.held = [0] * len(shapes)  # of each value from forward to backward
         for v in program.kept:
             self.held[v] = shapes[v].numel() * 2 if v in program.in_bf16 else shapes[v].nbytes
-        self.extras = 0
+        self.extras = 0  # positions in max-pools, and statistics
         for node, out in zip(self.nodes, shapes[1:], strict=True):
             if node.op == "norm":
                 self.extras += 8 * int(node.layer.num_features)
@@ -137,9 +128,10 @@ class _ByteCount:
                 two_bits = has_2_bit_positions(node.layer, shapes[node.inputs[0]].shape)
                 self.extras += -(-out.numel() // 4) if two_bits else out.numel()
         self.kept = sum(self.held[v] for v in program.kept - self.ends) + self.extras
-        self.present: dict[int, int] = {}
+        self.present: dict[int, int] = {}  # the values that exist now
+        # the memory of each value's gradient, which several may share: (the step that took it, bytes)
         self.areas: dict[int, tuple[int, int]] = {}
-        self.live = self.gradients = self.peak = 0
+        self.live = self.gradients = self.peak = 0  # now; of values' gradients; of both at most
 
     def _add(self, n: int, beside: int = 0) -> None:
         """Allocates n bytes, or frees them; `beside`: temporary bytes."""

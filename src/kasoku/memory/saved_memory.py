@@ -99,19 +99,14 @@ def bytes_of(text: str) -> int:
 
 
 class Planner(BoundToModel):
-    """Makes a plan for each new kind of batch.
-
-    Attributes:
-        network: the last inspection, None before it.
-        plan: from that inspection.
-    """
+    """Makes a plan for each new kind of batch."""
 
     def __init__(self, job: Job, settings: SavedMemory, proxies: list[LayerProxy]) -> None:
         self.job, self.settings, self.proxies = job, settings, proxies
         self.stepper = StepInBackward(job, enabled=settings.in_backward, show=settings.show)
         updates_linears = settings.in_backward and not settings.lossless
         self.linears = install_linears(job, self.stepper) if updates_linears else []
-        self.network: InspectedNetwork | None = None
+        self.network: InspectedNetwork | None = None  # the last inspection, and its plan
         self.plan: MemoryPlan | None = None
         self._key: Any = None
         self._checked_optimizer = False

@@ -26,19 +26,13 @@ _LARGE = 2**20  # bytes of weights; smaller ones are not worth it
 
 
 class StepInBackward:
-    """Updates the parameters of a job in backward, if nothing needs all gradients at once and no rank shares them.
-
-    Attributes:
-        stand_ins: of the gradients of all parameters that were updated.
-        settings: of the optimizer during these updates.
-        by_parameter: whether the optimizer can update a part of the model; None: not checked yet.
-    """
+    """Updates the parameters of a job in backward, if nothing needs all gradients at once and no rank shares them."""
 
     def __init__(self, job: Job, *, enabled: bool, show: bool) -> None:
         self.job, self.enabled, self.show = job, enabled, show
-        self.stand_ins: dict[Tensor, Tensor] = {}
-        self.settings: list[dict[str, Any]] = []
-        self.by_parameter: bool | None = None
+        self.stand_ins: dict[Tensor, Tensor] = {}  # of the gradients of all parameters that were updated
+        self.settings: list[dict[str, Any]] = []  # of the optimizer during these updates
+        self.by_parameter: bool | None = None  # whether the optimizer can update a part of the model; None: unknown yet
         if enabled:
             job.gradient_ready(self.update)
             job.before_step(self.before_step)
@@ -106,17 +100,12 @@ def _optimizer_settings(job: Job) -> list[dict[str, Any]]:
 
 
 class LinearInBackward(BoundToModel):
-    """Updates one Linear in its backward, if nothing else needs its gradient.
-
-    Attributes:
-        calls: since the inspection began; the weight of a layer that it calls twice has a gradient.
-        passes: forwards without their backward so far; of two at once, neither has the whole gradient.
-    """
+    """Updates one Linear in its backward, if nothing else needs its gradient."""
 
     def __init__(self, layer: nn.Linear, stepper: StepInBackward) -> None:
         self.layer, self.stepper = layer, stepper
-        self.calls = 0
-        self.passes: WeakSet[Any] = WeakSet()
+        self.calls = 0  # since the inspection began; the weight of a layer that it calls twice has a gradient
+        self.passes: WeakSet[Any] = WeakSet()  # forwards without a backward yet; of two, neither has the whole gradient
 
     @property
     def group(self) -> dict[str, Any] | None:
