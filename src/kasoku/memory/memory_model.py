@@ -17,48 +17,28 @@ _WORK_OF_A_BYTE = 16.0  # multiply-adds that a machine does while it moves a byt
 
 @dataclass(frozen=True)
 class ChainSetting:
-    """What the programs of a chain of layers depend on, besides the layers.
+    """What the programs of a chain of layers depend on, besides the layers."""
 
-    Args:
-        images: the chain's input, as a meta tensor.
-        image_gradient: the input needs a gradient.
-        how: precision of the operations.
-        channels_last: memory format.
-        device: its kind.
-        reads_batch: the input is the batch, which is counted elsewhere.
-        held_elsewhere: whether something outside the chain keeps its input, and its output, so that a copy in bf16
-            would save nothing.
-        ends_chain: no neighbour counts the output.
-    """
-
-    images: Tensor
-    image_gradient: bool
+    images: Tensor  # the chain's input, as a meta tensor
+    image_gradient: bool  # the input needs a gradient
     how: Numerics
     channels_last: bool
-    device: str = "cpu"
-    reads_batch: bool = False
+    device: str = "cpu"  # its kind
+    reads_batch: bool = False  # the input is the batch, which is counted elsewhere
+    # whether something outside the chain keeps its input, and its output, so that a copy in bf16 would save nothing
     held_elsewhere: tuple[bool, bool] = (False, False)
-    ends_chain: bool = True
+    ends_chain: bool = True  # no neighbour counts the output
 
 
 class MemoryNeed(NamedTuple):
-    """The bytes and the extra work of a segment.
+    """The bytes and the extra work (in multiply-adds) of a segment."""
 
-    Attributes:
-        kept: bytes from forward to backward, with the input, without the output, which the next segment counts.
-        forward: peak of forward, with the output, and with the input if it is kept.
-        backward: peak of backward, with everything that it keeps, its input and its output.
-        gradients: bytes of the gradients of its weights.
-        work: recomputation, and the extra cost of parts and of norm gradients in place, in multiply-adds.
-        rounding: rounding to bf16 and back, in multiply-adds of the same time.
-    """
-
-    kept: int
-    forward: int
-    backward: int
-    gradients: int
-    work: float
-    rounding: float
+    kept: int  # from forward to backward, with the input, without the output, which the next segment counts
+    forward: int  # peak of forward, with the output, and with the input if it is kept
+    backward: int  # peak of backward, with everything that it keeps, its input and its output
+    gradients: int  # of its weights
+    work: float  # recomputation, and the extra cost of parts and of norm gradients in place
+    rounding: float  # to bf16 and back; the multiply-adds of the same time
 
 
 def memory_need(program: Program, shapes: list[Tensor], setting: ChainSetting, chunk: int = 0) -> MemoryNeed:

@@ -32,25 +32,15 @@ _INSPECTED_IMAGES = 2
 
 
 class ChainUnit(NamedTuple):
-    """Layers that the solver does not separate.
-
-    Attributes:
-        proxies: of the layers.
-        plain: bytes that plain PyTorch keeps of them for the batch.
-        copies: bytes of the copies of their weights (autocast's), which do not grow with the batch.
-        work: multiply-adds of their forward.
-        how: precision.
-        gradients: bytes of the gradients of their weights.
-        moves: peak of their backward, if nothing is recomputed, beside what they keep and these gradients.
-    """
+    """Layers that the solver does not separate."""
 
     proxies: list[LayerProxy]
-    plain: int
-    copies: int
-    work: float
+    plain: int  # bytes that plain PyTorch keeps of them for the batch
+    copies: int  # bytes of the copies of their weights (autocast's), which do not grow with the batch
+    work: float  # multiply-adds of their forward
     how: Numerics
-    gradients: int
-    moves: int
+    gradients: int  # bytes of the gradients of their weights
+    moves: int  # peak of their backward, if nothing is recomputed, beside what they keep and these gradients
 
 
 class InspectedNetwork:

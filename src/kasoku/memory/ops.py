@@ -22,17 +22,11 @@ IN_PLACE_PARTS = 16  # in which a gradient is written over its input
 
 @dataclass(frozen=True)
 class Numerics:
-    """The precision of all operations of a segment.
+    """The precision of all operations of a segment."""
 
-    Args:
-        half: the type in which autocast computes convolutions; None: no autocast.
-        exact: recomputation uses the same kernel as forward, not a faster one with another rounding.
-        bf16: hold values in bf16 between forward and backward.
-    """
-
-    half: torch.dtype | None = None
-    exact: bool = False
-    bf16: bool = False
+    half: torch.dtype | None = None  # the type in which autocast computes convolutions; None: no autocast
+    exact: bool = False  # recomputation uses the same kernel as forward, not a faster one with another rounding
+    bf16: bool = False  # values are held in bf16 between forward and backward
 
 
 class NormStatistics(NamedTuple):
@@ -46,16 +40,11 @@ class NormStatistics(NamedTuple):
 
 
 class MaxPositions(NamedTuple):
-    """The position of each maximum in its window: 2 bits each for windows of 2x2, else a byte.
-
-    Attributes:
-        inner: the max-pool's input as a meta tensor.
-        stride: of the positions.
-    """
+    """The position of each maximum in its window: 2 bits each for windows of 2x2, else a byte."""
 
     packed: Tensor
-    inner: Tensor
-    stride: tuple[int, ...]
+    inner: Tensor  # the max-pool's input as a meta tensor
+    stride: tuple[int, ...]  # of the positions
 
 
 def compute(node: GraphNode, inputs: list[Tensor], *, how: Numerics, inplace: bool = False) -> tuple[Tensor, Any]:

@@ -179,19 +179,12 @@ def _with_frees(
 
 
 class SavedValues(NamedTuple):
-    """The tensors that a segment holds between forward and backward.
+    """The tensors that a segment holds between forward and backward."""
 
-    Attributes:
-        values: by number, in their own type.
-        in_bf16: the values held in bf16.
-        dtypes: the types of all values in forward.
-        extras: the results of nodes besides values: statistics, positions in max-pools.
-    """
-
-    values: dict[int, Tensor]
-    in_bf16: dict[int, Tensor]
-    dtypes: list[torch.dtype]
-    extras: dict[int, Any]
+    values: dict[int, Tensor]  # by number, in their own type
+    in_bf16: dict[int, Tensor]  # the values held in bf16
+    dtypes: list[torch.dtype]  # of all values in forward
+    extras: dict[int, Any]  # the results of nodes besides values: statistics, positions in max-pools
 
 
 @dataclass

@@ -34,21 +34,13 @@ class SegmentChoice:
 
 
 class OutsideBytes(NamedTuple):
-    """Bytes outside the planned units.
+    """Bytes outside the planned units; the head: the layers after them."""
 
-    Args:
-        fixed: weights and optimizer state, all the time.
-        head_kept: activations that the layers after the units (the head) keep for backward.
-        gradients: gradients of the head that still exist when the units' backward begins.
-        gradients_stay: the gradients of units also exist until the step.
-        head_backward: peak of the head's backward, with copies of its weights (autocast's), besides what is kept.
-    """
-
-    fixed: int
-    head_kept: int
-    gradients: int
-    gradients_stay: bool
-    head_backward: int
+    fixed: int  # weights and optimizer state, all the time
+    head_kept: int  # activations that the head keeps for backward
+    gradients: int  # of the head, that still exist when the units' backward begins
+    gradients_stay: bool  # the gradients of units also exist until the step
+    head_backward: int  # peak of the head's backward, with copies of its weights (autocast's), besides what is kept
 
 
 class MemoryPlan(NamedTuple):

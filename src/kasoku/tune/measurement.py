@@ -72,17 +72,11 @@ Measure = Callable[[int], Measurement]  # measuring a size again may add to its 
 
 @dataclass(frozen=True)
 class Needs:
-    """The measurements that a strategy needs.
+    """The measurements that a strategy needs."""
 
-    Args:
-        noise: the gradient noise scale.
-        watch_s: seconds during which utilization is read at each size; 0: not needed.
-        brief: time few steps at first; measuring a size again adds to them.
-    """
-
-    noise: bool = False
-    watch_s: float = 0.0
-    brief: bool = False
+    noise: bool = False  # the gradient noise scale
+    watch_s: float = 0.0  # seconds during which utilization is read at each size; 0: not needed
+    brief: bool = False  # time few steps at first; measuring a size again adds to them
 
 
 @dataclass(frozen=True)

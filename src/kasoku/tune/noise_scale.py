@@ -61,10 +61,7 @@ def noise_of_parts(params: Sequence[Tensor], backwards: Iterable[int]) -> NoiseE
                 continue
             grad = p.grad.detach()
             lengths.append(grad.float().square().sum())
-            if p in sums:
-                sums[p] += grad
-            else:
-                sums[p] = grad.clone()
+            sums[p] = sums[p].add_(grad) if p in sums else grad.clone()
             p.grad = None
         if lengths:
             squared.append(torch.stack(lengths).sum())

@@ -181,10 +181,7 @@ class TimeToTarget:
         def epochs(batch: int) -> float:
             return self.epochs_at(batch, limits.start, scale())
 
-        def goodput(batch: int, step_s: float) -> float:
-            return batch / step_s / epochs(batch)
-
-        best, in_time = search_sizes(tries, goodput, least_gain=self.least_gain)
+        best, in_time = search_sizes(tries, lambda b, step_s: b / step_s / epochs(b), least_gain=self.least_gain)
         rate, count, noise, longer = f"{best.images_per_s:,.0f} images/s", len(tries.good), scale(), epochs(best.batch)
         if self.epochs:
             seconds = longer * limits.images / best.images_per_s

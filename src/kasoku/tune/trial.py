@@ -29,19 +29,12 @@ _NOISE_S = 0.2  # of measuring noise, with at least one measurement
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The timed steps of one size.
+    """The timed steps of one size."""
 
-    Args:
-        steps_s: seconds of each step, including its wait for input; short steps are timed several at once.
-        waits_s: seconds of each step spent waiting for input.
-        utilisation: of the device, 0 to 1; nan: unknown.
-        noise: the estimate from its gradients; None: not needed, or not finite.
-    """
-
-    steps_s: tuple[float, ...]
-    waits_s: tuple[float, ...]
-    utilisation: float
-    noise: NoiseEstimate | None
+    steps_s: tuple[float, ...]  # of each step, including its wait for input; short steps are timed several at once
+    waits_s: tuple[float, ...]  # the part of each step that it waits for input
+    utilisation: float  # of the device, 0 to 1; nan: unknown
+    noise: NoiseEstimate | None  # from its gradients; None: not needed, or not finite
 
 
 class Trial:
