@@ -1,4 +1,4 @@
-"""The one exception a user's mistake raises."""
+"""The one exception a user's mistake raises, and what others say in one line."""
 
 
 class InputError(ValueError):
@@ -9,3 +9,8 @@ class InputError(ValueError):
     """
 
     gone = False
+
+
+def summary(error: BaseException) -> str:
+    """What an exception says, in one line of at most 200 letters; the name of its type if it says nothing."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

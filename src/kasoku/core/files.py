@@ -1,16 +1,18 @@
-"""Files and weights that are written whole or not at all."""
+"""Files and weights that are written whole or not at all, and files that one process locks."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from kasoku.core.errors import InputError
+from kasoku.core.errors import InputError, summary
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -43,8 +45,19 @@ def load_weights(model: nn.Module, path: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: cannot be read as safetensors ({error})") from error
     except RuntimeError as error:
-        detail = " ".join(str(error).split())[:200]
-        raise InputError(f"{path}: weights of another model, not of {type(model).__name__} ({detail})") from error
+        wrong = f"weights of another model, not of {type(model).__name__}"
+        raise InputError(f"{path}: {wrong} ({summary(error)})") from error
+
+
+def lock(file: IO[Any], in_use: str) -> None:
+    """Locks an open file until it is closed. If another process holds it: closes it, and raises InputError(in_use)."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise InputError(in_use) from error
+    except OSError:
+        pass  # a disk without locks
 
 
 def flush(path: Path) -> None:
@@ -58,7 +71,7 @@ def flush(path: Path) -> None:
 
 def write_error(path: Path, error: Exception) -> InputError:
     """The error of a file that cannot be written."""
-    reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+    reason = getattr(error, "strerror", None) or summary(error)
     return InputError(
         f"{path}: cannot be written ({reason}): mend that and go on (a training: --resume); what was written is whole"
     )

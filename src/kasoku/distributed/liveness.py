@@ -35,7 +35,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from kasoku.core import Comm, InputError
+from kasoku.core import Comm, InputError, summary
 from kasoku.distributed.consensus import name_ranks
 from kasoku.distributed.counting_comm import BUSY, STALLED, STARTING, Activity, CountingComm, describe_stragglers
 
@@ -132,10 +132,9 @@ class Watchdog:
             try:
                 connected = client(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
             except RuntimeError as error:
-                line = " ".join(str(error).split())[:200]
                 raise InputError(
-                    f"the store at {host}:{port} does not answer ({line}): give host and port of rank 0's TCPStore "
-                    "(MASTER_ADDR, MASTER_PORT)"
+                    f"the store at {host}:{port} does not answer ({summary(error)}): "
+                    "give host and port of rank 0's TCPStore (MASTER_ADDR, MASTER_PORT)"
                 ) from error
             activity.heartbeat = StoreHeartbeat(self, activity, comm, connected, f"{host}:{port}")
             activity.heartbeat.start()

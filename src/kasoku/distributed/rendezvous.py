@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from kasoku.core import Comm, InputError, Solo
+from kasoku.core import Comm, InputError, Solo, summary
 from kasoku.distributed import TorchComm
 from kasoku.distributed.consensus import SHARED_ERRORS
 from kasoku.distributed.environment import Place
@@ -71,10 +71,10 @@ def process_group(here: Place, start: Start, packages: Callable[[], object]) -> 
         comm.activity.close()
         raise
     except BaseException as error:
-        line, lost = " ".join(str(error).split())[:200], is_lost_rank(error)
+        line, lost = summary(error), is_lost_rank(error)
         if lost:
             comm.activity.wait_for_verdict()  # usually another rank is the cause
-        comm.activity.close(failed=line or type(error).__name__)
+        comm.activity.close(failed=line)
         if lost:
             raise LostRankError(f"rank {here.rank}: lost another rank ({line}); resume from a checkpoint") from error
         raise
@@ -99,10 +99,9 @@ def _connect(here: Place, backend: str, address: Sequence[str | None]) -> None:
         url = f"{_SCHEME}://"
         dist.init_process_group(backend, url, timeout=TIMEOUT, rank=here.rank, world_size=here.size)
     except (RuntimeError, ValueError) as error:
-        line = " ".join(str(error).split())[:200]
         raise InputError(
-            f"rank {here.rank} of {here.size} does not find the other ranks at {':'.join(map(str, address))} ({line}): "
-            "check MASTER_ADDR and MASTER_PORT, and that all ranks were started"
+            f"rank {here.rank} of {here.size} does not find the other ranks at {':'.join(map(str, address))} "
+            f"({summary(error)}): check MASTER_ADDR and MASTER_PORT, and that all ranks were started"
         ) from error
 
 

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import InputError, Job, Stage, Technique, summary
 from kasoku.models.check import check_option
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which checkpoints keep the weights
@@ -69,7 +69,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the readers raise many kinds of errors for foreign files
         wanted = "give a whole .safetensors file, or a torch file that holds a state_dict and nothing but tensors"
-        raise InputError(f"{path}: cannot be read as weights ({_line(error)}); {wanted}") from None
+        raise InputError(f"{path}: cannot be read as weights ({summary(error)}); {wanted}") from None
     for wrapper in WRAPPERS:
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
@@ -113,7 +113,7 @@ def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path, *, head: 
     try:
         model.load_state_dict(state, strict=False)
     except RuntimeError as error:  # a layout or a device that holds no values
-        raise InputError(f"{path}: tensors that cannot be copied: {_line(error)}") from None
+        raise InputError(f"{path}: tensors that cannot be copied: {summary(error)}") from None
     return fresh
 
 
@@ -165,7 +165,3 @@ def _blocks(model: nn.Module) -> list[dict[str, nn.Module]]:
 
 def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "scalar"
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from kasoku.config.ranks import shares_of
 from kasoku.config.recipe import Recipe
 from kasoku.config.updates import updates
-from kasoku.core import Comm, InputError
+from kasoku.core import Comm, InputError, summary
 from kasoku.data import Dataset
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.rendezvous import is_lost_rank
@@ -154,9 +154,8 @@ def plainly() -> Iterator[None]:
     except Exception as error:
         if is_lost_rank(error):
             raise
-        line = " ".join(str(error).split())[:200]
         advice = "lower batch" if out_of_memory(error) else "mend model, loss or data"
-        raise InputError(f"no step can be made ({type(error).__name__}: {line}): {advice}") from error
+        raise InputError(f"no step can be made ({type(error).__name__}: {summary(error)}): {advice}") from error
 
 
 def free_memory(recipe: Recipe) -> None:

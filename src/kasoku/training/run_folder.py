@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.core import Comm, InputError
-from kasoku.core.files import write_text
+from kasoku.core.files import lock, write_text
 from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
@@ -36,13 +35,9 @@ class RunFolder:
             raise InputError(
                 f"{path}: cannot write there ({error.strerror}): choose another folder with --out"
             ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.seek(0)
-            owner = self._lock.read().strip() or "another process"
-            self._lock.close()
-            raise InputError(f"{path}: in use by a running training ({owner}): wait for it, or give --out") from error
+        self._lock.seek(0)
+        owner = self._lock.read().strip() or "another process"
+        lock(self._lock, f"{path}: in use by a running training ({owner}): wait for it, or give --out")
         if not resume and (path / "recipe.toml").exists():
             self._lock.close()
             raise InputError(f"{path}: holds a run already: go on with --resume {path}, or give another --out")

@@ -8,7 +8,6 @@ killed, continues from its checkpoint, because its settings are proposed again.
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import json
 import os
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.core import InputError
-from kasoku.core.files import write_text
+from kasoku.core.files import lock, write_text
 from kasoku.tune.search_space import Space
 
 DIVERGED, STOPPED = 3, 75  # exit codes of `kasoku train`
@@ -312,12 +311,9 @@ def _locked(folder: Path) -> Iterator[None]:
     """Locks the folder. Raises InputError if another search uses it, and if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a")
+        file = (folder / "lock").open("a")
     except OSError as error:
         raise InputError(f"{folder}: cannot write there ({error.strerror}): choose another --out") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise InputError(f"{folder}: in use by a running search: wait for it, or give another --out") from error
+    with file:
+        lock(file, f"{folder}: in use by a running search: wait for it, or give another --out")
         yield

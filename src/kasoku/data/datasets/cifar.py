@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kasoku.core.errors import InputError
+from kasoku.core.errors import InputError, summary
 from kasoku.data.datasets.base import Dataset, Memory, check_labels, in_memory, places
 
 _PIXELS = 3 * 32 * 32
@@ -81,16 +82,13 @@ def load(layout: Layout, root: str) -> Dataset:
     """Data set read from the first folder that holds files of the layout."""
     tried = places(root, layout.name, layout.folders)
     stems = (*layout.train, layout.test)
-    for folder in tried:
-        for ending in (".bin", ""):
-            there = [(folder / (stem + ending)).is_file() for stem in stems]
-            if any(there):
-                if not all(there):
-                    raise InputError(
-                        f"{folder / (stems[there.index(False)] + ending)}: missing; {layout.name} needs "
-                        f"{', '.join(stem + ending for stem in stems)}"
-                    )
-                return _read_folder(layout, folder, ending)
+    for folder, ending in itertools.product(tried, (".bin", "")):
+        files = [stem + ending for stem in stems]
+        missing = [file for file in files if not (folder / file).is_file()]
+        if not missing:
+            return _read_folder(layout, folder, ending)
+        if len(missing) < len(files):
+            raise InputError(f"{folder / missing[0]}: missing; {layout.name} needs {', '.join(files)}")
     names = f"{', '.join(stem + '.bin' for stem in stems)} (binary) or {', '.join(stems)} (python)"
     raise InputError(
         f"{layout.name}: no data in {', '.join(map(str, tried))}; looked for {names}; "
@@ -157,9 +155,7 @@ def unpickled(path: Path) -> dict[bytes, Any]:
     try:
         stored = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
     except Exception as error:  # damaged bytes make the unpickler raise nearly anything
-        raise InputError(
-            f"{path}: cannot be read as a CIFAR python file ({str(error) or type(error).__name__}); get it again"
-        ) from error
+        raise InputError(f"{path}: cannot be read as a CIFAR python file ({summary(error)}); get it again") from error
     if not isinstance(stored, dict):
         raise InputError(f"{path}: holds a {type(stored).__name__}, expected a dictionary; not a CIFAR python file")
     return stored

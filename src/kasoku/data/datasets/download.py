@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fcntl
 import gzip
 import hashlib
 import http.client
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from kasoku.core.errors import InputError
+from kasoku.core.files import lock
 
 TRIES = 3
 BACKOFF_S = 1.0  # before the second try; twice as long before each further one
@@ -181,12 +181,7 @@ def _fetch(address: str, path: Path, size_bytes: int, sha256: str, bar: Progress
     part = path.with_name(f"{path.name}.part")
     task = bar.add_task(path.name, total=size_bytes)
     with part.open("ab", buffering=0) as out:
-        try:
-            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{out.name}: another download writes it; wait for that, or give another --to") from error
-        except OSError:
-            pass  # a disk without locks
+        lock(out, f"{part}: another download writes it; wait for that, or give another --to")
         try:
             for tries in range(TRIES):
                 try:

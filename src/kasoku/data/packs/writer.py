@@ -8,7 +8,6 @@ so a shard with an index is not written again. The bytes depend neither on the n
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -30,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kasoku.core.errors import InputError
-from kasoku.core.files import write_atomically, write_text
+from kasoku.core.files import lock, write_atomically, write_text
 from kasoku.core.hardware import cores
 from kasoku.data.datasets.base import Dataset, Encoded, GoneError
 from kasoku.data.datasets.folder import folder
@@ -325,11 +324,8 @@ def _locked(home: Path) -> Iterator[None]:
     if home.is_dir() and not (home / "pack.json").exists() and any(not p.name.startswith(".") for p in home.iterdir()):
         raise InputError(f"{home}: not empty, and no pack; give another folder")
     home.mkdir(parents=True, exist_ok=True)
-    with open(home / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{home}: another process is packing into it; wait for it") from error
+    with open(home / ".lock", "w") as file:
+        lock(file, f"{home}: another process is packing into it; wait for it")
         yield
 
 
