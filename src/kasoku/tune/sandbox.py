@@ -228,7 +228,7 @@ def undisturbed(job: Job) -> Iterator[None]:
     with ExitStack() as stack:
         if isinstance(plain, Loader):
             if plain.skipped:
-                stack.enter_context(plain.skipped.unchanged())
+                stack.callback(vars(plain.skipped).update, copy.deepcopy(vars(plain.skipped)))
         elif hasattr(plain, "state_dict") and hasattr(plain, "load_state_dict"):
             stack.callback(plain.load_state_dict, copy.deepcopy(plain.state_dict()))
         # a torch DataLoader draws its order from the generators of these

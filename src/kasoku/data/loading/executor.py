@@ -20,15 +20,10 @@ _KEEP = 4  # batches that are shared: who falls further behind decodes for itsel
 
 
 class Executor:
-    """Makes the batches of pipelines of one split.
+    """Makes the batches of pipelines of one split."""
 
-    Attributes:
-        skipped: the images that cannot be decoded; None: what is in memory does not fail.
-        safe_batches: on several ranks, how many of the next batches cannot fail any more.
-    """
-
-    skipped: Skipped | None = None
-    safe_batches = 0
+    skipped: Skipped | None = None  # the images that cannot be decoded; None: what is in memory does not fail
+    safe_batches = 0  # on several ranks, how many of the next batches cannot fail any more
 
     @property
     def unshared(self) -> Executor:

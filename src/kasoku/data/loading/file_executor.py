@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -32,16 +33,13 @@ Moving = tuple[RawBatch, Any]  # tensors on their way to the device, and the eve
 
 
 class FileExecutor(Executor):
-    """Decodes images when they are needed. Threads live while an epoch is iterated, processes as long as this does.
-
-    Args:
-        side: shorter side of the decoded images that are kept.
-    """
+    """Decodes images when they are needed. Threads live while an epoch is iterated, processes as long as this does."""
 
     skipped: Skipped
 
     def __init__(self, split: Encoded, skipped: Skipped, *, side: int) -> None:
-        self.split, self.skipped, self.side = split, skipped, side
+        self.split, self.skipped = split, skipped
+        self.side = side  # the shorter one of the decoded images that are kept
         self.workers = 0  # threads or processes that decode now
         self.cache: dict[int, np.ndarray] = {}  # decoded images; the same for all forks
         self._autotuner: Autotuner | None = None
@@ -79,7 +77,7 @@ class FileExecutor(Executor):
 
     def fork(self) -> FileExecutor:
         """Shares the decoded images and the processes there are; skips for itself."""
-        twin = FileExecutor(self.split, self.skipped.copy(), side=self.side)
+        twin = FileExecutor(self.split, copy.deepcopy(self.skipped), side=self.side)
         twin.cache, twin._processes = self.cache, self._processes
         twin._owns_processes = self._processes is None
         return twin

@@ -29,10 +29,7 @@ def draws(seed: int, epoch: int, index_N: torch.Tensor, stream: int | torch.Tens
     Values are multiples of 2**-24. Never waits for the device.
     """
     word_N = _mix(index_N * _signed(_GOLDEN) + _signed(_key(seed, epoch)))
-    if isinstance(stream, int):
-        word_N = _mix(word_N + _signed((stream + 1) * _GOLDEN & _WORD))
-    else:
-        word_N = _mix(word_N + (stream + 1) * _signed(_GOLDEN))
+    word_N = _mix(word_N + (torch.as_tensor(stream) + 1) * _signed(_GOLDEN))
     return _shifted(word_N, 40).to(torch.float32) * 2.0**-24
 
 
