@@ -61,23 +61,16 @@ class Bucket:
 
 
 class BucketLayout:
-    """The buckets of a plan.
-
-    Attributes:
-        buckets: in the plan's numbering.
-        bucket_of: of each parameter.
-        by_arrival: the buckets in the order in which their last chunks are sent.
-        needed: for each layer, the buckets of its parameters, in that order.
-    """
+    """The buckets of a plan, in its numbering."""
 
     def __init__(self, plan: BucketPlan, layers: LayerIndex) -> None:
         self.plan = plan
         self.names = {p: name for name, p in layers.named}
         self.buckets = [Bucket([layers.named[i] for i in bucket]) for bucket in plan.buckets]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
-        last = {chunk.bucket: i for i, chunk in enumerate(plan.order)}
+        last = {chunk.bucket: i for i, chunk in enumerate(plan.order)}  # of each bucket, when its last chunk is sent
         self.by_arrival = [self.buckets[b] for b in sorted(last, key=lambda b: last[b])]
-        self.needed: list[list[Bucket]] = [[] for _ in layers.modules]
+        self.needed: list[list[Bucket]] = [[] for _ in layers.modules]  # those of a layer's parameters, by arrival
         for bucket in self.by_arrival:
             for layer in {layer for p in bucket.views for layer in layers.users[p]}:
                 self.needed[layer].append(bucket)

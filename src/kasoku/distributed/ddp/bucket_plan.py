@@ -188,11 +188,8 @@ def search(
     with all orders of six random layers, where communication takes at least half as long as compute, the result was
     never 1 % worse (tests/distributed/test_virtual_clock.py).
 
-    Args:
-        units: in forward order.
-        tensors: the gradients.
-        link: sends the chunks.
-        next_forward: False where updates cannot be late, as a technique needs all gradients at once.
+    `units`: in forward order; `next_forward`: False where updates cannot be late, as a technique needs all gradients at
+    once.
     """
     policies: list[Policy] = [OneBucket(), Graded(), *(Fixed(size * MIB) for size in (1, 2, 5, 10, 25))]
     plans = [policy.plan(tensors) for policy in policies]

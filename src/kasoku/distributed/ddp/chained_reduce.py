@@ -47,16 +47,11 @@ class Reduce:
 
 
 class ChainedReduce(Reduce):
-    """Base class of reducers that keep state or need several collectives; see Note: chains.
-
-    Args:
-        comm: the ranks.
-        settings: read by `chain` of the subclass.
-    """
+    """Base class of reducers that keep state or need several collectives; see Note: chains."""
 
     def __init__(self, comm: Comm, settings: object) -> None:
         super().__init__(comm)
-        self.settings = settings
+        self.settings = settings  # of the subclass
         self.kept = _Kept()  # saved in checkpoints
         self.buffers = _Kept()
         self._open: deque[_Turn] = deque()

@@ -19,7 +19,6 @@ class LayerIndex:
         named: (name, parameter) of the parameters that require a gradient, in order of definition.
         users: the layers that use a parameter, in order of definition.
         order: the layers in the order of their forwards, as far as it is known.
-        tensors: the same parameters for the planner: `unit` is the place of the first user in `order`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,7 +35,7 @@ class LayerIndex:
 
     @property
     def tensors(self) -> list[Sized]:
-        """The parameters for the planner, by the forward order known so far."""
+        """The same parameters for the planner: `unit` is the place of the first user in `order`."""
         place = {layer: i for i, layer in enumerate(self.order)}
         first = [min(place[user] for user in self.users[p]) for _, p in self.named]
         return [

@@ -106,26 +106,20 @@ class SingleRank:
 
 
 class Engine:
-    """Overlap at work on one job.
-
-    Attributes:
-        layout: the buckets now.
-        profiler: measures the first steps for the search of a plan.
-        forecast, link: of the plan that was searched, if it was.
-    """
+    """Overlap at work on one job."""
 
     def __init__(self, job: Job, settings: Overlap) -> None:
         self.job, self.settings, self.late = job, settings, settings.next_forward
         self.comm = job.comm.channel()  # gradients must not hold up the other collectives
         self.reduce = settings.reducer.bind(self.comm)
         self.layers = LayerIndex(job.model)
-        self.profiler: StepProfiler | None = None
+        self.profiler: StepProfiler | None = None  # measures the first steps for the search of a plan
         self.hyper: Hyper = []
         self.sent = 0  # chunks of this step
         self.key_prefix = "first"  # of the reducer's keys
         if not self.layers.named:
             raise InputError(f"Overlap: {type(job.model).__name__} has no parameter that requires a gradient")
-        self.forecast: Forecast | None = None
+        self.forecast: Forecast | None = None  # of the plan that was searched, if it was
         self.link: LinkModel | None = None
         self.layout = BucketLayout(settings.buckets.plan(self.layers.tensors), self.layers)
         kind = self.layout.buckets[0].flat.device.type
