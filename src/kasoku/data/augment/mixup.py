@@ -115,17 +115,11 @@ class Mix(Technique):
 
 @dataclass(frozen=True)
 class Pairing:
-    """Image i of a batch keeps `share` of itself; the rest is of image i - shift.
+    """Image i of a batch keeps `share` of itself; the rest is of image i - shift."""
 
-    Args:
-        share: from 0 to 1.
-        shift: at least 1 and less than the batch.
-        box: top, bottom, left, right of the pixels that are the partner's; None: all are mixed.
-    """
-
-    share: float
-    shift: int
-    box: tuple[int, int, int, int] | None = None
+    share: float  # from 0 to 1
+    shift: int  # at least 1 and less than the batch
+    box: tuple[int, int, int, int] | None = None  # the partner's pixels: top, bottom, left, right; None: all are mixed
 
     def mixed(self, x_NCHW: Tensor) -> Tensor:
         """The images mixed, as new memory; never waits for the device."""

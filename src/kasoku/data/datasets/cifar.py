@@ -27,11 +27,11 @@ class Layout:
     train: tuple[str, ...]  # names in the python format; the binary ones end with .bin
     test: str
     train_images: int  # in each training file
-    test_images: int
     label_bytes: int  # in a binary record; the last one is the label
     labels_key: bytes
     names: tuple[str, str, bytes]  # the classes' names: binary file, python file, key in it
     classes: int
+    test_images: int = 10_000
 
 
 CIFAR10 = Layout(
@@ -40,7 +40,6 @@ CIFAR10 = Layout(
     train=tuple(f"data_batch_{number}" for number in range(1, 6)),
     test="test_batch",
     train_images=10_000,
-    test_images=10_000,
     label_bytes=1,
     labels_key=b"labels",
     names=("batches.meta.txt", "batches.meta", b"label_names"),
@@ -52,7 +51,6 @@ CIFAR100 = Layout(
     train=("train",),
     test="test",
     train_images=50_000,
-    test_images=10_000,
     label_bytes=2,
     labels_key=b"fine_labels",
     names=("fine_label_names.txt", "meta", b"fine_label_names"),

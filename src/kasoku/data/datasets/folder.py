@@ -70,14 +70,7 @@ def folder(  # noqa: PLR0913
     Bad images are skipped and named. Training stops at more than one, if they exceed the share `max_bad_fraction`.
     Errors: InputError for no class folder, a class folder with no image, a class that is only in the validation part.
     """
-    if not root:
-        raise InputError("data.root is not given: --set data.root=DIR, the folder of train/ and val/ or of the classes")
-    if size < 1:
-        raise InputError(f"size={size}: at least 1 pixel")
-    if not 0 < validation < 1:
-        raise InputError(
-            f"validation={validation}: more than 0 and less than 1, the share of images kept for validation"
-        )
+    check_settings(root, size, validation)
     store = Store(root, cache=cache, cache_bytes=cache_bytes)
     top = store.shown
     split: Callable[..., Files]
@@ -102,6 +95,16 @@ def folder(  # noqa: PLR0913
         splits.append(split(paths, torch.repeat_interleave(torch.arange(len(classes)), counts_K)))
     name, mean, std = top.rpartition("/")[2], IMAGENET_MEAN, IMAGENET_STD
     return Dataset(name, tuple(classes), splits[0], splits[1], 3, (size, size), mean, std, max_bad_fraction)
+
+
+def check_settings(root: str, size: int, validation: float) -> None:
+    """Raises InputError for settings with which neither a folder nor shards can be read."""
+    if not root:
+        raise InputError("data.root is not given: --set data.root=DIR, the folder or the address of the images")
+    if size < 1:
+        raise InputError(f"size={size}: at least 1 pixel")
+    if not 0 < validation < 1:
+        raise InputError(f"validation={validation}: more than 0 and less than 1, the share kept for validation")
 
 
 def find_images(path: str | Path) -> list[Path]:

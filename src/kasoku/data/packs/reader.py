@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kasoku.core.errors import InputError
+from kasoku.core.errors import InputError, summary
 from kasoku.data.datasets.base import Dataset, GoneError
-from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, held_out
+from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, held_out
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, one_line, walk
 from kasoku.data.remote.cache import cache_folder, keep
 from kasoku.data.remote.store import Store
@@ -117,12 +117,7 @@ def shards(  # noqa: PLR0913
     `cache`: the folder for indices of foreign shards and for remote data, at most `cache_bytes` of it.
     Errors: InputError for no shards, a file that is no tar archive, a damaged pack, a class without a name.
     """
-    if size < 1:
-        raise InputError(f"size={size}: at least 1 pixel")
-    if not 0 < validation < 1:
-        raise InputError(f"validation={validation}: more than 0 and less than 1, the share kept for validation")
-    if not root:
-        raise InputError("data.root is not given: --set data.root=DIR, the folder or the address of the shards")
+    check_settings(root, size, validation)
     store = Store(root, cache=cache, cache_bytes=cache_bytes)
     top = store.shown
     try:
@@ -170,7 +165,7 @@ def pack_facts(store: Store) -> dict[str, Any] | None:
         if not (good and all(type(count) is int and count >= 0 for count in counts) and facts["images_per_shard"]):
             raise ValueError("a name, count or checksum in it is not valid")
     except Exception as error:  # a damaged file may raise any error
-        raise Damaged(f"pack.json: cannot be read ({one_line(str(error)) or type(error).__name__})") from error
+        raise Damaged(f"pack.json: cannot be read ({one_line(summary(error))})") from error
     return facts
 
 

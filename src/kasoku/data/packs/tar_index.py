@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kasoku.core.errors import InputError
+from kasoku.core.errors import InputError, summary
 from kasoku.data.remote.store import Store
 
 VERSION = 1  # of packs and their indices
@@ -83,7 +83,7 @@ class Index:
             if shapes != {(len(names),)} or not inside_N.all() or (label_N < 0).any():
                 raise ValueError("its columns do not fit each other")
         except Exception as error:  # damaged bytes make the reader raise nearly anything
-            raise Damaged(f"cannot be read ({one_line(str(error)) or type(error).__name__})") from error
+            raise Damaged(f"cannot be read ({one_line(summary(error))})") from error
         return Index(np.stack(columns, 1), names, whole, "".join(sha256), left_out)
 
 

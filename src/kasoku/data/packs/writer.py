@@ -46,17 +46,11 @@ _END = bytes(2 * BLOCK_BYTES)  # of a tar file
 
 @dataclass(frozen=True)
 class Form:
-    """The format of packed images.
+    """The format of packed images."""
 
-    Attributes:
-        side: pixels of the shorter side to which larger images are reduced; 0: no change.
-        format: jpeg or raw.
-        quality: of JPEG files, 1 to 100.
-    """
-
-    side: int
-    format: str
-    quality: int
+    side: int  # pixels of the shorter side to which larger images are reduced; 0: no change
+    format: str  # jpeg or raw
+    quality: int  # of JPEG files, 1 to 100
 
     def __post_init__(self) -> None:
         if self.side < 0:
