@@ -40,7 +40,7 @@ from kasoku.distributed import Graded
 from kasoku.distributed.ddp.cost_model import forecast
 from kasoku.optim import sgd
 from kasoku.report import print_table
-from kasoku.report.profiler import WARM, Profiler
+from kasoku.report.profiler import Profiler
 from kasoku.simulate import Cluster, Sharing, Simulator, model_costs, profiled
 from kasoku.simulate.cluster import ClusterNode, Gpu, Protocol
 
@@ -70,9 +70,9 @@ def profile(settings: Settings) -> None:
     job = Job(model, sgd(model, lr=0.001, momentum=0.9, weight_decay=5e-4), loader=[settings.work.data(0)])
     profiler = Profiler(job, settings.work.dtype)
     with settings.work.computing(cached=False):
-        profiler.plain(WARM)
+        profiler.warm_up()
         plain = profiler.plain(PROFILED)
-        profile = profiler.look(PROFILED, plain)
+        profile = profiler.look(PROFILED, plain, profiler.bounds(plain))
     grads = [p.detach().clone() for p in model.parameters()]
     homes = [torch.empty_like(p) for p in grads]
 

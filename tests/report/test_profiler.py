@@ -17,7 +17,7 @@ from kasoku.cli import main
 from kasoku.core import InputError, Job
 from kasoku.device import Compile
 from kasoku.report import Timed
-from kasoku.report.profiler import WARM, Profiler, StepProfile, _covered, measure_bounds
+from kasoku.report.profiler import Profiler, StepProfile, _covered, measure_bounds
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 
@@ -64,8 +64,9 @@ class Pairs:
 
 def looked_at(job: Job, steps: int = 3, trace: Path | None = None) -> StepProfile:
     profiler = Profiler(job)
-    profiler.plain(WARM)
-    return profiler.look(steps, profiler.plain(steps), trace=trace)
+    profiler.warm_up()
+    plain = profiler.plain(steps)
+    return profiler.look(steps, plain, profiler.bounds(plain), trace=trace)
 
 
 @pytest.mark.timing
@@ -137,7 +138,7 @@ def test_bounds_are_measured_on_the_device():
 
 
 def test_a_loader_without_a_batch_is_one_clear_line():
-    with pytest.raises(InputError, match="the loader gives no batch"):
+    with pytest.raises(InputError, match=r"no batch in it.*: take more images or a smaller batch"):
         looked_at(Job(nn.Linear(8, 4), rule, loader=Pairs(0)))
 
 

@@ -16,9 +16,8 @@ from typing import ClassVar
 from kasoku.commands import RecipeArguments, option
 from kasoku.core import InputError
 from kasoku.core.files import write_text
-from kasoku.report import Ledger, facts_of, print_table
-from kasoku.report.bottleneck import find_bottlenecks
-from kasoku.report.profiler import WARM, Profiler, StepProfile
+from kasoku.report import Ledger, StepBottleneck, facts_of, print_table
+from kasoku.report.profiler import Profiler, StepProfile
 from kasoku.training.run_folder import free_folder
 from kasoku.training.trainer import build
 
@@ -47,23 +46,20 @@ def run(arguments: ProfileArguments) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     job, device_setup = training.job, training.device_setup
     profiler = Profiler(job, device_setup.dtype)
-    profiler.plain(WARM)
+    profiler.warm_up()
     ledger = Ledger(job.trace, started=job.clock.now())
     plain = profiler.plain(arguments.steps)
     images, starved = recipe.images_at_once(1), ledger.starved()
     facts = facts_of(job, images, threads=device_setup.threads, starved=starved)
-    ledger.steps.settle()
-    mean_s = ledger.mean_s()  # of these steps alone
-    document, timeline = ledger.document(job.comm, facts)
-    profile = profiler.look(arguments.steps, plain, trace=folder / "trace.json")
-    causes = find_bottlenecks([mean_s], facts, profile.bounds)
-    document |= {"bounds": profile.bounds, "verdict": [asdict(cause) for cause in causes]}
+    bounds = profiler.bounds(plain)
+    document, timeline = ledger.document(job.comm, facts, bounds)  # of these steps alone
+    profile = profiler.look(arguments.steps, plain, bounds, trace=folder / "trace.json")
     documents = {"profile.json": asdict(profile), "ledger.json": document, "timeline.json": timeline}
     for name, content in documents.items():
         write_text(folder / name, json.dumps(content, indent=1) + "\n")
     _show(profile, document["step_s"])
-    for cause in causes:
-        print(cause)
+    for cause in document["verdict"]:
+        print(StepBottleneck(**cause))
     print(f"{folder}: {', '.join(documents)}, trace.json (open it in chrome://tracing or Perfetto)")
     return 0
 

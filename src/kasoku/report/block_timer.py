@@ -25,23 +25,22 @@ def block_hooks(
     gradient have no backward event. Returns the handles of the hooks, except those on outputs.
     """
 
-    def before(module: nn.Module, name: str) -> None:
-        if is_active(module):
-            event(name, "forward")
+    def hook(name: str, block: nn.Module) -> tuple[Any, Any]:
+        def before(module: nn.Module, _: object) -> None:
+            if is_active(module):
+                event(name, "forward")
 
-    def after(module: nn.Module, output: object, name: str) -> None:
-        if is_active(module):
-            event(name, "ended")
-            if isinstance(output, Tensor) and output.requires_grad:
-                register: Any = output.register_hook
-                register(lambda _: event(name, "backward"))
+        def after(module: nn.Module, _: object, output: object) -> None:
+            if is_active(module):
+                event(name, "ended")
+                if isinstance(output, Tensor) and output.requires_grad:
+                    register: Any = output.register_hook
+                    register(lambda _: event(name, "backward"))
 
-    handles: list[Any] = []
-    for name, block in named_blocks:
-        pre = ignores_values(lambda m, _, name=name: before(m, name))
-        post = ignores_values(lambda m, _, output, name=name: after(m, output, name))
-        handles += [block.register_forward_pre_hook(pre), block.register_forward_hook(post)]
-    return handles
+        pre, post = ignores_values(before), ignores_values(after)
+        return block.register_forward_pre_hook(pre), block.register_forward_hook(post)
+
+    return [handle for name, block in named_blocks for handle in hook(name, block)]
 
 
 def follow_blocks(job: Job, enter: Callable[[str], None], is_due: Callable[[], bool]) -> None:

@@ -226,9 +226,7 @@ def _memory(whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck | Non
     if not bounds:
         return None
     moving_s = bounds["bytes"] / bounds["bytes_per_s"]
-    if (
-        not bounds["flops"] / bounds["flops_per_s"] <= moving_s <= whole_s
-    ):  # longer than a step: caches served most of it
+    if not bounds["flops"] / bounds["flops_per_s"] <= moving_s <= whole_s:  # if longer, caches served most of it
         return None
     line = f"moving {bounds['bytes'] / 2**20:,.0f} MiB takes this device {_ms(moving_s)} of {_ms(whole_s)}"
     remedy = (

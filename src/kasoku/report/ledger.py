@@ -74,10 +74,13 @@ class Ledger:
         """The share of the time since the loop began in which this thread was ready but had no core; 0: unknown."""
         return max(0.0, _delay_s() - self._delayed_s) / max(1e-9, self.clock.now() - self._began)
 
-    def document(self, comm: Comm, facts: StepFacts) -> tuple[dict[str, Any], dict[str, Any]]:
+    def document(
+        self, comm: Comm, facts: StepFacts, bounds: Mapping[str, float] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The contents of ledger.json and timeline.json, of all ranks. Collective: all ranks call it.
 
-        `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part.
+        `rows`: rank 0's, earlier parts of a resumed training included; `ranks`: the rows of each rank in this part;
+        `bounds`: as for `find_bottlenecks`.
         """
         self.steps.settle()
         waits = [step["exposed"] for step in self.steps.rows][-_COMPARED_STEPS:]
@@ -91,13 +94,14 @@ class Ledger:
         least = [min(step) for step in zip(*(reversed(rank["waits"]) for rank in ranks), strict=False)]
         transfer_s = statistics.fmean(least) if least else None
         blocks = [rank["block_s"] for rank in ranks]
-        causes = find_bottlenecks([rank["mean_s"] for rank in ranks], facts, transfer_s=transfer_s, blocks=blocks)
+        means = [rank["mean_s"] for rank in ranks]
+        causes = find_bottlenecks(means, facts, bounds, transfer_s=transfer_s, blocks=blocks)
         ledger = {
             "wall_s": round(sum(rows.values()), 3),
             "rows": rows,
             "beside": _rounded(self.beside),
             "step_s": {row: round(s, 7) for row, s in ranks[0]["step_s"].items()},
-            "bounds": {},
+            "bounds": bounds or {},
             "verdict": [asdict(cause) for cause in causes],
             "ranks": [rank["rows"] for rank in ranks],
             "facts": asdict(facts),

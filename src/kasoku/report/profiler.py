@@ -1,7 +1,7 @@
 """Profiles a few steps of a job: time and memory of each block, operators, FLOPs and bytes, idle time.
 
-Note: separate steps. Each measurement disturbs its step, so each has steps of its own: undisturbed steps
-for the ledger, then steps for block times, one for memory, one for FLOPs, bytes and saved activations, and traced ones.
+Note: separate steps. Each measurement disturbs its step, so each has steps of its own: one for FLOPs, bytes
+and saved activations, undisturbed steps for the ledger, steps for block times, one for memory, and traced ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from kasoku.core import Batch, InputError, Job
+from kasoku.core import InputError, Job
 from kasoku.core.blocks import blocks
 from kasoku.core.clock import Stopwatch
 from kasoku.core.hardware import cores, resident_bytes
+from kasoku.data.loading.loader import endless
 from kasoku.report.block_timer import BlockEvent, block_hooks
 from kasoku.report.bottleneck import fastest_s
 
-WARM = 3  # steps that compile, choose kernels and allocate memory
+_WARM = 3  # steps that compile, choose kernels and allocate memory
 _ITERATION = "kasoku iteration"
 _MAX_OPERATORS = 20
 _MAX_TRACED = 5  # steps in the trace, which grows by megabytes a step
@@ -98,10 +99,15 @@ class Profiler:
         self.job, self.dtype, self.device = job, dtype, first.device
         self.cuda, self.watch = first.device.type == "cuda", Stopwatch(job.clock, first.device)
         self.blocks = blocks(job.model) or [("model", job.model)]
-        self.batches = _forever(job)
+        self.batches = endless(job.loader)
+
+    def warm_up(self) -> None:
+        """Runs steps before anything is timed, and counts the FLOPs, bytes and saved activations of one of them."""
+        self.plain(_WARM)
+        self.saved, self.flops, self.moved = self._counted()
 
     def plain(self, steps: int) -> list[Iteration]:
-        """Runs undisturbed steps (`WARM` of them before anything else); on a CPU, measures the idle time of each."""
+        """Runs undisturbed steps; on a CPU, measures the idle time of each."""
         iterations, threads = [], min(torch.get_num_threads(), cores())
         for _ in range(steps):
             begin_s, busy_s = time.perf_counter(), time.process_time()
@@ -110,22 +116,20 @@ class Profiler:
             iterations.append(Iteration(step_s, max(0.0, step_s - (time.process_time() - busy_s) / threads)))
         return iterations
 
-    def look(self, steps: int, plain: list[Iteration], *, trace: Path | None = None) -> StepProfile:
-        """Profiles `steps` steps of each kind.
+    def bounds(self, plain: list[Iteration]) -> dict[str, float]:
+        """The bounds on a step that takes the median time of these: see `measure_bounds`."""
+        step_s = statistics.median(iteration.step_s for iteration in plain)
+        return measure_bounds(self.flops, self.moved, step_s, self.device, dtype=self.dtype)
 
-        Args:
-            steps: the number of steps.
-            plain: the result of `plain`.
-            trace: the file for a Chrome trace of some of the steps.
-        """
+    def look(
+        self, steps: int, plain: list[Iteration], bounds: dict[str, float], *, trace: Path | None = None
+    ) -> StepProfile:
+        """Profiles `steps` steps of each kind; `trace`: the file for a Chrome trace of some of them."""
         timed = self._block_times(steps)
         memory = self._memory()
-        saved, flops, moved = self._counted()
         operators, iterations = self._traced(min(steps, _MAX_TRACED), trace)
         sizes = {name: sum(p.nbytes for p in block.parameters()) for name, block in self.blocks}
-        block_times = [BlockTime(name, *timed[name], sizes[name], saved.get(name, 0)) for name, _ in self.blocks]
-        step_s = statistics.median(iteration.step_s for iteration in plain)
-        bounds = measure_bounds(flops, moved, step_s, self.device, dtype=self.dtype)
+        block_times = [BlockTime(name, *timed[name], sizes[name], self.saved[name]) for name, _ in self.blocks]
         return StepProfile(block_times, operators, iterations if self.cuda else plain, memory, bounds)
 
     def step(self, event: BlockEvent | None = None) -> None:
@@ -183,7 +187,7 @@ class Profiler:
 
         return [(at_s, f"{name} {what}".strip(), in_use) for name, what, (at_s, in_use) in self._events(read)]
 
-    def _counted(self) -> tuple[dict[str, int], int, int]:
+    def _counted(self) -> tuple[Counter[str], int, int]:
         """Bytes that each block saves for backward, FLOPs, and bytes read and written, of one uncompiled step."""
         saved: Counter[str] = Counter()
         seen = {p.untyped_storage().data_ptr() for p in self.job.model.parameters()}
@@ -288,13 +292,3 @@ def _covered(spans: list[tuple[float, float]], start: float, stop: float) -> flo
         covered += max(0.0, min(end, stop) - max(begin, until))
         until = max(until, min(end, stop))
     return covered
-
-
-def _forever(job: Job) -> Iterator[Batch]:
-    """Batches of epoch after epoch. Raises InputError for a loader without a batch."""
-    while True:
-        batch = None
-        for batch in job.loader:
-            yield batch
-        if batch is None:
-            raise InputError("profile: the loader gives no batch: take more images or a smaller batch")

@@ -15,7 +15,8 @@ from torch import Tensor
 from kasoku.config.recipe import Recipe
 from kasoku.config.toml import parameters_of, resolve, table
 from kasoku.core import InputError, Job
-from kasoku.tune.sandbox import Sandbox, endless, undisturbed
+from kasoku.data.loading.loader import endless
+from kasoku.tune.sandbox import Sandbox, undisturbed
 from kasoku.tune.trial import make_step
 
 _SMOOTHING = 0.9  # weight of the earlier steps in the smoothed loss

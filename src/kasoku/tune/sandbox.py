@@ -16,7 +16,7 @@ import copy
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader
 from kasoku.core import Batch, InputError, Job, Solo
 from kasoku.core.torch_internals import own_workers
 from kasoku.data import Loader
+from kasoku.data.loading.loader import endless
 
-_EMPTY_PASSES = 2  # in a row, before a loader counts as empty: one that continues where it stopped may be at its end
 _RAMP = 100  # steps in which a copy's rate rises
 _DEFAULT_IMAGES = 100_000  # of an epoch, if unknown
 
@@ -204,17 +204,6 @@ class Resized:
                     alone = len(pieces) == 1
                     yield pieces[0] if alone else (torch.cat([x for x, _ in pieces]), torch.cat([y for _, y in pieces]))
                     pieces, have = [], 0
-
-
-def endless(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
-    """A loader's batches, epoch after epoch. Raises InputError if there is none."""
-    empty = 0
-    while empty < _EMPTY_PASSES:
-        empty += 1
-        for batch in loader:
-            empty = 0
-            yield batch
-    raise InputError("loader: no batch in it that can be iterated again")
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kasoku.core import Batch, InputError, Job
 from kasoku.core.clock import Stopwatch
+from kasoku.data.loading.loader import endless
 from kasoku.tune.measurement import Needs
 from kasoku.tune.memory_forecast import MemoryForecast
 from kasoku.tune.noise_scale import NoiseEstimate, mean, noise_of_parts
-from kasoku.tune.sandbox import Sandbox, endless
+from kasoku.tune.sandbox import Sandbox
 
 _WARM_UP = 2  # steps at most that are not timed: they allocate memory, choose and compile kernels
 _MIN_STEPS = 3  # when time is short

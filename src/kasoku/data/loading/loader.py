@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from operator import attrgetter
 from typing import Any, Literal
@@ -12,6 +12,7 @@ import torch
 
 from kasoku.core.comm import Comm
 from kasoku.core.errors import InputError
+from kasoku.core.job import Batch
 from kasoku.core.trace import Trace
 from kasoku.data.augment.basic import Augment, normalise, stored_side
 from kasoku.data.datasets.base import Dataset, GoneError, Memory
@@ -20,6 +21,8 @@ from kasoku.data.loading.bad_samples import Skipped
 from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor
 from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.pipeline import Pipeline
+
+_EMPTY_PASSES = 2  # in a row, before a loader counts as empty: one that continues where it stopped may be at its end
 
 
 def loader(
@@ -55,6 +58,17 @@ def loader(
         return Loader(pipeline, MemoryExecutor(source, pipeline.device))
     skipped = Skipped(len(source), dataset.max_bad_fraction)
     return Loader(pipeline, FileExecutor(source, skipped, side=stored_side(min(dataset.image_size))))
+
+
+def endless(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
+    """A loader's batches, epoch after epoch. Raises InputError if there is none."""
+    empty = 0
+    while empty < _EMPTY_PASSES:
+        empty += 1
+        for batch in loader:
+            empty = 0
+            yield batch
+    raise InputError("loader: no batch in it that can be iterated again: take more images or a smaller batch")
 
 
 def _of(path: str) -> Any:
