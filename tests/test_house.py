@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "simulate": 1840,
     "report": 2290,
     "training": 1960,
-    "commands": 1800,
+    "commands": 1805,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is

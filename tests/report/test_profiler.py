@@ -162,7 +162,7 @@ def test_the_command_writes_its_files_and_says_the_verdict(tmp_path: Path, capsy
 def test_what_cannot_be_profiled_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["profile", str(RECIPE), "--steps", "0"]) == 2
     assert capsys.readouterr().err == "kasoku: --steps 0: at least 1 step is wanted\n"
-    (tmp_path / "recipe.toml").write_text("")
+    (tmp_path / "checkpoints").mkdir()
     assert main(["profile", str(RECIPE), "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "holds a run" in error

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -112,7 +112,7 @@ def run_slurm(arguments: SlurmArguments) -> int:
     if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}", arguments.time):
         raise InputError(f'--time "{arguments.time}": D-HH:MM:SS, HH:MM:SS or minutes')
     script = sbatch(
-        LaunchSpec(**job, out=arguments.out),
+        job,
         time=arguments.time,
         cpus_per_gpu=arguments.cpus_per_gpu,
         partition=arguments.partition,
@@ -134,17 +134,16 @@ def run_kubernetes(arguments: KubernetesArguments) -> int:
         )
         if not (is_name and path.startswith("/") and ":" not in path):
             raise InputError(f"--mount {mount}: CLAIM:DIR is wanted, a claim's name and an absolute folder")
-    out = arguments.out or Path("/runs") / job["name"]
+    out = arguments.out or Path("/runs") / job.name
     if not any(out.is_relative_to(mount.partition(":")[2]) for mount in arguments.mount):
         print(
             f"kasoku: {out} is lost with its pod: give a volume claim, as --mount CLAIM:{out.parent}", file=sys.stderr
         )
-    text = manifest(LaunchSpec(**job, out=out), image=arguments.image, mount=arguments.mount)
-    return _write(text, arguments.write)
+    return _write(manifest(replace(job, out=out), image=arguments.image, mount=arguments.mount), arguments.write)
 
 
-def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: int) -> dict[str, Any]:
-    """The fields that a job has on each cluster. Raises InputError for a name or a port that clusters do not take."""
+def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: int) -> LaunchSpec:
+    """The job. Raises InputError for a name or a port that clusters do not take."""
     recipe = arguments.load()
     each = _shape(arguments, recipe, 8)
     _check_port(PORT if arguments.port is None else arguments.port, 1)
@@ -155,8 +154,10 @@ def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: 
             f'--name "{name}": lowercase letters, digits and "-", from a letter to a letter or digit, at most '
             f"{longest_name} characters (RFC 1123); give such a name"
         )
-    job = {"name": name, "recipe": arguments.recipe, "nodes": arguments.nodes, "each": each, "set": arguments.set}
-    return {**job, "on_gpus": recipe.device.kind != "cpu", "port": arguments.port}
+    a, on_gpus = arguments, recipe.device.kind != "cpu"
+    return LaunchSpec(
+        name=name, recipe=a.recipe, nodes=a.nodes, each=each, on_gpus=on_gpus, set=a.set, out=a.out, port=a.port
+    )
 
 
 def _shape(arguments: LaunchArguments, recipe: Recipe, default: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from kasoku.commands import RecipeArguments, option
 from kasoku.config.ranks import check_same, gpus_for
 from kasoku.config.recipe import Recipe
-from kasoku.config.toml import read
+from kasoku.config.toml import nearest, read
 from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
@@ -109,10 +108,7 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
 def _strategy(name: str) -> Strategy | None:
     """The strategy of a name; None for the default, which depends on the recipe."""
     if name not in _STRATEGIES:
-        known = {strategy.lower(): strategy for strategy in _STRATEGIES}
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        advice = f"did you mean {known[near[0]]}?" if near else f"one of {', '.join(_STRATEGIES)}"
-        raise InputError(f"--strategy {name}: no such strategy: {advice}")
+        raise InputError(f"--strategy {name}: no such strategy{nearest(name, _STRATEGIES)}")
     strategy: Strategy = getattr(strategies, name)()
     return None if name == _STRATEGIES[0] else strategy
 

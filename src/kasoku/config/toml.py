@@ -85,7 +85,7 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
     for part in parts[end:]:
         if not hasattr(thing, part):
             public = [name for name in dir(thing) if not name.startswith("_")]
-            raise InputError(f'{path} = "{dotted}": no such name{_nearest(part, public)}')
+            raise InputError(f'{path} = "{dotted}": no such name{nearest(part, public)}')
         thing = getattr(thing, part)
     if not callable(thing):
         raise InputError(f'{path} = "{dotted}": a class or function is wanted, this is {type(thing).__name__}')
@@ -182,11 +182,12 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _nearest(name: str, names: Sequence[str]) -> str:
+def nearest(name: str, names: Sequence[str]) -> str:
+    """The end of a refusal: the name that was probably meant, or all of them if they are few."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f": did you mean {close[0]}?"
-    return f": one of {', '.join(sorted(names))}" if len(names) <= 16 else ""
+    return f": one of {', '.join(names)}" if len(names) <= 16 else ""
 
 
 def parameters_of(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -204,7 +205,7 @@ def _arguments(thing: Callable[..., Any], keys: Mapping[str, Any], path: str) ->
         known = [name for name, p in parameters.items() if p.kind is not p.VAR_POSITIONAL]
         for name in keys:
             if name not in known:
-                raise InputError(f"{_join(path, name)}: no such key{_nearest(name, known)}")
+                raise InputError(f"{_join(path, name)}: no such key{nearest(name, sorted(known))}")
     annotated = thing.__init__ if isinstance(thing, type) and not dataclasses.is_dataclass(thing) else thing  # type: ignore[misc]
     try:
         hints = typing.get_type_hints(annotated)

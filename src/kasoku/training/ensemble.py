@@ -20,8 +20,6 @@ from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import DivergedError, Result, Training
 from kasoku.training.trainer import Trainer, build, fit
 
-_ENDED = object()
-
 
 def varied(load: Callable[[list[str]], Recipe], members: int, vary: Sequence[str]) -> list[Recipe]:
     """The recipes of the members: with consecutive seeds and the settings of `vary`.
@@ -109,19 +107,16 @@ def _batch_settings(recipe: Recipe) -> tuple[object, ...]:
     return recipe.batch, recipe.parts(1), recipe.last_batch, techniques
 
 
-def _turns(trainer: Trainer, caught: list[str]) -> Generator[bool]:
-    """A member's turns: yields True before each one, and False when it needs no more.
+def _turns(trainer: Trainer, caught: list[str]) -> Generator[None]:
+    """A member's turns: yields before each one.
 
     Its ledger has the time between its turns in a row of its own, since other members train then.
     """
     steps = trainer.steps(caught)
-    more = True
-    while more:
+    while True:
         with trainer.job.trace.span("other members"):
-            yield True
-        more = next(steps, _ENDED) is not _ENDED
-    with trainer.job.trace.span("other members"):
-        yield False
+            yield
+        next(steps, None)
 
 
 def _take_turns(
@@ -137,12 +132,12 @@ def _take_turns(
             stack.callback(trainers[-1].metrics.close)
         caught = stack.enter_context(signals())
         turns = [_turns(trainer, caught) for trainer in trainers]
-        training_members = [i for i, turn in enumerate(turns) if next(turn)]
-        while training_members:
+        for turn in turns:
+            next(turn)
+        while training_members := [i for i, trainer in enumerate(trainers) if not trainer.ended]:
             behind = min(training_members, key=lambda i: (trainers[i].images, i))
             try:
-                if not next(turns[behind]):
-                    training_members.remove(behind)
+                next(turns[behind])
             except (DivergedError, GoneError) as error:
                 for i, trainer in enumerate(trainers):
                     between_steps = trainer.metrics.images_begun == 0

@@ -150,6 +150,15 @@ class Metrics:
         """Writes values of this step to the log."""
         self.log.metrics(self.job.steps, self.job.progress, {**values, "seconds": self.seconds()})
 
+    def say_skipped_images(self) -> None:
+        """Shows a line for each split with images that could not be decoded on some rank. Collective."""
+        for split, loader in (("training", self.job.plain_loader), ("test", self.state.training.test)):
+            if skipped := loader.skipped:
+                for reasons in self.job.comm.gather_objects(skipped.reasons):
+                    skipped.reasons.update(reasons)
+                if skipped.reasons:
+                    self.bar.say(f"skipped {len(skipped.reasons)} of the {split} images: {skipped.summary()}")
+
     def finish(self, stopped: str | None) -> Result:
         """Writes result.json, ledger.json, timeline.json and the techniques' documents. Collective."""
         job, progress, recipe = self.job, self.state.progress, self.state.recipe
@@ -187,19 +196,3 @@ class Metrics:
             self.bar.say(str(StepBottleneck(**bottleneck)))
         self.log.mlperf("run_stop", event="INTERVAL_END", status="aborted" if stopped else "success")
         return result
-
-
-def skipped_images(state: RunState) -> list[str]:
-    """A line for each split with images that could not be decoded on some rank. Collective."""
-    loaders = {"training": state.job.plain_loader, "test": state.training.test}
-    skipped = {split: loader.skipped for split, loader in loaders.items() if loader.skipped}
-    if not skipped:
-        return []
-    for rank in state.job.comm.gather_objects({split: images.reasons for split, images in skipped.items()}):
-        for split, reasons in rank.items():
-            skipped[split].reasons.update(reasons)
-    return [
-        f"skipped {len(images.reasons)} of the {split} images: {images.summary()}"
-        for split, images in skipped.items()
-        if images.reasons
-    ]

@@ -1,6 +1,5 @@
-"""Trained runs put to use: `kasoku eval` and `kasoku predict`."""
+"""Trained runs, read back and evaluated."""
 
-import csv
 import dataclasses
 import json
 import sys
@@ -19,7 +18,7 @@ from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
 from kasoku.core import InputError, Job
 from kasoku.core.files import load_weights
-from kasoku.data import Dataset, Files, find_images, folder, loader, normalise, read_image
+from kasoku.data import Dataset, Files, folder, loader
 from kasoku.device import choose
 from kasoku.training.checkpoint import newest
 from kasoku.training.evaluation import averaged, tally
@@ -100,24 +99,6 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
     Console(highlight=False).print(table)
     if batches.skipped and batches.skipped.reasons:
         print(f"kasoku: {len(batches.skipped.reasons)} images skipped: {batches.skipped.summary()}", file=sys.stderr)
-    return 0
-
-
-def predict(path: Path, images: Sequence[Path]) -> int:
-    """Writes CSV to stdout: the image, then class and probability of the five likeliest; returns 0."""
-    trained = load(path)
-    files = [file for image in images for file in find_images(image)]
-    top = min(5, len(trained.classes))
-    out = csv.writer(sys.stdout)
-    out.writerow(["image"] + [f"{column}_{i + 1}" for i in range(top) for column in ("class", "probability")])
-    for start in range(0, len(files), 64):
-        part = files[start : start + 64]
-        pixels_NHWC = torch.stack([read_image(file, trained.image_size, trained.channels) for file in part])
-        x_NCHW = normalise(pixels_NHWC.to(trained.device), trained.mean, trained.std)
-        best = trained.logits(x_NCHW).float().softmax(1).topk(top, dim=1)
-        for file, probabilities, classes in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
-            pairs = zip(classes, probabilities, strict=True)
-            out.writerow([file] + [cell for k, p in pairs for cell in (trained.classes[k], f"{p:.4f}")])
     return 0
 
 

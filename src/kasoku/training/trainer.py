@@ -30,7 +30,7 @@ from kasoku.report import Timed
 from kasoku.training.batches import AsyncSource, SyncSource
 from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint
 from kasoku.training.control import Request, signals
-from kasoku.training.metrics import Metrics, skipped_images
+from kasoku.training.metrics import Metrics
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import Result, RunState, Training
 from kasoku.training.validation import Validation
@@ -121,8 +121,7 @@ class Trainer:
         if stopped is None and self.validation.last_step != self.job.steps:
             self.validation.run()
         self.checkpointing.save()
-        for line in skipped_images(self.state):
-            self.metrics.bar.say(line)
+        self.metrics.say_skipped_images()
         self.validation.write_predictions()
         return self.metrics.finish(stopped)
 

@@ -150,14 +150,10 @@ def step(moves: list[Move]) -> list[Move]:
             partial = torch.empty(2 * max(1, starts[len(layers)]), dtype=torch.float64, device=device)
             factors = torch.empty(2 * n, dtype=torch.float64, device=device)
             if layers:
-                _launch(_squares, starts[len(layers)], table, owner, first, partial, n, **meta, num_warps=8)
-            _launch(_trusts, n, table, values, first, partial, factors, n, len(layers), CHUNK=512, num_warps=4)
-            _launch(_move, starts[n], table, values, owner, first, factors, n, **meta, num_warps=8)
+                _squares[(starts[len(layers)],)](table, owner, first, partial, n, **meta, num_warps=8)
+            _trusts[(n,)](table, values, first, partial, factors, n, len(layers), CHUNK=512, num_warps=4)
+            _move[(starts[n],)](table, values, owner, first, factors, n, **meta, num_warps=8)
     return left_out
-
-
-def _launch(kernel, programs: int, *args, **meta) -> None:
-    kernel[(programs,)](*args, **meta)
 
 
 def _settings(rule: Rule) -> tuple[float, ...]:
