@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1475,
+    "core": 1495,
     "optim": 1210,
     "models": 820,
     "device": 600,

@@ -60,6 +60,27 @@ def lock(file: IO[Any], in_use: str) -> None:
         pass  # a disk without locks
 
 
+def locked_folder(folder: Path, work: str, *, below: str = "") -> IO[str]:
+    """Locks a folder for `work`, such as "training", until the returned file is closed.
+
+    The folder, and the one `below` it, are created if needed.
+
+    Errors: InputError if the folder cannot be written, and if another process works in it.
+    """
+    try:
+        (folder / below).mkdir(parents=True, exist_ok=True)
+        file = open(folder / "lock", "a+")  # noqa: SIM115 - the caller closes it
+    except OSError as error:
+        raise InputError(f"{folder}: cannot write there ({error.strerror}): choose another --out") from error
+    file.seek(0)
+    owner = file.read().strip() or "another process"
+    lock(file, f"{folder}: in use by a running {work} ({owner}): wait for it, or give --out")
+    file.truncate(0)
+    file.write(f"process {os.getpid()}")
+    file.flush()
+    return file
+
+
 def flush(path: Path) -> None:
     """Waits until a file or a folder's entries are on disk."""
     handle = os.open(path, os.O_RDONLY)

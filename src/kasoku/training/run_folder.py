@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from kasoku.core import Comm, InputError
-from kasoku.core.files import lock, write_text
+from kasoku.core.files import locked_folder, write_text
 from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
@@ -28,22 +27,10 @@ class RunFolder:
         self.path = path
         if resume and not (path / "recipe.toml").is_file():
             raise InputError(f"--resume {path}: no run there (no recipe.toml): the folder of an earlier run is wanted")
-        try:
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-            self._lock = open(path / "lock", "a+")  # noqa: SIM115 - held as long as the run
-        except OSError as error:
-            raise InputError(
-                f"{path}: cannot write there ({error.strerror}): choose another folder with --out"
-            ) from error
-        self._lock.seek(0)
-        owner = self._lock.read().strip() or "another process"
-        lock(self._lock, f"{path}: in use by a running training ({owner}): wait for it, or give --out")
+        self._lock = locked_folder(path, "training", below="checkpoints")
         if not resume and (path / "recipe.toml").exists():
             self._lock.close()
             raise InputError(f"{path}: holds a run already: go on with --resume {path}, or give another --out")
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()}")
-        self._lock.flush()
 
     def close(self) -> None:
         self._lock.close()

@@ -15,14 +15,14 @@ import signal
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kasoku.core import InputError
-from kasoku.core.files import lock, write_text
+from kasoku.core.files import locked_folder, write_text
 from kasoku.tune.search_space import Space
 
 DIVERGED, STOPPED = 3, 75  # exit codes of `kasoku train`
@@ -122,7 +122,7 @@ def search(
         import optuna
     except ModuleNotFoundError as error:
         raise InputError('kasoku search needs Optuna: pip install "optuna>=4.0"') from error
-    with _locked(plan.folder):
+    with locked_folder(plan.folder, "search"):
         trials = _Trials(optuna, plan, say)
         try:
             while not caught and trials.start_free_jobs():
@@ -304,16 +304,3 @@ def _study(optuna: Any, plan: SearchSettings) -> Any:
         # a new seed for each part of a search, which would propose the same settings again otherwise
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials), constant_liar=plan.jobs > 1)
     return study
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Locks the folder. Raises InputError if another search uses it, and if it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a")
-    except OSError as error:
-        raise InputError(f"{folder}: cannot write there ({error.strerror}): choose another --out") from error
-    with file:
-        lock(file, f"{folder}: in use by a running search: wait for it, or give another --out")
-        yield
