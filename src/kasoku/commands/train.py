@@ -233,7 +233,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
         recipes = [load(path / "recipe.toml", arguments.set) for path in paths]
     else:
         recipes = ensemble.varied(lambda more: _load(arguments, *more), arguments.members, arguments.vary)
-        paths = ensemble.folders(folder, len(recipes))
+        paths = [folder / f"member-{i + 1}" for i in range(len(recipes))]
     if arguments.plot or arguments.dry_run:
         preview(recipes[0], plot=arguments.plot, show=arguments.dry_run)
     if arguments.dry_run:

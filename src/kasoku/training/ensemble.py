@@ -50,11 +50,6 @@ def varied(load: Callable[[list[str]], Recipe], members: int, vary: Sequence[str
     return recipes
 
 
-def folders(folder: Path, members: int) -> list[Path]:
-    """The run folders of the members."""
-    return [folder / f"member-{i + 1}" for i in range(members)]
-
-
 def train(
     recipes: Sequence[Recipe],
     paths: Sequence[Path],
