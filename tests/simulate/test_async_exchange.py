@@ -22,7 +22,7 @@ from kasoku.simulate import async_exchange as apart
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import Cluster, ClusterNode, Gpu, Protocol, Racks
 from kasoku.simulate.collectives import seconds
-from kasoku.simulate.step import SimulatedStep, spans
+from kasoku.simulate.step import SimulatedStep
 
 START, A, A_IN = 2e-6, 5e-6, 1e-6  # what a message waits, and takes between nodes and within one
 B, B_IN = 5e9, 100e9  # of a NIC and of a GPU's port, in one direction
@@ -122,7 +122,7 @@ def test_the_timeline_adds_up_to_the_steps_of_a_turn(hidden: bool, every: int, s
     cluster = ideal(8).altered(f"network/{slower}")
     step = stepped(Asynchronous(buckets=Fixed(2**23), hidden=hidden, every=every, stream=stream), cluster)
     steps = every * (len(step.inputs.plan.buckets) if stream else 1)
-    drawn = spans(step)
+    drawn = step.inputs.forecast(timeline=True).spans
     computing = [s for s in drawn if s.kind != "transfer"]
     assert all(a.stop == pytest.approx(b.start, abs=1e-12) for a, b in itertools.pairwise(computing))
     assert computing[0].start == pytest.approx(0.0, abs=1e-12)
@@ -154,7 +154,7 @@ def test_a_rank_makes_as_many_steps_as_an_exchange_lasts(stream: bool, slower: i
 
 
 def test_a_timeline_of_very_many_steps_stays_small() -> None:
-    assert len(spans(stepped(Asynchronous(every=100_000)))) < 10_000
+    assert len(stepped(Asynchronous(every=100_000)).inputs.forecast(timeline=True).spans) < 10_000
 
 
 def test_nobody_waits_for_the_slowest_unless_there_is_a_bound() -> None:

@@ -34,7 +34,6 @@ from kasoku.simulate import Cluster, ModelCosts, Sharing, Simulator, load, model
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate import compressed as reducing
 from kasoku.simulate.cluster import ClusterNode, Gpu, Protocol
-from kasoku.simulate.step import spans
 
 MIB = 2**20
 GPUS = 64
@@ -110,7 +109,7 @@ def test_the_engine_sends_half_the_bytes_at_the_same_moments(
         job.loss(job.model(torch.zeros((1, 3, 32, 32), device="meta", requires_grad=True)), torch.zeros(1)).backward()
         job.optimizer.step()
         job.optimizer.zero_grad()
-    ours = [span for span in spans(step) if span.kind == "transfer"]
+    ours = [span for span in step.inputs.forecast(timeline=True).spans if span.kind == "transfer"]
     theirs = engine.comm.sent[sent_before:]
     assert [2 * size for _, size, _, _ in theirs] == [span.bytes for span in ours]
     first, zero = theirs[0][2], ours[0].start

@@ -21,7 +21,7 @@ from kasoku.simulate import ModelCosts, Sharing, Simulator, load, model_costs
 from kasoku.simulate import collectives as allreduce
 from kasoku.simulate.cluster import ClusterNode
 from kasoku.simulate.compute_model import MeasuredTimes
-from kasoku.simulate.step import SimulatedStep, spans
+from kasoku.simulate.step import SimulatedStep
 
 
 @cache
@@ -62,7 +62,7 @@ def test_the_engine_sends_the_same_groups_at_the_same_moments(policy: Policy, ne
         job.loss(out, torch.zeros(1)).backward()
         job.optimizer.step()
         job.optimizer.zero_grad()
-    ours = [span for span in spans(step) if span.kind == "transfer"]
+    ours = [span for span in step.inputs.forecast(timeline=True).spans if span.kind == "transfer"]
     theirs = engine.comm.sent[sent_before:]
     assert [size for _, size, _, _ in theirs] == [span.bytes for span in ours]
     first, zero = theirs[0][2], ours[0].start
@@ -81,7 +81,7 @@ def test_the_engine_sends_the_same_groups_at_the_same_moments(policy: Policy, ne
 def test_the_timeline_ends_when_the_recursion_does(policy: Policy, next_forward: bool) -> None:
     for cluster in (load("dgx-a100"), slow_network()):
         step = Simulator(cluster, resnet(), Sharing(policy, next_forward)).step(512, 512 * 50)
-        drawn = spans(step)
+        drawn = step.inputs.forecast(timeline=True).spans
         assert max(span.stop for span in drawn) == pytest.approx(step.step_s, rel=1e-9)
         exposed = sum(span.stop - span.start for span in drawn if span.kind == "exposed")
         assert exposed == pytest.approx(step.exposed_s, rel=1e-9, abs=1e-12)
@@ -188,7 +188,8 @@ def test_a_searched_plan_is_never_slower_than_the_one_it_replaces() -> None:
     planned = Simulator(slow_network(), small(), Sharing(Planned(), next_forward=True)).step(64, 96_000)
     graded = Simulator(slow_network(), small(), Sharing(Graded())).step(64, 96_000)
     assert planned.step_s < graded.step_s
-    assert max(span.stop for span in spans(planned)) == pytest.approx(planned.step_s, rel=1e-9)
+    drawn = planned.inputs.forecast(timeline=True).spans
+    assert max(span.stop for span in drawn) == pytest.approx(planned.step_s, rel=1e-9)
 
 
 def test_a_search_is_the_same_however_slow_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:

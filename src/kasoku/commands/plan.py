@@ -101,7 +101,6 @@ def _rows(chosen: Choice) -> dict[str, str]:
     case, step = chosen.scenario, chosen.step
     recipe, device = case.recipe, case.simulator.cluster.device
     nodes = case.simulator.cluster.nodes_for(step.gpus)
-    largest = max(step.inputs.sizes(), default=0.0)
     sent = "exchange" if step.inputs.asynchronous else "all-reduce"
     cost = (
         f"{chosen.usd:,.2f} USD ({chosen.usd * LEAST:,.2f} to {chosen.usd * MOST:,.2f}), {device.usd_hour:.2f} an "
@@ -116,7 +115,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "epochs": f"{recipe.epochs:g}, {updates(recipe, case.facts.images):,} updates",
         "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup:g} epochs",
         "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy})",
-        sent: str(getattr(step.inputs.link, "choice", lambda _: "")(largest)) + _reducer(chosen),
+        sent: step.inputs.choice() + _reducer(chosen),
         "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",
         "throughput": f"{step.images_per_s:,.0f} images/s",
         "time to the end": f"{chosen.seconds:,.1f} s ({chosen.seconds * LEAST:,.1f} to {chosen.late_s:,.1f})",

@@ -95,8 +95,6 @@ def run(arguments: SimulateArguments) -> int:
 
 
 def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any], *, title: str) -> None:
-    largest = max(step.inputs.sizes(), default=0.0)
-    choice = getattr(step.inputs.link, "choice", lambda _: "")(largest)
     device = case.simulator.cluster.device
     cost = (
         f"{document['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "no price is known"
@@ -111,7 +109,7 @@ def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any], *, titl
         "the slowest rank": "not waited for" if free else f"{_MS * step.straggler_s:.2f} ms more",
         "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {sent}",
         "waiting for input": f"{_MS * step.input_s:.2f} ms",
-        "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy}); the largest by {choice}",
+        "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy}); the largest by {step.inputs.choice()}",
         "throughput": f"{step.images_per_s:,.0f} images/s, {document['efficiency']:.1%} of as many GPUs alone",
         "training": f"{document['training_s']:,.1f} s for {case.recipe.epochs:g} epochs; {cost}",
         "source": device.source or "the cluster's file",

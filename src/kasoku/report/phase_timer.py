@@ -96,15 +96,13 @@ class Steps:
     Attributes:
         loop_s: seconds of whole steps by row; on a GPU by the device's clock.
         count: the number of finished steps.
-        first: seconds by row of the first step since `begin`.
-        rows: seconds by row of each of the latest steps after it.
-        block: the running block of the model, in steps that are timed block by block.
+        rows: seconds by row of each of the latest steps, without the first one since `begin`.
         blocks: seconds of forward and backward by block, without waits within them, of the latest of these steps.
     """
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
         self.clock, self.device = clock, device
-        self._row, self.block = "other", ""
+        self._row, self._block = "other", ""  # the running block of the model, in steps timed block by block
         self._free: list[Any] = []  # events to reuse
         self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._device_s = 0.0  # the device's time at the end of the last step read
@@ -115,7 +113,7 @@ class Steps:
         self.count, self._since = 0, self.clock.now()
         self._host_s: defaultdict[str, float] = defaultdict(float)
         self.loop_s: defaultdict[str, float] = defaultdict(float)
-        self.first: dict[str, float] = {}
+        self._first: dict[str, float] = {}
         self.rows: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)
         self.blocks: deque[dict[str, float]] = deque(maxlen=_MEDIAN_STEPS)
         self._latest: deque[tuple[list[_Mark], list[float]]] = deque(maxlen=_TIMELINE_STEPS)
@@ -137,11 +135,11 @@ class Steps:
 
     def enter(self, block: str) -> None:
         """Assigns the time from now on to a block of the model, or to none ("")."""
-        self.block = block
+        self._block = block
         self._note(self._row)
 
     def end(self) -> None:
-        self.block = ""
+        self._block = ""
         self._switch(self._row)
         last = _Mark(self._row, self._moment())
         self._pending.append([*self._marks, last])
@@ -164,7 +162,7 @@ class Steps:
 
     def step_s(self) -> dict[str, float]:
         """The median step by row, without the first step unless it is the only one; zeros before any."""
-        rows = [*self.rows] or ([self.first] if self.first else [])
+        rows = [*self.rows] or ([self._first] if self._first else [])
         return {row: statistics.median(step[row] for step in rows) if rows else 0.0 for row in STEP}
 
     def block_s(self) -> dict[str, float]:
@@ -183,14 +181,14 @@ class Steps:
 
     def warm_s(self) -> dict[str, float]:
         """How much longer the first step took than the median of the next, by row: compiling, kernels, memory."""
-        if not self.first or len(self.rows) < 2:
+        if not self._first or len(self.rows) < 2:
             return {}
         later = [*itertools.islice(self.rows, _WARM_UP_STEPS)]
-        return {row: max(0.0, self.first[row] - statistics.median(step[row] for step in later)) for row in _WARM}
+        return {row: max(0.0, self._first[row] - statistics.median(step[row] for step in later)) for row in _WARM}
 
     def _note(self, row: str, name: str = "", bytes: int = 0) -> None:
         self._switch(row)
-        block = self.block if row in _BLOCK_ROWS else ""
+        block = self._block if row in _BLOCK_ROWS else ""
         self._marks.append(_Mark(row, self._moment(), name, bytes, block))
 
     def _switch(self, row: str) -> None:
@@ -223,9 +221,9 @@ class Steps:
             self.loop_s[row] += seconds
         if block_s:
             self.blocks.append(block_s)
-        if self.first:
+        if self._first:
             self.rows.append(row_s)
         else:
-            self.first = row_s
+            self._first = row_s
         if not {"evaluate", "save"} & {mark.row for mark in marks[:-1]}:
             self._latest.append((marks[:-1], moments))

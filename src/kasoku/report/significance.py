@@ -70,13 +70,12 @@ def compare(
         word = below if high < 0 else above if low > 0 else "undecided"
     if in_time:
         mean, low, high = math.exp(mean), math.exp(low), math.exp(high)
-        figures = f"{mean:.3g} of its time to {100 * runs[0].target:.4g} % (95 % interval {low:.3g} to {high:.3g}, "
-        figures += f"{len(seeds)} seeds)"
+        times = f"{mean:.3g} of its time to {100 * runs[0].target:.4g} %"
+        figures = f"{times} (95 % interval {low:.3g} to {high:.3g}, {len(seeds)} seeds)"
     else:
-        figures = (
-            f"{100 * mean:+.2f} points of accuracy at the end (95 % interval {100 * low:+.2f} to {100 * high:+.2f}"
-        )
-        figures += f", {len(seeds)} seeds; not all reached one target, so their times do not compare)"
+        points = f"{100 * mean:+.2f} points of accuracy at the end"
+        figures = f"{points} (95 % interval {100 * low:+.2f} to {100 * high:+.2f}, {len(seeds)} seeds; "
+        figures += "not all reached one target, so their times do not compare)"
     line = f"{undecided if word == 'undecided' else f'{names[1]} is {word} than {names[0]}'}: {figures}"
     return Comparison(word, line, len(seeds), mean, low, high)
 

@@ -203,7 +203,6 @@ def scenario(
 
 
 def _inspect(model: Factory, facts: Facts) -> ModelCosts:
-    """The network of a recipe."""
     with torch.device("meta"):
         module = model(num_classes=facts.classes, in_channels=facts.channels, image_size=facts.side)
     shape = (facts.channels, facts.side, facts.side)

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from kasoku.core import InputError, Span
+from kasoku.core import InputError
 from kasoku.distributed import Asynchronous, Hierarchical, Mean, Reducer
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.ddp.bucket_plan import Graded, Planned, Policy, search
-from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel, Sized, UnitTimes, forecast
+from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, Sized, UnitTimes, forecast
 from kasoku.simulate import async_exchange, collectives, compressed, compute_model
 from kasoku.simulate.cluster import Cluster
+from kasoku.simulate.collectives import Fastest
 from kasoku.simulate.compute_model import MeasuredTimes, ModelCosts
 from kasoku.simulate.stragglers import slowest
 
@@ -64,7 +65,7 @@ class StepInputs:
     units: Sequence[UnitTimes]
     tensors: Sequence[Sized]
     plan: BucketPlan
-    link: LinkModel
+    link: Fastest
     late: bool
     asynchronous: Asynchronous | None = None
 
@@ -72,6 +73,10 @@ class StepInputs:
         """Bytes of each piece in the order of sending; with a reducer, before its compression."""
         width = [self.tensors[group[0]].width for group in self.plan.buckets]
         return [(p.stop - p.start) * width[p.bucket] for p in self.plan.order]
+
+    def choice(self) -> str:
+        """The algorithm and protocol of the largest piece."""
+        return self.link.choice(max(self.sizes(), default=0.0))
 
     def timed(self) -> list[tuple[float, float]]:
         """Seconds and bytes of each piece."""
@@ -219,14 +224,10 @@ def _computing(units: Sequence[UnitTimes], parts: int) -> float:
     return sum(parts * (u.forward_s + u.backward_s) + u.update_s for u in units)
 
 
-def spans(step: SimulatedStep) -> Sequence[Span]:
-    """The timeline of the steady state from the start of backward to the end of forward.
+def timeline(step: SimulatedStep) -> dict[str, Any]:
+    """A timeline.json, which the report page draws: the steady state from the start of backward to the end of forward.
 
     Of asynchronous ranks: from the start of an exchange on, over the steps that exchange every group once.
     """
-    return step.inputs.forecast(timeline=True).spans
-
-
-def timeline(step: SimulatedStep) -> dict[str, Any]:
-    """The spans as a timeline.json, which the report page draws."""
-    return {"spans": [{**asdict(s), "stream": "link" if s.kind == "transfer" else "compute"} for s in spans(step)]}
+    spans = step.inputs.forecast(timeline=True).spans
+    return {"spans": [{**asdict(s), "stream": "link" if s.kind == "transfer" else "compute"} for s in spans]}
