@@ -97,7 +97,7 @@ class Steps:
         loop_s: seconds of whole steps by row; on a GPU by the device's clock.
         count: the number of finished steps.
         rows: seconds by row of each of the latest steps, without the first one since `begin`.
-        blocks: seconds of forward and backward by block, without waits within them, of the latest of these steps.
+        blocks: seconds of forward and backward by block, without waits within them, of the latest steps timed so.
     """
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
