@@ -444,13 +444,13 @@ def test_an_optimizer_steps_from_the_weights_not_from_the_prediction(technique: 
 
 def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
     p = nn.Parameter(torch.zeros(1))
-    group, found = WorkerGroup([p.data], [0], CODECS["fp32"], blocking=False, predicts=True), []
+    group, found = WorkerGroup([p.data], [0], CODECS["fp32"], blocking=False, ahead=2.0), []
     group.begin()
     for others in (2, 4, 6, 46, 48):  # updates by others so far, of -1 each
         group.write_request(1.0, None)
         group.reply.fill_(-others)
         group.version_read[0] = others
-        group.read_reply(2.0)
+        group.read_reply()
         for ahead in (True, True, False, False):  # where it is, it stays
             group.prediction.add() if ahead else group.prediction.remove()
             found.append(p.item() + others)

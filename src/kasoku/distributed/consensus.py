@@ -38,14 +38,13 @@ def run_on_all_ranks(comm: Comm, f: Callable[[], T]) -> T:
 
     f must not call collectives itself, unless it fails on all ranks alike.
     """
-    result: list[T] = []
     failure: Exception | None = None
     try:
-        result.append(f())
+        result = f()
     except (InputError, OSError) as error:
         failure = error
     raise_on_all_ranks(comm, failure)
-    return result[0]
+    return result
 
 
 def raise_on_all_ranks(comm: Comm, failure: Exception | None) -> None:
@@ -168,8 +167,9 @@ def _value(fact: object) -> str:
 
 def name_ranks(ranks: Sequence[int], name: Callable[[int], str] = str) -> str:
     """Such as "rank 4" or "ranks 0, 2, 5 and 3 more"."""
-    if len(ranks) == 1:
-        return f"rank {name(ranks[0])}"
-    most = len(ranks) - 1 if len(ranks) <= _NAMED + 1 else _NAMED
-    last = name(ranks[-1]) if most == len(ranks) - 1 else f"{len(ranks) - most} more"
-    return f"ranks {', '.join(map(name, ranks[:most]))} and {last}"
+    *first, last = map(name, ranks)
+    if not first:
+        return f"rank {last}"
+    if len(first) > _NAMED:
+        first, last = first[:_NAMED], f"{len(ranks) - _NAMED} more"
+    return f"ranks {', '.join(first)} and {last}"

@@ -24,7 +24,6 @@ from kasoku.core.trace import Span
 
 T = TypeVar("T")
 SEQUENTIAL = "KASOKU_SEQUENTIAL"  # 1: one task after the other, for comparison
-COMPILER = "torch._dynamo"  # torch imports it at the first use of an optimizer or functional_call
 
 
 class Start:
@@ -49,7 +48,7 @@ class Start:
         self._here: list[str] = []  # tasks that the caller has run or waited for last
         self.began = self.clock.now() if began is None else began
         if began is not None:
-            self.note("import", began)
+            self.note("import", began, self.clock.now())
 
     def add(self, name: str, f: Callable[..., T], after: Sequence[str] = ()) -> None:
         """Calls f in a thread as soon as the tasks that it needs have ended.
@@ -69,9 +68,9 @@ class Start:
             self._run(*task)
 
     def import_compiler(self) -> None:
-        """Adds the task "compiler", once: the import that torch would do at the first use of an optimizer."""
+        """Adds the task "compiler", once: what torch would import at the first use of an optimizer."""
         if "compiler" not in self._futures:
-            self.add("compiler", lambda: import_module(COMPILER))
+            self.add("compiler", lambda: import_module("torch._dynamo"))
 
     def do(self, name: str, f: Callable[..., T], after: Sequence[str] = ()) -> T:
         """Runs a task on the caller's thread and returns its result. Raises its error, or that of a predecessor."""
@@ -81,11 +80,11 @@ class Start:
         result: T = self._futures[name].result()
         return result
 
-    def note(self, name: str, start: float, stop: float | None = None) -> None:
-        """Records a task of the caller's thread that was timed elsewhere; it stops now by default."""
+    def note(self, name: str, start: float, stop: float) -> None:
+        """Records a task of the caller's thread that was timed elsewhere."""
         self._register(name, lambda: None)
         self._here = [name]
-        self._spans[name] = Span("start", name, start, self.clock.now() if stop is None else stop)
+        self._spans[name] = Span("start", name, start, stop)
         self._futures[name].set_result(None)
 
     def __getitem__(self, name: str) -> Any:

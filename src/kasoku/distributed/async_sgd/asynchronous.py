@@ -34,7 +34,7 @@ from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.shared_memory import Segments
 from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import Momentum, SyncPhases
-from kasoku.distributed.async_sgd.transport import transport
+from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
 from kasoku.distributed.async_sgd.worker import WorkerGroup, most_local_steps
 from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.distributed.ddp.bucket_plan import Graded, Policy
@@ -190,7 +190,8 @@ class Exchange:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
         self.segments = Segments(self.comm)
-        self.transport = transport(self.comm, self.segments)
+        in_turn = not self.comm.thread_safe  # ranks in one process
+        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, self.segments)
         self.dead: dict[int, str] = self.transport.dead
         self.weights = self._divide(range(servers, size), range(servers or size))
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
@@ -217,11 +218,9 @@ class Exchange:
         settings, named, tensors, zeros = self.settings, self._units.named, self._units.tensors, self.segments.zeros
         groups = [[named[i][1] for i in group] for group in settings.buckets.plan(tensors).buckets]
         self.segments.open(2 * len(groups), 8 * self.trains * sum(t.elements for t in tensors))
-        codec, predicts = CODECS[settings.wire], settings.ahead > 0
-        blocking = not settings.hidden and not predicts
-        copies = [
-            WorkerGroup(params, owners, codec, blocking=blocking, predicts=predicts, zeros=zeros) for params in groups
-        ]
+        codec, ahead = CODECS[settings.wire], settings.ahead
+        blocking = not settings.hidden and not ahead
+        copies = [WorkerGroup(params, owners, codec, blocking=blocking, ahead=ahead, zeros=zeros) for params in groups]
         weights = SharedWeights(copies, workers, owners, self.comm.rank, settings.max_staleness)
         self.transport.set_server(weights.server, workers, owners)
         return weights
@@ -310,10 +309,10 @@ class Exchange:
             due = [g for g in candidates if settings.every or groups[g].due(self.step, most)]
         for g in due:
             self._turn = (g + 1) % len(groups)
-            weights.receive(groups[g], settings.ahead, self.job.trace)
+            weights.receive(groups[g], self.job.trace)
             weights.send(g, self.step, self.transport, self._momentum)
         for g in due if not settings.hidden else ():
-            weights.receive(groups[g], settings.ahead, self.job.trace)
+            weights.receive(groups[g], self.job.trace)
             groups[g].version_used.update(groups[g].version_read)
         for group in groups:
             group.prediction.add()
@@ -333,10 +332,10 @@ class Exchange:
         self._start()
         self.weights.remove_predictions()
         for g, group in enumerate(weights.groups if self.trains else ()):
-            weights.receive(group, self.settings.ahead, self.job.trace)
+            weights.receive(group, self.job.trace)
             if self.step > group.sent_at:
                 weights.send(g, self.step, self.transport, self._momentum)
-                weights.receive(group, self.settings.ahead, self.job.trace)
+                weights.receive(group, self.job.trace)
         self._send_clock(RESTS)
         self.transport.finish_requests()
         staleness, self.shares_dealt, means, living = self.transport.at_sync_point(lambda x: weights.sums(x, model))

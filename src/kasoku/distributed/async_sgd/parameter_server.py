@@ -185,21 +185,18 @@ class SharedWeights:
             group.pending[owner] = transport.ask(owner, head, group.request[slot], group.reply[slot])
         group.version_used.update(group.version_read)
 
-    def receive(self, group: WorkerGroup, ahead: float, trace: Trace) -> None:
-        """Reads the pending replies of a group into the parameters, and predicts `ahead` times their movement."""
+    def receive(self, group: WorkerGroup, trace: Trace) -> None:
+        """Reads the pending replies of a group into the parameters."""
         if not group.pending:
             return
-        lost = []
         with trace.span("wait", "fresh weights", bytes=group.reply.nbytes):
-            for owner, reply in group.pending.items():
-                if reply.exception():
-                    lost.append(owner)
-                else:
-                    group.version_read[owner] = int(reply.result()[0])
+            lost = [owner for owner, reply in group.pending.items() if reply.exception()]
         for owner in lost:  # after all other owners have replied
+            del group.pending[owner]
             group.drop_owner(owner)
+        group.version_read.update({owner: int(reply.result()[0]) for owner, reply in group.pending.items()})
         group.pending.clear()
-        group.read_reply(ahead)
+        group.read_reply()
 
     def sums(self, table: Table, model: nn.Module) -> tuple[Counter[int], int, list[Tensor], list[int]]:
         """The number of updates by staleness, the shares of data dealt, the means of the model's buffers, the ranks.

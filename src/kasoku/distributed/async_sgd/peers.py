@@ -26,8 +26,9 @@ from kasoku.distributed.liveness import ENDED, Detector, LostRankError
 
 BEAT_S, DEAD_S = 1.0, 5.0
 _SLOWEST_S = 10.0  # the pause between beats of many ranks; three of them in silence are a death
-BEAT, ASK, REPLY, _SYNC = 1, 2, 3, 8  # tags; a sync point has one for each number of deaths
-_LONG, _SHORT, _SYNC_LANE = 0, 1, 2  # lanes of messages; a sync point has one for each number of deaths
+BEAT, ASK, REPLY = 1, 2, 3  # tags of messages
+_LONG, _SHORT = 0, 1  # lanes of messages
+_SYNC = 8  # tag and lane of a sync point's, plus the number of deaths
 Pause = Callable[[threading.Event, float], bool]
 Tensors = Sequence[Tensor]
 Reply = Future[Any]  # the first tensor received
@@ -75,7 +76,7 @@ class WaitThreads:
         """Ends all waits for `rank` and all waits of sync points; without `rank`, every wait."""
         for source, waits in self.unfinished.items():
             for reply, (lane, _) in waits.items():
-                if not reply.done() and (rank in (None, source) or lane >= _SYNC_LANE):
+                if not reply.done() and (rank in (None, source) or lane >= _SYNC):
                     reply.set_exception(LostError(source))
 
     def stop(self) -> None:
@@ -128,7 +129,6 @@ class Peers:
         self._watched: Any = activity if activity is not None and activity.heartbeat is not None else None
         self._beat_s = min(_SLOWEST_S, BEAT_S * max(1.0, comm.size / 8))  # as each rank sends to all the rest
         self._dead_s = max(DEAD_S, 3 * self._beat_s)
-        self._detector = Detector([], 1)
         self._waits = WaitThreads(self)
         self._listening: dict[int, threading.Thread] = {}
         self._failure: BaseException | None = None
@@ -167,7 +167,7 @@ class Peers:
 
     def stop(self) -> None:
         """Ends all threads once all living ranks do; threads that wait for dead ranks are abandoned."""
-        self.beat(ended=True)
+        self.send_heartbeat(ended=True)
         for rank, thread in self._listening.items():
             self.join(rank, thread)
         self._waits.stop()
@@ -195,14 +195,14 @@ class Peers:
         Empty tensors are left out. `deaths`: the messages are of an attempt of a sync point after so many deaths, and
         lost with the next one.
         """
-        lane, tags = _SHORT if channel is self.small else _LONG, (ASK, REPLY)
+        lane, sent, received = _SHORT if channel is self.small else _LONG, ASK, REPLY
         if deaths is not None:
-            lane, tags = _SYNC_LANE + deaths, (_SYNC + deaths, _SYNC + deaths)
+            lane = sent = received = _SYNC + deaths
         works: list[Work] = []
         try:
             if rank not in self.dead:
-                works = [channel.send(x, to=rank, tag=tags[0]) for x in sends if len(x)]
-                works += [channel.receive(x, source=rank, tag=tags[1]) for x in receives if len(x)]
+                works = [channel.send(x, to=rank, tag=sent) for x in sends if len(x)]
+                works += [channel.receive(x, source=rank, tag=received) for x in receives if len(x)]
         except RuntimeError:
             self.lose(rank, "its connection broke")
         with self.changed:
@@ -238,7 +238,7 @@ class Peers:
             self._waits.lose(rank)
             self.on_death(rank)
             self.changed.notify_all()
-        self.beat(also=rank)
+        self.send_heartbeat(also=rank)
         warnings.warn(f"rank {rank} died: {why}; the other ranks go on without it", RuntimeWarning, stacklevel=2)
 
     def _end_by_verdict(self, watched: Any, rank: int, why: str) -> None:
@@ -255,7 +255,7 @@ class Peers:
 
     # ---- heartbeats
 
-    def beat(self, *, ended: bool = False, also: int = -1) -> None:
+    def send_heartbeat(self, *, ended: bool = False, also: int = -1) -> None:
         """Sends a heartbeat to all living ranks, and to `also`, which was removed and may be alive."""
         with self.changed:
             if self._ended:
@@ -272,7 +272,7 @@ class Peers:
     def _keep_beating(self) -> None:
         """The main function of a thread."""
         while not self._pause(self._ending, self._beat_s):
-            self.beat()
+            self.send_heartbeat()
             with self.changed:
                 self._detector.count_beat()
                 silent = [rank for rank in self._detector.dead() if rank not in self._suspects]

@@ -93,14 +93,14 @@ def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> T:
         return any(attempt < peers.attempt and sum(dead) > deaths for attempt, _, *dead in reports)
 
     while True:
-        peers.beat()
+        peers.send_heartbeat()
         peers.wait_until(same)
         try:
             result = f(Survivors(comm, peers, ranks))
         except LostError:
             continue
         peers.attempt = 1 + comm.size - len(ranks)  # it is complete here
-        peers.beat()
+        peers.send_heartbeat()
         peers.wait_until(lambda: done() or failed())
         if done():
             return result

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -200,14 +200,11 @@ def _errors_are_deaths(rank: int) -> Iterator[None]:
 
 
 class _Buffer:
-    """Memory for a request and then for its reply, as large as the largest so far.
-
-    Attributes: `reply`: the reply's header. `sends`: under way.
-    """
+    """Memory for a request and then for its reply, as large as the largest so far."""
 
     def __init__(self) -> None:
-        self.reply = torch.zeros(HEADER, dtype=torch.int64)
-        self.sends: list[Work] = []
+        self.reply = torch.zeros(HEADER, dtype=torch.int64)  # its header
+        self.sends: list[Work] = []  # under way
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def clear(self) -> None:
@@ -221,8 +218,3 @@ class _Buffer:
         if len(self._bytes) < size:
             self._bytes = torch.empty(size, dtype=torch.uint8)
         return self._bytes[:size].view(dtype)
-
-
-def transport(comm: Comm, segments: Segments) -> Any:
-    """InProcess where ranks take turns in one process, else NetworkTransport; collective."""
-    return NetworkTransport(comm, segments) if comm.thread_safe else InProcess(comm)

@@ -24,11 +24,10 @@ class FlatViews:
 
     def __init__(self, params: Sequence[Tensor], zeros: Callable[..., Tensor] = torch.zeros) -> None:
         self.params = params
-        self.flat = zeros(sum(p.numel() for p in params), dtype=torch.float32)
-        self.views, start = [], self.flat.storage_offset()  # the buffer may be a part of a larger one
-        for p in params:
-            self.views.append(torch.as_strided(self.flat, p.shape, p.stride(), start))
-            start += p.numel()
+        sizes = [p.numel() for p in params]
+        self.flat = zeros(sum(sizes), dtype=torch.float32)
+        parts = zip(torch.split(self.flat, sizes), params, strict=True)
+        self.views = [part.as_strided(p.shape, p.stride()) for part, p in parts]
 
     def load(self) -> Tensor:
         """Copies the parameters into the buffer, and returns it."""
@@ -41,37 +40,34 @@ class FlatViews:
 
 
 class Prediction(FlatViews):
-    """Moves a group's parameters ahead, by a multiple of the other ranks' last movement.
+    """Moves a group's parameters by `ahead` times the other ranks' last movement.
 
     Parameters contain the prediction from the end of a step to the next optimizer step or sync point. It is removed
     whenever updates are sent or weights are read, as it would otherwise be sent as part of this worker's own update.
 
-    The buffer holds that movement, on the parameters' device; it is empty unless `active`.
+    The buffer holds that movement, on the parameters' device; it is empty if `ahead` is 0.
     """
 
-    def __init__(self, params: Sequence[Tensor], *, active: bool) -> None:
-        super().__init__(params if active else (), partial(torch.zeros, device=params[0].device))
+    def __init__(self, params: Sequence[Tensor], ahead: float) -> None:
+        super().__init__(params if ahead else (), partial(torch.zeros, device=params[0].device))
+        self._ahead = ahead
         self.reset()
 
     def reset(self) -> None:
         self._factor = self._applied = 0.0
         self._updates, self._exchanges = 0, 0
 
-    def set_factor(self, factor: float, updates: int) -> None:
-        """Sets the multiple of the movement, or less: after a stall the last movement is unusually large.
+    def set_factor(self, updates: int) -> None:
+        """Sets the multiple of the movement, when the weights contain so many updates by other ranks.
 
-        The factor is halved until it covers at most twice the usual number of updates.
-
-        Args:
-            factor: the multiple that is wanted.
-            updates: how many updates by other ranks the weights contain.
+        After a stall the last movement is unusually large. So `ahead` is halved until the movement covers at most twice
+        the usual number of updates.
         """
         new: float = updates - self._updates
         usual = max(1.0, self._updates / self._exchanges) if self._exchanges else new
-        self._updates, self._exchanges = updates, self._exchanges + 1
+        self._updates, self._exchanges, self._factor = updates, self._exchanges + 1, self._ahead
         while new > max(1.0, 2 * usual):
-            new, factor = new / 2, factor / 2
-        self._factor = factor
+            new, self._factor = new / 2, self._factor / 2
 
     def add(self) -> None:
         self._apply(self._factor)
@@ -110,19 +106,19 @@ class WorkerGroup:
         codec: Codec,
         *,
         blocking: bool,
-        predicts: bool = False,
+        ahead: float = 0.0,
         zeros: Callable[..., Tensor] = torch.zeros,
     ) -> None:
         """Arguments that are not attributes.
 
         blocking: the parameters do not change during an exchange, and equal the weights read after it.
-        predicts: the parameters hold a prediction between exchanges, so `blocking` is False.
+        ahead: of the prediction that the parameters hold between exchanges, so `blocking` is False; 0: none.
         zeros: allocates the buffers of requests and replies.
         """
         self.params, self._blocking, self.codec = params, blocking, codec
         in_place = blocking and codec.exact
         self.current, self.base = FlatViews(params), FlatViews(params, zeros if in_place else torch.zeros)
-        self.prediction = Prediction(params, active=predicts)
+        self.prediction = Prediction(params, ahead)
         n = len(self.base.flat)
         self.residual = torch.zeros(0 if codec.exact else n)
         cuts = [n * i // len(owners) for i in range(len(owners) + 1)]
@@ -235,12 +231,12 @@ class WorkerGroup:
         if not self._blocking:
             self.base.store()
 
-    def read_reply(self, ahead: float) -> None:
-        """Applies the replies to the parameters, and prepares to predict `ahead` times their movement.
+    def read_reply(self) -> None:
+        """Applies the replies to the parameters, and notes their movement for the prediction.
 
         Replies are weights; those of inexact codecs are differences.
         """
-        self.prediction.set_factor(ahead, sum(self.version_read.values()))
+        self.prediction.set_factor(sum(self.version_read.values()))
         if not self._by_parameter or self._blocking:
             self._read_reply()
             return

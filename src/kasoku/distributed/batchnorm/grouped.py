@@ -43,6 +43,11 @@ class Steer:
     alone: bool = False
     trace: Trace | None = None
 
+    def install(self, patch: Callable[[nn.Module, str, object], object]) -> None:
+        """Steers the module, by a function that sets an attribute."""
+        patch(self.norm, "steer", self)
+        patch(self.norm, "forward", MethodType(steered, self.norm))
+
     def __deepcopy__(self, memo: dict[int, object]) -> Steer:
         return self
 
@@ -90,11 +95,6 @@ def steered(norm: Any, x: Tensor) -> Tensor:
     elif left:
         sizes.append(left)
     return torch.cat([_group(norm, part, steer.take) for part in torch.split(x, sizes)])
-
-
-def patches(norm: nn.Module, steer: Steer) -> dict[str, object]:
-    """The attributes that steer a module."""
-    return {"steer": steer, "forward": MethodType(steered, norm)}
 
 
 def _group(norm: Any, x: Tensor, take: Take) -> Tensor:

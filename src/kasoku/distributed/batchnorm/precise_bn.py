@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kasoku.core import Batch, InputError, Job, Stage, Technique
 from kasoku.core.job_state import Patches
-from kasoku.distributed.batchnorm.grouped import Steer, norms, patches
+from kasoku.distributed.batchnorm.grouped import Steer, norms
 from kasoku.distributed.consensus import iterate_on_all_ranks
 
 
@@ -83,9 +83,7 @@ def _measured_statistics(job: Job, images: int) -> Iterator[None]:
         patched.callback(model.eval)
         for norm, norm_3C in zip(live, torch.split(own_3C, sizes, dim=1), strict=True):
             in_group = vars(norm)["steer"].images if "steer" in vars(norm) else 0
-            steer = Steer(norm, in_group, comm, partial(_add_group, norm_3C), alone=True)
-            for name, value in patches(norm, steer).items():
-                patched.set(norm, name, value)
+            Steer(norm, in_group, comm, partial(_add_group, norm_3C), alone=True).install(patched.set)
             norm.train()
         for x_NCHW, _ in _batches(job, images):
             if len(x_NCHW):  # a rank may have no part of the last few images

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import InputError, Job, Stage, Technique
-from kasoku.distributed.batchnorm.grouped import Steer, norms, patches
+from kasoku.distributed.batchnorm.grouped import Steer, norms
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class VirtualRanks(Technique):
         running = _RunningStatistics(job, self.average, self.norm_batch)
         for i, norm in enumerate(running.norms):
             steer = Steer(norm, self.norm_batch, job.comm, partial(running.take, i), trace=job.trace)
-            for name, value in patches(norm, steer).items():
-                job.patch(norm, name, value)
+            steer.install(job.patch)
         job.on_close(job.model.register_forward_hook(lambda *_: running.add()).remove)
         job.before_step(running.move)  # before other techniques average the model and its statistics
 
