@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1495,
+    "core": 1505,
     "optim": 1210,
     "models": 820,
     "device": 600,

@@ -154,9 +154,15 @@ def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: 
             f'--name "{name}": lowercase letters, digits and "-", from a letter to a letter or digit, at most '
             f"{longest_name} characters (RFC 1123); give such a name"
         )
-    a, on_gpus = arguments, recipe.device.kind != "cpu"
     return LaunchSpec(
-        name=name, recipe=a.recipe, nodes=a.nodes, each=each, on_gpus=on_gpus, set=a.set, out=a.out, port=a.port
+        name=name,
+        recipe=arguments.recipe,
+        nodes=arguments.nodes,
+        each=each,
+        on_gpus=recipe.device.kind != "cpu",
+        set=arguments.set,
+        out=arguments.out,
+        port=arguments.port,
     )
 
 

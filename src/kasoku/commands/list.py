@@ -46,8 +46,8 @@ def _public(sought: Callable[[object], bool], kind: type, *packages: ModuleType)
     for package in packages:
         for name in package.__all__:
             thing = getattr(package, name)
-            made = typing.get_type_hints(thing).get("return") if inspect.isfunction(thing) else thing
-            if sought(thing) and isinstance(made, type) and issubclass(made, kind) and thing is not kind:
+            result_type = typing.get_type_hints(thing).get("return") if inspect.isfunction(thing) else thing
+            if sought(thing) and isinstance(result_type, type) and issubclass(result_type, kind) and thing is not kind:
                 lines[f"{package.__name__}.{name}"] = (inspect.getdoc(thing) or "").partition("\n")[0]
     return lines
 

@@ -63,7 +63,7 @@ def run(arguments: ReportArguments) -> int:
     out = arguments.out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
     from kasoku.report.html.page import page  # plotly and jinja2 take 0.4 s, and only this page needs them
 
-    write_text(out, page(runs, lines))
+    write_text(out, page(runs, lines), errors="replace")
     for line in lines:
         print(line)
     print(out)

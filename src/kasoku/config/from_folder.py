@@ -31,12 +31,15 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
     side = _usual_side(paths)
     batch = min(n, max(8, min(64, n // 8)))
     if weights is not None:
-        size, updates, lr, decay = min(224, max(64, side // 32 * 32)), _FINE_TUNE_UPDATES, 0.01 * batch / 64, 1e-4
+        size = min(224, max(64, side // 32 * 32))
+        updates, lr, decay = _FINE_TUNE_UPDATES, 0.01 * batch / 64, 1e-4
         network = _network_of(weights)
         start = [{"use": "kasoku.models.Pretrained", "weights": str(weights.resolve()), "freeze": freeze}]
     else:
-        size, updates, lr, decay = min(128, max(32, side // 32 * 32)), _FROM_SCRATCH_UPDATES, 0.1 * batch / 128, 5e-4
-        network, start = "resnet18" if size > 48 else "cifar_resnet18", []
+        size = min(128, max(32, side // 32 * 32))
+        updates, lr, decay = _FROM_SCRATCH_UPDATES, 0.1 * batch / 128, 5e-4
+        network = "resnet18" if size > 48 else "cifar_resnet18"
+        start = []
     epochs = float(max(3, min(60, round(updates / max(1, n // batch)))))
     document: dict[str, Any] = {
         "batch": batch,

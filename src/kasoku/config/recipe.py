@@ -77,7 +77,7 @@ class Recipe:
     last_batch: Literal["drop", "fill"] = "drop"  # an epoch's incomplete batch: left out, or filled up
     reference_batch: int = 0  # the batch the optimizer's rates are for; they follow `batch` by `scaling`. 0: this one
     scaling: Literal["linear", "sqrt", "legw"] = "linear"
-    origin: str = ""  # where settings that depend on the batch come from; written by kasoku
+    origin: str = ""  # where settings that depend on the batch come from; written by kasoku, read by `auto_batch`
     seed: int = 0
     evaluate: Evaluate = Evaluate()
     device: Device = field(default_factory=Device)

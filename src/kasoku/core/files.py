@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -23,14 +24,14 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         part.chmod(0o644)  # safetensors makes its files private
         flush(part)
         os.replace(part, path)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError, UnicodeEncodeError) as error:
         part.unlink(missing_ok=True)
         raise write_error(path, error) from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file whole or not at all; names of files that are no Unicode are written with "?"."""
-    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8", errors="replace"))
+def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
+    """Writes a UTF-8 file whole or not at all. `errors`: "replace" writes "?" for names that are not valid Unicode."""
+    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8", errors=errors))
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
@@ -49,15 +50,19 @@ def load_weights(model: nn.Module, path: Path) -> None:
         raise InputError(f"{path}: {wrong} ({summary(error)})") from error
 
 
-def lock(file: IO[Any], in_use: str) -> None:
-    """Locks an open file until it is closed. If another process holds it: closes it, and raises InputError(in_use)."""
+def lock(file: IO[Any], in_use: Callable[[], str]) -> None:
+    """Locks an open file until it is closed; on a disk without locks it says that it cannot.
+
+    If another process holds it: closes it, and raises InputError with the message in_use().
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        message = in_use()
         file.close()
-        raise InputError(in_use) from error
-    except OSError:
-        pass  # a disk without locks
+        raise InputError(message) from error
+    except OSError as error:
+        print(f"kasoku: {file.name}: not locked ({error.strerror}); let no other process use it", file=sys.stderr)
 
 
 def locked_folder(folder: Path, work: str, *, below: str = "") -> IO[str]:
@@ -72,9 +77,13 @@ def locked_folder(folder: Path, work: str, *, below: str = "") -> IO[str]:
         file = open(folder / "lock", "a+")  # noqa: SIM115 - the caller closes it
     except OSError as error:
         raise InputError(f"{folder}: cannot write there ({error.strerror}): choose another --out") from error
-    file.seek(0)
-    owner = file.read().strip() or "another process"
-    lock(file, f"{folder}: in use by a running {work} ({owner}): wait for it, or give --out")
+
+    def in_use() -> str:
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        return f"{folder}: in use by a running {work} ({owner}): wait for it, or give --out"
+
+    lock(file, in_use)
     file.truncate(0)
     file.write(f"process {os.getpid()}")
     file.flush()

@@ -248,7 +248,7 @@ class Job:
 
         `steps`: sets the number of steps, too, where other ranks made some of them.
         """
-        self._progress.set(self.steps if steps is None else steps, epochs)
+        self._progress.set(epochs, self.steps if steps is None else steps)
 
     def drain(self) -> None:
         """Finishes all pending updates; call it before reading parameters."""

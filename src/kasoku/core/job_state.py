@@ -34,7 +34,7 @@ class EpochProgress:
         steps, epochs = self._since
         return epochs + (self.steps - steps) * accumulate / max(1, batches)
 
-    def set(self, steps: int, epochs: float) -> None:
+    def set(self, epochs: float, steps: int) -> None:
         """Counts on from here."""
         self.steps = steps
         self._since = (steps, epochs)

@@ -22,7 +22,7 @@ import torch
 
 from kasoku.core import Comm, InputError, Job
 from kasoku.core.torch_internals import recompile_limit
-from kasoku.distributed.consensus import ReportedElsewhereError
+from kasoku.distributed.consensus import ReportedElsewhereError, SharedInputError
 from kasoku.tune.measurement import BRIEF, STEPS, BatchSizeResult, Limits, Measurement, interval
 from kasoku.tune.memory_forecast import out_of_memory
 from kasoku.tune.noise_scale import NoiseEstimate
@@ -94,7 +94,8 @@ def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int
     with ExitStack() as stack:
         trial = _on_all_ranks(job.comm, lambda: Trial(job, strategy.needs), "copy its model or read its data")
         if trial is None:
-            raise InputError("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
+            kind = SharedInputError if job.comm.rank == 0 else ReportedElsewhereError
+            raise kind("batch size: no memory for a copy of model and optimizer: choose the batch yourself")
         stack.enter_context(closing(trial.sandbox))
         if any(technique.compiles_model for technique in job.applied):
             # beyond torch.compile's limit of compiled forms a block would run, and be timed, uncompiled
@@ -126,7 +127,7 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _on_all_ranks(comm: Comm, f: Callable[[], T], deed: str) -> T | None:
+def _on_all_ranks(comm: Comm, f: Callable[[], T], action: str) -> T | None:
     """f(), or None if memory is short on a rank; if it fails otherwise on a rank, all ranks raise. Collective."""
     result: T | None = None
     failure: Exception | None = None
@@ -139,7 +140,7 @@ def _on_all_ranks(comm: Comm, f: Callable[[], T], deed: str) -> T | None:
     if failure:
         raise failure
     if "failed" in ends:
-        raise ReportedElsewhereError(f"batch size: another rank could not {deed}, and prints why")
+        raise ReportedElsewhereError(f"batch size: another rank could not {action}, and prints why")
     if any(ends):
         _free_memory()
         return None

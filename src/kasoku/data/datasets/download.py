@@ -181,7 +181,7 @@ def _fetch(address: str, path: Path, size_bytes: int, sha256: str, bar: Progress
     part = path.with_name(f"{path.name}.part")
     task = bar.add_task(path.name, total=size_bytes)
     with part.open("ab", buffering=0) as out:
-        lock(out, f"{part}: another download writes it; wait for that, or give another --to")
+        lock(out, lambda: f"{part}: another download writes it; wait for that, or give another --to")
         try:
             for tries in range(TRIES):
                 try:

@@ -11,7 +11,7 @@ class Skipped:
     """Images that cannot be decoded: left out, counted, named; too many of them end the training.
 
     On several ranks each counts what it met itself, so the limit is each rank's own; a checkpoint holds what all met.
-    Only the thread that takes the batches adds to it.
+    Only the thread that takes the batches adds to it; decoding threads read it.
     """
 
     def __init__(self, images: int, max_bad_fraction: float) -> None:
@@ -21,7 +21,7 @@ class Skipped:
 
     def add(self, index: int, reason: str) -> None:
         """Notes an image. Raises InputError with the list where there are too many."""
-        self.reasons[index] = reason
+        self.reasons[index] = reason  # first: a thread that finds the image in `met` reads its reason
         self.met.add(index)
         most = max(1, int(self.fraction * self.images))
         if len(self.met) > most:

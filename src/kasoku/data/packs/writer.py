@@ -319,12 +319,13 @@ def _locked(home: Path) -> Iterator[None]:
         raise InputError(f"{home}: not empty, and no pack; give another folder")
     home.mkdir(parents=True, exist_ok=True)
     with open(home / ".lock", "w") as file:
-        lock(file, f"{home}: another process is packing into it; wait for it")
+        lock(file, lambda: f"{home}: another process is packing into it; wait for it")
         yield
 
 
 def _dataset(source: str) -> Dataset:
-    """The data set in a folder or at an address: shards if there are any and no image files, else the image files."""
-    endings = {os.path.splitext(file)[1].lower() for file in Store(source, cache_bytes=0).list_files()}
-    packed = ".tar" in endings and endings.isdisjoint(SUFFIXES)
+    """The data set in a folder or at an address: shards if there are any and no folders of images."""
+    files = [file.lower() for file in Store(source, cache_bytes=0).list_files()]
+    has_images = any(file.endswith(SUFFIXES) and "/" in file for file in files)
+    packed = any(file.endswith(".tar") for file in files) and not has_images
     return shards(source, cache_bytes=0) if packed else folder(source, cache_bytes=0)  # each file is read only once

@@ -275,4 +275,4 @@ def _state(info: dict[str, Any]) -> tuple[int, str]:
 
 
 def _plain(text: object) -> str:  # its first line, without a password
-    return re.sub(r"//[^/@:\s]*:[^/@\s]*@", "//", str(text).strip().partition("\n")[0])
+    return re.sub(r"(?<!abfs:)(?<!abfss:)//[^/@\s]*@", "//", str(text).strip().partition("\n")[0])

@@ -215,7 +215,7 @@ def _best_starts(units: Sequence[UnitTimes], tensors: Sequence[Sized], link: Lin
     least = max(2 * MIB, whole // 64)
     found: list[tuple[float, BucketPlan]] = []
     merged = (_merged(_by_unit(tensors), tensors, size) for size in sizes)
-    for buckets in dict.fromkeys(ready_order(some, tensors, "").buckets[::-1] for some in merged):
+    for buckets in dict.fromkeys(ready_order(groups, tensors, "").buckets[::-1] for groups in merged):
         ready_s = [ends[min(tensors[i].unit for i in bucket)] for bucket in buckets]
         for chunk_bytes in (least, 2 * least, 4 * least, 2**60):
             chunks = cut(buckets, tensors, chunk_bytes)

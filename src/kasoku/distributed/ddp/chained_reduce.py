@@ -23,7 +23,10 @@ Chain = Generator[Work, None, None]  # yields each collective that must end befo
 
 
 class Reduce:
-    """A reducer that is bound to the ranks of one run: one all-reduce without state, unless a subclass has another."""
+    """A reducer that is bound to the ranks of one run: one all-reduce without state.
+
+    A subclass with other collectives overrides `__call__`, and calls `super().__init__(comm)`.
+    """
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm

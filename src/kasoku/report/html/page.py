@@ -56,7 +56,7 @@ def draw(path: Path, title: str, panels: Sequence[Panel], *, x_label: str = "", 
     """Writes a page of line charts. Raises InputError for lines that cannot be drawn."""
     if not panels:
         raise InputError("no panels: give 1 or more")
-    write_text(path, _render(title=title, curves=figures.panels(panels, x_label, x_log=x_log)))
+    write_text(path, _render(title=title, curves=figures.panels(panels, x_label, x_log=x_log)), errors="replace")
 
 
 def _render(**content: Any) -> str:
@@ -116,7 +116,10 @@ def _view(run: RunRecord) -> dict[str, Any]:
     gpu = f"{len(gpus)} x {gpus[0]}" if gpus else ""
     cpu = f"{run.machine.get('cores', '?')} cores of {run.machine['cpu']}" if run.machine.get("cpu") else ""
     machine = ", ".join(part for part in (gpu, cpu, str(run.machine.get("chosen", ""))) if part)
-    parts, lacks, damaged, unreadable = {}, [], list(run.damaged), " ".join(run.damaged)
+    parts: dict[str, object] = {}
+    lacks: list[str] = []
+    damaged = list(run.damaged)
+    unreadable = " ".join(run.damaged)
     for part, (text, build) in _PARTS.items():
         if part in run.parts:
             try:
@@ -166,7 +169,9 @@ def _classes(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_PARTS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], object]]] = {  # by file: its contents, and who draws it
+_PARTS: Mapping[
+    str, tuple[str, Callable[[Mapping[str, Any]], object]]
+] = {  # by file: its contents, and the function that draws it
     "ledger": ("where the time went", _ledger),
     "timeline": ("a step by rank and stream", figures.timeline),
     "tuning": ("tuning of the batch", tuning),
