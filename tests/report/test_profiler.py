@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from contracts import Batches, Net, rule
 from contracts import one_thread as one_thread
 from kasoku.cli import main
+from kasoku.commands.profile import ProfileArguments, run
 from kasoku.core import InputError, Job
 from kasoku.device import Compile
 from kasoku.report import Timed
-from kasoku.report.profiler import Profiler, StepProfile, _covered, measure_bounds
+from kasoku.report.profiler import Iteration, Profiler, StepProfile, _covered, device_speed
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 
@@ -131,10 +132,21 @@ def test_idle_time_is_what_no_kernel_covers():
 
 
 def test_bounds_are_measured_on_the_device():
-    bounds = measure_bounds(0, 2**30, 1.0, torch.device("cpu"))
-    assert 1e8 < bounds["flops_per_s"] < 1e14
-    assert 1e8 < bounds["bytes_per_s"] < 1e13
+    flops_per_s, bytes_per_s = device_speed(torch.device("cpu"), torch.float32)
+    assert 1e8 < flops_per_s < 1e14
+    assert 1e8 < bytes_per_s < 1e13
+    profiler = Profiler(Job(nn.Linear(8, 4), rule, loader=Pairs()))
+    profiler.flops, profiler.moved = 0, 2**30
+    profiler.flops_per_s, profiler.bytes_per_s = flops_per_s, bytes_per_s
+    bounds = profiler.bounds([Iteration(1.0, 0.0)])
     assert bounds["reached"] == pytest.approx(2**30 / bounds["bytes_per_s"], abs=1e-3)
+
+
+def test_the_speed_of_the_device_is_not_measured_within_the_time_of_the_steps(monkeypatch: pytest.MonkeyPatch):
+    profiler = Profiler(Job(nn.Linear(8, 4), rule, loader=Pairs()))
+    profiler.warm_up()  # the command creates its ledger after this
+    monkeypatch.setattr("kasoku.report.profiler.fastest_s", lambda *_: pytest.fail("the ledger would count this time"))
+    assert profiler.bounds(profiler.plain(1))["flops_per_s"] > 0
 
 
 def test_a_loader_without_a_batch_is_one_clear_line():
@@ -167,3 +179,16 @@ def test_what_cannot_be_profiled_is_one_clear_line(tmp_path: Path, capsys: pytes
     error = capsys.readouterr().err
     assert "holds a run" in error
     assert error.count("\n") == 1
+
+
+def test_a_used_folder_is_refused_before_the_training_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(recipe: object) -> None:
+        raise InputError("built")
+
+    monkeypatch.setattr("kasoku.commands.profile.build", fails)
+    used, unused = tmp_path / "used", tmp_path / "unused"
+    (used / "checkpoints").mkdir(parents=True)
+    for out, said in ((used, "holds a run"), (unused, "built")):
+        with pytest.raises(InputError, match=said):
+            run(ProfileArguments(recipe=RECIPE, out=out))
+    assert not unused.exists()

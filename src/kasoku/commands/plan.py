@@ -28,7 +28,7 @@ from kasoku.simulate import plan_search, profile_of
 from kasoku.simulate.cluster import Costs
 from kasoku.simulate.compressed import flat
 from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
-from kasoku.training.run_folder import own_folder
+from kasoku.training.run_folder import create_folder, unused_folder
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BEFORE = "before the first step"  # the item of all other rows
@@ -79,7 +79,8 @@ def run(arguments: PlanArguments) -> int:
     cluster = load_cluster(cluster_name)
     tried = plan_search.choices(recipes, cluster, [profile_of(profile) for profile in arguments.profile])
     chosen = plan_search.with_searched_groups(plan_search.best(tried, deadline_s, budget_usd))
-    folder = own_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
+    folder = unused_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
+    create_folder(folder)
     for line in chosen.scenario.remarks(chosen.step):
         print(f"kasoku: {line}", file=sys.stderr)
     if cluster.costs == Costs():

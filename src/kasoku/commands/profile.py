@@ -18,7 +18,7 @@ from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.report import Ledger, StepBottleneck, facts_of, print_table
 from kasoku.report.profiler import Profiler, StepProfile
-from kasoku.training.run_folder import own_folder
+from kasoku.training.run_folder import create_folder, unused_folder
 from kasoku.training.trainer import build
 
 _SHOWN = 12  # rows of a table
@@ -38,8 +38,9 @@ def run(arguments: ProfileArguments) -> int:
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: at least 1 step is wanted")
     recipe = arguments.load()
+    folder = unused_folder(arguments.out, arguments.recipe, "profile")
     training = build(recipe)
-    folder = own_folder(arguments.out, arguments.recipe, "profile")
+    create_folder(folder)
     print(training.device_setup.summary, flush=True)
     job, device_setup = training.job, training.device_setup
     profiler = Profiler(job, device_setup.dtype)

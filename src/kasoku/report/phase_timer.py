@@ -155,7 +155,7 @@ class Steps:
 
     def settle(self) -> None:
         """Reads the remaining events; waits for the GPU."""
-        if self._pending:
+        if self._pending and self._stream is not None:
             self._pending[-1][-1].moment.synchronize()
         while self._pending:
             self._fold(self._pending.popleft())

@@ -75,7 +75,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A profile. `memory`: (seconds from the start of a step, place, bytes in use); `bounds`: see `measure_bounds`."""
+    """A profile. `memory`: (seconds from the start of a step, place, bytes in use); `bounds`: of `Profiler.bounds`."""
 
     blocks: list[BlockTime]
     operators: list[Operator]
@@ -102,9 +102,10 @@ class Profiler:
         self.batches = endless(job.loader)
 
     def warm_up(self) -> None:
-        """Runs steps before anything is timed, and counts the FLOPs, bytes and saved activations of one of them."""
+        """Runs steps before any is timed, counts the FLOPs and bytes of one, and measures the speed of the device."""
         self.plain(_WARM)
         self.saved, self.flops, self.moved = self._counted()
+        self.flops_per_s, self.bytes_per_s = device_speed(self.device, self.dtype)
 
     def plain(self, steps: int) -> list[Iteration]:
         """Runs undisturbed steps; on a CPU, measures the idle time of each."""
@@ -117,9 +118,25 @@ class Profiler:
         return iterations
 
     def bounds(self, plain: list[Iteration]) -> dict[str, float]:
-        """The bounds on a step that takes the median time of these: see `measure_bounds`."""
+        """A lower bound on the time of a step, and how near the median of these comes to it. Measures nothing.
+
+        Returns flops and bytes of a step (each operator reads its inputs and writes its outputs once, as without
+        caches), flops_per_s and bytes_per_s of the device, least_s (the larger of both times; if moving the bytes would
+        take longer than the step did, caches served most of them, and only computing counts) and reached (least_s over
+        step_s).
+        """
         step_s = statistics.median(iteration.step_s for iteration in plain)
-        return measure_bounds(self.flops, self.moved, step_s, self.device, dtype=self.dtype)
+        moving_s = self.moved / self.bytes_per_s
+        least_s = max(self.flops / self.flops_per_s, moving_s if moving_s <= step_s else 0.0)
+        return {
+            "flops": float(self.flops),
+            "bytes": float(self.moved),
+            "flops_per_s": round(self.flops_per_s),
+            "bytes_per_s": round(self.bytes_per_s),
+            "least_s": round(least_s, 7),
+            "step_s": round(step_s, 7),
+            "reached": round(least_s / max(step_s, 1e-9), 4),
+        }
 
     def look(
         self, steps: int, plain: list[Iteration], bounds: dict[str, float], *, trace: Path | None = None
@@ -241,15 +258,8 @@ class Profiler:
         return operators[:_MAX_OPERATORS], iterations
 
 
-def measure_bounds(
-    flops: int, moved: int, step_s: float, device: torch.device, *, dtype: torch.dtype = torch.float32
-) -> dict[str, float]:
-    """A lower bound on the time of a step, from the device's speed in a short matrix product and a short copy.
-
-    Returns flops and bytes of a step (each operator reads its inputs and writes its outputs once, as without caches),
-    flops_per_s and bytes_per_s of the device, least_s (the larger of both times; if moving the bytes would take longer
-    than the step did, caches served most of them, and only computing counts) and reached (least_s over step_s).
-    """
+def device_speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOPs per second in a short matrix product of this type, and bytes per second, read and written, in a copy."""
     on_gpu = device.type == "cuda"
     n = 8192 if on_gpu else 1024
     a, b = (torch.randn(n, n, generator=torch.Generator().manual_seed(i)).to(device, dtype) for i in range(2))
@@ -258,17 +268,7 @@ def measure_bounds(
     with torch.no_grad():
         flops_per_s = 2 * n**3 / fastest_s(lambda: a @ b, device)
         bytes_per_s = 2 * source.nbytes / fastest_s(lambda: target.copy_(source), device)
-    moving_s = moved / bytes_per_s
-    least_s = max(flops / flops_per_s, moving_s if moving_s <= step_s else 0.0)
-    return {
-        "flops": float(flops),
-        "bytes": float(moved),
-        "flops_per_s": round(flops_per_s),
-        "bytes_per_s": round(bytes_per_s),
-        "least_s": round(least_s, 7),
-        "step_s": round(step_s, 7),
-        "reached": round(least_s / max(step_s, 1e-9), 4),
-    }
+    return flops_per_s, bytes_per_s
 
 
 class _MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -56,8 +56,8 @@ def free_folder(name: str, parent: Path = Path("runs")) -> Path:
     return parent / f"{name}-{number}"
 
 
-def own_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
-    """Creates the folder for a command's output: `out`, or a free one named after the recipe and `word`.
+def unused_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:
+    """A folder for a command's output, not created yet: `out`, or a free one named after the recipe and `word`.
 
     Raises:
         InputError: if it holds a run, or one of the files to be `written` is the recipe itself.
@@ -67,11 +67,15 @@ def own_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[s
         raise InputError(f"{path}: holds a run, which would be lost: give another --out")
     if any((path / name).resolve() == recipe.resolve() for name in written):
         raise InputError(f"{path}: {recipe} lies there and would be written over: give another --out")
+    return path
+
+
+def create_folder(path: Path) -> None:
+    """Creates the folder for a command's output. Raises InputError if it cannot be created."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {path}: {error.strerror}: a folder is wanted") from error
-    return path
 
 
 def members_of(folder: Path) -> list[Path]:
