@@ -368,3 +368,5 @@ def test_tuning_json_has_what_the_page_shows(tmp_path: Path):
     assert second["goodput"] == pytest.approx(16 / 0.15 / 1.5)
     assert second["utilisation"] is None
     assert (failed["step_s"], failed["failed"]) == (None, "out of memory")
+    with pytest.raises(InputError, match=r"tuning\.json: cannot be written"):
+        write_tuning(tmp_path / "tuning.json", found.as_json())
