@@ -108,12 +108,13 @@ class CallLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.running: LayerProxy | None = None  # whose forward runs
-        # bytes by layer, None: outside layers; copies are computed from weights alone, whatever the batch (autocast's)
+        # bytes by layer, without those of copy_bytes; None: outside layers
         self.kept_bytes: Counter[LayerProxy | None] = Counter()
+        # the same of copies that are computed from weights alone (autocast's), whatever the batch
         self.copy_bytes: Counter[LayerProxy | None] = Counter()
-        # the memory of weights, buffers and tensors computed from these alone; memory that is not counted any more
+        # the memory of weights, buffers and tensors computed from these alone
         self.weights = {memory_of(p) for p in [*model.parameters(), *model.buffers()]}
-        self.counted = {*self.weights, memory_of(x)}
+        self.counted = {*self.weights, memory_of(x)}  # memory that is counted already, or need not be
         self.keepers: defaultdict[int, set[LayerProxy | None]] = defaultdict(set)  # the layers that keep each memory
         self.alive: list[Tensor] = []  # tensors whose addresses must not be used again
         self.outputs: list[Tensor] = []

@@ -38,7 +38,7 @@ class MemoryNeed(NamedTuple):
     backward: int  # peak of backward, with everything that it keeps, its input and its output
     gradients: int  # of its weights
     work: float  # recomputation, and the extra cost of parts and of norm gradients in place
-    rounding: float  # to bf16 and back; the multiply-adds of the same time
+    rounding: float  # cost of rounding to bf16 and back, as multiply-adds that take equally long
 
 
 def memory_need(program: Program, shapes: list[Tensor], setting: ChainSetting, chunk: int = 0) -> MemoryNeed:
@@ -111,7 +111,9 @@ class _ByteCount:
         self.present: dict[int, int] = {}  # the values that exist now
         # the memory of each value's gradient, which several may share: (the step that took it, bytes)
         self.areas: dict[int, tuple[int, int]] = {}
-        self.live = self.gradients = self.peak = 0  # now; of values' gradients; of both at most
+        self.live = 0  # bytes that exist now, without those of `gradients`
+        self.gradients = 0  # bytes of the gradients of values now
+        self.peak = 0  # of both together, at most
 
     def _add(self, n: int, beside: int = 0) -> None:
         """Allocates n bytes, or frees them; `beside`: temporary bytes."""

@@ -32,8 +32,8 @@ class Numerics:
 class NormStatistics(NamedTuple):
     """The results of a BatchNorm's forward that its backward reads."""
 
-    mean: Tensor
-    scale: Tensor  # 1 / sqrt(variance + eps); both empty where running statistics were used
+    mean: Tensor  # empty where running statistics were used
+    scale: Tensor  # 1 / sqrt(variance + eps); empty where running statistics were used
     reserve: Tensor
     kernel: int
     of_batch: bool

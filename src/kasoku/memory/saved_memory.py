@@ -106,8 +106,8 @@ class Planner(BoundToModel):
         self.stepper = StepInBackward(job, enabled=settings.in_backward, show=settings.show)
         updates_linears = settings.in_backward and not settings.lossless
         self.linears = install_linears(job, self.stepper) if updates_linears else []
-        self.network: InspectedNetwork | None = None  # the last inspection, and its plan
-        self.plan: MemoryPlan | None = None
+        self.network: InspectedNetwork | None = None  # the last inspection
+        self.plan: MemoryPlan | None = None  # from that inspection
         self._key: Any = None
         self._checked_optimizer = False
 

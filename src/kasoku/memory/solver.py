@@ -34,7 +34,7 @@ class SegmentChoice:
 
 
 class OutsideBytes(NamedTuple):
-    """Bytes outside the planned units; the head: the layers after them."""
+    """Bytes outside the planned units; `head`: the layers after the planned units."""
 
     fixed: int  # weights and optimizer state, all the time
     head_kept: int  # activations that the head keeps for backward

@@ -104,7 +104,7 @@ class LinearInBackward(BoundToModel):
 
     def __init__(self, layer: nn.Linear, stepper: StepInBackward) -> None:
         self.layer, self.stepper = layer, stepper
-        self.calls = 0  # since the inspection began; the weight of a layer that it calls twice has a gradient
+        self.calls = 0  # forwards since the inspection began; only if 1 does the plan expect no gradient of the weight
         self.passes: WeakSet[Any] = WeakSet()  # forwards without a backward yet; of two, neither has the whole gradient
 
     @property

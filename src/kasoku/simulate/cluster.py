@@ -15,6 +15,7 @@ from kasoku.core import InputError
 
 Floats = npt.NDArray[np.float64]
 _HERE = Path(__file__).parent
+# the fields that must exceed 0: in every table that has a field of this name, it means the same
 _ABOVE_ZERO = {"beta_ms", "least", "tflops", "memory_gb_s", "gpus", "nics", "share", "nodes", "latency"}
 
 

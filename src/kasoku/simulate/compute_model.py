@@ -220,16 +220,16 @@ def units_of(
     first = profile.measured[0][1]
     home = [_block(layer.name, first) for layer in net.layers]
     forward, backward = [0.0] * len(home), [0.0] * len(home)
-    before = 0
+    previous_layer = 0
     for block in first:
         forward_s, backward_s = (_at(profile, block, way, images) for way in (0, 1))
-        members = [i for i, other in enumerate(home) if other == block] or [before]
+        members = [i for i, other in enumerate(home) if other == block] or [previous_layer]
         whole = sum(work[i] for i in members)
         for i in members:
             share = work[i] / whole if whole else 1 / len(members)
             forward[i] += share * forward_s
             backward[i] += share * backward_s
-        before = members[-1]
+        previous_layer = members[-1]
     elements = [0] * len(net.layers)
     for t in net.tensors:
         elements[t.unit] += t.elements

@@ -93,7 +93,8 @@ class Sandbox:
         own = [group["lr"] for group in job.optimizer.param_groups]
         self.rates = next((rates for rates in scheduled if rates is not None), own)
         self.steps = 0
-        self.group, self.most_at_once = 0, math.inf  # images of a group that is not split (0: none); of a part
+        self.group = 0  # images of a group that is not split; 0: none
+        self.most_at_once = math.inf  # images of a part, at most
         self.images = 0  # of an epoch, over all ranks; 0: unknown
         if isinstance(plain, Loader):
             self._aside: Loader | None = plain.sandbox()
