@@ -23,6 +23,26 @@
 #include <sys/mman.h>
 #endif
 
+/* Under sanitizers (make fuzz) the scratch memory is unwritten for each image, and has forbidden gaps between its parts. */
+#ifndef __has_feature
+#define __has_feature(x) 0
+#endif
+#if defined(__SANITIZE_ADDRESS__) || __has_feature(address_sanitizer)
+#include <sanitizer/asan_interface.h>
+#define FORBID(at, bytes) ASAN_POISON_MEMORY_REGION(at, bytes)
+#define ALLOW(at, bytes) ASAN_UNPOISON_MEMORY_REGION(at, bytes)
+enum { GAP = 256 };
+#elif __has_feature(memory_sanitizer)
+#include <sanitizer/msan_interface.h>
+#define FORBID(at, bytes) __msan_poison(at, bytes)
+#define ALLOW(at, bytes) __msan_poison(at, bytes)
+enum { GAP = 256 };
+#else
+#define FORBID(at, bytes) (void)0
+#define ALLOW(at, bytes) (void)0
+enum { GAP = 0 };
+#endif
+
 enum { JPEG_OK = 0, JPEG_OTHER = 1, JPEG_DAMAGED = 2, JPEG_MEMORY = 3 };
 enum { LOOK = 11, ROWS = 16, LINES = 64, FEW = 4, SOME = 64, MOST = 1024, KNOWN = 16, SPARE = 4 << 20, PAD = 256 };
 
@@ -527,20 +547,21 @@ INLINE void turn(s16 r[8]) {
 
 /* cos(k pi / 16) / 2, in 32768ths; of the frequency 0: sqrt(1 / 8). */
 enum { C0 = 11585, C1 = 16069, C2 = 15137, C3 = 13623, C4 = 11585, C5 = 9102, C6 = 6270, C7 = 3196 };
-#define BY(x, c) times(x, (s16){} + (c), wide)
+#define BY(x, c) ((u16x16)times((s16)(x), (s16){} + (c), wide))
 
-/* The inverse cosine transform of 16 columns of 8 numbers, of which only the first n (2, 4, 6 or 8) are not 0. */
+/* The inverse cosine transform of 16 columns of 8 numbers, of which only the first n (2, 4, 6 or 8) are not 0. Sums wrap around, as those of
+   damaged files do not fit. */
 INLINE void columns(s16 x[8], int n, int wide) {
-    s16 none = {}, first = BY(x[0], C0), fourth = n > 4 ? BY(x[4], C4) : none;
-    s16 middle = n > 2 ? BY(x[2], C2) : none, inner = n > 2 ? BY(x[2], C6) : none;
+    u16x16 none = {}, first = BY(x[0], C0), fourth = n > 4 ? BY(x[4], C4) : none;
+    u16x16 middle = n > 2 ? BY(x[2], C2) : none, inner = n > 2 ? BY(x[2], C6) : none;
     if (n > 6) middle += BY(x[6], C6), inner -= BY(x[6], C2);
-    s16 sum = first + fourth, difference = first - fourth;
-    s16 even[4] = {sum + middle, difference + inner, difference - inner, sum - middle};
-    s16 odd[4] = {BY(x[1], C1), BY(x[1], C3), BY(x[1], C5), BY(x[1], C7)};
+    u16x16 sum = first + fourth, difference = first - fourth;
+    u16x16 even[4] = {sum + middle, difference + inner, difference - inner, sum - middle};
+    u16x16 odd[4] = {BY(x[1], C1), BY(x[1], C3), BY(x[1], C5), BY(x[1], C7)};
     if (n > 2) odd[0] += BY(x[3], C3), odd[1] -= BY(x[3], C7), odd[2] -= BY(x[3], C1), odd[3] -= BY(x[3], C5);
     if (n > 4) odd[0] += BY(x[5], C5), odd[1] -= BY(x[5], C1), odd[2] += BY(x[5], C7), odd[3] += BY(x[5], C3);
     if (n > 6) odd[0] += BY(x[7], C7), odd[1] -= BY(x[7], C5), odd[2] += BY(x[7], C3), odd[3] -= BY(x[7], C1);
-    for (int y = 0; y < 4; y++) x[y] = even[y] + odd[y], x[7 - y] = even[y] - odd[y];
+    for (int y = 0; y < 4; y++) x[y] = (s16)(even[y] + odd[y]), x[7 - y] = (s16)(even[y] - odd[y]);
 }
 
 /* Two blocks side by side whose coefficients lie in their first n rows and columns. Leaves `in` with zeros again. */
@@ -558,7 +579,7 @@ INLINE void transform_of(int n, int16_t *in, const int16_t *quant, uint8_t *cons
     columns(x, n, wide);
     turn(x);
     for (int y = 0; y < 8; y += 2) {
-        s16 a = (x[y] + (128 * 16 + 8)) >> 4, b = (x[y + 1] + (128 * 16 + 8)) >> 4;
+        s16 a = (s16)((u16x16)x[y] + (128 * 16 + 8)) >> 4, b = (s16)((u16x16)x[y + 1] + (128 * 16 + 8)) >> 4;
         int64_t lines[4]; /* of the first block, then of the second */
         if (wide) {
             AVX2("packuswb", a, b);
@@ -1010,6 +1031,7 @@ static int run_best(Jpeg *j, Task *t) {
 /* Scratch memory. It is taken from the system itself and given back to it: malloc would keep, for each thread, what one
    huge image took. */
 static void give_back(Jpeg *j) {
+    if (j->memory) ALLOW(j->memory, j->size);
 #ifdef MAP_ANONYMOUS
     if (j->memory) munmap(j->memory, j->size);
 #else
@@ -1048,22 +1070,29 @@ int kasoku_jpeg_open(Jpeg *j, const uint8_t *data, size_t size, int32_t *width, 
     return error;
 }
 
-static void *cut(uint8_t **memory, size_t bytes) {
-    uint8_t *p = *memory;
-    *memory += (bytes + 63) & ~(size_t)63;
+typedef struct {
+    uint8_t *memory; /* NULL: the parts are only counted */
+    size_t used;
+} Scratch;
+
+static void *cut(Scratch *s, size_t bytes) {
+    uint8_t *p = s->memory ? s->memory + s->used : NULL;
+    size_t whole = ((bytes + 63) & ~(size_t)63) + GAP;
+    if (p) ALLOW(p, bytes), FORBID(p + bytes, whole - bytes);
+    s->used += whole;
     return p;
 }
 
 /* Lays the task out from `memory` on; returns the bytes that it takes. With NULL it only counts. */
 static size_t lay_out(Jpeg *j, Task *t, uint8_t *memory, const double *box) {
-    uint8_t *start = memory;
+    Scratch scratch = {memory, 0};
     int most_x = most_taps(box[0], box[2], t->width), most_y = most_taps(box[1], box[3], t->height);
-    t->across = cut(&memory, (size_t)t->width * sizeof(Taps));
-    t->down = cut(&memory, (size_t)t->height * sizeof(Taps));
-    int32_t *wx = cut(&memory, (size_t)t->width * (size_t)most_x * sizeof(int32_t));
-    int32_t *wy = cut(&memory, (size_t)t->height * (size_t)most_y * sizeof(int32_t));
+    t->across = cut(&scratch, (size_t)t->width * sizeof(Taps));
+    t->down = cut(&scratch, (size_t)t->height * sizeof(Taps));
+    int32_t *wx = cut(&scratch, (size_t)t->width * (size_t)most_x * sizeof(int32_t));
+    int32_t *wy = cut(&scratch, (size_t)t->height * (size_t)most_y * sizeof(int32_t));
     int top, bottom;
-    if (start) {
+    if (memory) {
         t->longest_across = filter(t->across, wx, most_x, box[0], box[2], j->width, t->width);
         t->longest_down = filter(t->down, wy, most_y, box[1], box[3], j->height, t->height);
         reach_of(t->across, t->width, &t->left, &t->right);
@@ -1082,16 +1111,16 @@ static size_t lay_out(Jpeg *j, Task *t, uint8_t *memory, const double *box) {
         for (int i = 0; i < t->planes; i++) {
             Component *c = &j->part[i];
             c->stride = (size_t)(t->x1 - t->x0) * 8 * (size_t)c->h;
-            c->plane = cut(&memory, c->stride * (size_t)(t->y1 - t->y0) * 8 * (size_t)c->v);
+            c->plane = cut(&scratch, c->stride * (size_t)(t->y1 - t->y0) * 8 * (size_t)c->v);
         }
-        t->clean = cut(&memory, (size_t)(j->end - j->scan) + PAD);
+        t->clean = cut(&scratch, (size_t)(j->end - j->scan) + PAD);
         t->pitch = (columns + 127) & ~(size_t)63;
-        t->chroma = cut(&memory, t->planes == 3 ? 2 * lines * t->pitch : 0);
-        t->sums = cut(&memory, (columns + 64) * sizeof(uint16_t));
+        t->chroma = cut(&scratch, t->planes == 3 ? 2 * lines * t->pitch : 0);
+        t->sums = cut(&scratch, (columns + 64) * sizeof(uint16_t));
     }
     t->reach = columns + 16 + FEW;
-    t->turned = cut(&memory, (size_t)t->planes * t->reach * sizeof(s16));
-    return (size_t)(memory - start);
+    t->turned = cut(&scratch, (size_t)t->planes * t->reach * sizeof(s16));
+    return scratch.used;
 }
 
 static int crop(Jpeg *j, Task *t, const double *box) {
