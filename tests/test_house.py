@@ -23,11 +23,11 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1505,
+    "core": 1560,
     "optim": 1210,
     "models": 820,
     "device": 600,
-    "data": 5160,
+    "data": 5290,
     "distributed": 5665,
     "memory": 2330,
     "config": 900,

@@ -1,13 +1,17 @@
 import os
+import sys
 import time
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
 from kasoku.core import InputError
-from kasoku.data import find_images, folder, loader
+from kasoku.data import find_images, folder, loader, shards
+from kasoku.data.decode.decode import decode
+from kasoku.data.packs.writer import pack
 
 
 @pytest.fixture
@@ -260,3 +264,42 @@ def test_no_more_than_cache_bytes_of_a_folder_far_away_are_kept(tree, far, tmp_p
         assert len(list((tmp_path / f"{cache_bytes}").rglob("*.bytes"))) == copies
     with pytest.raises(InputError, match="cache_bytes=-1: 0 bytes or more"):
         folder("memory://far/photos", cache_bytes=-1)
+
+
+@pytest.mark.parametrize("read", ["train", "pack", "predict"])
+def test_only_regular_files_are_images(tree, tmp_path, capsys, read):
+    kind = next(p for p in tree.iterdir() if p.is_dir())
+    os.mkfifo(kind / "pipe.jpg")
+    (kind / "zero.jpg").symlink_to("/dev/zero")
+    (kind / "itself.jpg").symlink_to(kind / "itself.jpg")
+    (kind / "loop").symlink_to(kind / "loop")
+    before = len(list(kind.glob("*.png")))
+    if read == "predict":
+        found = find_images(kind)
+    elif read == "train":
+        d = folder(str(tree))
+        found = [p for split in (d.train, d.test) for p in split.paths if Path(p).parent == kind]
+    else:
+        pack(str(tree), str(tmp_path / "pack"), side=16, quiet=True)
+        d = shards(str(tmp_path / "pack"))
+        found = [n for split in (d.train, d.test) for n in split.names if n.startswith(f"{kind.name}/")]
+    assert len(found) == before
+    if read != "predict":
+        lines = capsys.readouterr().err
+        assert all(f"{kind}/{name}.jpg: not a regular file; left out" in lines for name in ("pipe", "zero", "itself"))
+
+
+def test_a_pipe_in_place_of_a_photo_is_named_at_once(tree):
+    split = folder(str(tree)).train
+    os.unlink(split.paths[0])
+    os.mkfifo(split.paths[0])
+    with pytest.raises(InputError, match=r"cannot be read \(not a regular file\)"):
+        split.read(0)
+
+
+def test_a_small_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch):
+    Image.new("L", (9000, 9000)).save(tmp_path / "bomb.png")
+    with pytest.raises(InputError, match=r"9,000 x 9,000 pixels, more than 67,108,864: .*KASOKU_MAX_PIXELS"):
+        decode((tmp_path / "bomb.png").read_bytes(), name="bomb.png")
+    monkeypatch.setattr(sys.modules["kasoku.data.decode.decode"], "MAX_PIXELS", 10**8)
+    assert decode(str(tmp_path / "bomb.png"), 8).shape == (8, 8, 3)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.web import serving, web
 from kasoku.core import InputError
 from kasoku.data import folder, loader
 from kasoku.data.decode.decode import decode
@@ -517,3 +518,70 @@ def test_real_photos_come_back_from_a_pack(real_data, tmp_path):
                 else:
                     off = decode(data).astype(int) - want
                     assert np.abs(off).mean() < 6
+
+
+@web
+def test_one_bad_answer_of_a_server_is_asked_again_and_not_kept(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr("kasoku.data.remote.store._FIRST_WAIT_S", 0.01)
+    pack(str(photos), str(tmp_path / "p"), side=16, quiet=True)
+    here = shards(str(tmp_path / "p"))
+    wanted = [here.train.read(i) for i in range(len(here.train))]
+    with serving() as site:
+        site.files = {file.name: file.read_bytes() for file in (tmp_path / "p").iterdir() if file.name[0] != "."}
+        number, requests = 0, 1
+        while number < requests:  # each request in turn: pack.json, the indices, the images
+            cache = str(tmp_path / f"cache-{number}")
+            site.reads.clear()
+            site.garbage = {number}
+            for _ in range(2):
+                far = shards(site.root, cache=cache)
+                assert [far.train.read(i) for i in range(len(far.train))] == wanted
+                requests, site.garbage = max(requests, len(site.reads) - 1), set()
+            number += 1
+    assert number > len(wanted)
+
+
+@web
+def test_a_source_that_stays_wrong_is_one_line_and_heals(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr("kasoku.data.remote.store._FIRST_WAIT_S", 0.01)
+    pack(str(photos), str(tmp_path / "p"), side=16, quiet=True)
+    with serving() as site:
+        site.files = {file.name: file.read_bytes() for file in (tmp_path / "p").iterdir() if file.name[0] != "."}
+        far = shards(site.root, cache=str(tmp_path / "cache"))
+        site.garbage = set(range(999))
+        with pytest.raises(InputError, match=r"the source gives other bytes 4 times.*pack --verify"):
+            far.train.read(0)
+        site.garbage = set()
+        assert far.train.read(0) == shards(str(tmp_path / "p")).train.read(0)
+
+
+@pytest.mark.parametrize("form", ["jpeg", "raw"])
+def test_a_changed_bit_of_a_local_pack_is_named(photos, tmp_path, capsys, form):
+    pack(str(photos), str(tmp_path / "p"), side=16, format=form, quiet=True)
+    split = shards(str(tmp_path / "p")).train
+    shard, offset, size, *_ = split.place_N5[3].tolist()
+    path = tmp_path / "p" / split.files[shard]
+    data = bytearray(path.read_bytes())
+    data[offset + size - 5] ^= 1
+    path.write_bytes(data)
+    split = shards(str(tmp_path / "p")).train
+    if form == "raw":
+        split._background.run()
+        assert f"{split.name(3)}: its bytes have changed since it was packed" in capsys.readouterr().err
+    for index in range(len(split)):
+        if index == 3:
+            with pytest.raises(InputError, match=f"{split.name(3)}: its bytes in .* changed: bring that file back"):
+                split.read(index)
+        else:
+            split.read(index)
+
+
+def test_raw_images_are_checked_once_an_epoch(photos, tmp_path):
+    pack(str(photos), str(tmp_path / "p"), side=16, format="raw", quiet=True)
+    split, checked = shards(str(tmp_path / "p")).train, []
+    split._background.intact = lambda index: not checked.append(index)
+    for epoch in (1, 2):
+        for index in range(len(split)):
+            split.read(index)
+        split._background._thread.join()
+        assert checked == epoch * [*range(len(split))]

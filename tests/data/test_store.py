@@ -312,6 +312,54 @@ def test_half_an_answer_is_no_answer(site, honest):
     assert len(site.reads) == 3
 
 
+@web
+def test_bytes_that_are_not_intact_are_fetched_again_and_never_kept(site, tmp_path):
+    part = site.files["a.tar"][100:5000]
+    far = Store(site.root, cache=str(tmp_path / "cache"))
+    site.garbage = {0, 1}
+    assert far.read("a.tar", 100, 5000, lambda data: data == part) == part
+    assert len(site.reads) == 3
+    again = Store(site.root, cache=str(tmp_path / "cache"))
+    assert again.read("a.tar", 100, 5000, lambda data: data == part) == part
+    assert len(site.reads) == 3
+    site.garbage = set(range(3, 99))
+    wrong = far.read("a.tar", 6000, 7000, lambda data: data == site.files["a.tar"][6000:7000])
+    assert (len(wrong), len(site.reads)) == (1000, 3 + store.TRIES)  # and the caller, who has a checksum, refuses them
+    site.garbage = set()
+    assert Store(site.root, cache=str(tmp_path / "cache")).read("a.tar", 6000, 7000) == site.files["a.tar"][6000:7000]
+
+
+@web
+def test_what_was_kept_and_is_not_intact_is_fetched_again(site, tmp_path):
+    site.garbage = {0}
+    far = Store(site.root, cache=str(tmp_path / "cache"))
+    assert far.read("a.tar", 0, 300_000) != site.files["a.tar"]  # kept, as nobody could tell
+    for cached in (far, Store(site.root, cache=str(tmp_path / "cache"))):
+        assert cached.read("a.tar", 0, 300_000, lambda data: data == site.files["a.tar"]) == site.files["a.tar"]
+    far.forget("a.tar")
+    before = len(site.reads)
+    assert far.read("a.tar", 0, 10) == site.files["a.tar"][:10]
+    assert len(site.reads) == before + 1
+
+
+@pytest.mark.timing
+@web
+def test_patience_with_a_source_is_not_paid_by_each_thread(site, monkeypatch):
+    monkeypatch.setattr(store, "_PATIENCE_S", 2.0)
+    far = Store(site.root)
+    far.size("a.tar")
+    site.stalls, start = True, time.monotonic()
+
+    def read(after_s):
+        time.sleep(after_s)
+        with pytest.raises(GoneError):
+            far.read("a.tar", 0, 10)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(read, (0.0, 1.5)))
+    assert time.monotonic() - start < 3.4
+
+
 @pytest.mark.timing
 @web
 def test_a_source_that_stays_silent_is_told_in_time(site, monkeypatch):
@@ -319,9 +367,7 @@ def test_a_source_that_stays_silent_is_told_in_time(site, monkeypatch):
     far = Store(site.root)
     far.size("a.tar")
     site.stalls, start = True, time.monotonic()
-    with pytest.raises(
-        GoneError, match=r"http://127.*/a\.tar: no answer for 2 s \(TimeoutError.*--resume when the source answers"
-    ):
+    with pytest.raises(GoneError, match=r"http://127.*/a\.tar: no answer for 2 s \(TimeoutError"):
         far.read("a.tar", 0, 10)
     assert 1.9 < time.monotonic() - start < 5
 

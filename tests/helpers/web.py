@@ -34,6 +34,7 @@ class Site:
         self.sent_bytes = self.requests = 0
         self.ranges = True
         self.fails = self.cuts = 0  # so many of the next requests for bytes get a 500, or half of their bytes
+        self.garbage = set()  # the numbers of requests for bytes that get others of the same length
         self.honest = False  # half of the bytes are said to be all
         self.together = threading.Barrier(1)  # so many requests for bytes are answered at once
         self.status = 0  # all requests get this
@@ -75,8 +76,10 @@ class Site:
             first, stop, status = int(first), min(int(last) + 1, stop), 206
         with self._lock:
             self.reads.append((path, first, stop))
-            fails, cuts = self.fails > 0, self.cuts > 0
+            fails, cuts, garbage = self.fails > 0, self.cuts > 0, len(self.reads) - 1 in self.garbage
             self.fails, self.cuts = self.fails - fails, self.cuts - cuts
+        if garbage:
+            data = made(len(data), 7)
         self.together.wait(20)
         if self.stalls:
             self.released.wait(60)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import hashlib
 import os
+import shutil
+import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
@@ -15,18 +20,24 @@ from torch import nn
 
 from kasoku.core.errors import InputError, summary
 
+_FULL_BYTES = 1 << 16  # a disk with less is taken for full
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+
+def write_atomically(
+    path: Path, write: Callable[[Path], object], before_rename: Callable[[Path], object] = lambda part: None
+) -> None:
     """Calls write(part) on a file beside `path`, flushes it to disk and renames it to `path`."""
     part = path.with_name(f".{path.name}.part")
     try:
         write(part)
         part.chmod(0o644)  # safetensors makes its files private
         flush(part)
+        before_rename(part)
         os.replace(part, path)
     except (OSError, RuntimeError, SafetensorError, UnicodeEncodeError) as error:
+        refused = write_error(path, error)  # looks how full the disk is
         part.unlink(missing_ok=True)
-        raise write_error(path, error) from error
+        raise refused from error
 
 
 def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
@@ -90,6 +101,42 @@ def locked_folder(folder: Path, work: str, *, below: str = "") -> IO[str]:
     return file
 
 
+class Names(NamedTuple):
+    """What is in a folder, without hidden names: folders, regular files, other things; and which of all are links."""
+
+    folders: list[str]
+    files: list[str]
+    others: list[str]
+    links: set[str]
+
+
+def scan(folder: str) -> Names:
+    """The names in a folder, sorted. Links count as what they lead to, or as other things if they lead nowhere."""
+    found = Names([], [], [], set())
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            kind = found.others
+            with suppress(OSError):  # a link to itself
+                kind = found.folders if entry.is_dir() else found.files if entry.is_file() else found.others
+            kind.append(entry.name)
+            if entry.is_symlink():
+                found.links.add(entry.name)
+    for names in found[:3]:
+        names.sort()
+    return found
+
+
+def open_regular(path: str) -> int:
+    """A descriptor to read a regular file. Raises OSError for anything else, at once: a pipe would wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
+
+
 def flush(path: Path) -> None:
     """Waits until a file or a folder's entries are on disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -99,9 +146,21 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
+def digest(file: Path) -> str:
+    """The file's SHA-256, in hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def write_error(path: Path, error: Exception) -> InputError:
     """The error of a file that cannot be written."""
     reason = getattr(error, "strerror", None) or summary(error)
-    return InputError(
-        f"{path}: cannot be written ({reason}): mend that and go on (a training: --resume); what was written is whole"
-    )
+    with suppress(OSError):  # torch and safetensors name no reason
+        if shutil.disk_usage(path.parent).free < _FULL_BYTES:
+            reason = "no space left on the disk"
+    advice = "mend that and go on; what was written before is whole"
+    if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
+        advice = "choose a folder that can be written"
+    elif not path.parent.is_dir():
+        advice = "its folder is gone: choose another"
+    return InputError(f"{path}: cannot be written ({reason.replace(f'.{path.name}.part', path.name)}): {advice}")

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 
 from kasoku.core.errors import InputError
+from kasoku.core.files import open_regular
 from kasoku.data.decode import native
 from kasoku.data.decode.decode import upright
 from kasoku.data.loading.shuffle import order
 
 _PATIENCE_S = 60.0  # for retries while a disk, such as a network disk, does not answer
 _OF_THE_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+_OF_THE_FILE |= {errno.EINVAL, errno.ENXIO}  # pipes, devices, sockets
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,7 @@ class Files:
         until = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                with open(self.paths[index], "rb", buffering=0) as file:
+                with open(open_regular(self.paths[index]), "rb", buffering=0) as file:
                     return file.read()
             except OSError as error:
                 if error.errno in _OF_THE_FILE:
@@ -82,8 +84,7 @@ class Files:
                     ) from error
                 if time.monotonic() > until:
                     raise GoneError(
-                        f"{self.paths[index]}: no answer for {_PATIENCE_S:g} s ({error.strerror}); go on with --resume "
-                        "when the disk is back"
+                        f"{self.paths[index]}: no answer for {_PATIENCE_S:g} s ({error.strerror})"
                     ) from error
             time.sleep(0.5)
 

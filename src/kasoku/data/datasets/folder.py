@@ -14,7 +14,7 @@ import torch
 from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import Dataset, Files
 from kasoku.data.datasets.folder_index import Listing, Parts, Tree, arranged, below, indexed, look_in, once
-from kasoku.data.decode.decode import SUFFIXES
+from kasoku.data.decode.decode import SUFFIXES, is_image
 from kasoku.data.remote.store import Store
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -30,7 +30,7 @@ class FarFiles(Files):
 
     def read(self, index: int) -> bytes:
         """The bytes of a file. Raises InputError with its path where it cannot be read."""
-        return self.store.read(self.paths[index])
+        return self.store.read(self.paths[index], intact=is_image)
 
 
 def imagenet(root: str, size: int = 224) -> Dataset:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 
 from kasoku.core.comm import Comm
 from kasoku.core.errors import InputError
+from kasoku.core.files import scan
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.remote.cache import cache_folder, keep
 
@@ -36,6 +38,7 @@ Entry = list[Any]  # cached for a folder: its stamp (empty: list it again), its 
 
 _VALIDATION = ("val", "validation", "test")
 _VERSION = f"2 {' '.join(SUFFIXES)}"
+_NAMED = 3  # other things than files with an image's name: so many of each folder
 _AT_ONCE = 8  # folders listed in parallel: on a network disk each takes milliseconds
 _TICK_NS = 2_000_000_000  # the coarsest step in which a file system counts time
 
@@ -121,9 +124,13 @@ def indexed(top: Path, cache: str = "") -> Parts:
             stamp = [state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
             entry = known.get(sub)
             if entry is None or entry[0] != stamp:
-                folders, images, links = _listed(path)
+                folders, files, others, links = scan(path)
+                images = [name for name in files if _is_image(name)]
+                others = [name for name in others if _is_image(name)]
+                for name in others[:_NAMED]:
+                    print(f"kasoku: {path}/{name}: not a regular file; left out", file=sys.stderr)
                 # a time of 0 is that of a file system that keeps none
-                stands = not links and stamp[0] > 0 and max(stamp[:2]) < began_ns - _TICK_NS
+                stands = not (links - {*images} or others) and stamp[0] > 0 and max(stamp[:2]) < began_ns - _TICK_NS
                 entry = [stamp if stands else [], folders, images]
         except OSError as error:
             raise InputError(f"{path}: cannot be listed ({error.strerror})") from error
@@ -134,22 +141,6 @@ def indexed(top: Path, cache: str = "") -> Parts:
     if entries != known:
         keep(kept, _packed({"version": _VERSION, "root": root, "folders": dict(sorted(entries.items()))}))
     return parts
-
-
-def _listed(path: str) -> tuple[list[str], list[str], bool]:
-    """The folders and the image files in a folder, and whether there are links to anything but images."""
-    folders, images, links = [], [], False
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                folders.append(entry.name)
-            elif _is_image(entry.name):
-                images.append(entry.name)
-                continue
-            links = links or entry.is_symlink()
-    return sorted(folders), sorted(images), links
 
 
 def _packed(thing: Any) -> bytes:

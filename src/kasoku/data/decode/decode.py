@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+MAX_PIXELS = int(os.environ.get("KASOKU_MAX_PIXELS", 2**26))  # of an image: a small file can unpack to gigabytes
 _REDUCED = 8  # a JPEG is decoded smaller where so many pixels still make one that is wanted, each way
 
 
@@ -49,6 +51,17 @@ def decode(source: str | bytes, shorter: int = 0, *, name: str = "") -> np.ndarr
             opened.draft(None, least)  # a JPEG is decoded at 1/2, 1/4 or 1/8 where that is enough
         opened.load()
         return upright(opened, shorter)
+
+
+def is_image(data: bytes) -> bool:
+    """Whether the header of a file is that of an image."""
+    if native.jpeg_size(data):
+        return True
+    try:
+        with _opened(data, ""):
+            return True
+    except InputError:
+        return False
 
 
 def crop(source: bytes | np.ndarray, box: Callable[[int, int], Box], out_HWC: np.ndarray, *, name: str = "") -> None:
@@ -115,6 +128,11 @@ def _opened(source: str | bytes, name: str) -> Iterator[Any]:
     name = name or (source if isinstance(source, str) else "an image")
     try:
         with Image.open(source if isinstance(source, str) else io.BytesIO(source), formats=_FORMATS) as opened:
+            if opened.width * opened.height > MAX_PIXELS:
+                raise ValueError(
+                    f"{opened.width:,} x {opened.height:,} pixels, more than {MAX_PIXELS:,}: if you trust it, set "
+                    "KASOKU_MAX_PIXELS"
+                )
             yield opened
     except MemoryError:
         raise

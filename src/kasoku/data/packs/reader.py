@@ -14,6 +14,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +24,11 @@ import torch
 from kasoku.core.errors import InputError, summary
 from kasoku.data.datasets.base import Dataset, GoneError
 from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, held_out
+from kasoku.data.decode.decode import is_image
+from kasoku.data.packs.background_check import BackgroundCheck
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, one_line, walk
 from kasoku.data.remote.cache import cache_folder, keep
-from kasoku.data.remote.store import Store
+from kasoku.data.remote.store import TRIES, Store
 
 _SHARD = re.compile(r"(train|val)-\d{5,}\.tar")
 _PART = re.compile(r"(?:^|[^a-z])(training|train|validation|valid|val|testing|test)(?![a-z])")
@@ -40,7 +43,8 @@ _MAPS = 256  # shards that stay mapped: each takes a file descriptor
 class Shards:
     """One split as images in tar shards, read by any number of threads at once; labels_N int64.
 
-    Raw images of a local shard are views of the memory-mapped file, whose pages are read on first use.
+    Raw images of a local shard are views of the memory-mapped file, whose pages are read on first use. Their checksums
+    are compared in the background (background_check.py), those of all others when they are read.
     """
 
     store: Store
@@ -60,24 +64,49 @@ class Shards:
     def read(self, index: int) -> bytes | np.ndarray:
         """The bytes of an image file, or pixels_HWC (uint8, a view of colour planes) of a raw image.
 
-        Errors: InputError, which names the image, if it cannot be read or a remote one has another checksum.
+        Errors: InputError, which names the image, if it cannot be read or has another checksum than when it was packed.
         """
         shard, offset, size, crc32, raw = self.place_N5[index].tolist()
         file, name = self.files[shard], self.names[index]
         if raw and self.store.local:
+            self._background.note_read()
+            if index in self._background.changed:
+                raise self._changed(index)
             return planes(self.mapped(file)[offset : offset + size], name)
+
+        def right(data: bytes) -> bool:
+            return len(data) == size and bool(crc32 < 0 or zlib.crc32(data) == crc32)
+
+        def intact(data: bytes) -> bool:
+            return right(data) and (crc32 >= 0 or bool(raw) or is_image(data))
+
         try:
-            data = self.store.read(file, offset, offset + size)
+            data = self.store.read(file, offset, offset + size, intact)
         except GoneError:
             raise
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
-        if len(data) != size or (crc32 >= 0 and not self.store.local and zlib.crc32(data) != crc32):
-            raise InputError(
-                f"{name}: its bytes in {file} are cut off or have changed; fetch that file again "
-                "(`kasoku pack --verify` finds all such images)"
-            )
+        if not right(data):
+            raise self._changed(index)
         return planes(np.frombuffer(data, np.uint8), name) if raw else data
+
+    def _changed(self, index: int) -> InputError:
+        """The error of an image whose checksum is another one."""
+        file = self.files[self.place_N5[index, 0]]
+        mend = "bring that file back" if self.store.local else f"the source gives other bytes {TRIES} times"
+        return InputError(
+            f"{self.names[index]}: its bytes in {file} are cut off or have changed: {mend} (`kasoku pack --verify` "
+            "finds all such images)"
+        )
+
+    @functools.cached_property
+    def _background(self) -> BackgroundCheck:
+        def intact(index: int) -> bool:
+            shard, offset, size, crc32, _ = self.place_N5[index].tolist()
+            data: Any = self.mapped(self.files[shard])[offset : offset + size]
+            return bool(crc32 < 0 or zlib.crc32(data) == crc32)
+
+        return BackgroundCheck(len(self), intact, self.name)
 
     def take(self, rows_N: np.ndarray) -> Shards:
         names = tuple(self.names[row] for row in rows_N.tolist())
@@ -145,12 +174,23 @@ def shards(  # noqa: PLR0913
 
 def pack_facts(store: Store) -> dict[str, Any] | None:
     """The contents of pack.json; None if there is none. Raises Damaged if it cannot be used."""
+
+    def intact(data: bytes) -> bool:
+        try:
+            return bool(_facts(data))
+        except Damaged:
+            return False
+
     try:
-        data = store.read("pack.json")
+        data = store.read("pack.json", intact=intact)
     except GoneError:
         raise
     except InputError:
         return None
+    return _facts(data)
+
+
+def _facts(data: bytes) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads(data)
         if facts["version"] != VERSION:
@@ -175,8 +215,12 @@ def pack_index(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> In
     whole = store.size(file)
     if whole != shard["bytes"]:
         raise Damaged(f"{file}: {whole:,} bytes, but it was packed with {shard['bytes']:,}")
-    data = store.read(table)
-    if hashlib.sha256(data).hexdigest() != shard["index_sha256"]:
+
+    def intact(data: bytes) -> bool:
+        return bool(hashlib.sha256(data).hexdigest() == shard["index_sha256"])
+
+    data = store.read(table, intact=intact)
+    if not intact(data):
         raise Damaged(f"{table}: has changed since it was packed")
     index = Index.load(data)
     fits = (index.shard_bytes, len(index.names), index.sha256) == (whole, shard["images"], shard["sha256"])
@@ -239,6 +283,10 @@ def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
     if wrong:
         more = [f"and {len(wrong) - 3} more shards"] if len(wrong) > 3 else []
         print("kasoku: " + "; ".join([one_line(text) for text in wrong[:3]] + more), file=sys.stderr)
+    print(
+        f"kasoku: {store.shown}: these shards have no checksums, so damage may go unnoticed (`kasoku pack` adds some)",
+        file=sys.stderr,
+    )
     whole = _joined(store, files, known)
     count = int(whole.labels_N.max()) + 1
     if "classes.txt" not in listed:
@@ -264,13 +312,25 @@ def _indexed(store: Store, file: str, cache: str) -> Index:
     """The index of one shard, from the cache or from its headers; a damaged index is built anew."""
     version = store.version(file)
     if not version:  # a new file of the same size would not be noticed
-        return walk(store, file)
+        return _walked(store, file)
     known = f"{store.shown}\n{file}\n{store.size(file)}\n{version}"
     key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]
     kept = cache_folder(cache) / "shards" / f"{key}.npz"
     try:
         return Index.load(kept.read_bytes())
     except (OSError, Damaged):
-        index = walk(store, file)
-        keep(kept, index.dump())
+        index = _walked(store, file)
+        if not index.damaged:
+            keep(kept, index.dump())
         return index
+
+
+def _walked(store: Store, file: str) -> Index:
+    """The index of one shard from its headers; of a remote shard that is damaged the headers are fetched again."""
+    if not store.local:
+        with suppress(InputError):
+            index = walk(store, file)
+            if not index.damaged:
+                return index
+        store.forget(file)
+    return walk(store, file)

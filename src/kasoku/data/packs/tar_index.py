@@ -46,6 +46,7 @@ class Index:
     shard_bytes: int
     sha256: str = ""  # of the shard; if its bytes were not read it is empty, and crc32 is not known
     left_out: tuple[str, ...] = ()
+    damaged: bool = False  # a header is, so that what follows it is left out
 
     def dump(self) -> bytes:
         out = io.BytesIO()
@@ -104,7 +105,7 @@ def walk(store: Store, file: str) -> Index:
 
     Errors: InputError for a file that is no tar archive.
     """
-    window, members, wrong = _Window(store, file), [], []
+    window, members, wrong, damage = _Window(store, file), [], [], False
     try:
         _header(window, 0)
     except Damaged as damaged:
@@ -118,6 +119,7 @@ def walk(store: Store, file: str) -> Index:
                 members.append((key, suffix, offset, size, label))
     except Damaged as damaged:
         wrong.append(str(damaged))
+        damage = True
     rows_4, names, left = [], [], 0
     for key, group in itertools.groupby(members, key=lambda sample: sample[0]):
         parts = list(group)
@@ -131,7 +133,7 @@ def walk(store: Store, file: str) -> Index:
     if left:
         wrong.append(f"{left:,} without an image or a class left out")
     rows_N4 = np.array(rows_4, np.int64).reshape(-1, 4)
-    return Index(rows_N4, tuple(names), window.whole, left_out=tuple(wrong))
+    return Index(rows_N4, tuple(names), window.whole, left_out=tuple(wrong), damaged=damage)
 
 
 class _Window:

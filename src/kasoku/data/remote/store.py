@@ -7,23 +7,27 @@ import hashlib
 import importlib
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
 from kasoku.core.errors import InputError
+from kasoku.core.files import open_regular, scan
 from kasoku.data.datasets.base import GoneError
 from kasoku.data.remote.cache import Copy, Room, cache_folder
 
 _REQUEST_BYTES = 8 * 2**20  # maximum of a request: a large file on a slow line must not look like a stall
 _PATIENCE_S = 60.0  # a request is repeated for so long if the source does not answer
+TRIES = 4  # of bytes that are not intact
 _REQUEST_S = 20.0  # a longer request is cancelled and sent again
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _OPEN, _COPIES = 128, 4096  # local files that stay open; remote files whose log stays in memory
 _LISTING, _DEPTH = 8, 32  # folders listed in parallel; most nested folders (some sites answer any address)
+_NAMED = 3  # other things than files in a local folder: so many of each
 _VERSIONS = "ETag etag md5Hash LastModified Last-Modified last_modified mtime modificationTime modified updated created"
 
 T = TypeVar("T")
@@ -73,10 +77,21 @@ class Store:
             entries = self._far.list_files()
             self._states.update((path, _state(info)) for path, info in entries.items() if info.get("size") is not None)
             return sorted(entries)
-        files, top = [], os.path.join(self.shown, "")
-        for folder, below, names in os.walk(top, onerror=_refuse, followlinks=True):
-            below[:] = [name for name in below if not name.startswith(".")]
-            files += [os.path.join(folder, name)[len(top) :] for name in names if not name.startswith(".")]
+        files, folders, seen = list[str](), [""], set[tuple[int, int]]()
+        while folders:
+            folder = folders.pop()
+            try:
+                state = os.stat(f"{self.shown}/{folder}")
+                if (state.st_dev, state.st_ino) in seen:  # a link to a folder that was listed
+                    continue
+                seen.add((state.st_dev, state.st_ino))
+                below, names, others, _ = scan(f"{self.shown}/{folder}")
+            except OSError as error:
+                _refuse(error)
+            folders += [f"{folder}{name}/" for name in below]
+            files += [f"{folder}{name}" for name in names]
+            for name in others[:_NAMED]:
+                print(f"kasoku: {self.shown}/{folder}{name}: not a regular file; left out", file=sys.stderr)
         return sorted(files)
 
     def size(self, path: str) -> int:
@@ -86,13 +101,23 @@ class Store:
         """A text that changes with the file: its time of change, or the remote source's version, if any."""
         return self._known(path)[1]
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes start (0 or more) to stop (None: its end) of a file, fewer if the file is shorter; thread-safe."""
+    def read(
+        self, path: str, start: int = 0, stop: int | None = None, intact: Callable[[bytes], bool] = lambda _: True
+    ) -> bytes:
+        """Bytes start (0 or more) to stop (None: its end) of a file, fewer if the file is shorter; thread-safe.
+
+        Remote bytes that are not `intact` are dropped from the cache, fetched again some times, and never kept. The
+        last ones are returned all the same: whoever has a checksum also has the words for what is damaged.
+        """
         if self._far:
-            return self._read_far(self._far, path, start, stop)
+            for _ in range(TRIES):
+                data = self._read_far(self._far, path, start, stop, intact)
+                if intact(data):
+                    break
+            return data
         parts, kept = [], self._open.get(path)
         try:
-            file = os.open(f"{self.shown}/{path}", os.O_RDONLY) if kept is None else kept
+            file = open_regular(f"{self.shown}/{path}") if kept is None else kept
             try:
                 stop = os.fstat(file).st_size if stop is None else stop
                 while start < stop and (part := os.pread(file, min(stop - start, 2**30), start)):
@@ -106,25 +131,41 @@ class Store:
             _refuse(error)
         return b"".join(parts)
 
-    def _read_far(self, far: _Far, path: str, start: int, stop: int | None) -> bytes:
-        size, version = self._known(path)
-        stop = size if stop is None else min(stop, size)
+    def forget(self, path: str) -> None:
+        """Drops a remote file from the cache."""
+        if self._far:
+            self._copy(path).drop(0, self.size(path))
+
+    def _read_far(self, far: _Far, path: str, start: int, stop: int | None, intact: Callable[[bytes], bool]) -> bytes:
+        size, copy = self.size(path), self._copy(path)
+        at, stop = start, size if stop is None else min(stop, size)
+        parts, fetched = [], []
+        while at < stop:
+            part, gap_end = copy.read(at, stop)
+            if not part:
+                first, data = far.read(path, at, min(gap_end, at + _REQUEST_BYTES), size)
+                fetched.append((first, data))
+                part = data[at - first : stop - first]
+            parts.append(part)
+            at += len(part)
+        whole = b"".join(parts)
+        if intact(whole):
+            for first, data in fetched:
+                copy.keep(first, data)
+        else:
+            copy.drop(start, stop)
+        return whole
+
+    def _copy(self, path: str) -> Copy:
+        """The pieces of a remote file in the cache."""
         copy = self._copies.get(path)
         if copy is None:
+            size, version = self._known(path)
             digest = hashlib.sha256(f"{size} {version} {path}".encode("utf-8", "surrogateescape")).hexdigest()
             copy = Copy(self._room.folder / digest[:2] / digest[2:24], size, self._room)
             if len(self._copies) < _COPIES:
                 copy = self._copies.setdefault(path, copy)  # another thread may have been faster
-        parts = []
-        while start < stop:
-            part, gap_end = copy.read(start, stop)
-            if not part:
-                first, data = far.read(path, start, min(gap_end, start + _REQUEST_BYTES), size)
-                copy.keep(first, data)
-                part = data[start - first : stop - first]
-            parts.append(part)
-            start += len(part)
-        return b"".join(parts)
+        return copy
 
     def _known(self, path: str) -> tuple[int, str]:
         """Size and version of a file; a remote source is asked once."""
@@ -169,6 +210,7 @@ class _Far:
         except Exception as error:  # an unknown protocol, or any error of the source's own package
             raise InputError(f"root={self.shown}: cannot be opened ({_plain(error)}); check the address") from error
         self._top = str(top).rstrip("/")
+        self._gone_s = 0.0  # when the patience of a request was over: those that had begun before end then, too
 
     def list_files(self) -> dict[str, dict[str, Any]]:
         """The info of each file by its path. fsspec's find() would skip folders that it cannot list."""
@@ -222,7 +264,8 @@ class _Far:
 
     def _ask(self, path: str, attempt: Callable[[float], T]) -> T:
         """The answer to a request; `attempt` gets its time limit, and is repeated after 0.5, 1, 2, 4, 8, 8 ... s."""
-        until, wait_s, where = time.monotonic() + _PATIENCE_S, _FIRST_WAIT_S, f"{self.shown}/{path}"
+        began_s, wait_s, where = time.monotonic(), _FIRST_WAIT_S, f"{self.shown}/{path}"
+        until = began_s + _PATIENCE_S
         while True:
             try:
                 return attempt(max(1.0, min(_REQUEST_S, until - time.monotonic())))
@@ -233,12 +276,11 @@ class _Far:
                 if missing or status in (404, 410):
                     raise InputError(f"{where}: no such file or folder; check the address") from error
                 refused, left_s = isinstance(error, PermissionError) or status in (401, 403), until - time.monotonic()
-                if refused or left_s <= 0:
+                if left_s <= 0:
+                    self._gone_s = time.monotonic()
+                if refused or self._gone_s > began_s:
                     what = "access refused" if refused else f"no answer for {_PATIENCE_S:g} s"
-                    raise GoneError(
-                        f"{where}: {what} ({type(error).__name__} {_plain(error)}); a training can be continued from "
-                        "its last checkpoint with --resume when the source answers again"
-                    ) from error
+                    raise GoneError(f"{where}: {what} ({type(error).__name__} {_plain(error)})") from error
             time.sleep(min(wait_s, left_s))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
@@ -258,8 +300,11 @@ class _Far:
             answer = asyncio.run_coroutine_threadsafe(call, self._system.loop)
         else:
             threading.Thread(target=settle, name="kasoku-store", daemon=True).start()
+        began_s = time.monotonic()
         try:
-            return answer.result(limit_s)
+            while self._gone_s < began_s and not answer.done() and (left_s := began_s + limit_s - time.monotonic()) > 0:
+                wait((answer,), min(left_s, 1.0))
+            return answer.result(0)
         finally:
             answer.cancel()  # if it hangs, closes its connection
 
