@@ -38,6 +38,14 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _what_recipes_may_name_stays_in_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kasoku.config import trust
+
+    for name in ("_names", "_folders", "_used"):
+        monkeypatch.setattr(trust, name, set())
+
+
+@pytest.fixture(autouse=True)
 def _caches_stay_in_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

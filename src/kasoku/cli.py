@@ -15,6 +15,7 @@ from importlib import import_module
 
 from kasoku.commands.options import CommandArguments, arguments_of, declare
 
+_LINE = 1200  # letters of a message, at most
 VERBS = {  # verb: (module of kasoku.commands, help)
     "train": ("train", "train from a recipe, or on a folder of photos"),
     "launch": ("launch", "train on the GPUs of many machines: local, slurm, kubernetes"),
@@ -39,10 +40,12 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
     parsed = _parse(words)
     import torch  # not above: `kasoku --help` takes 0.1 s without torch and 1.2 s with it
 
+    from kasoku.config import trust
     from kasoku.core import InputError, process_start
     from kasoku.distributed.local_launch import attach_to_launcher
 
     arguments = arguments_of(parsed, words, attach_to_launcher() or process_start())
+    trust.allow(getattr(arguments, "allow", ()))
     run: Callable[[CommandArguments], int] = parsed.run
     try:
         imported()
@@ -62,7 +65,11 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
 
 
 def _refused(message: str) -> int:
-    print(f"kasoku: {message}", file=sys.stderr)
+    from kasoku.core import one_line
+
+    line = one_line(message)  # it may repeat what was given
+    line = line if len(line) <= _LINE else f"{line[: _LINE // 2]} ... {line[-_LINE // 2 :]}"
+    print(f"kasoku: {line}", file=sys.stderr)
     return 2
 
 

@@ -198,7 +198,8 @@ def test_a_plan_of_a_model_beside_its_recipe_finds_it_from_its_own_folder(
     assert "#SBATCH --job-name=kasoku-98digits\n" in script
     sys.path[:] = before
     del sys.modules["mine_beside"]
-    assert main(["train", str(tmp_path / "p" / "98digits.toml"), "--dry-run"]) == 0
+    assert " --allow mine_beside" in script
+    assert main(["train", str(tmp_path / "p" / "98digits.toml"), "--dry-run", "--allow", "mine_beside"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,12 @@ def test_a_recipe_trains_two_steps_on_stand_in_data(path, tmp_path, monkeypatch)
         data = Factory("kasoku.data.folder", {**recipe.data.keys, "root": str(photos(tmp_path / "photos"))})
     else:
         made = stand_in(*SHAPES[source], images=60)
-        monkeypatch.setattr(f"kasoku.data.{source}", lambda root="", seed=0, size=0: made)
+
+        def stands_in(root="", seed=0, size=0):
+            return made
+
+        stands_in.__module__, stands_in.__name__ = "kasoku.data", source
+        monkeypatch.setattr(f"kasoku.data.{source}", stands_in)
         data = Factory(recipe.data.use)
     training = build(dataclasses.replace(recipe, data=data))
     job, before = training.job, None

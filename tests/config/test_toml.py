@@ -70,15 +70,16 @@ BAD = {
     ),
     "no module": (
         {"batch": 1, "rule": {"use": "nowhere.sgd"}},
-        'rule.use = "nowhere.sgd": there is no module nowhere: a dotted name that can be imported',
+        'rule.use = "nowhere.sgd": there is no module nowhere: a dotted name that can be imported; for a module that '
+        "a run folder names, --allow nowhere",
     ),
     "not dotted": (
         {"batch": 1, "rule": {"use": "sgd"}},
         'rule.use = "sgd": a dotted name such as kasoku.models.resnet50 is wanted',
     ),
     "not callable": (
-        {"batch": 1, "rule": {"use": "math.pi"}},
-        'rule.use = "math.pi": a class or function is wanted, this is float',
+        {"batch": 1, "rule": {"use": "torch.nn.functional.math"}},
+        'rule.use = "torch.nn.functional.math": a class or function is wanted, this is module',
     ),
     "a factory's key": (
         {"batch": 1, "rule": {"use": "kasoku.optim.sgd", "momentun": 0.9}},

@@ -248,6 +248,7 @@ def test_a_users_own_parts_by_dotted_name(tmp_path, monkeypatch):
     assert (tmp_path / "noted").read_text() == "applied"
     monkeypatch.chdir("/")  # from elsewhere: the run knows where the modules were
     for command in (["eval", run], ["train", "--resume", run, "--quiet"]):
+        command += ["--allow", "mine"]
         monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
         sys.modules.pop("mine")
         assert main(command) == 0

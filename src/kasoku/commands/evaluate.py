@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kasoku.commands import CommandArguments, argument, option
+from kasoku.commands import AllowArguments, argument, option
 from kasoku.training.trained_run import evaluate_runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateArguments(CommandArguments):
+class EvaluateArguments(AllowArguments):
     """The arguments of `kasoku eval`."""
 
     runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kasoku.commands import CommandArguments, argument, option
+from kasoku.commands import AllowArguments, argument, option
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.training.trained_run import Trained, load
@@ -26,7 +26,7 @@ SUFFIXES = {"safetensors": "safetensors", "torch-export": "pt2", "onnx": "onnx"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportArguments(CommandArguments):
+class ExportArguments(AllowArguments):
     """The arguments of `kasoku export`."""
 
     trained: Path = argument(metavar="RUN")

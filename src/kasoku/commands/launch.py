@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 
 from kasoku.commands import RecipeArguments, option
+from kasoku.config import trust
 from kasoku.config.ranks import check_share
 from kasoku.config.recipe import Recipe
 from kasoku.core import InputError
@@ -97,8 +98,8 @@ def run_local(arguments: LocalArguments) -> int:
     port = _from(arguments.port, "MASTER_PORT", PORT if arguments.nodes > 1 else 0)
     _check_port(port, 0 if arguments.nodes == 1 else 1)
     places = [Place(node * each + i, arguments.nodes * each, i, each) for i in range(each)]
-    command = [*train_arguments(arguments.recipe, arguments.set, arguments.out, go_on=arguments.go_on)]
-    command += ["--quiet"] if arguments.quiet else []
+    more = [*(["--quiet"] if arguments.quiet else []), *trust.options()]
+    command = train_arguments(arguments.recipe, arguments.set, arguments.out, go_on=arguments.go_on, more=more)
     return spawn(command, places, address=master or "127.0.0.1", port=port, started=arguments.started)
 
 
@@ -161,6 +162,7 @@ def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: 
         each=each,
         on_gpus=recipe.device.kind != "cpu",
         set=arguments.set,
+        more=trust.options(),
         out=arguments.out,
         port=arguments.port,
     )

@@ -45,7 +45,16 @@ def option(flag: str = "", *, default: Any = None, **settings: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptionalRecipe(CommandArguments):
+class AllowArguments(CommandArguments):
+    """The arguments of a command that builds what a recipe or a run names."""
+
+    allow: tuple[str, ...] = option(
+        default=(), metavar="NAME", help="a module or package that a recipe may name though it is not beside it"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionalRecipe(AllowArguments):
     """The arguments of a command that can do without a recipe."""
 
     recipe: Path | None = argument(nargs="?", help="a recipe file (TOML)")
@@ -60,9 +69,10 @@ class RecipeArguments(OptionalRecipe):
 
     def load(self, *settings: str) -> Recipe:
         """The recipe with the settings of the command line, and these over them; its own modules can be imported."""
-        from kasoku.config.recipe import allow_own_modules, load  # torch: `kasoku --help` does without
+        from kasoku.config.recipe import load  # torch: `kasoku --help` does without
+        from kasoku.config.trust import allow_beside
 
-        allow_own_modules(self.recipe)
+        allow_beside(self.recipe)
         return load(self.recipe, [*self.set, *settings])
 
 

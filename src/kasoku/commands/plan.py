@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.commands import OptionalRecipe, option
-from kasoku.config.recipe import allow_own_modules, dumps, load, own_folders
+from kasoku.config import trust
+from kasoku.config.recipe import dumps
 from kasoku.config.updates import updates
 from kasoku.core import InputError
 from kasoku.core.files import write_text
@@ -28,7 +29,7 @@ from kasoku.simulate import plan_search, profile_of
 from kasoku.simulate.cluster import Costs
 from kasoku.simulate.compressed import flat
 from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
-from kasoku.training.run_folder import create_folder, unused_folder
+from kasoku.training.run_folder import create_folder, load_recipe, unused_folder
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BEFORE = "before the first step"  # the item of all other rows
@@ -70,7 +71,7 @@ def run(arguments: PlanArguments) -> int:
         raise InputError(f"--{goals[0]} beside --{goals[1]}: give one of --deadline TIME, --budget USD, --fastest")
     if arguments.noise_scale is not None and not 0 < arguments.noise_scale < math.inf:
         raise InputError(f"--noise-scale {arguments.noise_scale:g}: images, above 0 and finite")
-    allow_own_modules(recipe)
+    trust.allow_beside(recipe)
     deadline_s = _amount("--deadline", arguments.deadline, _SECONDS, "a number with s, min, h or d is wanted, as 10min")
     budget_usd = _amount("--budget", arguments.budget, {"USD": 1.0}, "an amount is wanted, as 100USD")
     recipes, remark = plan_search.candidates(recipe, arguments.set, arguments.noise_scale)
@@ -142,7 +143,7 @@ def _reducer(chosen: Choice) -> str:
 def _write(chosen: Choice, folder: Path, original: Path) -> None:
     """Writes the planned recipe, the script that trains it, and the figures that are expected."""
     expected = {**chosen.scenario.document(chosen.step), "least": LEAST, "most": MOST, "shown": _rows(chosen)}
-    expected["import_folders"] = own_folders(original)
+    expected["import_folders"] = trust.import_folders(original)
     file = folder / f"{original.stem}.toml"
     nodes = chosen.scenario.simulator.cluster.nodes_for(chosen.step.gpus)
     minutes = max(10, round(2 * chosen.late_s / 60))  # twice the longest expected time
@@ -150,7 +151,8 @@ def _write(chosen: Choice, folder: Path, original: Path) -> None:
     plain = re.sub(r"[^a-z0-9]+", "-", original.stem.lower()).strip("-")
     name = (plain if plain[:1].isalpha() else f"kasoku-{plain}")[:63].strip("-")  # a job's begins with a letter
     each, on_gpus = chosen.step.gpus // nodes, chosen.scenario.recipe.device.kind != "cpu"
-    script = sbatch(LaunchSpec(name=name, recipe=file, nodes=nodes, each=each, on_gpus=on_gpus), time=limit)
+    spec = LaunchSpec(name=name, recipe=file, nodes=nodes, each=each, on_gpus=on_gpus, more=trust.options())
+    script = sbatch(spec, time=limit)
     text = dumps(planned_recipe(chosen))  # raises before anything is written
     write_text(file, text)
     write_text(folder / "launch.sbatch", script)
@@ -168,8 +170,7 @@ def compare(run: Path) -> int:
     took = ledger.get("rows")
     if not isinstance(took, dict):
         raise InputError(f"{run}: its ledger.json has no rows; train it anew")
-    allow_own_modules(run / "recipe.toml")
-    ranks, batch = len(ledger.get("ranks") or [0]), load(run / "recipe.toml").batch
+    ranks, batch = len(ledger.get("ranks") or [0]), load_recipe(run).batch
     if (ranks, batch) != (expected["gpus"], expected["batch"]):
         raise InputError(
             f"{run}: {ranks} ranks and batch={batch}, the plan is of {expected['gpus']} and batch={expected['batch']}: "

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from kasoku.commands import CommandArguments, argument
+from kasoku.commands import AllowArguments, argument
 from kasoku.data import find_images, normalise, read_image
 from kasoku.training.trained_run import load
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictArguments(CommandArguments):
+class PredictArguments(AllowArguments):
     """The arguments of `kasoku predict`."""
 
     trained: Path = argument(metavar="RUN")

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kasoku.commands import RecipeArguments, option
+from kasoku.config import trust
 from kasoku.config.recipe import dumps
 from kasoku.core import InputError
 from kasoku.core.hardware import cores
@@ -60,7 +61,7 @@ def run(arguments: SearchArguments) -> int:
     settings = ["evaluate.stop=false"]
     if arguments.jobs > 1 and not recipe.device.threads:
         settings.append(f"device.threads={max(1, cores() // arguments.jobs)}")
-    words = train_arguments(arguments.recipe, [*settings, *arguments.set], None, go_on=False)
+    words = train_arguments(arguments.recipe, [*settings, *arguments.set], None, go_on=False, more=trust.options())
     plan = SearchSettings(
         (sys.executable, "-m", "kasoku", *words, "--quiet"),
         space,

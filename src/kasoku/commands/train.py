@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kasoku.commands import OptionalRecipe, option
-from kasoku.config.recipe import Recipe, allow_own_modules, dumps, load, own_folders
+from kasoku.config import trust
+from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import raise_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
@@ -102,15 +103,14 @@ def _has_members(arguments: TrainArguments, folder: Path) -> bool:
 
 def _recipe_and_folder(arguments: TrainArguments) -> tuple[Recipe, Path]:
     """The recipe and the run folder; without --out and --resume a new one."""
-    from kasoku.training.run_folder import free_folder, members_of
+    from kasoku.training.run_folder import free_folder, load_recipe, members_of
 
     if arguments.resume:
-        recipe = next(iter(members_of(arguments.resume)), arguments.resume) / "recipe.toml"
-        if not recipe.is_file():
+        run = next(iter(members_of(arguments.resume)), arguments.resume)
+        if not (run / "recipe.toml").is_file():
             raise InputError(f"--resume {arguments.resume}: no run there (no recipe.toml): an earlier run is wanted")
-        allow_own_modules(recipe)
-        return load(recipe, arguments.set), arguments.resume
-    allow_own_modules(arguments.recipe)
+        return load_recipe(run, arguments.set), arguments.resume
+    trust.allow_beside(arguments.recipe)
     source = arguments.recipe or arguments.data or Path()
     return _load(arguments), arguments.out or free_folder(source.resolve().stem)
 
@@ -144,6 +144,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
 
     run_on_all_ranks(comm, lambda: _check(arguments))
     if arguments.go_on and arguments.out and comm.broadcast_object((arguments.out / "recipe.toml").is_file()):
+        trust.allow_beside(arguments.recipe)  # the run's recipe was made from this one
         arguments = replace(arguments, resume=arguments.out, out=None, set=())
     read = partial(_recipe_and_folder, arguments)
     recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
@@ -203,7 +204,7 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
-        training.describe(run, own_folders(arguments.recipe))
+        training.describe(run, trust.import_folders(arguments.recipe))
         if tuned:
             from kasoku.tune.measurement import write_tuning
 
@@ -223,14 +224,14 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
 def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     from kasoku.report.dry_run import preview
     from kasoku.training import ensemble, trained_run
-    from kasoku.training.run_folder import members_of
+    from kasoku.training.run_folder import load_recipe, members_of
 
     if comm.size > 1:
         message = f"--members on {comm.size} ranks: members train on one device, by turns; start one process"
         raise_on_all_ranks(comm, InputError(message))
     if arguments.resume:
         paths = members_of(folder)
-        recipes = [load(path / "recipe.toml", arguments.set) for path in paths]
+        recipes = [load_recipe(path, arguments.set) for path in paths]
     else:
         recipes = ensemble.varied(lambda more: _load(arguments, *more), arguments.members, arguments.vary)
         paths = [folder / f"member-{i + 1}" for i in range(len(recipes))]
@@ -240,7 +241,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
         for recipe in recipes[1:]:
             preview(recipe, plot=None)
         return 0
-    own = None if arguments.resume else own_folders(arguments.recipe)
+    own = None if arguments.resume else trust.import_folders(arguments.recipe)
     results = ensemble.train(recipes, paths, started=arguments.started, own_modules=own, quiet=arguments.quiet)
     stopped = [result.stopped for result in results if result.stopped]
     if stopped:
@@ -250,4 +251,5 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
 
 
 def _print_stopped(signal: str, folder: Path) -> None:
-    print(f"kasoku: stopped by {signal}; go on with: kasoku train --resume {folder}", file=sys.stderr)
+    words = " ".join([f"kasoku train --resume {folder}", *trust.options()])
+    print(f"kasoku: stopped by {signal}; go on with: {words}", file=sys.stderr)

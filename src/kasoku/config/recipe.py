@@ -1,10 +1,7 @@
 """A recipe: what to train, to which accuracy. Read from strict TOML, written back resolved beside every result."""
 
-import json
 import math
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,10 +12,12 @@ from torch.optim import Optimizer
 
 from kasoku.config.batch_points import at_batch, batches_of_points
 from kasoku.config.toml import Factory, override, parse, read, table
-from kasoku.core import Constant, InputError, Schedule, Technique
+from kasoku.core import Constant, InputError, Schedule, Technique, summary
 from kasoku.device import Device
 
 T = TypeVar("T")
+_MOST_EPOCHS = 100_000
+_TOO_LARGE = ("allocate memory", "Storage size calculation overflowed")  # of torch's errors
 AUTO = "auto"  # in the place of a batch: tuned before training
 _AUTO_ORIGIN = "auto: tuning begins here"  # of the batch that a recipe then has
 
@@ -84,8 +83,8 @@ class Recipe:
     save: Save = Save()
 
     def __post_init__(self) -> None:
-        if not 0 < self.epochs < math.inf:
-            raise InputError(f"epochs={self.epochs}: above 0, and finite")
+        if not 0 < self.epochs <= _MOST_EPOCHS:
+            raise InputError(f"epochs={self.epochs:g}: above 0, and at most {_MOST_EPOCHS:,}")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed={self.seed}: from 0 to 2^63 - 1")
         if self.batch < 1:
@@ -158,6 +157,17 @@ def checked(thing: Any, kind: type[T], path: str) -> T:
     return thing
 
 
+def network(recipe: Recipe, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+    """The recipe's network. Raises InputError if its `use` gives no Module, or one that does not fit into memory."""
+    shape = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+    try:
+        return checked(recipe.model(**shape), nn.Module, "model")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(text in str(error) for text in _TOO_LARGE):
+            raise
+        raise InputError(f"model: does not fit into memory ({summary(error)}): choose smaller layers") from error
+
+
 def optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     """The recipe's optimizer for a model. Raises InputError if its `use` is no function model -> optimizer."""
     try:
@@ -171,23 +181,6 @@ def optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 def load(path: Path, settings: Sequence[str] = ()) -> Recipe:
     """Reads a recipe file, with `path=value` settings over it. Raises InputError with the path of what is wrong."""
     return from_document(read(path), settings)
-
-
-def own_folders(path: Path | None) -> list[str]:
-    """The folders of a recipe's own modules: the current one, its own, and those of the recipe that it was made from.
-
-    The last are beside it: in the plan.json of `kasoku plan`, and in the environment.json of a run.
-    """
-    folders = [Path.cwd(), *([path.resolve().parent] if path else [])]
-    for file in [path.parent / name for name in ("plan.json", "environment.json")] if path else []:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            folders += json.loads(file.read_text())["import_folders"]
-    return [str(folder) for folder in folders]
-
-
-def allow_own_modules(path: Path | None) -> None:
-    """Puts the folders of a recipe's own modules on the import path."""
-    sys.path.extend(folder for folder in own_folders(path) if folder not in sys.path)
 
 
 def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Recipe:

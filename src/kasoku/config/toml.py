@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from kasoku.config import trust
 from kasoku.core.errors import InputError
 
 T = TypeVar("T")
@@ -72,6 +73,7 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
         raise InputError(f'{path} = "{dotted}": a dotted name such as kasoku.models.resnet50 is wanted')
     if (new := _new_name(dotted)) != dotted:
         raise InputError(f'{path} = "{dotted}": is now "{new}"')
+    trust.check_import(dotted, path)
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
         try:
@@ -89,6 +91,7 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
         thing = getattr(thing, part)
     if not callable(thing):
         raise InputError(f'{path} = "{dotted}": a class or function is wanted, this is {type(thing).__name__}')
+    trust.check_object(thing, dotted, path)
     return typing.cast("Callable[..., Any]", thing)
 
 

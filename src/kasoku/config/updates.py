@@ -43,20 +43,21 @@ def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
     rate, total = Rate(recipe.scaled_schedule, recipe.rate_scale), updates(recipe, images)
     if total < 1:
         raise InputError(f"batch={recipe.batch}, epochs={recipe.epochs:g}: not one update of {images:,} images")
-    every, done, last, out = max(1, total // _POINTS), 0, 0.0, []
+    every, done, before, out = max(1, total // _POINTS), 0, 0.0, []
     for epoch in range(math.ceil(recipe.epochs)):
         count = updates_in_epoch(recipe, images, epoch)
-        for i in range(min(count, total - done)):
-            at = rate.at(group, epoch + i / count)
-            if (done + i) % every == 0 or done + i == total - 1:
-                batch = recipe.batch * _growth(recipe, epoch)
-                momentum = group.get("momentum", group.get("betas", (None,))[0])
-                if momentum is not None and group.get("form") == "mxnet" and last:
-                    momentum = momentum * at["lr"] / last
-                decay = at.get("weight_decay", group.get("weight_decay", 0.0))
-                out.append(Moment(epoch + i / count, batch, at["lr"], decay, momentum))
-            last = at["lr"]
-        done += count
+        end = min(count, total - done)
+        shown = [*range(-done % every, end, every)]  # of this epoch's updates
+        if done + end == total and shown[-1:] != [end - 1]:
+            shown.append(end - 1)
+        for i in shown:
+            at, last = (rate.at(group, e) for e in (epoch + i / count, epoch + (i - 1) / count if i else before))
+            momentum = group.get("momentum", group.get("betas", (None,))[0])
+            if momentum is not None and group.get("form") == "mxnet" and done + i and last["lr"]:
+                momentum = momentum * at["lr"] / last["lr"]
+            decay = at.get("weight_decay", group.get("weight_decay", 0.0))
+            out.append(Moment(epoch + i / count, recipe.batch * _growth(recipe, epoch), at["lr"], decay, momentum))
+        done, before = done + count, epoch + (count - 1) / count  # where the epoch's last update begins
     return out
 
 

@@ -2,7 +2,7 @@
 
 from kasoku.core.clock import Clock, Wall, process_start
 from kasoku.core.comm import Comm, Solo, Work
-from kasoku.core.errors import InputError, summary
+from kasoku.core.errors import InputError, one_line, summary
 from kasoku.core.job import Batch, Hyper, Job
 from kasoku.core.job_state import Stateful
 from kasoku.core.local_threads import DeadlockError, Threads
@@ -34,6 +34,7 @@ __all__ = [
     "Trace",
     "Wall",
     "Work",
+    "one_line",
     "process_start",
     "summary",
 ]

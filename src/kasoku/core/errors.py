@@ -14,3 +14,8 @@ class InputError(ValueError):
 def summary(error: BaseException) -> str:
     """What an exception says, in one line of at most 200 letters; the name of its type if it says nothing."""
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def one_line(text: str) -> str:
+    """The text, with a question mark for each unprintable character, such as the end of a line."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

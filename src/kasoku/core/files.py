@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_model
 from torch import nn
 
 from kasoku.core.errors import InputError, summary
@@ -43,11 +43,6 @@ def write_atomically(
 def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
     """Writes a UTF-8 file whole or not at all. `errors`: "replace" writes "?" for names that are not valid Unicode."""
     write_atomically(path, lambda part: part.write_text(text, encoding="utf-8", errors=errors))
-
-
-def save_weights(model: nn.Module, path: Path) -> None:
-    """Writes the model's weights as safetensors, whole or not at all."""
-    write_atomically(path, lambda part: save_model(model, str(part)))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

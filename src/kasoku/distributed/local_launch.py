@@ -77,7 +77,9 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
         with socket.socket() as s:
             s.bind(("", 0))
             port = s.getsockname()[1]
-    common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started)}
+    # ranks of a machine and their helper threads share its cores: a thread that waits should not spin
+    common = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")} if len(places) > 1 else {}
+    common |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started)}
     command = [sys.executable, "-m", "kasoku", *arguments]
     processes: list[subprocess.Popen[bytes]] = []
     arrived: list[int] = []
@@ -102,11 +104,13 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
             signal.signal(number, handler)
 
 
-def train_arguments(recipe: Path, settings: Sequence[str], out: Path | None, *, go_on: bool) -> list[str]:
-    """The arguments of each rank's command."""
+def train_arguments(
+    recipe: Path, settings: Sequence[str], out: Path | None, *, go_on: bool, more: Sequence[str] = ()
+) -> list[str]:
+    """The arguments of each rank's command; `more` options come last."""
     changes = [part for setting in settings for part in ("--set", setting)]
     folder = ["--out", str(out)] if out else []
-    return ["train", str(recipe), *changes, *folder, *(["--continue"] if go_on else [])]
+    return ["train", str(recipe), *changes, *folder, *(["--continue"] if go_on else []), *more]
 
 
 def attach_to_launcher() -> float | None:

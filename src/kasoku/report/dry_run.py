@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from kasoku.config.recipe import Recipe, optimizer
+from kasoku.config.recipe import Recipe, network, optimizer
 from kasoku.config.updates import Moment, data_info, moments, updates, updates_in_epoch
 from kasoku.data import Facts
 from kasoku.distributed.batchnorm.virtual_ranks import momentum
@@ -30,7 +30,7 @@ def preview(
     remark = ""
     if data is None:
         data, remark = data_info(recipe)
-    model = model or recipe.model(num_classes=data.classes, in_channels=data.channels, image_size=data.side)
+    model = model or network(recipe, data.classes, data.channels, data.side)
     curve = moments(recipe, data.images, optimizer(recipe, model).param_groups[0])
     if show:
         print_table("", _table(recipe, data, curve))

@@ -1,6 +1,8 @@
 """The logs of a training: metrics as JSONL, TensorBoard events, MLPerf log lines."""
 
 import json
+import os
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from kasoku.core import InputError
 from kasoku.core.files import write_error, write_text
@@ -28,11 +30,15 @@ class Log:
         path = folder / "metrics.jsonl"
         try:
             if resume_step is not None and path.exists():
-                kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_step]
+                lines = path.read_text(errors="replace").splitlines()
+                kept = [line for line in lines if _step(line) <= resume_step]
                 write_text(path, "".join(f"{line}\n" for line in kept))
             self._lines = path.open("a", buffering=1)
             self._mlperf = (folder / "mlperf.log").open("a", buffering=1)
-            self._events = EventFileWriter(str(folder / "tensorboard"))
+            (folder / "tensorboard").mkdir(exist_ok=True)
+            name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+            self._events = RecordWriter((folder / "tensorboard" / name).open("ab"))
+            self._add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
         except OSError as error:
             raise InputError(f"{folder}: cannot write logs there ({error.strerror}): choose another --out") from error
 
@@ -45,9 +51,13 @@ class Log:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         try:
             self._lines.write(line + "\n")
-            self._events.add_event(Event(wall_time=now, step=step, summary=Summary(value=scalars)))
+            self._add_event(Event(wall_time=now, step=step, summary=Summary(value=scalars)))
         except OSError as error:
             raise write_error(self._folder / "metrics.jsonl", error) from error
+
+    def _add_event(self, event: Event) -> None:
+        self._events.write(event.SerializeToString())
+        self._events.flush()
 
     def mlperf(self, key: str, value: Any = None, *, event: str = "POINT_IN_TIME", **metadata: Any) -> None:
         """Writes a line in mlperf-logging's format; event is INTERVAL_START, INTERVAL_END or POINT_IN_TIME."""
@@ -71,5 +81,5 @@ class Log:
 def _step(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return 1 << 62  # a half-written last line
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return 1 << 62  # a half-written last line, or damage

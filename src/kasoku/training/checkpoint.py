@@ -7,7 +7,6 @@ detect later damage; a damaged checkpoint is reported and skipped in favour of t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import nn
 
-from kasoku.core import InputError
-from kasoku.core.files import flush, load_weights, write_error
+from kasoku.core import InputError, summary
+from kasoku.core.files import digest, flush, load_weights, write_error
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training.metrics import Metrics
 from kasoku.training.run_state import Progress, RunState
@@ -80,12 +80,15 @@ def resume_from_checkpoint(state: RunState) -> None:
 
     def load(checkpoint: Path) -> Progress:
         load_weights(job.model, checkpoint / "model.safetensors")
-        content = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu")
-        job.load_state_dict(content["job"])
         try:
+            content = torch.load(checkpoint / "state.pt", weights_only=True, map_location="cpu")
+            job.load_state_dict(content["job"])
             return Progress(**content["progress"])
-        except TypeError as error:
-            raise InputError(f"{checkpoint}: of another version of kasoku ({error}): use that one") from error
+        except InputError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, UnpicklingError) as error:
+            what = f"{checkpoint}: state.pt holds something else ({type(error).__name__}: {summary(error)})"
+            raise InputError(f"{what}: use the version of kasoku that wrote it") from error
 
     found = run_on_all_ranks(comm, lambda: newest(run.path, warn=say, clean=True) if run else None)
     checkpoint = comm.broadcast_object(found)
@@ -113,14 +116,15 @@ def save(path: Path, step: int, model: nn.Module, state: dict[str, Any], *, keep
         part.mkdir()
         save_model(model, str(part / "model.safetensors"))
         torch.save(state, part / "state.pt")
-        (part / _SUMS).write_text(json.dumps({p.name: _checksum(p) for p in sorted(part.iterdir())}))
+        (part / _SUMS).write_text(json.dumps({p.name: digest(p) for p in sorted(part.iterdir())}))
         for file in part.iterdir():
             flush(file)
         part.rename(final)
         flush(final.parent)
     except (OSError, RuntimeError, SafetensorError) as error:
+        refused = write_error(final, error)  # looks how full the disk is
         shutil.rmtree(part, ignore_errors=True)
-        raise write_error(final, error) from error
+        raise refused from error
     for old in sorted(final.parent.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
 
@@ -144,17 +148,12 @@ def newest(path: Path, *, warn: Callable[[str], None], clean: bool = False) -> P
     return None
 
 
-def _checksum(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files; None if nothing is."""
     try:
         sums = json.loads((folder / _SUMS).read_text())
         for name in ("model.safetensors", "state.pt"):
-            if _checksum(folder / name) != sums[name]:
+            if digest(folder / name) != sums[name]:
                 return f"{name} does not match its checksum"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"

@@ -18,6 +18,7 @@ from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import Result, RunState
 
 _READ_S, _SHOWN_S = 0.5, 0.2
+_STARVED, _STARVED_S = 0.2, 2.0  # the share without a core that is worth a line, and when the first one is looked at
 
 
 class Metrics:
@@ -49,7 +50,7 @@ class Metrics:
         setup, beside = training.start.shares(started)
         earlier = state.progress.spent_s
         self.ledger = Ledger(self.job.trace, started=started, setup=setup, beside=beside, earlier=earlier)
-        self._began_s, self._first_step = self.job.clock.now(), True
+        self._began_s, self._first_step, self._starved_said = self.job.clock.now(), True, False
 
     def close(self) -> None:
         self.bar.close()
@@ -134,7 +135,21 @@ class Metrics:
             return False
         self._shown_s = now_s
         self.bar.step(self.job.steps, self.job.progress, loss=self.loss, images_per_s=self.images_per_s())
+        self._say_if_starved()
         return True
+
+    def _say_if_starved(self) -> None:
+        """Says once, early in the training, that other programs take this process's cores."""
+        if self._starved_said or self.job.clock.now() - self._began_s < _STARVED_S:
+            return
+        starved = self.ledger.starved()
+        if starved > _STARVED:
+            self._starved_said = True
+            self.bar.say(
+                f"{starved:.0%} of the time this process was ready and had no core, since other programs compute: end "
+                "them or give it cores of its own (taskset); else threads that wait for each other cost least with "
+                "OMP_WAIT_POLICY=passive in the environment, or --set device.threads=1"
+            )
 
     # ---- time
 

@@ -1,18 +1,31 @@
-"""The run folder: its lock, and the paths of runs."""
+"""The run folder: its lock, the digests of its files, and the paths of runs.
+
+Note: the manifest. manifest.json has the SHA-256 of each file that decides a result and has no checksum elsewhere: the
+resolved recipe, the shape of the data, the shares of ranks, the weights. They are compared before a file is used. The
+digest of a new version is added before the file is renamed to its place, so the manifest knows both until the next one,
+whenever the process is killed.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from kasoku.core import Comm, InputError
-from kasoku.core.files import locked_folder, write_text
+from safetensors.torch import save_model
+from torch import nn
+
+from kasoku.config import trust
+from kasoku.config.recipe import Recipe, load
+from kasoku.core import Comm, InputError, summary
+from kasoku.core.files import digest, locked_folder, write_atomically, write_text
 from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
+_MANIFEST = "manifest.json"
+_DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
 
 
 class RunFolder:
@@ -31,13 +44,65 @@ class RunFolder:
         if not resume and (path / "recipe.toml").exists():
             self._lock.close()
             raise InputError(f"{path}: holds a run already: go on with --resume {path}, or give another --out")
+        self._digests = _digests(path) if resume else {}
 
     def close(self) -> None:
         self._lock.close()
 
     def write(self, name: str, text: str) -> None:
-        """Writes a small file whole or not at all."""
-        write_text(self.path / name, text)
+        """Writes a small UTF-8 file whole or not at all."""
+        self._write(name, lambda part: part.write_text(text, encoding="utf-8"))
+
+    def write_weights(self, name: str, model: nn.Module) -> None:
+        """Writes a model's weights as safetensors, whole or not at all."""
+        self._write(name, lambda part: save_model(model, str(part)))
+
+    def _write(self, name: str, write: Callable[[Path], object]) -> None:
+        def note(part: Path) -> None:
+            self._digests[name] = [*self._digests.get(name, [])[-1:], digest(part)]
+            write_text(self.path / _MANIFEST, json.dumps(self._digests, indent=1) + "\n")
+
+        write_atomically(self.path / name, write, note if name in _DECISIVE else lambda part: None)
+
+
+def checked_file(folder: Path, name: str) -> Path:
+    """A file of a run. Raises InputError if its bytes are not those that the training wrote, or if they are gone.
+
+    A file that is not in the manifest may be missing.
+    """
+    file = folder / name
+    known = _digests(folder).get(name)
+    try:
+        if known is None or digest(file) in known:
+            return file
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}): bring it back, or train again") from error
+    raise InputError(
+        f"{file}: not as the training wrote it ({_MANIFEST} has another digest): bring the right file back, or train "
+        "again; settings of a run are changed with --resume and --set"
+    )
+
+
+def _digests(folder: Path) -> dict[str, list[str]]:
+    """The digests of the last two versions of each file, by its name; none for a run without a manifest."""
+    file = folder / _MANIFEST
+    try:
+        found = json.loads(file.read_text())
+        if not all(isinstance(name, str) and isinstance(known, list) for name, known in found.items()):
+            raise ValueError("names with lists of digests are wanted")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{file}: damaged ({summary(error)}): if you trust the other files, remove it") from error
+    digests: dict[str, list[str]] = found
+    return digests
+
+
+def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run, with settings over it. Raises InputError where it was changed."""
+    file = checked_file(folder, "recipe.toml")
+    trust.search_recorded(file)
+    return load(file, settings)
 
 
 @contextmanager
@@ -85,10 +150,14 @@ def members_of(folder: Path) -> list[Path]:
 
 def shares_in(folder: Path, comm: Comm, batch: int) -> tuple[int, ...]:
     """The shares that a run started with; empty for another number of ranks or images. Collective."""
-    shares: Any = []
-    if comm.rank == 0:
-        with suppress(OSError, ValueError):  # shares were equal
-            shares = json.loads((folder / SHARES).read_text())
-    shares = comm.broadcast_object(shares)
+
+    def read() -> Any:
+        file = checked_file(folder, SHARES) if comm.rank == 0 else None
+        try:
+            return json.loads(file.read_text()) if file else []
+        except (FileNotFoundError, ValueError):  # they were equal
+            return []
+
+    shares = comm.broadcast_object(run_on_all_ranks(comm, read))
     valid = isinstance(shares, list) and all(type(n) is int and n > 0 for n in shares)
     return tuple(shares) if valid and len(shares) == comm.size and sum(shares) == batch else ()

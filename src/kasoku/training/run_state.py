@@ -18,6 +18,8 @@ from kasoku.distributed.startup import Start
 from kasoku.report import environment
 from kasoku.training.run_folder import SHARES, RunFolder
 
+NO_CHECKPOINT = "none yet"
+
 
 class DivergedError(RuntimeError):
     """The loss or the weights are no longer finite."""
@@ -76,7 +78,7 @@ class RunState:
         self.activity: Activity = self.job.comm.activity or Activity(0.0)
         self.activity.hang_timeout_s = self.recipe.device.hang_timeout_s
         self.progress = Progress()
-        self.last_checkpoint = "none yet"
+        self.last_checkpoint = NO_CHECKPOINT
         self.target_reached = False
         self.mark_position()
 

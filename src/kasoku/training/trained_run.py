@@ -22,7 +22,7 @@ from kasoku.data import Dataset, Files, folder, loader
 from kasoku.device import choose
 from kasoku.training.checkpoint import newest
 from kasoku.training.evaluation import averaged, tally
-from kasoku.training.run_folder import members_of
+from kasoku.training.run_folder import checked_file, load_recipe, members_of
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,15 @@ def load(path: Path) -> Trained:
     """A trained run with its best weights, or those of its newest good checkpoint. Raises InputError without any."""
     if not (path / "recipe.toml").is_file():
         raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
-    recipes.allow_own_modules(path / "recipe.toml")
-    recipe = recipes.load(path / "recipe.toml")
+    recipe, data = load_recipe(path), checked_file(path, "data.json")
     try:
-        facts: dict[str, Any] = json.loads((path / "data.json").read_text())
+        facts: dict[str, Any] = json.loads(data.read_text())
         shown = {k: tuple(facts[k]) for k in ("classes", "image_size", "mean", "std")}
         channels = int(facts["channels"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path / 'data.json'}: damaged or missing ({error}): train again") from error
-    model = recipe.model(num_classes=len(shown["classes"]), in_channels=channels, image_size=shown["image_size"][0])
-    weights = path / "best.safetensors"
+        raise InputError(f"{data}: damaged or missing ({error}): train again") from error
+    model = recipes.network(recipe, len(shown["classes"]), channels, shown["image_size"][0])
+    weights = checked_file(path, "best.safetensors")
     if not weights.exists():
         saved = newest(path, warn=lambda line: print(f"kasoku: {line}", file=sys.stderr))
         if saved is None:

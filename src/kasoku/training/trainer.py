@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kasoku.config import recipe as recipes
 from kasoku.config.ranks import check_share, derived_techniques, is_asynchronous, techniques_for
 from kasoku.config.recipe import Recipe, checked, optimizer
 from kasoku.config.updates import updates
@@ -32,7 +33,7 @@ from kasoku.training.checkpoint import Checkpointing, resume_from_checkpoint
 from kasoku.training.control import Request, signals
 from kasoku.training.metrics import Metrics
 from kasoku.training.run_folder import RunFolder
-from kasoku.training.run_state import Result, RunState, Training
+from kasoku.training.run_state import NO_CHECKPOINT, Result, RunState, Training
 from kasoku.training.validation import Validation
 
 
@@ -144,12 +145,16 @@ def fit(
         try:
             for _ in trainer.steps(caught):
                 pass
+            return trainer.finish()
         except InputError as error:
             on_all_ranks = training.job.comm.size == 1 or isinstance(error, SHARED_ERRORS)
             if error.gone and on_all_ranks:
                 trainer.checkpointing.save()
-            raise
-        return trainer.finish()
+            if run is None or trainer.state.last_checkpoint == NO_CHECKPOINT:
+                raise
+            more = type(error)(f"{error}; go on with: kasoku train --resume {run.path}")
+            more.gone = error.gone
+            raise more from error
 
 
 def build(
@@ -187,8 +192,7 @@ def build(
     def network(data: Dataset) -> nn.Module:
         """With its first weights. No other task may draw from torch's global generator meanwhile."""
         torch.manual_seed(recipe.seed)
-        shape = {"in_channels": data.channels, "image_size": data.image_size[0]}
-        return checked(recipe.model(num_classes=len(data.classes), **shape), nn.Module, "model")
+        return recipes.network(recipe, len(data.classes), data.channels, data.image_size[0])
 
     def loaders(data: Dataset) -> tuple[Loader, Loader]:
         ranks_here = place().ranks_on_its_cores if comm.size > 1 else 1

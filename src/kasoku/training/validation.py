@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from kasoku.core.files import save_weights
 from kasoku.distributed.consensus import iterate_on_all_ranks
 from kasoku.report.predictions import PredictionLog
 from kasoku.training.evaluation import Scores, evaluate
@@ -51,11 +50,11 @@ class Validation:
             self._predictions = PredictionLog(state.training.test)
             scores = self._scores(model, self._predictions.add)
             if scores.top1 > progress.best or not progress.scores:
-                state.write(lambda run: save_weights(model, run.path / "best.safetensors"))
+                state.write(lambda run: run.write_weights("best.safetensors", model))
             reached = bool(self.settings.target) and scores.top1 >= self.settings.target
             state.target_reached = state.target_reached or (reached and self.settings.stop)
             if state.over:
-                state.write(lambda run: save_weights(model, run.path / "model.safetensors"))
+                state.write(lambda run: run.write_weights("model.safetensors", model))
         self.last_step = job.steps
         progress.best = max(progress.best, scores.top1)
         progress.scores = {"top1": scores.top1, "top5": scores.top5, "loss": scores.loss}

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kasoku.core.errors import InputError, summary
+from kasoku.core.errors import InputError, one_line, summary
 from kasoku.data.datasets.base import Dataset, GoneError
 from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, held_out
 from kasoku.data.decode.decode import is_image
 from kasoku.data.packs.background_check import BackgroundCheck
-from kasoku.data.packs.tar_index import VERSION, Damaged, Index, one_line, walk
+from kasoku.data.packs.tar_index import VERSION, Damaged, Index, walk
 from kasoku.data.remote.cache import cache_folder, keep
 from kasoku.data.remote.store import TRIES, Store
 

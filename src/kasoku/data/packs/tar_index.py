@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kasoku.core.errors import InputError, summary
+from kasoku.core.errors import InputError, one_line, summary
 from kasoku.data.remote.store import Store
 
 VERSION = 1  # of packs and their indices
@@ -86,11 +86,6 @@ class Index:
         except Exception as error:  # damaged bytes make the reader raise nearly anything
             raise Damaged(f"cannot be read ({one_line(summary(error))})") from error
         return Index(np.stack(columns, 1), names, whole, "".join(sha256), left_out)
-
-
-def one_line(text: str) -> str:
-    """The text, with a question mark for each unprintable character."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def member(name: str, data: bytes) -> bytes:

@@ -28,7 +28,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kasoku.core.errors import InputError
+from kasoku.core.errors import InputError, one_line
 from kasoku.core.files import lock, write_atomically, write_text
 from kasoku.core.hardware import cores
 from kasoku.data.datasets.base import Dataset, Encoded, GoneError
@@ -36,7 +36,7 @@ from kasoku.data.datasets.folder import folder
 from kasoku.data.decode.decode import SUFFIXES, decode, upright
 from kasoku.data.loading.shuffle import order
 from kasoku.data.packs.reader import pack_facts, pack_index, shards
-from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member, one_line
+from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member
 from kasoku.data.remote.store import Store, is_remote
 
 _SETTINGS = ("side", "format", "quality", "shard_bytes", "classes", "source")  # must not change when a run is resumed

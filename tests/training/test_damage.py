@@ -1,0 +1,175 @@
+"""Damaged, changed and missing files of a run: the right result, or one line; never another result without a word."""
+
+import errno
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from kasoku.cli import main
+from kasoku.core import InputError
+from kasoku.core.files import write_atomically
+from kasoku.training.checkpoint import save
+
+ROOT = Path(__file__).parents[2]
+DIGITS = str(ROOT / "recipes" / "digits_cnn_98.toml")
+
+
+@pytest.fixture
+def run(digits_run: Path, tmp_path: Path) -> Path:
+    shutil.copytree(digits_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def changed(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ["recipe.toml", "data.json", "best.safetensors"])
+def test_one_bit_of_a_file_that_decides_is_named(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(run / name, (run / name).stat().st_size // 2)
+    assert main(["eval", str(run)]) == 2
+    assert f"{run / name}: not as the training wrote it" in capsys.readouterr().err
+    (run / name).unlink()
+    assert main(["eval", str(run)]) == 2
+    assert str(run) in capsys.readouterr().err
+
+
+def test_one_bit_of_the_recipe_does_not_resume(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(text.replace("epochs = 4", "epochs = 5", 1))
+    assert main(["train", "--resume", str(run), "--quiet"]) == 2
+    assert "not as the training wrote it" in capsys.readouterr().err
+    (run / "recipe.toml").write_text(text)
+    assert main(["train", "--resume", str(run), "--set", "epochs=5", "--quiet"]) == 0  # kasoku itself may change it
+    assert main(["train", "--resume", str(run), "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("manifest", [b"{", b"[]", b'{"recipe.toml": 1}', b"\xff"])
+def test_a_damaged_manifest_is_one_line(manifest: bytes, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "manifest.json").write_bytes(manifest)
+    for command in (["eval", str(run)], ["train", "--resume", str(run)]):
+        assert main(command) == 2
+        assert "manifest.json: damaged" in capsys.readouterr().err
+
+
+def test_a_kill_between_two_files_leaves_a_run_that_resumes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (run / "best.safetensors").read_bytes()
+    known = json.loads((run / "manifest.json").read_text())
+    known["best.safetensors"].append("0" * 64)  # noted, and then killed before the file was renamed to its place
+    (run / "manifest.json").write_text(json.dumps(known))
+    assert main(["eval", str(run)]) == 0
+    assert (run / "best.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("bad", [b"\xff\xfe", b'{"step": Infinity}\n', b"\x00" * 100, b'{"step": [1]}\n{"st'])
+def test_what_is_only_a_record_stops_no_resume(bad: bytes, run: Path) -> None:
+    for name in ("metrics.jsonl", "mlperf.log", "environment.json", "ledger.json", "result.json", "timeline.json"):
+        data = (run / name).read_bytes()
+        (run / name).write_bytes(data[: len(data) // 2] + bad + data[len(data) // 2 :])
+    assert main(["train", "--resume", str(run), "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("content", [{}, {"job": {}}, {"job": 3}, [1, 2], {"job": {"kept": {}}, "progress": {}}])
+def test_a_state_of_other_content_is_one_line(content: object, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+    from kasoku.training.trained_run import load
+
+    save(run, 1, load(run).job.model, content)  # type: ignore[arg-type]
+    assert main(["train", "--resume", str(run), "--set", "epochs=6", "--quiet"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_model_that_is_no_module_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "given.py").write_text("def nothing(**shape):\n    return 3\n")
+    recipe = tmp_path / "given.toml"
+    recipe.write_text(Path(DIGITS).read_text().replace("kasoku.models.cifarnet", "given.nothing"))
+    for command in (["train", str(recipe), "--dry-run"], ["train", str(recipe), "--out", str(tmp_path / "run")]):
+        assert main(command) == 2
+        assert "model.use: a Module is wanted, this gives a int" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [2**40, 2**63 - 1])
+def test_a_model_too_large_for_any_memory_is_one_line(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", DIGITS, "--dry-run", "--set", f"model.widths.0={width}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kasoku: model: does not fit into memory (")
+    assert error.count("\n") == 1
+
+
+def test_a_message_that_repeats_what_was_given_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", DIGITS, "--dry-run", "--set", "data.use=a\nb\x1b[2J" + "x" * 9000]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "\x1b" not in error
+    assert len(error) < 1300
+
+
+def test_a_dry_run_takes_no_time_for_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.process_time()
+    assert main(["train", DIGITS, "--dry-run", "--set", "epochs=100000", "--set", "batch=1"]) == 0
+    assert time.process_time() - begin < 10
+    assert main(["train", DIGITS, "--dry-run", "--set", "epochs=1e12"]) == 2
+    assert "at most 100,000" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_is_deleted_ends_the_training_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from kasoku.training import checkpoint
+
+    def gone(path: Path, *args: object, **settings: object) -> None:
+        shutil.rmtree(path)
+        return real(path, *args, **settings)
+
+    real = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", gone)
+    out = str(tmp_path / "run")
+    settings = ["--set", "epochs=1", "--set", "schedule.epochs=1", "--set", "save.every_steps=5"]
+    assert main(["train", DIGITS, *settings, "--quiet", "--out", out]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "its folder is gone" in lines[0]
+
+
+def test_a_run_without_a_manifest_is_of_an_older_version_and_is_read(run: Path) -> None:
+    (run / "manifest.json").unlink()
+    assert main(["eval", str(run)]) == 0
+
+
+def test_a_full_disk_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(part: Path) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 48704 vs 48656")
+
+    with pytest.raises(InputError, match=r"state\.pt: cannot be written \(\[enforce fail.*\): mend that and go on"):
+        write_atomically(tmp_path / "state.pt", write)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 0))
+    with pytest.raises(InputError, match=r"state\.pt: cannot be written \(no space left on the disk\): mend that"):
+        write_atomically(tmp_path / "state.pt", write)
+
+
+def test_a_folder_that_cannot_be_written_is_told_without_hidden_names(tmp_path: Path) -> None:
+    def write(part: Path) -> None:
+        raise PermissionError(errno.EROFS, f"Read-only file system: {part}", str(part))
+
+    with pytest.raises(InputError) as told:
+        write_atomically(tmp_path / "export.onnx", write)
+    assert ".part" not in str(told.value)
+    assert str(told.value).endswith("choose a folder that can be written")
+
+
+def test_a_starved_training_says_so_once(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("kasoku.report.ledger.Ledger.starved", lambda self: 0.4)
+    monkeypatch.setattr("kasoku.training.metrics._STARVED_S", 0.0)
+    shutil.rmtree(run)
+    settings = ["--set", "epochs=1", "--set", "schedule.epochs=1", "--set", "device.threads=1"]
+    assert main(["train", DIGITS, *settings, "--out", str(run)]) == 0
+    out = "".join(capsys.readouterr())
+    assert out.count("40% of the time this process was ready and had no core") == 1
+    assert "OMP_WAIT_POLICY=passive" in out
