@@ -4,11 +4,11 @@ INSTALL = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 SLOW = process or timing or data or browser or exhaustive
 
-.PHONY: setup demo test test-rest test-all check bench gpu clean
+.PHONY: setup demo test test-rest test-all check fuzz bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | demo | test | test-all | check | bench | gpu"
+	@echo "make setup | demo | test | test-all | check | fuzz | bench | gpu"
 
 .venv/base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -39,6 +39,10 @@ check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# mutated inputs for the decoder, recipes and files: two minutes; LONG=1: a million inputs
+fuzz: .venv/dev
+	$(BIN)/python tests/fuzz $(if $(LONG),--long)
 
 bench: .venv/dev
 	$(BIN)/python benchmarks/trainer_overhead.py
