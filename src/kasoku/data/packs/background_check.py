@@ -1,50 +1,82 @@
 """The checksums of raw images on this machine, compared in the background.
 
 Note: a crop reads only some rows of a raw image, so the checksum of the whole takes about as long as the crop itself.
-It is compared once an epoch by a thread that the system lets run only while no other wants the core.
+It is compared once an epoch by a process that the system runs only while no other wants the core. A thread would not
+do: one that waits for a core keeps the interpreter's lock. This file is also the program of that process, which
+imports only the standard library.
 """
 
-from __future__ import annotations
-
+import array
+import fcntl
 import itertools
+import json
 import os
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+
+ROW = 5  # numbers of an image: its own, its file's, offset and bytes in that, CRC-32
 
 
 class BackgroundCheck:
     """Looks once an epoch for images that have changed.
 
     Args:
-        images: their number.
-        intact: whether the image with this number still has its checksum.
-        name: of an image, for messages.
+        files: paths of the shards.
+        rows: ROW numbers (int64) for each image, in the order of its shards.
+        name: of the image with this number, for messages.
     """
 
-    def __init__(self, images: int, intact: Callable[[int], bool], name: Callable[[int], str]) -> None:
-        self.images, self.intact, self.name = images, intact, name
+    def __init__(self, files: Sequence[str], rows: bytes, name: Callable[[int], str]) -> None:
         self.changed: set[int] = set()
-        self._reads = itertools.count()
+        self._files, self._rows, self._name = files, rows, name
+        self._images, self._reads = len(rows) // (8 * ROW), itertools.count()
         self._thread: threading.Thread | None = None
 
     def note_read(self) -> None:
         """Counts the read of an image; the first one of each epoch starts a check, unless the last one still runs."""
-        if next(self._reads) % self.images == 0 and not (self._thread and self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._run_idle, name="kasoku-checksums", daemon=True)
+        if self._images and next(self._reads) % self._images == 0 and not (self._thread and self._thread.is_alive()):
+            self._thread = threading.Thread(target=self.run, name="kasoku-checksums", daemon=True)
             self._thread.start()
 
     def run(self) -> None:
         """Compares all checksums; names an image that has changed at once, as it may have been trained on."""
-        for index in range(self.images):
-            if index not in self.changed and not self.intact(index):
-                self.changed.add(index)
-                print(f"kasoku: {self.name(index)}: its bytes have changed since it was packed", file=sys.stderr)
+        pipe, command = subprocess.PIPE, [sys.executable, "-I", "-S", __file__]
+        with (
+            suppress(OSError),  # no process can be started
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as process,
+        ):
+            if process.stdin and process.stdout:
+                process.stdin.write(json.dumps([os.getpid(), *self._files]).encode() + b"\n" + self._rows)
+                process.stdin.close()
+                for index in map(int, process.stdout):
+                    if index not in self.changed:
+                        self.changed.add(index)
+                        said = f"kasoku: {self._name(index)}: its bytes have changed since it was packed"
+                        print(said, file=sys.stderr)
 
-    def _run_idle(self) -> None:
-        """The main function of the thread."""
-        with suppress(OSError, AttributeError):  # on Linux, of this thread alone
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        with suppress(OSError):
-            self.run()
+
+def _main() -> None:
+    """Prints the numbers of images that have changed; ends with its parent, and at once beside another such check."""
+    with suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    head, _, data = sys.stdin.buffer.read().partition(b"\n")
+    parent, *files = json.loads(head)
+    rows = array.array("q", data)
+    images = (rows[at : at + ROW] for at in range(0, len(rows), ROW))
+    with open(files[rows[1]], "rb") as first:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of several ranks one looks
+        for shard, some in itertools.groupby(images, key=lambda image: image[1]):
+            with open(files[shard], "rb") as file:
+                for index, _, offset, size, crc32 in some:
+                    if os.getppid() != parent:
+                        return
+                    if zlib.crc32(os.pread(file.fileno(), size, offset)) != crc32:
+                        print(index, flush=True)
+
+
+if __name__ == "__main__":
+    _main()
