@@ -38,11 +38,10 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _what_recipes_may_name_stays_in_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def _reset_trust() -> None:
     from kasoku.config import trust
 
-    for name in ("_names", "_folders", "_used"):
-        monkeypatch.setattr(trust, name, set())
+    trust.forget()
 
 
 @pytest.fixture(autouse=True)

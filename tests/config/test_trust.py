@@ -28,6 +28,18 @@ FOREIGN = [
     "kasoku.cli.main",
     "kasoku.config.toml.resolve",
     "kasoku.distributed.local_launch.spawn",
+    "kasoku.__main__.main",
+    "kasoku.report.environment",
+    "torch.nn.attention._fa3._fa3_import_module",
+    "torch.nn.modules.__builtins__.eval",
+    "torch.nn.Module.load_state_dict",
+    "torch.nn.utils.clip_grad_norm_",
+    "torch.utils.model_dump.__main__.x",
+    "torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict",
+    "torchvision.models.get_weight",
+    "timm.models.load_state_dict",
+    "timm.models.create_model",
+    "timm.models._hub.load_state_dict_from_hf",
 ]
 OURS = [
     "kasoku.models.resnet50",
@@ -45,7 +57,7 @@ BESIDE = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nfrom 
 def test_code_of_others_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trust.allow_beside(tmp_path / "recipe.toml")
-    with pytest.raises(InputError, match=r"not a name for recipes|if you trust it, give --allow"):
+    with pytest.raises(InputError, match=r"not a name for recipes|if you trust it, add --allow|there is no module"):
         resolve(name, "model.use")
 
 
@@ -68,8 +80,7 @@ def test_a_recipe_names_modules_beside_it_and_a_run_does_not(
     (own / "ran").unlink()
     del sys.modules["beside"]
     sys.path[:] = path
-    trust._folders.clear()
-    trust._used.clear()
+    trust.forget()
     shutil.copytree(digits_run, run)  # of another's making: it names a module, and lists a folder that has it
     (run / "recipe.toml").write_text((run / "recipe.toml").read_text().replace("kasoku.models.cifarnet", "beside.mine"))
     (run / "manifest.json").unlink()

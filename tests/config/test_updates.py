@@ -86,6 +86,16 @@ def test_legw_may_stretch_a_warm_up_too_far():
         recipes.load(DIGITS, ["scaling=legw", "reference_batch=8", "batch=512", "schedule.warmup=1"])
 
 
+@pytest.mark.parametrize("epochs", [0.5, 1.0001, 2.001, 2.5, 3, 200.001])
+def test_the_moments_are_every_so_many_updates_and_the_last_one(epochs):
+    recipe = recipes.load(DIGITS, ["batch=100", f"epochs={epochs}"])
+    total = updates(recipe, 1437)
+    begins = [epoch + i / 14 for epoch in range(201) for i in range(14)][:total]
+    every = max(1, total // 1000)
+    expected = [at for i, at in enumerate(begins) if i % every == 0 or i == total - 1]
+    assert [m.epoch for m in moments(recipe, 1437, {"lr": 1.0})] == expected
+
+
 def test_a_growing_batch_is_counted():
     grow = ["techniques=[{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.StepDecay', milestones=[1, 2]}}]"]
     recipe = recipes.load(DIGITS, [*grow, "batch=100", "epochs=3.5", "techniques.0.schedule.gamma=2"])

@@ -1,17 +1,21 @@
+import io
 import os
-import sys
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from kasoku.core import InputError
-from kasoku.data import find_images, folder, loader, shards
-from kasoku.data.decode.decode import decode
+from kasoku.data import find_images, folder, loader, read_image, shards
+from kasoku.data.decode import native
+from kasoku.data.decode.decode import crop, decode
 from kasoku.data.packs.writer import pack
+from kasoku.data.remote.store import Store
 
 
 @pytest.fixture
@@ -266,6 +270,7 @@ def test_no_more_than_cache_bytes_of_a_folder_far_away_are_kept(tree, far, tmp_p
         folder("memory://far/photos", cache_bytes=-1)
 
 
+@pytest.mark.timeout(30)  # a pipe that is read waits for ever
 @pytest.mark.parametrize("read", ["train", "pack", "predict"])
 def test_only_regular_files_are_images(tree, tmp_path, capsys, read):
     kind = next(p for p in tree.iterdir() if p.is_dir())
@@ -276,6 +281,10 @@ def test_only_regular_files_are_images(tree, tmp_path, capsys, read):
     before = len(list(kind.glob("*.png")))
     if read == "predict":
         found = find_images(kind)
+        for name, reason in (("pipe", "not a regular file"), ("zero", "not a regular file"), ("itself", "symbolic")):
+            for open_image in (decode, lambda path: read_image(Path(path), (8, 8))):
+                with pytest.raises(InputError, match=rf"{name}\.jpg: cannot be decoded as an image \(.*{reason}"):
+                    open_image(str(kind / f"{name}.jpg"))
     elif read == "train":
         d = folder(str(tree))
         found = [p for split in (d.train, d.test) for p in split.paths if Path(p).parent == kind]
@@ -301,5 +310,67 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch
     Image.new("L", (9000, 9000)).save(tmp_path / "bomb.png")
     with pytest.raises(InputError, match=r"9,000 x 9,000 pixels, more than 67,108,864: .*KASOKU_MAX_PIXELS"):
         decode((tmp_path / "bomb.png").read_bytes(), name="bomb.png")
-    monkeypatch.setattr(sys.modules["kasoku.data.decode.decode"], "MAX_PIXELS", 10**8)
+    monkeypatch.setenv("KASOKU_MAX_PIXELS", "100000000")
     assert decode(str(tmp_path / "bomb.png"), 8).shape == (8, 8, 3)
+
+
+def encoded(kind):
+    out = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(out, kind)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_the_limit_of_pixels_holds_for_each_decoder(monkeypatch, kind):
+    data, out_HWC = encoded(kind), np.empty((8, 8, 3), np.uint8)
+    for limit, by_pillow in ((4095, None), (4095, 1000), (4096, None), (4096, 1000)):
+        monkeypatch.setenv("KASOKU_MAX_PIXELS", str(limit))
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", by_pillow)  # Pillow refuses twice as many
+        for read in (partial(crop, box=lambda *_: (0, 0, 64, 64), out_HWC=out_HWC), decode):
+            if limit == 4096:
+                read(data)
+            else:
+                with pytest.raises(
+                    InputError, match=r"(4096 |64 x 64 )pixels.*: if you trust it, set KASOKU_MAX_PIXELS"
+                ):
+                    read(data)
+
+
+def test_pillow_decodes_what_is_too_large_for_our_own_decoder(monkeypatch):
+    monkeypatch.setenv("KASOKU_MAX_PIXELS", "5000")
+    monkeypatch.setattr(native, "_MOST", 4095)
+    assert native.jpeg_size(encoded("JPEG")) is None
+    out_HWC = np.ones((8, 8, 3), np.uint8)
+    crop(encoded("JPEG"), lambda *_: (0, 0, 64, 64), out_HWC)
+    assert not out_HWC.any()
+
+
+def test_the_limit_of_pixels_of_other_programs_is_never_lowered(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10**6)
+    for limit, want in (("", 10**6), ("100000", 10**6), ("10000000", 10**7)):
+        monkeypatch.setenv("KASOKU_MAX_PIXELS", limit)
+        decode(encoded("PNG"))
+        assert want == Image.MAX_IMAGE_PIXELS
+
+
+@pytest.mark.parametrize("text", ["64M", "0", "-5", "1e6", "1" * 5000])
+def test_a_limit_that_is_no_number_is_one_line(tree, monkeypatch, text):
+    monkeypatch.setenv("KASOKU_MAX_PIXELS", text)
+    message = rf"^KASOKU_MAX_PIXELS={text[:20]}.*: a whole number above 0 is wanted$"
+    for read in (lambda: folder(str(tree)), lambda: shards(str(tree)), lambda: decode(encoded("PNG"))):
+        with pytest.raises(InputError, match=message):
+            read()
+
+
+@pytest.mark.parametrize("kind", ["images", "shards"])
+def test_names_left_out_are_few_printable_and_of_what_is_wanted(tree, capsys, kind):
+    ending = ".tar" if kind == "shards" else ".png"
+    names = [f"bell\a{number}{ending}" for number in range(5)]
+    for name in (*names, "socket.other"):
+        (tree / "cat" / name).symlink_to("gone")
+    if kind == "images":
+        folder(str(tree))
+    else:
+        Store(str(tree)).list_files()
+    shown = [f"kasoku: {tree}/cat/bell?{number}{ending}: not a regular file; left out" for number in range(3)]
+    assert capsys.readouterr().err.splitlines() == [*shown, f"kasoku: {tree}/cat: 2 more are left out"]

@@ -21,6 +21,7 @@ from kasoku.data.loading.shuffle import order
 from kasoku.data.packs import writer as pack_module
 from kasoku.data.packs.reader import shards
 from kasoku.data.packs.writer import Form, pack, verify
+from kasoku.data.remote.cache import Room
 from kasoku.data.remote.store import Store
 
 shards_module = sys.modules["kasoku.data.packs.reader"]  # the package has a function of that name
@@ -381,7 +382,7 @@ def test_of_a_pack_far_away_each_image_read_is_checked(photos, tmp_path, monkeyp
     class Far(Store):
         def __init__(self, root, **settings):
             super().__init__(str(home))
-            self.local = False
+            self.local, self.room = False, Room(home, 0, root)
 
         def list_files(self):
             raise AssertionError("a pack needs no list")
@@ -399,9 +400,7 @@ def test_of_a_pack_far_away_each_image_read_is_checked(photos, tmp_path, monkeyp
         byte = file.read(1)[0]
         file.seek(offset + 200)
         file.write(bytes([byte ^ 1]))
-    with pytest.raises(
-        InputError, match=rf"^{d.train.name(3)}: its bytes in train-\d+\.tar are cut off or have changed"
-    ):
+    with pytest.raises(InputError, match=rf"^{d.train.name(3)}: its bytes in train-\d+\.tar are not those that"):
         d.train.read(3)
 
 
@@ -549,10 +548,36 @@ def test_a_source_that_stays_wrong_is_one_line_and_heals(photos, tmp_path, monke
         site.files = {file.name: file.read_bytes() for file in (tmp_path / "p").iterdir() if file.name[0] != "."}
         far = shards(site.root, cache=str(tmp_path / "cache"))
         site.garbage = set(range(999))
-        with pytest.raises(InputError, match=r"the source gives other bytes 4 times.*pack --verify"):
+        with pytest.raises(InputError) as caught:
             far.train.read(0)
+        assert str(caught.value) == (
+            f"{far.train.name(0)}: its bytes in train-00000.tar are not those that were packed, after 4 tries; the "
+            f"cache {next((tmp_path / 'cache').glob('store-*'))} keeps none of them: upload that file again (`kasoku "
+            "pack --verify` finds all such images)"
+        )
         site.garbage = set()
         assert far.train.read(0) == shards(str(tmp_path / "p")).train.read(0)
+
+
+def test_verify_asks_the_source_and_not_the_cache(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(pack_module, "cores", lambda: 1)
+    monkeypatch.setattr("kasoku.data.remote.store._FIRST_WAIT_S", 0.01)
+    pack(str(photos), str(tmp_path / "p"), side=16, quiet=True)
+    with serving() as site:
+        site.files = {file.name: file.read_bytes() for file in (tmp_path / "p").iterdir() if file.name[0] != "."}
+        far = shards(site.root)  # with the cache that verify would have
+        for index in range(len(far.train)):
+            far.train.read(index)
+        site.reads.clear()
+        assert "are whole" in verify(site.root)
+        assert sum(stop - first for _, first, stop in site.reads) == sum(map(len, site.files.values()))
+        image = next(i for i, (path, first, _) in enumerate(site.reads) if path.endswith(".tar") and first == 512)
+        site.reads.clear()
+        site.garbage = {image}  # one bad answer
+        assert "are whole" in verify(site.root)
+        site.garbage = set(range(9999))
+        with pytest.raises(InputError):
+            verify(site.root)
 
 
 @pytest.mark.parametrize("form", ["jpeg", "raw"])
@@ -576,13 +601,30 @@ def test_a_changed_bit_of_a_local_pack_is_named(photos, tmp_path, capsys, form):
             split.read(index)
 
 
-def test_raw_images_are_checked_once_an_epoch(photos, tmp_path):
-    pack(str(photos), str(tmp_path / "p"), side=16, format="raw", quiet=True)
-    split, checks = shards(str(tmp_path / "p")).train, []
-    run = split._background.run
+def checks_of(split):
+    """Collects the checks of a split, each when it has ended."""
+    checks, run = [], split._background.run
     split._background.run = lambda: checks.append(run())
-    for epoch in (1, 2):
-        for index in range(len(split)):
-            split.read(index)
-        split._background._thread.join()
+    return checks
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_has_raw_images_checked_once_an_epoch(photos, tmp_path, rank):
+    pack(str(photos), str(tmp_path / "p"), side=16, format="raw", quiet=True)
+    dataset = shards(str(tmp_path / "p"), 16)
+    batches, checks = loader(dataset, "train", 8, rank=rank, size=2), checks_of(dataset.train)
+    for epoch in (1, 2, 3):
+        assert len(list(batches)) == 3
+        dataset.train._background._thread.join()
         assert len(checks) == epoch
+
+
+def test_packing_raw_images_has_them_checked(photos, tmp_path, monkeypatch):
+    pack(str(photos), str(tmp_path / "p"), side=16, format="raw", quiet=True)
+    dataset = shards(str(tmp_path / "p"))
+    checks = [checks_of(split) for split in splits(dataset)]
+    monkeypatch.setattr(pack_module, "shards", lambda *_, **__: dataset)
+    pack(str(tmp_path / "p"), str(tmp_path / "q"), side=16, quiet=True)
+    for split, found in zip(splits(dataset), checks, strict=True):
+        split._background._thread.join()
+        assert len(found) == 1

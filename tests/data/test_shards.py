@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from helpers.ranks import context
+from helpers.web import serving, web
 from kasoku.core import InputError
 from kasoku.data.datasets.base import GoneError
 from kasoku.data.packs import tar_index as tar
@@ -244,7 +245,32 @@ def test_behind_a_damaged_header_nothing_is_guessed(two, capsys):
     assert (
         lines[0] == f"kasoku: train-0.tar: damaged at byte {at:,}, the {len(data) - at:,} bytes from there on left out"
     )
-    assert "these shards have no checksums, so damage may go unnoticed" in lines[1]
+    assert lines[1] == (
+        f"kasoku: {two}: these shards have no checksums, so damage may go unnoticed; `kasoku pack` writes shards with "
+        "checksums"
+    )
+
+
+@web
+@pytest.mark.parametrize("copies", [0, 4096])
+@pytest.mark.parametrize("garbage", [{3}, {3, 4}])
+def test_headers_of_shards_far_away_are_fetched_again(two, tmp_path, monkeypatch, copies, garbage):
+    monkeypatch.setattr(store_module, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(store_module, "_COPIES", copies)
+    here = facts(shards(str(two)))
+    with serving() as site:
+        site.files = {file.name: file.read_bytes() for file in two.iterdir()}
+        number, requests = 0, 1
+        while number < requests:  # each request in turn
+            site.reads.clear()
+            site.garbage = {number, *garbage}
+            far = shards(site.root, cache=str(tmp_path / f"{number}"))
+            site.garbage = set()
+            assert facts(far) == here
+            requests = len(site.reads)
+            assert facts(shards(site.root, cache=str(tmp_path / f"{number}"))) == here
+            assert len(site.reads) == requests
+            number += 1
 
 
 def header(name, kind, size):
@@ -326,7 +352,7 @@ def test_headers_are_read_not_images(tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "read", lambda self, *where: count.append(where) or read(self, *where))
     tar.walk(Store(str(tmp_path)), "a.tar")
     assert len(count) == 10  # a window at the first header, and one behind each image
-    assert sum(stop - start for _, start, stop in count) < os.path.getsize(tmp_path / "a.tar") / 1.5
+    assert sum(stop - start for _, start, stop, *_ in count) < os.path.getsize(tmp_path / "a.tar") / 1.5
 
 
 @pytest.mark.parametrize("body", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\0", b"\x80\x04."])

@@ -336,10 +336,34 @@ def test_what_was_kept_and_is_not_intact_is_fetched_again(site, tmp_path):
     assert far.read("a.tar", 0, 300_000) != site.files["a.tar"]  # kept, as nobody could tell
     for cached in (far, Store(site.root, cache=str(tmp_path / "cache"))):
         assert cached.read("a.tar", 0, 300_000, lambda data: data == site.files["a.tar"]) == site.files["a.tar"]
-    far.forget("a.tar")
-    before = len(site.reads)
-    assert far.read("a.tar", 0, 10) == site.files["a.tar"][:10]
-    assert len(site.reads) == before + 1
+
+
+@web
+@pytest.mark.parametrize("copies", [0, 4096])
+@pytest.mark.parametrize(("start", "stop"), [(0, 300_000), (1000, 5000), (250_000, 270_000)])
+def test_bad_bytes_in_the_cache_are_replaced_in_its_files(site, tmp_path, monkeypatch, copies, start, stop):
+    monkeypatch.setattr(store, "_COPIES", copies)
+    site.garbage, wanted = {0}, site.files["a.tar"]
+    far = Store(site.root, cache=str(tmp_path))
+    assert far.read("a.tar") != wanted  # kept: no caller could tell
+    assert far.read("a.tar", start, stop, lambda data: data == wanted[start:stop]) == wanted[start:stop]
+    assert len(site.reads) == 2
+    for cached in (far, Store(site.root, cache=str(tmp_path))):
+        assert cached.read("a.tar", start, stop) == wanted[start:stop]
+    assert len(site.reads) == 2
+    assert far.read("a.tar", 0, None, lambda data: data == wanted) == wanted
+
+
+@web
+def test_a_proxy_that_answers_wrongly_for_a_while_is_waited_for(site, monkeypatch):
+    waits = []
+    monkeypatch.setattr(store, "_FIRST_WAIT_S", 0.5)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    site.garbage, wanted = {0, 1, 2}, site.files["a.tar"]
+    assert Store(site.root, cache_bytes=0).read("a.tar", 0, None, lambda data: data == wanted) == wanted
+    site.garbage = set(range(99))
+    assert Store(site.root, cache_bytes=0).read("a.tar", 0, None, lambda data: data == wanted) != wanted
+    assert waits == [0.5, 1, 2] * 2
 
 
 @pytest.mark.timing

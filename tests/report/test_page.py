@@ -224,7 +224,7 @@ def test_what_a_run_lacks_or_has_damaged_is_left_out_and_said(tmp_path, figures)
     said = text_of(out)
     assert "Not in this run: tuning of the batch (tuning.json); accuracy by class, confusion, worst images" in said
     assert "gradient buckets (of several ranks, buckets.json)" in said
-    assert "ledger.json cannot be read" in said
+    assert "ledger.json: damaged" in said
     assert "timeline.json is not as expected (KeyError: 'start')" in said
     assert {chart["key"] for chart in charts_of(out)} == {"loss", "rate", "accuracy", "accuracy-time"}
 
@@ -267,7 +267,7 @@ def test_buckets_are_read_from_the_run_folder(tmp_path):
     assert read([run])[0].buckets == "group 0: 1.25 MiB"
     shown.write(run, buckets="{")
     assert read([run])[0].buckets == ""
-    assert read([run])[0].damaged[0].startswith("buckets.json cannot be read")
+    assert read([run])[0].damaged[0].startswith("buckets.json: damaged")
 
 
 @needs_plotly

@@ -2,16 +2,24 @@
 
 import errno
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from helpers.started import KASOKU, clean
 from kasoku.cli import main
-from kasoku.core import InputError
-from kasoku.core.files import write_atomically
+from kasoku.core import InputError, Solo
+from kasoku.core.files import checked_file, write_atomically
+from kasoku.models import read
+from kasoku.training import trained_run
 from kasoku.training.checkpoint import save
+from kasoku.training.run_folder import RunFolder, shares_in
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "recipes" / "digits_cnn_98.toml")
@@ -34,7 +42,7 @@ def changed(file: Path, at: int) -> None:
 def test_one_bit_of_a_file_that_decides_is_named(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed(run / name, (run / name).stat().st_size // 2)
     assert main(["eval", str(run)]) == 2
-    assert f"{run / name}: not as the training wrote it" in capsys.readouterr().err
+    assert f"{run / name}: its bytes, or those of manifest.json, have changed" in capsys.readouterr().err
     (run / name).unlink()
     assert main(["eval", str(run)]) == 2
     assert str(run) in capsys.readouterr().err
@@ -44,7 +52,7 @@ def test_one_bit_of_the_recipe_does_not_resume(run: Path, capsys: pytest.Capture
     text = (run / "recipe.toml").read_text()
     (run / "recipe.toml").write_text(text.replace("epochs = 4", "epochs = 5", 1))
     assert main(["train", "--resume", str(run), "--quiet"]) == 2
-    assert "not as the training wrote it" in capsys.readouterr().err
+    assert "have changed since the training wrote them" in capsys.readouterr().err
     (run / "recipe.toml").write_text(text)
     assert main(["train", "--resume", str(run), "--set", "epochs=5", "--quiet"]) == 0  # kasoku itself may change it
     assert main(["train", "--resume", str(run), "--quiet"]) == 0
@@ -58,16 +66,116 @@ def test_a_damaged_manifest_is_one_line(manifest: bytes, run: Path, capsys: pyte
         assert "manifest.json: damaged" in capsys.readouterr().err
 
 
-def test_a_kill_between_two_files_leaves_a_run_that_resumes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = (run / "best.safetensors").read_bytes()
-    known = json.loads((run / "manifest.json").read_text())
-    known["best.safetensors"].append("0" * 64)  # noted, and then killed before the file was renamed to its place
-    (run / "manifest.json").write_text(json.dumps(known))
-    assert main(["eval", str(run)]) == 0
-    assert (run / "best.safetensors").read_bytes() == before
+@pytest.mark.parametrize("first", [True, False])
+def test_a_kill_between_manifest_and_file_harms_neither(
+    first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace(part: Path, path: Path) -> None:
+        if path.name == "recipe.toml":
+            raise KeyboardInterrupt
+        part.rename(path)
+
+    if not first:
+        with closing(RunFolder(tmp_path)) as run:
+            run.write("recipe.toml", "batch = 1\n")
+            run.write("recipe.toml", "batch = 2\n")
+    monkeypatch.setattr(os, "replace", replace)
+    for text in ("killed", "killed again"):
+        with closing(RunFolder(tmp_path, resume=not first)) as run, pytest.raises(KeyboardInterrupt):
+            run.write("recipe.toml", text)
+    path = checked_file(tmp_path, "recipe.toml")
+    assert path.exists() != first
+    assert first or path.read_text() == "batch = 2\n"
 
 
-@pytest.mark.parametrize("bad", [b"\xff\xfe", b'{"step": Infinity}\n', b"\x00" * 100, b'{"step": [1]}\n{"st'])
+def test_weights_of_a_run_are_compared_where_a_training_starts_from_them(run: Path) -> None:
+    assert read(run / "best.safetensors")
+    changed(run / "best.safetensors", -9)
+    with pytest.raises(InputError, match="have changed since the training wrote them"):
+        read(run / "best.safetensors")
+
+
+def test_a_changed_share_of_ranks_is_named(run: Path) -> None:
+    held = RunFolder(run, resume=True)
+    held.write("shares.json", "[60, 4]")
+    held.close()
+    assert shares_in(run, Solo(), 64) == ()  # of two ranks
+    changed(run / "shares.json", 1)
+    with pytest.raises(InputError, match="have changed since the training wrote them"):
+        shares_in(run, Solo(), 64)
+
+
+ALL = [["eval"], ["train", "--quiet", "--resume"], ["report"], ["plan", "--compare"]]
+
+
+@pytest.mark.parametrize("words", ALL, ids=lambda words: words[0])
+@pytest.mark.parametrize("name", ["data.json", "metrics.jsonl", ".report.html.part", "checkpoints/x", "lock"])
+def test_links_and_pipes_in_a_run_folder_are_refused(
+    words: list[str], name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    for make in (lambda at: at.symlink_to(victim), os.mkfifo):
+        (run / name).unlink(missing_ok=True)
+        make(run / name)
+        assert main([*words, str(run)]) == 2
+        assert (
+            capsys.readouterr().err
+            == f"kasoku: {run / name}: a link, pipe or device, which no run folder holds: remove it\n"
+        )
+    assert victim.read_text() == "as it was"
+
+
+def test_a_part_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("as it was")
+    (tmp_path / ".page.html.part").symlink_to(tmp_path / "victim")
+    write_atomically(tmp_path / "page.html", lambda part: part.write_text("page"))
+    assert (tmp_path / "victim").read_text() == "as it was"
+    assert (tmp_path / "page.html").read_text() == "page"
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("data.json", DEEP),
+        ("manifest.json", DEEP),
+        ("recipe.toml", f"a={DEEP}"),
+        *[("data.json", text) for text in ('{"channels": 1e999}', '{"image_size": []}', '{"std": [0]}', "[]")],
+    ],
+)
+def test_small_files_of_odd_content_are_one_line(
+    name: str, text: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "manifest.json").unlink()
+    if name == "data.json" and text.startswith("{"):
+        text = json.dumps(json.loads((run / name).read_text()) | json.loads(text))
+    (run / name).write_text(text)
+    for command in (
+        ["eval", str(run)],
+        ["predict", str(run), str(ROOT)],
+        ["export", str(run), "--format", "safetensors"],
+    ):
+        assert main(command) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("environment.json", '{"machine": 3, "command": 5}'), ("result.json", DEEP), ("metrics.jsonl", DEEP)],
+)
+def test_a_report_notes_damaged_records(name: str, text: str, run: Path) -> None:
+    (run / name).write_text(text)
+    (run / "member-x").mkdir()
+    shutil.copy(run / "recipe.toml", run / "member-x")
+    assert main(["report", str(run)]) == 0
+
+
+@pytest.mark.parametrize(
+    "bad", [b"\xff\xfe", b'{"step": Infinity}\n', b"\x00" * 100, b"[" * 100_000, b'{"step": [1]}\n{"st']
+)
 def test_what_is_only_a_record_stops_no_resume(bad: bytes, run: Path) -> None:
     for name in ("metrics.jsonl", "mlperf.log", "environment.json", "ledger.json", "result.json", "timeline.json"):
         data = (run / name).read_bytes()
@@ -79,9 +187,7 @@ def test_what_is_only_a_record_stops_no_resume(bad: bytes, run: Path) -> None:
 def test_a_state_of_other_content_is_one_line(content: object, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").mkdir()
-    from kasoku.training.trained_run import load
-
-    save(run, 1, load(run).job.model, content)  # type: ignore[arg-type]
+    save(run, 1, trained_run.load(run).job.model, content)  # type: ignore[arg-type]
     assert main(["train", "--resume", str(run), "--set", "epochs=6", "--quiet"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -164,6 +270,30 @@ def test_a_folder_that_cannot_be_written_is_told_without_hidden_names(tmp_path: 
     assert str(told.value).endswith("choose a folder that can be written")
 
 
+@pytest.mark.timing
+def test_a_training_beside_a_busy_program_says_so(tmp_path: Path) -> None:
+    pin = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+    with subprocess.Popen([*pin, sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            settings = ["--set", "epochs=40", "--set", "evaluate.stop=false", "--set", "device.threads=1"]
+            command = [*pin, *KASOKU, "train", DIGITS, *settings, "--out", str(tmp_path / "run")]
+            out = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        finally:
+            busy.kill()
+    lines = (out.stdout + out.stderr).splitlines()
+    said = [i for i, line in enumerate(lines) if "of the time this process waited for a core" in line]
+    assert len(said) == 1
+    assert said[0] < len(lines) / 2  # early
+
+
+@pytest.mark.process
+def test_a_module_beside_that_is_named_like_one_of_pythons_is_not_taken_for_it(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('not the right one')\n")
+    words = ["--nodes", "1", "--gpus-per-node", "2", "--set", "device.kind=cpu", "--set", "epochs=1", "--quiet"]
+    for command in ([*KASOKU, "list"], [*KASOKU, "launch", "local", DIGITS, *words, "--out", "run"]):
+        subprocess.run(command, cwd=tmp_path, env=clean(), timeout=100, check=True, capture_output=True)
+
+
 def test_a_starved_training_says_so_once(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("kasoku.report.ledger.Ledger.starved", lambda self: 0.4)
     monkeypatch.setattr("kasoku.training.metrics._STARVED_S", 0.0)
@@ -171,5 +301,5 @@ def test_a_starved_training_says_so_once(run: Path, monkeypatch: pytest.MonkeyPa
     settings = ["--set", "epochs=1", "--set", "schedule.epochs=1", "--set", "device.threads=1"]
     assert main(["train", DIGITS, *settings, "--out", str(run)]) == 0
     out = "".join(capsys.readouterr())
-    assert out.count("40% of the time this process was ready and had no core") == 1
+    assert out.count("40% of the time this process waited for a core") == 1
     assert "OMP_WAIT_POLICY=passive" in out

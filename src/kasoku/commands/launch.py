@@ -98,8 +98,8 @@ def run_local(arguments: LocalArguments) -> int:
     port = _from(arguments.port, "MASTER_PORT", PORT if arguments.nodes > 1 else 0)
     _check_port(port, 0 if arguments.nodes == 1 else 1)
     places = [Place(node * each + i, arguments.nodes * each, i, each) for i in range(each)]
-    more = [*(["--quiet"] if arguments.quiet else []), *trust.options()]
-    command = train_arguments(arguments.recipe, arguments.set, arguments.out, go_on=arguments.go_on, more=more)
+    extra = [*(["--quiet"] if arguments.quiet else []), *trust.allow_options()]
+    command = train_arguments(arguments.recipe, arguments.set, arguments.out, go_on=arguments.go_on, extra=extra)
     return spawn(command, places, address=master or "127.0.0.1", port=port, started=arguments.started)
 
 
@@ -162,7 +162,7 @@ def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: 
         each=each,
         on_gpus=recipe.device.kind != "cpu",
         set=arguments.set,
-        more=trust.options(),
+        extra=trust.allow_options(),
         out=arguments.out,
         port=arguments.port,
     )

@@ -49,7 +49,7 @@ class AllowArguments(CommandArguments):
     """The arguments of a command that builds what a recipe or a run names."""
 
     allow: tuple[str, ...] = option(
-        default=(), metavar="NAME", help="a module or package that a recipe may name though it is not beside it"
+        default=(), metavar="NAME", help="a module or package of yours that the recipe may use"
     )
 
 

@@ -20,7 +20,7 @@ from kasoku.config import trust
 from kasoku.config.recipe import dumps
 from kasoku.config.updates import updates
 from kasoku.core import InputError
-from kasoku.core.files import write_text
+from kasoku.core.files import check_regular, read_json, write_text
 from kasoku.distributed import Hierarchical, Mean
 from kasoku.distributed.cluster_jobs import LaunchSpec, sbatch
 from kasoku.report import print_table
@@ -151,7 +151,7 @@ def _write(chosen: Choice, folder: Path, original: Path) -> None:
     plain = re.sub(r"[^a-z0-9]+", "-", original.stem.lower()).strip("-")
     name = (plain if plain[:1].isalpha() else f"kasoku-{plain}")[:63].strip("-")  # a job's begins with a letter
     each, on_gpus = chosen.step.gpus // nodes, chosen.scenario.recipe.device.kind != "cpu"
-    spec = LaunchSpec(name=name, recipe=file, nodes=nodes, each=each, on_gpus=on_gpus, more=trust.options())
+    spec = LaunchSpec(name=name, recipe=file, nodes=nodes, each=each, on_gpus=on_gpus, extra=trust.allow_options())
     script = sbatch(spec, time=limit)
     text = dumps(planned_recipe(chosen))  # raises before anything is written
     write_text(file, text)
@@ -165,12 +165,13 @@ def _write(chosen: Choice, folder: Path, original: Path) -> None:
 
 def compare(run: Path) -> int:
     """Prints the plan of a run beside its ledger, item by item, with the error of each."""
+    check_regular(run)
     expected = _expected(run)
     ledger, result = _read(run / "ledger.json"), _read(run / "result.json")
-    took = ledger.get("rows")
-    if not isinstance(took, dict):
+    took, of_ranks = _numbers(ledger.get("rows")), ledger.get("ranks")
+    if took is None:
         raise InputError(f"{run}: its ledger.json has no rows; train it anew")
-    ranks, batch = len(ledger.get("ranks") or [0]), load_recipe(run).batch
+    ranks, batch = len(of_ranks) if isinstance(of_ranks, list) else 1, load_recipe(run).batch
     if (ranks, batch) != (expected["gpus"], expected["batch"]):
         raise InputError(
             f"{run}: {ranks} ranks and batch={batch}, the plan is of {expected['gpus']} and batch={expected['batch']}: "
@@ -203,16 +204,19 @@ def _expected(run: Path) -> dict[str, Any]:
         if (folder / "plan.json").is_file():
             plan = _read(folder / "plan.json")
             numbers = [plan.get(key) for key in ("gpus", "batch", "images_per_s")]
-            rows = plan.get("rows")
-            if isinstance(rows, dict) and all(isinstance(x, int | float) for x in (*numbers, *rows.values())):
+            if _numbers(plan.get("rows")) is not None and all(isinstance(x, int | float) for x in numbers):
                 return plan
             raise InputError(f"{folder / 'plan.json'}: not what kasoku plan writes: plan anew")
     raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
 
 
+def _numbers(thing: Any) -> dict[str, float] | None:
+    """A table of numbers; None if it is anything else."""
+    return thing if isinstance(thing, dict) and all(isinstance(x, int | float) for x in thing.values()) else None
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
-        document = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read ({error}): the folder of a training is wanted") from error
-    return document if isinstance(document, dict) else {}
+        return read_json(file)
+    except FileNotFoundError as error:
+        raise InputError(f"{file}: there is no such file: the folder of a training is wanted") from error

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from kasoku.commands import CommandArguments, argument, option
+from kasoku.config import toml
 from kasoku.core import InputError
-from kasoku.core.files import write_text
+from kasoku.core.files import check_regular, read_json, write_text
 from kasoku.report.html import RunRecord
 from kasoku.report.html.timeline import chrome_trace
 from kasoku.report.significance import compare
@@ -79,15 +79,15 @@ def read(paths: Sequence[Path]) -> list[RunRecord]:
 
 def _read(path: Path, name: str) -> RunRecord:
     damaged: list[str] = []
-    try:
-        recipe = tomllib.loads((path / "recipe.toml").read_text())
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path / 'recipe.toml'}: cannot be read ({error}); write it anew, or leave it out") from error
+    if not (path / "recipe.toml").is_file():
+        raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
+    check_regular(path)
+    recipe = toml.read(path / "recipe.toml")
     parts = {part: _json(path / f"{part}.json", damaged) for part in _PARTS}
     environment = _json(path / "environment.json", damaged)
-    more: dict[str, Any] = {k: environment[k] for k in ("chosen", "command") if k in environment}
+    machine = environment.get("machine")
+    machine = machine if isinstance(machine, dict) else {}
+    machine |= {key: environment[key] for key in ("chosen", "command") if isinstance(environment.get(key), list | str)}
     return RunRecord(
         name,
         recipe,
@@ -95,7 +95,7 @@ def _read(path: Path, name: str) -> RunRecord:
         metrics=_metrics(path / "metrics.jsonl"),
         parts={part: document for part, document in parts.items() if document},
         buckets=str(_json(path / "buckets.json", damaged).get("text", "")),
-        machine={**environment.get("machine", {}), **more},
+        machine=machine,
         damaged=damaged,
     )
 
@@ -103,16 +103,12 @@ def _read(path: Path, name: str) -> RunRecord:
 def _json(file: Path, damaged: list[str]) -> dict[str, Any]:
     """The table of a file; empty if there is none, or if it is damaged, which is noted."""
     try:
-        document = json.loads(file.read_text())
+        return read_json(file)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        damaged.append(f"{file.name} cannot be read ({error})")
+    except InputError as error:
+        damaged.append(str(error).removeprefix(f"{file.parent}/"))
         return {}
-    if not isinstance(document, dict):
-        damaged.append(f"{file.name} holds no table")
-        return {}
-    return document
 
 
 def _metrics(file: Path) -> list[dict[str, Any]]:
@@ -125,8 +121,8 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             values = json.loads(line)
-        except ValueError:
-            continue  # half written
+        except (ValueError, RecursionError):
+            continue  # half written, or damaged
         if isinstance(values, dict):
             numbers = [values.get(key) for key in ("step", "epoch", "time_s")]
             if all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):

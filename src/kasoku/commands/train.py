@@ -7,6 +7,8 @@ imports it, and nothing here does before.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -166,7 +168,8 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
     with run_folder.run_folder(comm, folder, resume=resume) as run:
         run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned) if run else None)
-        result = trainer.fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
+        with _advised(folder):
+            result = trainer.fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
     if comm.rank == 0 and not result.stopped and not arguments.quiet:
         print_table("", result.rows(folder))
     if result.stopped and comm.rank == 0:
@@ -242,7 +245,8 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
             preview(recipe, plot=None)
         return 0
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
-    results = ensemble.train(recipes, paths, started=arguments.started, own_modules=own, quiet=arguments.quiet)
+    with _advised(folder):
+        results = ensemble.train(recipes, paths, started=arguments.started, own_modules=own, quiet=arguments.quiet)
     stopped = [result.stopped for result in results if result.stopped]
     if stopped:
         _print_stopped(stopped[0], folder)
@@ -250,6 +254,20 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     return 0 if arguments.quiet else trained_run.evaluate_runs(paths, None)
 
 
+@contextmanager
+def _advised(folder: Path) -> Iterator[None]:
+    """Adds to an error how to go on once its cause is mended, if there is a checkpoint."""
+    try:
+        yield
+    except InputError as error:
+        if not error.resumable:
+            raise
+        raise type(error)(f"{error}; {_go_on(folder)}") from error
+
+
 def _print_stopped(signal: str, folder: Path) -> None:
-    words = " ".join([f"kasoku train --resume {folder}", *trust.options()])
-    print(f"kasoku: stopped by {signal}; go on with: {words}", file=sys.stderr)
+    print(f"kasoku: stopped by {signal}; {_go_on(folder)}", file=sys.stderr)
+
+
+def _go_on(folder: Path) -> str:
+    return " ".join([f"go on with: kasoku train --resume {folder}", *trust.allow_options()])

@@ -16,7 +16,7 @@ from kasoku.core import Constant, InputError, Schedule, Technique, summary
 from kasoku.device import Device
 
 T = TypeVar("T")
-_MOST_EPOCHS = 100_000
+_MOST_EPOCHS = 100_000  # a preview loops over them
 _TOO_LARGE = ("allocate memory", "Storage size calculation overflowed")  # of torch's errors
 AUTO = "auto"  # in the place of a batch: tuned before training
 _AUTO_ORIGIN = "auto: tuning begins here"  # of the batch that a recipe then has

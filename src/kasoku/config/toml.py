@@ -73,7 +73,7 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
         raise InputError(f'{path} = "{dotted}": a dotted name such as kasoku.models.resnet50 is wanted')
     if (new := _new_name(dotted)) != dotted:
         raise InputError(f'{path} = "{dotted}": is now "{new}"')
-    trust.check_import(dotted, path)
+    trust.check_name(dotted, path)
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
         try:
@@ -91,7 +91,7 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
         thing = getattr(thing, part)
     if not callable(thing):
         raise InputError(f'{path} = "{dotted}": a class or function is wanted, this is {type(thing).__name__}')
-    trust.check_object(thing, dotted, path)
+    trust.check_callable(thing, dotted, path)
     return typing.cast("Callable[..., Any]", thing)
 
 
@@ -110,7 +110,7 @@ def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a recipe fi
         document = tomllib.loads(path.read_text())
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted} is wanted") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not TOML ({error})") from error
     for setting in settings:
         override(document, setting)
@@ -203,6 +203,7 @@ def parameters_of(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _arguments(thing: Callable[..., Any], keys: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The keys, checked against the signature: their names, and their types where it has annotations."""
+    trust.check_keys(thing, keys, path)
     parameters = parameters_of(thing)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         known = [name for name, p in parameters.items() if p.kind is not p.VAR_POSITIONAL]

@@ -1,14 +1,14 @@
 """The code that a recipe may name in `use`.
 
 Note: what is trusted. To import a module is to run it, and recipes are passed around. So a recipe may name kasoku's
-public names and the modules of other packages in PACKAGES. A recipe that is given to a command may also name modules
-that lie beside it or in the current folder, as a script may import them. A run folder may not: `--allow NAME` names a
-module or package that its recipe may use, and has its import folders searched.
+public names, and the networks, layers, losses, optimizers and transforms of torch, torchvision and timm. A recipe that
+is given to a command may also name modules that lie beside it or in the current folder, as a script may import them. A
+run folder may not: `--allow NAME` names a module or package that its recipe may use, and has its import folders
+searched.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import json
@@ -20,21 +20,28 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from kasoku.core import InputError, Schedule, Technique
 
-PACKAGES = ("torch.nn", "torch.optim", "torchvision.models", "torchvision.transforms", "timm.models")
-_REFUSED = ("timm.models._hub",)  # fetches pickles from any address
-_PUBLIC = ("core", "optim", "models", "device", "data", "distributed", "memory", "tune")  # of kasoku
-_KINDS = (Technique, Schedule, nn.Module, Optimizer)
-_names: set[str] = set()
-_folders: set[Path] = set()
-_used: set[str] = set()  # modules beside a recipe that it names
+_PACKAGES = ("torch.nn", "torch.optim", "torchvision.models", "torchvision.transforms", "timm.models")
+_FUNCTIONS = ("torch.nn.functional", "torch.nn.init")  # whose functions may be named
+_PUBLIC = ("core", "optim", "models", "device", "data", "distributed", "memory", "tune")  # packages of kasoku
+_KINDS = (Technique, Schedule, nn.Module, Optimizer, LRScheduler)
+_allowed: set[str] = set()  # modules and packages that the user has named
+_folders: set[Path] = set()  # of recipes that the user has given
+_own_used: set[str] = set()  # modules beside a recipe that it names
+
+
+def forget() -> None:
+    """Forgets all that this process was allowed."""
+    for names in (_allowed, _folders, _own_used):
+        names.clear()
 
 
 def allow(names: Iterable[str]) -> None:
     """Lets recipes of this process name these modules and packages, and what is in them."""
-    _names.update(names)
+    _allowed.update(names)
 
 
 def allow_beside(recipe: Path | None) -> None:
@@ -43,18 +50,18 @@ def allow_beside(recipe: Path | None) -> None:
     _folders.update(folders)
     _search(map(str, folders))
     if recipe:
-        search_recorded(recipe)
+        search_import_folders(recipe)
 
 
-def search_recorded(recipe: Path) -> None:
-    """Searches the import folders of a run's recipe, if `--allow` names anything."""
-    if _names:
+def search_import_folders(recipe: Path) -> None:
+    """Puts the import folders of a run's recipe on the import path, if `--allow` names anything."""
+    if _allowed:
         _search(import_folders(recipe))
 
 
-def options() -> list[str]:
+def allow_options() -> list[str]:
     """The options of a command that goes on with what this one began: the recipe will lie elsewhere by then."""
-    return [word for name in sorted(_names | _used) for word in ("--allow", name)]
+    return [word for name in sorted(_allowed | _own_used) for word in ("--allow", name)]
 
 
 def import_folders(recipe: Path | None) -> list[str]:
@@ -69,40 +76,55 @@ def import_folders(recipe: Path | None) -> list[str]:
     return folders
 
 
-def check_import(dotted: str, path: str) -> None:
-    """Raises InputError unless the module of a dotted name may be imported."""
+def check_name(dotted: str, path: str) -> None:
+    """Raises InputError unless what is at this dotted name may be imported."""
     top = dotted.partition(".")[0]
-    if top in {"kasoku", *(package.partition(".")[0] for package in PACKAGES)}:
-        return
-    if _is_users(dotted):
-        _used.update({top} if not _within(dotted, _names) else ())
-        return
-    if top not in sys.modules and importlib.util.find_spec(top) is None:
-        raise InputError(
-            f'{path} = "{dotted}": there is no module {top}: a dotted name that can be imported; for a module that a '
-            f"run folder names, --allow {top}"
-        )
-    raise InputError(f'{path} = "{dotted}": {_refusal(top)}')
+    if _is_own(dotted):
+        _own_used.update({top} if not _within(dotted, _allowed) else ())
+    elif not _within(dotted, ("kasoku", *_PACKAGES)) or any(part.startswith("_") for part in dotted.split(".")):
+        if top not in sys.modules and importlib.util.find_spec(top) is None:
+            raise InputError(
+                f'{path} = "{dotted}": there is no module {top} on the import path; if the run used its own module '
+                f"{top}, add --allow {top}"
+            )
+        raise _refusal(dotted, path)
 
 
-def check_object(thing: Any, dotted: str, path: str) -> None:
-    """Raises InputError unless what a dotted name stands for may be called: its own module decides, not the name."""
-    if _is_users(dotted):
-        return
+def check_callable(thing: Any, dotted: str, path: str) -> None:
+    """Raises InputError unless what a dotted name stands for may be called: where it was defined decides."""
     module = getattr(thing, "__module__", None)
-    module = module if isinstance(module, str) else ""
-    if module.partition(".")[0] == "kasoku":
-        good = (isinstance(thing, type) and issubclass(thing, _KINDS)) or _is_public(thing)
-        if not good:
-            raise InputError(f'{path} = "{dotted}": not a name for recipes; kasoku list shows those')
-    elif not (_within(module, PACKAGES) and not _within(module, _REFUSED)) and not _is_users(module):
-        raise InputError(f'{path} = "{dotted}": {_refusal(module or "a builtin")}')
+    if _is_own(dotted):
+        return
+    if not isinstance(module, str):
+        raise _refusal(dotted, path)
+    if _within(module, ("kasoku",)):
+        good = _is_kind(thing) or _is_public(thing, module)
+    elif isinstance(thing, type):
+        good = _within(module, _PACKAGES) and (_is_kind(thing) or _within(module, ("torchvision.transforms",)))
+    else:
+        good = (inspect.isfunction(thing) and module in _FUNCTIONS) or _is_registered(thing)
+    if not good:
+        raise _refusal(dotted, path)
 
 
-def _refusal(where: str) -> str:
-    return (
-        f"code of {where}, which a recipe may name only if it lies beside a recipe that is given to the command; "
-        f"if you trust it, give --allow {where}"
+def check_keys(thing: Any, keys: Iterable[str], path: str) -> None:
+    """Raises InputError for arguments with which timm would read a pickle."""
+    module = str(getattr(thing, "__module__", ""))
+    if _within(module, ("timm",)) and not _within(module, _allowed):
+        for key in keys:
+            if key.startswith("pretrained_") or key == "checkpoint_path":
+                raise InputError(
+                    f"{path}.{key}: names a file that can run code; to start from weights, use "
+                    "kasoku.models.Pretrained or pretrained = true"
+                )
+
+
+def _refusal(dotted: str, path: str) -> InputError:
+    if _within(dotted, ("kasoku",)):
+        return InputError(f'{path} = "{dotted}": not a name for recipes; kasoku list shows those')
+    return InputError(
+        f'{path} = "{dotted}": not a name that a recipe may use (kasoku\'s, or a network, layer, loss, optimizer or '
+        f"transform of torch, torchvision or timm); if you trust it, add --allow {dotted.partition('.')[0]}"
     )
 
 
@@ -114,9 +136,9 @@ def _within(name: str, packages: Iterable[str]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def _is_users(name: str) -> bool:
+def _is_own(name: str) -> bool:
     """Whether a name is of a module that the user has named, or that lies in a folder the user has given."""
-    if _within(name, _names):
+    if _within(name, _allowed):
         return True
     top = name.partition(".")[0]
     try:
@@ -130,10 +152,22 @@ def _is_users(name: str) -> bool:
     return any(Path(place).resolve().parent in _folders for place in places)
 
 
-def _is_public(thing: Any) -> bool:
-    name = getattr(thing, "__name__", "")
-    packages = (importlib.import_module(f"kasoku.{package}") for package in _PUBLIC)
-    return any(
-        name in package.__all__ and inspect.unwrap(getattr(package, name)) is inspect.unwrap(thing)
-        for package in packages
-    )
+def _is_kind(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, _KINDS)
+
+
+def _is_public(thing: Any, module: str) -> bool:
+    """Whether one of kasoku's packages exports it."""
+    _, name, *_ = [*module.split("."), ""]
+    package, thing_name = sys.modules.get(f"kasoku.{name}"), getattr(thing, "__name__", "")
+    if name not in _PUBLIC or package is None or thing_name not in package.__all__:
+        return False
+    return inspect.unwrap(getattr(package, thing_name)) is inspect.unwrap(thing)
+
+
+def _is_registered(thing: Any) -> bool:
+    """Whether torchvision or timm lists the function among its networks."""
+    name, vision, timm = getattr(thing, "__name__", ""), *map(sys.modules.get, ("torchvision.models", "timm.models"))
+    if vision and any(vision.get_model_builder(model) is thing for model in vision.list_models()):
+        return True
+    return bool(timm and timm.is_model(name) and timm.model_entrypoint(name) is thing)

@@ -48,7 +48,7 @@ def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
         count = updates_in_epoch(recipe, images, epoch)
         end = min(count, total - done)
         shown = [*range(-done % every, end, every)]  # of this epoch's updates
-        if done + end == total and shown[-1:] != [end - 1]:
+        if 0 < end == total - done and shown[-1:] != [end - 1]:
             shown.append(end - 1)
         for i in shown:
             at, last = (rate.at(group, e) for e in (epoch + i / count, epoch + (i - 1) / count if i else before))

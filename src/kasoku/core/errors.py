@@ -5,10 +5,10 @@ class InputError(ValueError):
     """Something the user gave cannot be used: one line that says what we got, what is allowed, what to do.
 
     The command prints the line without a traceback and exits with 2. `gone`: a source no longer answers; it may be
-    back later, so what was trained until then is saved.
+    back later, so what was trained until then is saved. `resumable`: the training has a checkpoint to go on from.
     """
 
-    gone = False
+    gone = resumable = False
 
 
 def summary(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -18,21 +19,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import nn
 
-from kasoku.core.errors import InputError, summary
+from kasoku.core.errors import InputError, one_line, summary
 
+MANIFEST = "manifest.json"  # in a run folder: the digests of its files
 _FULL_BYTES = 1 << 16  # a disk with less is taken for full
 
 
 def write_atomically(
-    path: Path, write: Callable[[Path], object], before_rename: Callable[[Path], object] = lambda part: None
+    path: Path, write: Callable[[Path], object], before_rename: Callable[[Path], object] | None = None
 ) -> None:
     """Calls write(part) on a file beside `path`, flushes it to disk and renames it to `path`."""
     part = path.with_name(f".{path.name}.part")
     try:
+        part.unlink(missing_ok=True)  # left by a process that was killed; or a link to another file
         write(part)
         part.chmod(0o644)  # safetensors makes its files private
         flush(part)
-        before_rename(part)
+        if before_rename:
+            before_rename(part)
         os.replace(part, path)
     except (OSError, RuntimeError, SafetensorError, UnicodeEncodeError) as error:
         refused = write_error(path, error)  # looks how full the disk is
@@ -96,7 +100,7 @@ def locked_folder(folder: Path, work: str, *, below: str = "") -> IO[str]:
     return file
 
 
-class Names(NamedTuple):
+class FolderEntries(NamedTuple):
     """What is in a folder, without hidden names: folders, regular files, other things; and which of all are links."""
 
     folders: list[str]
@@ -105,9 +109,9 @@ class Names(NamedTuple):
     links: set[str]
 
 
-def scan(folder: str) -> Names:
+def scan(folder: str) -> FolderEntries:
     """The names in a folder, sorted. Links count as what they lead to, or as other things if they lead nowhere."""
-    found = Names([], [], [], set())
+    found = FolderEntries([], [], [], set())
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -123,6 +127,13 @@ def scan(folder: str) -> Names:
     return found
 
 
+def name_left_out(folder: str, names: list[str]) -> None:
+    """Prints the first three of these things in a folder, which are no regular files, and the number of the rest."""
+    lines = [f"{folder}/{name}: not a regular file; left out" for name in names[:3]]
+    for line in lines + [f"{folder}: {len(names) - 3} more are left out"] * (len(names) > 3):
+        print(f"kasoku: {one_line(line)}", file=sys.stderr)
+
+
 def open_regular(path: str) -> int:
     """A descriptor to read a regular file. Raises OSError for anything else, at once: a pipe would wait for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -130,6 +141,28 @@ def open_regular(path: str) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
     return descriptor
+
+
+def check_regular(folder: Path) -> None:
+    """Raises InputError if there is a link, pipe or device in a folder: one leads elsewhere, the others wait."""
+    for at, folders, names in os.walk(folder):
+        for path in (os.path.join(at, name) for name in folders + names):
+            mode = os.lstat(path).st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise InputError(f"{path}: a link, pipe or device, which no run folder holds: remove it")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The table in a JSON file. Raises FileNotFoundError if there is no such file, InputError if it is damaged."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{file}: damaged ({summary(error)})") from error
+    if not isinstance(document, dict):
+        raise InputError(f"{file}: damaged (no table)")
+    return document
 
 
 def flush(path: Path) -> None:
@@ -145,6 +178,39 @@ def digest(file: Path) -> str:
     """The file's SHA-256, in hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def checked_file(folder: Path, name: str) -> Path:
+    """A file of a run. Raises InputError if its bytes are not those that the training wrote, or if they are gone.
+
+    A file that is not in the manifest may be missing, and so may one that was written for the first time when the
+    process was killed.
+    """
+    file = folder / name
+    known = digests_in(folder).get(name)
+    try:
+        if known is None or ("" in known and not file.exists()) or digest(file) in known:
+            return file
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}): bring it back, or train again") from error
+    raise InputError(
+        f"{file}: its bytes, or those of {MANIFEST}, have changed since the training wrote them: bring both back, or "
+        "train again; to change settings of a run, use --resume with --set"
+    )
+
+
+def digests_in(folder: Path) -> dict[str, list[str]]:
+    """The digests that each file may have, by its name; none for a run without a manifest."""
+    file = folder / MANIFEST
+    try:
+        found = read_json(file)
+        if not all(isinstance(known, list) for known in found.values()):
+            raise InputError(f"{file}: damaged (lists of digests are wanted)")
+    except FileNotFoundError:
+        return {}
+    except InputError as error:
+        raise InputError(f"{error}: if you trust the other files, remove it") from error
+    return found
 
 
 def write_error(path: Path, error: Exception) -> InputError:

@@ -53,7 +53,7 @@ class LaunchSpec:
         each: ranks a node, one a GPU.
         on_gpus: whether the ranks train on GPUs.
         set: changed settings of the recipe, PATH=VALUE.
-        more: further options of the training.
+        extra: further options of the training.
         out: the run folder, on a file system that all nodes share; None: under runs/, named after the job (Slurm only).
         port: of rank 0; None: derived from the job's number (Slurm only).
     """
@@ -64,7 +64,7 @@ class LaunchSpec:
     each: int
     on_gpus: bool
     set: Sequence[str] = ()
-    more: Sequence[str] = ()
+    extra: Sequence[str] = ()
     out: Path | None = None
     port: int | None = None
 
@@ -78,7 +78,7 @@ def sbatch(
     account: str | None = None,
 ) -> str:
     """A Slurm script: srun starts the ranks of each node. The arguments are the options of Slurm."""
-    quoted = shlex.join(train_arguments(spec.recipe, spec.set, spec.out, go_on=True, more=spec.more))
+    quoted = shlex.join(train_arguments(spec.recipe, spec.set, spec.out, go_on=True, extra=spec.extra))
     if spec.out is None:  # one folder a job, also after a requeue
         quoted += f' --out "runs/{spec.name}-$SLURM_JOB_ID"'
     settings = {
@@ -97,7 +97,7 @@ def manifest(spec: LaunchSpec, *, image: str, mount: Sequence[str] = ()) -> str:
 
     `mount` holds CLAIM:DIR, and kasoku is installed in `image`.
     """
-    _, recipe, *more = train_arguments(_RECIPE, spec.set, spec.out, go_on=True, more=spec.more)
+    _, recipe, *more = train_arguments(_RECIPE, spec.set, spec.out, go_on=True, extra=spec.extra)
     shape = ["--nodes", str(spec.nodes), "--gpus-per-node", str(spec.each)]
     claims = [(f"claim-{i}", *volume.partition(":")[::2]) for i, volume in enumerate(mount)]
     mounts = [{"name": "recipe", "mountPath": str(_RECIPE.parent)}, {"name": "shm", "mountPath": "/dev/shm"}]

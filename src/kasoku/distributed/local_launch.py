@@ -80,7 +80,7 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
     # ranks of a machine and their helper threads share its cores: a thread that waits should not spin
     common = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")} if len(places) > 1 else {}
     common |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started)}
-    command = [sys.executable, "-m", "kasoku", *arguments]
+    command = [sys.executable, "-P", "-m", "kasoku", *arguments]  # a random.py in this folder is not Python's
     processes: list[subprocess.Popen[bytes]] = []
     arrived: list[int] = []
 
@@ -105,12 +105,12 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
 
 
 def train_arguments(
-    recipe: Path, settings: Sequence[str], out: Path | None, *, go_on: bool, more: Sequence[str] = ()
+    recipe: Path, settings: Sequence[str], out: Path | None, *, go_on: bool, extra: Sequence[str] = ()
 ) -> list[str]:
-    """The arguments of each rank's command; `more` options come last."""
+    """The arguments of each rank's command; `extra` options come last."""
     changes = [part for setting in settings for part in ("--set", setting)]
     folder = ["--out", str(out)] if out else []
-    return ["train", str(recipe), *changes, *folder, *(["--continue"] if go_on else []), *more]
+    return ["train", str(recipe), *changes, *folder, *(["--continue"] if go_on else []), *extra]
 
 
 def attach_to_launcher() -> float | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import InputError, Job, Stage, Technique, summary
+from kasoku.core.files import checked_file
 from kasoku.models.check import check_option
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which checkpoints keep the weights
@@ -61,6 +62,8 @@ def read(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file; give a .safetensors or torch file of weights")
+    if (path.parent / "recipe.toml").is_file():  # of a run
+        checked_file(path.parent, path.name)
     content: Any
     try:
         if path.suffix == ".safetensors":

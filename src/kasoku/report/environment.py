@@ -45,7 +45,8 @@ def environment() -> dict[str, Any]:
 
 
 def _commit(folder: Path) -> str | None:
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    describe = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *describe]  # that setting names a program
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -87,8 +87,8 @@ def resume_from_checkpoint(state: RunState) -> None:
         except InputError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, UnpicklingError) as error:
-            what = f"{checkpoint}: state.pt holds something else ({type(error).__name__}: {summary(error)})"
-            raise InputError(f"{what}: use the version of kasoku that wrote it") from error
+            what = f"{checkpoint}: state.pt has unexpected contents ({type(error).__name__}: {summary(error)})"
+            raise InputError(f"{what}: resume with the version of kasoku that wrote it") from error
 
     found = run_on_all_ranks(comm, lambda: newest(run.path, warn=say, clean=True) if run else None)
     checkpoint = comm.broadcast_object(found)

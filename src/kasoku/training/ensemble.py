@@ -138,6 +138,8 @@ def _take_turns(
                     between_steps = trainer.metrics.images_begun == 0
                     if isinstance(error, GoneError) or (between_steps and i != behind):
                         trainer.checkpointing.save()
+                if isinstance(error, GoneError):
+                    error.resumable = all(trainer.resumable for trainer in trainers)
                 raise
         results = []
         for trainer, turn in zip(trainers, turns, strict=True):

@@ -18,7 +18,7 @@ from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import Result, RunState
 
 _READ_S, _SHOWN_S = 0.5, 0.2
-_STARVED, _STARVED_S = 0.2, 2.0  # the share without a core that is worth a line, and when the first one is looked at
+_STARVED, _STARVED_S = 0.2, 1.0  # the share without a core that is worth a line, and when the first one is looked at
 
 
 class Metrics:
@@ -146,9 +146,8 @@ class Metrics:
         if starved > _STARVED:
             self._starved_said = True
             self.bar.say(
-                f"{starved:.0%} of the time this process was ready and had no core, since other programs compute: end "
-                "them or give it cores of its own (taskset); else threads that wait for each other cost least with "
-                "OMP_WAIT_POLICY=passive in the environment, or --set device.threads=1"
+                f"{starved:.0%} of the time this process waited for a core, because other programs use it: stop them, "
+                "reserve cores with taskset, or wait with less (--set device.threads=1, or OMP_WAIT_POLICY=passive)"
             )
 
     # ---- time

@@ -1,9 +1,9 @@
 """The run folder: its lock, the digests of its files, and the paths of runs.
 
 Note: the manifest. manifest.json has the SHA-256 of each file that decides a result and has no checksum elsewhere: the
-resolved recipe, the shape of the data, the shares of ranks, the weights. They are compared before a file is used. The
-digest of a new version is added before the file is renamed to its place, so the manifest knows both until the next one,
-whenever the process is killed.
+resolved recipe, the shape of the data, the shares of ranks, the weights. They are compared before a file is used.
+Before a new version replaces a file, its digest is added to that of the old one (or to "", where there was none), so a
+kill between the two writes does no harm.
 """
 
 from __future__ import annotations
@@ -19,12 +19,20 @@ from torch import nn
 
 from kasoku.config import trust
 from kasoku.config.recipe import Recipe, load
-from kasoku.core import Comm, InputError, summary
-from kasoku.core.files import digest, locked_folder, write_atomically, write_text
+from kasoku.core import Comm, InputError
+from kasoku.core.files import (
+    MANIFEST,
+    check_regular,
+    checked_file,
+    digest,
+    digests_in,
+    locked_folder,
+    write_atomically,
+    write_text,
+)
 from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
-_MANIFEST = "manifest.json"
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
 
 
@@ -40,11 +48,14 @@ class RunFolder:
         self.path = path
         if resume and not (path / "recipe.toml").is_file():
             raise InputError(f"--resume {path}: no run there (no recipe.toml): the folder of an earlier run is wanted")
+        if resume:
+            check_regular(path)
         self._lock = locked_folder(path, "training", below="checkpoints")
         if not resume and (path / "recipe.toml").exists():
             self._lock.close()
             raise InputError(f"{path}: holds a run already: go on with --resume {path}, or give another --out")
-        self._digests = _digests(path) if resume else {}
+        self._digests = digests_in(path) if resume else {}
+        self._placed: dict[str, str] = {}  # digests of the files that this process has written
 
     def close(self) -> None:
         self._lock.close()
@@ -59,49 +70,20 @@ class RunFolder:
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         def note(part: Path) -> None:
-            self._digests[name] = [*self._digests.get(name, [])[-1:], digest(part)]
-            write_text(self.path / _MANIFEST, json.dumps(self._digests, indent=1) + "\n")
+            new, file = digest(part), self.path / name
+            known = self._digests.get(name) or [digest(file) if file.exists() else ""]
+            self._digests[name] = [*([self._placed[name]] if name in self._placed else known), new]
+            write_text(self.path / MANIFEST, json.dumps(self._digests, indent=1) + "\n")
+            self._placed[name] = new
 
-        write_atomically(self.path / name, write, note if name in _DECISIVE else lambda part: None)
-
-
-def checked_file(folder: Path, name: str) -> Path:
-    """A file of a run. Raises InputError if its bytes are not those that the training wrote, or if they are gone.
-
-    A file that is not in the manifest may be missing.
-    """
-    file = folder / name
-    known = _digests(folder).get(name)
-    try:
-        if known is None or digest(file) in known:
-            return file
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror}): bring it back, or train again") from error
-    raise InputError(
-        f"{file}: not as the training wrote it ({_MANIFEST} has another digest): bring the right file back, or train "
-        "again; settings of a run are changed with --resume and --set"
-    )
-
-
-def _digests(folder: Path) -> dict[str, list[str]]:
-    """The digests of the last two versions of each file, by its name; none for a run without a manifest."""
-    file = folder / _MANIFEST
-    try:
-        found = json.loads(file.read_text())
-        if not all(isinstance(name, str) and isinstance(known, list) for name, known in found.items()):
-            raise ValueError("names with lists of digests are wanted")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{file}: damaged ({summary(error)}): if you trust the other files, remove it") from error
-    digests: dict[str, list[str]] = found
-    return digests
+        write_atomically(self.path / name, write, note if name in _DECISIVE else None)
 
 
 def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     """The recipe of a run, with settings over it. Raises InputError where it was changed."""
+    check_regular(folder)
     file = checked_file(folder, "recipe.toml")
-    trust.search_recorded(file)
+    trust.search_import_folders(file)
     return load(file, settings)
 
 
@@ -145,7 +127,8 @@ def create_folder(path: Path) -> None:
 
 def members_of(folder: Path) -> list[Path]:
     """The run folders of an ensemble's members; empty if the folder is not an ensemble's."""
-    return sorted((p.parent for p in folder.glob("member-*/recipe.toml")), key=lambda p: int(p.name.split("-")[1]))
+    found = {p.parent.name.removeprefix("member-"): p.parent for p in folder.glob("member-*/recipe.toml")}
+    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def shares_in(folder: Path, comm: Comm, batch: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Trained runs, read back and evaluated."""
 
 import dataclasses
-import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from torch import Tensor
 from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
 from kasoku.core import InputError, Job
-from kasoku.core.files import load_weights
+from kasoku.core.files import checked_file, load_weights, read_json
 from kasoku.data import Dataset, Files, folder, loader
 from kasoku.device import choose
 from kasoku.training.checkpoint import newest
 from kasoku.training.evaluation import averaged, tally
-from kasoku.training.run_folder import checked_file, load_recipe, members_of
+from kasoku.training.run_folder import load_recipe, members_of
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,15 @@ def load(path: Path) -> Trained:
         raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
     recipe, data = load_recipe(path), checked_file(path, "data.json")
     try:
-        facts: dict[str, Any] = json.loads(data.read_text())
-        shown = {k: tuple(facts[k]) for k in ("classes", "image_size", "mean", "std")}
-        channels = int(facts["channels"])
+        facts = read_json(data)
+        shown: dict[str, Any] = {k: tuple(facts[k]) for k in ("classes", "image_size", "mean", "std")}
+        channels, sides, means = facts["channels"], shown["image_size"], shown["mean"] + shown["std"]
+        good = type(channels) is int and len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
+        good = good and all(isinstance(name, str) for name in shown["classes"]) and min(shown["std"]) > 0
+        if not good or len(means) != 2 * channels or not all(map(math.isfinite, means)):
+            raise ValueError("not the shape of any data")
+    except InputError as error:
+        raise InputError(f"{error}: train again") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{data}: damaged or missing ({error}): train again") from error
     model = recipes.network(recipe, len(shown["classes"]), channels, shown["image_size"][0])

@@ -115,6 +115,12 @@ class Trainer:
         """What this rank asks all ranks to do: save, stop."""
         return Request(save=self.checkpointing.is_due_by_time(), stop=Signals[self.caught[0]] if self.caught else 0)
 
+    @property
+    def resumable(self) -> bool:
+        """Whether there is a checkpoint to go on from; only rank 0 knows."""
+        run = self.state.run
+        return run is not None and run.path.is_dir() and self.state.last_checkpoint != NO_CHECKPOINT
+
     def finish(self) -> Result:
         """Writes the last checkpoint, the weights as evaluated, and the result. Collective; drains."""
         self.source.close()
@@ -150,11 +156,8 @@ def fit(
             on_all_ranks = training.job.comm.size == 1 or isinstance(error, SHARED_ERRORS)
             if error.gone and on_all_ranks:
                 trainer.checkpointing.save()
-            if run is None or trainer.state.last_checkpoint == NO_CHECKPOINT:
-                raise
-            more = type(error)(f"{error}; go on with: kasoku train --resume {run.path}")
-            more.gone = error.gone
-            raise more from error
+            error.resumable = trainer.resumable
+            raise
 
 
 def build(

@@ -15,6 +15,7 @@ from kasoku.core.errors import InputError
 from kasoku.data.datasets.base import Dataset, Files
 from kasoku.data.datasets.folder_index import Listing, Parts, Tree, arranged, below, indexed, look_in, once
 from kasoku.data.decode.decode import SUFFIXES, is_image
+from kasoku.data.decode.native import max_pixels
 from kasoku.data.remote.store import Store
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -99,6 +100,7 @@ def folder(  # noqa: PLR0913
 
 def check_settings(root: str, size: int, validation: float) -> None:
     """Raises InputError for settings with which neither a folder nor shards can be read."""
+    max_pixels()
     if not root:
         raise InputError("data.root is not given: --set data.root=DIR, the folder or the address of the images")
     if size < 1:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 
 from kasoku.core.comm import Comm
 from kasoku.core.errors import InputError
-from kasoku.core.files import scan
+from kasoku.core.files import name_left_out, scan
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.remote.cache import cache_folder, keep
 
@@ -38,7 +37,6 @@ Entry = list[Any]  # cached for a folder: its stamp (empty: list it again), its 
 
 _VALIDATION = ("val", "validation", "test")
 _VERSION = f"2 {' '.join(SUFFIXES)}"
-_NAMED = 3  # other things than files with an image's name: so many of each folder
 _AT_ONCE = 8  # folders listed in parallel: on a network disk each takes milliseconds
 _TICK_NS = 2_000_000_000  # the coarsest step in which a file system counts time
 
@@ -127,8 +125,7 @@ def indexed(top: Path, cache: str = "") -> Parts:
                 folders, files, others, links = scan(path)
                 images = [name for name in files if _is_image(name)]
                 others = [name for name in others if _is_image(name)]
-                for name in others[:_NAMED]:
-                    print(f"kasoku: {path}/{name}: not a regular file; left out", file=sys.stderr)
+                name_left_out(path, others)
                 # a time of 0 is that of a file system that keeps none
                 stands = not (links - {*images} or others) and stamp[0] > 0 and max(stamp[:2]) < began_ns - _TICK_NS
                 entry = [stamp if stands else [], folders, images]

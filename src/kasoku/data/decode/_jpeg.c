@@ -549,8 +549,8 @@ INLINE void turn(s16 r[8]) {
 enum { C0 = 11585, C1 = 16069, C2 = 15137, C3 = 13623, C4 = 11585, C5 = 9102, C6 = 6270, C7 = 3196 };
 #define BY(x, c) ((u16x16)times((s16)(x), (s16){} + (c), wide))
 
-/* The inverse cosine transform of 16 columns of 8 numbers, of which only the first n (2, 4, 6 or 8) are not 0. Sums wrap around, as those of
-   damaged files do not fit. */
+/* The inverse cosine transform of 16 columns of 8 numbers, of which only the first n (2, 4, 6 or 8) are not 0.
+   Sums wrap around: those of damaged files overflow 16 bits. */
 INLINE void columns(s16 x[8], int n, int wide) {
     u16x16 none = {}, first = BY(x[0], C0), fourth = n > 4 ? BY(x[4], C4) : none;
     u16x16 middle = n > 2 ? BY(x[2], C2) : none, inner = n > 2 ? BY(x[2], C6) : none;

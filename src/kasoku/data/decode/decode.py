@@ -15,6 +15,7 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from kasoku.core.errors import InputError
+from kasoku.core.files import open_regular
 from kasoku.data.augment.basic import centre_box, stored_side
 from kasoku.data.decode import native
 from kasoku.data.decode.native import Box
@@ -32,7 +33,6 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-MAX_PIXELS = int(os.environ.get("KASOKU_MAX_PIXELS", 2**26))  # of an image: a small file can unpack to gigabytes
 _REDUCED = 8  # a JPEG is decoded smaller where so many pixels still make one that is wanted, each way
 
 
@@ -125,14 +125,14 @@ def read_image(
 @contextmanager
 def _opened(source: str | bytes, name: str) -> Iterator[Any]:
     """The image, its header read; errors in the body are raised with its name."""
-    name = name or (source if isinstance(source, str) else "an image")
+    name, most = name or (source if isinstance(source, str) else "an image"), native.max_pixels()
+    if Image.MAX_IMAGE_PIXELS and os.environ.get("KASOKU_MAX_PIXELS"):  # Pillow's limit is never lowered by ours
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, most)
     try:
-        with Image.open(source if isinstance(source, str) else io.BytesIO(source), formats=_FORMATS) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                raise ValueError(
-                    f"{opened.width:,} x {opened.height:,} pixels, more than {MAX_PIXELS:,}: if you trust it, set "
-                    "KASOKU_MAX_PIXELS"
-                )
+        file = open(open_regular(source), "rb") if isinstance(source, str) else io.BytesIO(source)  # noqa: SIM115
+        with file, Image.open(file, formats=_FORMATS) as opened:
+            if opened.width * opened.height > most:
+                raise Image.DecompressionBombError(f"{opened.width:,} x {opened.height:,} pixels, more than {most:,}")
             yield opened
     except MemoryError:
         raise
@@ -140,6 +140,8 @@ def _opened(source: str | bytes, name: str) -> Iterator[Any]:
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
             reason = f"not one of {', '.join(_FORMATS)}"
+        if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
+            reason = f"{reason.rstrip('.')}: if you trust it, set KASOKU_MAX_PIXELS"
         raise InputError(f"{name}: cannot be decoded as an image ({reason}); mend or remove the file") from error
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
+import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-_MOST = 2**26  # pixels of an image; whether a larger one is a decompression bomb Pillow says
+from kasoku.core.errors import InputError
+
+_MOST = 2**26  # pixels of an image that the C code reads
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
@@ -59,6 +63,14 @@ class _Decoder:
             LIBRARY.kasoku_jpeg_free(self.handle)
 
 
+def max_pixels() -> int:
+    """The pixels of the largest image that is decoded ($KASOKU_MAX_PIXELS): a small file can unpack to gigabytes."""
+    text = os.environ.get("KASOKU_MAX_PIXELS") or str(_MOST)
+    if not re.fullmatch("0*[1-9][0-9]{0,17}", text):
+        raise InputError(f"KASOKU_MAX_PIXELS={text}: a whole number above 0 is wanted")
+    return int(text)
+
+
 def decoder() -> str:
     """What decodes JPEG files: crops of the one differ from the other's by a level or two."""
     return "kasoku's own" if LIBRARY else "Pillow"
@@ -73,7 +85,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
     if LIBRARY.kasoku_jpeg_open(decoder.handle, data, len(data), size_at, size_at + 4):
         return None
     columns, rows = decoder.size.tolist()
-    return (columns, rows) if columns * rows <= _MOST else None
+    return (columns, rows) if columns * rows <= min(_MOST, max_pixels()) else None
 
 
 def crop_jpeg(data: bytes, box: Callable[[int, int], Box], out_HWC: np.ndarray) -> bool:

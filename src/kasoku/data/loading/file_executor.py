@@ -25,6 +25,7 @@ from kasoku.data.loading.bad_samples import Skipped
 from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches
 from kasoku.data.loading.pipeline import Pipeline
 from kasoku.data.loading.workers import Autotuner, Bad, Chunk, Pool, ProcessPool, ThreadPool, decode_chunk, result
+from kasoku.data.packs.reader import Shards
 
 _AHEAD = 2  # batches that are decoded while one is used
 _CHUNK = 16  # images a thread takes at a time
@@ -48,6 +49,8 @@ class FileExecutor(Executor):
 
     def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
         nvjpeg.check(pipeline.decoder, pipeline.device)
+        if isinstance(self.split, Shards):
+            self.split.begin_epoch()
         pool = self._pool(pipeline)
         try:
             yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, part_numbers))

@@ -33,12 +33,11 @@ class BackgroundCheck:
     def __init__(self, files: Sequence[str], rows: bytes, name: Callable[[int], str]) -> None:
         self.changed: set[int] = set()
         self._files, self._rows, self._name = files, rows, name
-        self._images, self._reads = len(rows) // (8 * ROW), itertools.count()
         self._thread: threading.Thread | None = None
 
-    def note_read(self) -> None:
-        """Counts the read of an image; the first one of each epoch starts a check, unless the last one still runs."""
-        if self._images and next(self._reads) % self._images == 0 and not (self._thread and self._thread.is_alive()):
+    def start(self) -> None:
+        """Starts a check in a thread, unless the last one still runs."""
+        if self._rows and not (self._thread and self._thread.is_alive()):
             self._thread = threading.Thread(target=self.run, name="kasoku-checksums", daemon=True)
             self._thread.start()
 

@@ -44,7 +44,7 @@ class Shards:
     """One split as images in tar shards, read by any number of threads at once; labels_N int64.
 
     Raw images of a local shard are views of the memory-mapped file, whose pages are read on first use. Their checksums
-    are compared in the background (background_check.py), those of all others when they are read.
+    are compared in the background once an epoch (background_check.py), those of all others when they are read.
     """
 
     store: Store
@@ -61,6 +61,11 @@ class Shards:
         """The name of the image before it was packed; in foreign shards, the shard and the member."""
         return self.names[index]
 
+    def begin_epoch(self) -> None:
+        """Has the checksums of raw images of this machine compared, unless the last comparison still runs."""
+        if self.store.local and self.place_N5[:, 4].any():
+            self._background.start()
+
     def read(self, index: int) -> bytes | np.ndarray:
         """The bytes of an image file, or pixels_HWC (uint8, a view of colour planes) of a raw image.
 
@@ -69,35 +74,33 @@ class Shards:
         shard, offset, size, crc32, raw = self.place_N5[index].tolist()
         file, name = self.files[shard], self.names[index]
         if raw and self.store.local:
-            self._background.note_read()
             if index in self._background.changed:
                 raise self._changed(index)
             return planes(self.mapped(file)[offset : offset + size], name)
 
-        def right(data: bytes) -> bool:
+        def matches(data: bytes) -> bool:
             return len(data) == size and bool(crc32 < 0 or zlib.crc32(data) == crc32)
 
-        def intact(data: bytes) -> bool:
-            return right(data) and (crc32 >= 0 or bool(raw) or is_image(data))
-
+        # without a checksum it is at least an image
+        acceptable = matches if raw or crc32 >= 0 else lambda data: matches(data) and is_image(data)
         try:
-            data = self.store.read(file, offset, offset + size, intact)
+            data = self.store.read(file, offset, offset + size, acceptable)
         except GoneError:
             raise
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
-        if not right(data):
+        if not matches(data):
             raise self._changed(index)
         return planes(np.frombuffer(data, np.uint8), name) if raw else data
 
     def _changed(self, index: int) -> InputError:
         """The error of an image whose checksum is another one."""
-        file = self.files[self.place_N5[index, 0]]
-        mend = "bring that file back" if self.store.local else f"the source gives other bytes {TRIES} times"
-        return InputError(
-            f"{self.names[index]}: its bytes in {file} are cut off or have changed: {mend} (`kasoku pack --verify` "
-            "finds all such images)"
-        )
+        fault, advice = "are cut off or have changed", "bring that file back"
+        if not self.store.local:
+            cache = f"the cache {self.store.room.folder} keeps none of them"
+            fault, advice = f"are not those that were packed, after {TRIES} tries; {cache}", "upload that file again"
+        where = f"{self.names[index]}: its bytes in {self.files[self.place_N5[index, 0]]}"
+        return InputError(f"{where} {fault}: {advice} (`kasoku pack --verify` finds all such images)")
 
     @functools.cached_property
     def _background(self) -> BackgroundCheck:
@@ -173,12 +176,12 @@ def shards(  # noqa: PLR0913
 
 def pack_facts(store: Store) -> dict[str, Any] | None:
     """The contents of pack.json; None if there is none. Raises Damaged if it cannot be used."""
+    facts: list[dict[str, Any]] = []
 
     def intact(data: bytes) -> bool:
-        try:
-            return bool(_facts(data))
-        except Damaged:
-            return False
+        with suppress(Damaged):
+            facts.append(_facts(data))
+        return bool(facts)
 
     try:
         data = store.read("pack.json", intact=intact)
@@ -186,7 +189,7 @@ def pack_facts(store: Store) -> dict[str, Any] | None:
         raise
     except InputError:
         return None
-    return _facts(data)
+    return facts[0] if facts else _facts(data)
 
 
 def _facts(data: bytes) -> dict[str, Any]:
@@ -282,10 +285,8 @@ def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
     if wrong:
         more = [f"and {len(wrong) - 3} more shards"] if len(wrong) > 3 else []
         print("kasoku: " + "; ".join([one_line(text) for text in wrong[:3]] + more), file=sys.stderr)
-    print(
-        f"kasoku: {store.shown}: these shards have no checksums, so damage may go unnoticed (`kasoku pack` adds some)",
-        file=sys.stderr,
-    )
+    advice = "these shards have no checksums, so damage may go unnoticed; `kasoku pack` writes shards with checksums"
+    print(f"kasoku: {store.shown}: {advice}", file=sys.stderr)
     whole = _joined(store, files, known)
     count = int(whole.labels_N.max()) + 1
     if "classes.txt" not in listed:
@@ -311,25 +312,14 @@ def _indexed(store: Store, file: str, cache: str) -> Index:
     """The index of one shard, from the cache or from its headers; a damaged index is built anew."""
     version = store.version(file)
     if not version:  # a new file of the same size would not be noticed
-        return _walked(store, file)
+        return walk(store, file)
     known = f"{store.shown}\n{file}\n{store.size(file)}\n{version}"
     key = hashlib.sha256(os.fsencode(known)).hexdigest()[:20]
     kept = cache_folder(cache) / "shards" / f"{key}.npz"
     try:
         return Index.load(kept.read_bytes())
     except (OSError, Damaged):
-        index = _walked(store, file)
+        index = walk(store, file)
         if not index.damaged:
             keep(kept, index.dump())
         return index
-
-
-def _walked(store: Store, file: str) -> Index:
-    """The index of one shard from its headers; of a remote shard that is damaged the headers are fetched again."""
-    if not store.local:
-        with suppress(InputError):
-            index = walk(store, file)
-            if not index.damaged:
-                return index
-        store.forget(file)
-    return walk(store, file)

@@ -14,6 +14,7 @@ import re
 import tarfile
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,7 +101,7 @@ def walk(store: Store, file: str) -> Index:
 
     Errors: InputError for a file that is no tar archive.
     """
-    window, members, wrong, damage = _Window(store, file), [], [], False
+    window, members, damage = _Window(store, file), [], ""
     try:
         _header(window, 0)
     except Damaged as damaged:
@@ -113,8 +114,7 @@ def walk(store: Store, file: str) -> Index:
                 label = _label(suffix, window.read(offset, size)) if has_label else None
                 members.append((key, suffix, offset, size, label))
     except Damaged as damaged:
-        wrong.append(str(damaged))
-        damage = True
+        damage = str(damaged)
     rows_4, names, left = [], [], 0
     for key, group in itertools.groupby(members, key=lambda sample: sample[0]):
         parts = list(group)
@@ -125,10 +125,9 @@ def walk(store: Store, file: str) -> Index:
         else:
             rows_4.append((image[2], image[3], label, 0))
             names.append(one_line(f"{file}/{key}.{image[1]}"))
-    if left:
-        wrong.append(f"{left:,} without an image or a class left out")
+    left_out = tuple(filter(None, (damage, f"{left:,} without an image or a class left out" if left else "")))
     rows_N4 = np.array(rows_4, np.int64).reshape(-1, 4)
-    return Index(rows_N4, tuple(names), window.whole, left_out=tuple(wrong), damaged=damage)
+    return Index(rows_N4, tuple(names), window.whole, left_out=left_out, damaged=bool(damage))
 
 
 class _Window:
@@ -138,11 +137,13 @@ class _Window:
         self.store, self.file, self.whole = store, file, store.size(file)
         self.start, self.data = 0, b""
 
-    def read(self, offset: int, size: int) -> bytes:
+    def read(self, offset: int, size: int, *, header: bool = False) -> bytes:
+        """A header, or the data of a member. Remote bytes count as intact if that header, or the next one, is."""
         stop = min(offset + size, self.whole)
         if not self.start <= offset <= stop <= self.start + len(self.data):
-            last = min(offset + max(size, _AHEAD_BYTES), self.whole)
-            self.start, self.data = offset, self.store.read(self.file, offset, max(offset, last))
+            last = max(offset, min(offset + max(size, _AHEAD_BYTES), self.whole))
+            self.start = offset
+            self.data = self.store.read(self.file, offset, last, lambda data: _has_header(data, 0 if header else size))
         return self.data[offset - self.start : max(stop - self.start, 0)]
 
     def lacking(self, stop: int) -> Damaged:
@@ -178,18 +179,31 @@ def _members(window: _Window) -> Iterator[tuple[str, int, int]]:
 
 def _header(window: _Window, at: int) -> tarfile.TarInfo | None:
     """The header at a byte of the shard; None at the end of the archive. Raises Damaged."""
-    block = window.read(at, BLOCK_BYTES)
+    block = window.read(at, BLOCK_BYTES, header=True)
     if len(block) < BLOCK_BYTES:
         raise window.lacking(at + BLOCK_BYTES)
-    if not any(block):
-        return None
     try:
-        header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        return _parsed(block)
     except tarfile.HeaderError as error:
         raise window.broken(at) from error
+
+
+def _parsed(block: bytes) -> tarfile.TarInfo | None:
+    """The header that bytes begin with; None for zeros and for too few bytes. Raises tarfile.HeaderError."""
+    if len(block) < BLOCK_BYTES or not any(block):
+        return None
+    header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     if header.size < 0:
-        raise window.broken(at)
+        raise tarfile.HeaderError("a size below 0")
     return header
+
+
+def _has_header(data: bytes, at: int) -> bool:
+    """Whether a header, or the end, comes after so many bytes of a member's data; also if it lies behind `data`."""
+    with suppress(tarfile.HeaderError):
+        _parsed(data[-(-at // BLOCK_BYTES) * BLOCK_BYTES :][:BLOCK_BYTES])
+        return True
+    return False
 
 
 def _pax(text: bytes) -> dict[str, bytes]:

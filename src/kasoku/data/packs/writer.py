@@ -35,7 +35,7 @@ from kasoku.data.datasets.base import Dataset, Encoded, GoneError
 from kasoku.data.datasets.folder import folder
 from kasoku.data.decode.decode import SUFFIXES, decode, upright
 from kasoku.data.loading.shuffle import order
-from kasoku.data.packs.reader import pack_facts, pack_index, shards
+from kasoku.data.packs.reader import Shards, pack_facts, pack_index, shards
 from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member
 from kasoku.data.remote.store import Store, is_remote
 
@@ -155,8 +155,9 @@ def _verified(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> int
     digest, at = hashlib.sha256(), 0
     for name, (offset, size, _, crc32) in zip(index.names, index.rows_N4.tolist(), strict=True):
         digest.update(store.read(file, at, offset))
-        data = store.read(file, offset, offset + size)
-        if zlib.crc32(data) != crc32:
+        intact = partial(_matches, crc32)
+        data = store.read(file, offset, offset + size, intact)
+        if not intact(data):
             raise Damaged(f"{file}: {name} is damaged")
         digest.update(data)
         at = offset + size
@@ -164,6 +165,10 @@ def _verified(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> int
     if digest.hexdigest() != shard["sha256"]:
         raise Damaged(f"{file}: all images are whole, but a header or a label is damaged")
     return len(index.names)
+
+
+def _matches(crc32: int, data: bytes) -> bool:
+    return bool(zlib.crc32(data) == crc32)
 
 
 @dataclass
@@ -283,6 +288,8 @@ def _finished(run: _Run, dataset: Dataset, facts: dict[str, Any]) -> str:
     each = facts["images_per_shard"]
     for part, split in (("train", dataset.train), ("val", dataset.test)):
         rows, count = order(len(split), 0, 0).tolist(), 0
+        if isinstance(split, Shards):
+            split.begin_epoch()
         for first in range(0, len(rows), each):
             file = f"{part}-{first // each:05d}.tar"
             index = run.shard(cast(Encoded, split), file, first, rows[first : first + each])

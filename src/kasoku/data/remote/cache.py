@@ -84,14 +84,6 @@ class Copy:
             with self._lock:
                 self._note(first, 0)  # damaged: marks the piece as empty
 
-    def drop(self, start: int, stop: int) -> None:
-        """Forgets all pieces with bytes from start to stop."""
-        with self._lock:
-            least = bisect_left(self._starts, max(0, start - _PIECE_BYTES))
-            for at in range(least, bisect_left(self._starts, stop)):
-                if self._starts[at] + (self._rests[at] >> 32) > start:
-                    self._rests[at] = 0
-
     def keep(self, first: int, data: bytes) -> None:
         """Writes bytes into the copy, then their pieces into the log, while there is room."""
         view = memoryview(data)

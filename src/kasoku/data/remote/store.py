@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,18 +15,17 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
 from kasoku.core.errors import InputError
-from kasoku.core.files import open_regular, scan
+from kasoku.core.files import name_left_out, open_regular, scan
 from kasoku.data.datasets.base import GoneError
 from kasoku.data.remote.cache import Copy, Room, cache_folder
 
 _REQUEST_BYTES = 8 * 2**20  # maximum of a request: a large file on a slow line must not look like a stall
 _PATIENCE_S = 60.0  # a request is repeated for so long if the source does not answer
-TRIES = 4  # of bytes that are not intact
+TRIES = 4  # to read bytes that are intact
 _REQUEST_S = 20.0  # a longer request is cancelled and sent again
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0  # between tries; each wait is twice the one before
 _OPEN, _COPIES = 128, 4096  # local files that stay open; remote files whose log stays in memory
 _LISTING, _DEPTH = 8, 32  # folders listed in parallel; most nested folders (some sites answer any address)
-_NAMED = 3  # other things than files in a local folder: so many of each
 _VERSIONS = "ETag etag md5Hash LastModified Last-Modified last_modified mtime modificationTime modified updated created"
 
 T = TypeVar("T")
@@ -45,7 +43,7 @@ class Store:
         root: a folder (it may name environment variables), or an address that fsspec knows (http:// s3:// gs:// hdfs://
             and more); credentials and endpoints come from fsspec's own settings.
         cache: the folder of the cache; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
-        cache_bytes: maximum cached for this root by all processes together, including earlier contents.
+        cache_bytes: maximum cached for this root by all processes together, including earlier contents; 0: no cache.
 
     `local`: whether the files are on this machine. `shown`: the absolute path, or the address without its password.
     Errors: InputError for a missing file, folder or package; GoneError for a source that refuses or does not answer.
@@ -68,8 +66,9 @@ class Store:
                 )
             return
         self.shown = self._far.shown
+        self._cached = cache_bytes > 0
         digest = hashlib.sha256(os.fsencode(where.rstrip("/"))).hexdigest()[:20]
-        self._room = Room(cache_folder(cache) / f"store-{digest}", cache_bytes, self.shown)
+        self.room = Room(cache_folder(cache) / f"store-{digest}", cache_bytes, self.shown)
 
     def list_files(self) -> list[str]:
         """Paths of all files below the root, relative to it, "/" between parts, sorted; without hidden ones."""
@@ -90,8 +89,7 @@ class Store:
                 _refuse(error)
             folders += [f"{folder}{name}/" for name in below]
             files += [f"{folder}{name}" for name in names]
-            for name in others[:_NAMED]:
-                print(f"kasoku: {self.shown}/{folder}{name}: not a regular file; left out", file=sys.stderr)
+            name_left_out(f"{self.shown}/{folder}"[:-1], [name for name in others if name.lower().endswith(".tar")])
         return sorted(files)
 
     def size(self, path: str) -> int:
@@ -106,15 +104,11 @@ class Store:
     ) -> bytes:
         """Bytes start (0 or more) to stop (None: its end) of a file, fewer if the file is shorter; thread-safe.
 
-        Remote bytes that are not `intact` are dropped from the cache, fetched again some times, and never kept. The
-        last ones are returned all the same: whoever has a checksum also has the words for what is damaged.
+        Remote bytes that fail `intact` are fetched again, up to TRIES times, and are not cached. If they still fail
+        they are returned: the caller reports the error.
         """
         if self._far:
-            for _ in range(TRIES):
-                data = self._read_far(self._far, path, start, stop, intact)
-                if intact(data):
-                    break
-            return data
+            return self._read_far(self._far, path, start, stop, intact)
         parts, kept = [], self._open.get(path)
         try:
             file = open_regular(f"{self.shown}/{path}") if kept is None else kept
@@ -131,29 +125,26 @@ class Store:
             _refuse(error)
         return b"".join(parts)
 
-    def forget(self, path: str) -> None:
-        """Drops a remote file from the cache."""
-        if self._far:
-            self._copy(path).drop(0, self.size(path))
-
     def _read_far(self, far: _Far, path: str, start: int, stop: int | None, intact: Callable[[bytes], bool]) -> bytes:
         size, copy = self.size(path), self._copy(path)
-        at, stop = start, size if stop is None else min(stop, size)
-        parts, fetched = [], []
-        while at < stop:
-            part, gap_end = copy.read(at, stop)
-            if not part:
-                first, data = far.read(path, at, min(gap_end, at + _REQUEST_BYTES), size)
-                fetched.append((first, data))
-                part = data[at - first : stop - first]
-            parts.append(part)
-            at += len(part)
-        whole = b"".join(parts)
-        if intact(whole):
-            for first, data in fetched:
-                copy.keep(first, data)
-        else:
-            copy.drop(start, stop)
+        stop = size if stop is None else min(stop, size)
+        for attempt in range(TRIES):
+            if attempt:  # the cache may hold the bad bytes, and a proxy may soon answer again
+                time.sleep(_FIRST_WAIT_S * 2 ** (attempt - 1))
+            at, parts, fetched = start, [], []
+            while at < stop:
+                part, gap_end = copy.read(at, stop) if self._cached and not attempt else (b"", stop)
+                if not part:
+                    first, data = far.read(path, at, min(gap_end, at + _REQUEST_BYTES), size)
+                    fetched.append((first, data))
+                    part = data[at - first : stop - first]
+                parts.append(part)
+                at += len(part)
+            whole = b"".join(parts)
+            if intact(whole):
+                for first, data in fetched:
+                    copy.keep(first, data)
+                break
         return whole
 
     def _copy(self, path: str) -> Copy:
@@ -162,7 +153,7 @@ class Store:
         if copy is None:
             size, version = self._known(path)
             digest = hashlib.sha256(f"{size} {version} {path}".encode("utf-8", "surrogateescape")).hexdigest()
-            copy = Copy(self._room.folder / digest[:2] / digest[2:24], size, self._room)
+            copy = Copy(self.room.folder / digest[:2] / digest[2:24], size, self.room)
             if len(self._copies) < _COPIES:
                 copy = self._copies.setdefault(path, copy)  # another thread may have been faster
         return copy
@@ -210,7 +201,7 @@ class _Far:
         except Exception as error:  # an unknown protocol, or any error of the source's own package
             raise InputError(f"root={self.shown}: cannot be opened ({_plain(error)}); check the address") from error
         self._top = str(top).rstrip("/")
-        self._gone_s = 0.0  # when the patience of a request was over: those that had begun before end then, too
+        self._gave_up_s = 0.0  # when a request last gave up; older requests then give up at their next failure
 
     def list_files(self) -> dict[str, dict[str, Any]]:
         """The info of each file by its path. fsspec's find() would skip folders that it cannot list."""
@@ -277,8 +268,8 @@ class _Far:
                     raise InputError(f"{where}: no such file or folder; check the address") from error
                 refused, left_s = isinstance(error, PermissionError) or status in (401, 403), until - time.monotonic()
                 if left_s <= 0:
-                    self._gone_s = time.monotonic()
-                if refused or self._gone_s > began_s:
+                    self._gave_up_s = time.monotonic()
+                if refused or self._gave_up_s > began_s:
                     what = "access refused" if refused else f"no answer for {_PATIENCE_S:g} s"
                     raise GoneError(f"{where}: {what} ({type(error).__name__} {_plain(error)})") from error
             time.sleep(min(wait_s, left_s))
@@ -300,9 +291,9 @@ class _Far:
             answer = asyncio.run_coroutine_threadsafe(call, self._system.loop)
         else:
             threading.Thread(target=settle, name="kasoku-store", daemon=True).start()
-        began_s = time.monotonic()
+        until_s = limit_s + (began_s := time.monotonic())
         try:
-            while self._gone_s < began_s and not answer.done() and (left_s := began_s + limit_s - time.monotonic()) > 0:
+            while self._gave_up_s < began_s and not answer.done() and (left_s := until_s - time.monotonic()) > 0:
                 wait((answer,), min(left_s, 1.0))
             return answer.result(0)
         finally:
