@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import tomllib
@@ -17,6 +18,13 @@ _NUMBERS = [0, -1, 1, 2, 3, 7, 0.5, 1e-12, 1e12, 2**31, 2**63 - 1, math.nan, mat
 _TEXTS = ["", "x", "a b", "é\u0000", "x" * 1000, "cpu", "cuda", "os.system", "torch.hub.load"]
 _TEXTS += ["kasoku.models.resnet18", "kasoku.optim.sgd", "kasoku.core.Linear", "kasoku.data.digits"]
 _TEXTS += ["kasoku.distributed.Overlap", "kasoku.memory.SavedMemory"]
+_CALLS = [  # of foreign code, as a recipe would name it
+    {"use": "os.system", "command": "true"},
+    {"use": "subprocess.Popen", "args": ["true"]},
+    {"use": "torch.hub.load", "repo_or_dir": "a/b", "model": "x"},
+    {"use": "urllib.request.urlopen", "url": "http://127.0.0.1:9/"},
+    {"use": "kasoku.report.environment.subprocess.run", "args": ["true"]},
+]
 _KEYS = ["use", "epochs", "warmup", "x", "", "batch", "points", "kind"]
 
 
@@ -29,7 +37,7 @@ def leaves(thing: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def changed(value: Any, draw: random.Random) -> Any:
     """Another value, mostly of the same kind."""
     if draw.random() < 0.1:
-        return draw.choice([*_NUMBERS, *_TEXTS, True, [], {}, [1, 2], {"use": "kasoku.core.Linear"}])
+        return draw.choice([*_NUMBERS, *_TEXTS, True, [], {}, [1, 2], {"use": "kasoku.core.Linear"}, *_CALLS])
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -42,7 +50,7 @@ def changed(value: Any, draw: random.Random) -> Any:
     items = list(value.items())
     draw.shuffle(items)
     more = {draw.choice(_KEYS): draw.choice([*_NUMBERS, *_TEXTS])}
-    return draw.choice([dict(items[1:]), {**value, **more}, dict(items)])
+    return draw.choice([dict(items[1:]), {**value, **more}, dict(items), draw.choice(_CALLS)])
 
 
 def recipes(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -56,7 +64,7 @@ def recipes(folder: Path, **settings: Any) -> dict[str, Any]:
             at = document
             for key in path:
                 at = at[key]
-            at[last] = changed(at[last], draw)
+            at[last] = copy.deepcopy(changed(at[last], draw))
             if not leaves(document):
                 break
         file.write_text(tomli_w.dumps(document))

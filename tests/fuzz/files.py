@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import random
@@ -19,6 +20,7 @@ from PIL import Image
 from common import FindingError, command, limited, mutated, tried
 from kasoku.core import InputError
 from kasoku.data import decode, shards
+from kasoku.data.packs.reader import Shards
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits_cnn_98.toml"
 _SHORT = (
@@ -50,6 +52,9 @@ def _read(root: Path, cache: Path) -> str:
     shutil.rmtree(cache, ignore_errors=True)
     dataset = shards(str(root), 16, validation=0.3, cache=str(cache))
     for split in (dataset.train, dataset.test):
+        assert isinstance(split, Shards)
+        if split.place_N5[:, 4].any():  # raw images, which are only compared in the background
+            split._background.run()
         digest.update(repr((split.names, split.labels_N.tolist())).encode())
         for index in range(len(split)):
             data = split.read(index)
@@ -64,8 +69,8 @@ def _damaging(
     whole: Path,
     read: Callable[[Path], object],
     *,
-    files: Callable[[Path], bool],
-    silent: bool,
+    silent: bool = False,
+    files: Callable[[Path], bool] = lambda _: True,
     **settings: Any,
 ) -> dict[str, Any]:
     """Changes the bytes of one file of a copy of `whole`; read(copy) is as of the whole, or refuses.
@@ -107,20 +112,14 @@ def tars(folder: Path, **settings: Any) -> dict[str, Any]:
                     info = tarfile.TarInfo(f"{long}{i:03d}.{suffix}")
                     info.size = len(data)
                     tar.addfile(info, io.BytesIO(data))
-    return _damaging(
-        "tar", whole, lambda root: _read(root, folder / "cache"), files=lambda f: True, silent=True, **settings
-    )
+    return _damaging("tar", whole, lambda root: _read(root, folder / "cache"), silent=True, **settings)
 
 
-def packs(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Packs of `kasoku pack`, as JPEG."""
+def packs(folder: Path, form: str = "jpeg", name: str = "pack", **settings: Any) -> dict[str, Any]:
+    """Packs of `kasoku pack`."""
     _pictures(folder / "pictures")
-    command("pack", str(folder / "pictures"), str(folder / "whole"))
-    files = {".tar", ".npz", ".json"}
-    return _damaging(
-        "pack", folder / "whole", lambda root: _read(root, folder / "cache"), files=lambda f: f.suffix in files,
-        silent=False, **settings,
-    )  # fmt: skip
+    command("pack", str(folder / "pictures"), str(folder / "whole"), "--format", form)
+    return _damaging(name, folder / "whole", lambda root: _read(root, folder / "cache"), **settings)
 
 
 def _run(folder: Path) -> Path:
@@ -141,23 +140,12 @@ def checkpoints(folder: Path, **settings: Any) -> dict[str, Any]:
         code, *_ = command("train", "--resume", str(run), "--quiet")
         return "refused" if code else _weights(run)
 
-    return _damaging(
-        "checkpoint", whole, resumed, files=lambda f: f.parent.name.startswith("step-"), silent=False, **settings
-    )
+    return _damaging("checkpoint", whole, resumed, files=lambda f: f.parent.name.startswith("step-"), **settings)
 
 
 def runs(folder: Path, **settings: Any) -> dict[str, Any]:
     """A run with a damaged file beside its checkpoints is evaluated, resumed and reported."""
     whole = _run(folder)
-    names = {
-        "recipe.toml",
-        "data.json",
-        "best.safetensors",
-        "metrics.jsonl",
-        "environment.json",
-        "result.json",
-        "ledger.json",
-    }
 
     def used(run: Path) -> object:
         evaluated = command("eval", str(run))
@@ -167,7 +155,8 @@ def runs(folder: Path, **settings: Any) -> dict[str, Any]:
             return "refused"
         return re.findall(r"\d+\.\d+", evaluated[1].replace(str(run), "")), _weights(run)
 
-    return _damaging("run", whole, used, files=lambda f: f.name in names, silent=False, **settings)
+    return _damaging("run", whole, used, files=lambda f: "checkpoints" not in f.parts, **settings)
 
 
-KINDS = {"tar": tars, "pack": packs, "checkpoint": checkpoints, "run": runs}
+KINDS: dict[str, Callable[..., dict[str, Any]]] = {"tar": tars, "pack": packs}
+KINDS |= {"pack-raw": functools.partial(packs, form="raw", name="pack-raw"), "checkpoint": checkpoints, "run": runs}

@@ -9,6 +9,8 @@ import random
 import shutil
 import struct
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,41 +44,45 @@ def seeds(path: Path) -> None:
 
 
 def _run(
-    compiler: str, sanitizers: str, folder: Path, *, seed: int, seconds: float, most: int, keep: Path
+    kind: str, compiler: str, sanitizers: str, folder: Path, *, seed: int, until: float, most: int, keep: Path
 ) -> dict[str, Any]:
     found = next(
         (name for name in (compiler, *(f"{compiler}-{n}" for n in range(21, 13, -1))) if shutil.which(name)), ""
     )
     program, last = folder / "native", folder / "last"
-    flags = ["-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-Wno-psabi"]
+    flags = ["-O1", "-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-Wno-psabi"]
     build = found and subprocess.run(
         [found, *flags, str(HERE / "native.c"), "-o", str(program), "-lm"], capture_output=True, text=True, check=False
     )
     if not build or build.returncode:
         why = f"{found}: {build.stderr.strip()[-200:]}" if build else f"no {compiler}"
-        return {"inputs": 0, "findings": 0, "skipped": why}
+        if compiler == "clang":
+            return {"inputs": 0, "findings": 0, "skipped": why}
+        print(f"{kind}: native.c is not built, so that no input was tried: {why}", file=sys.stderr)
+        return {"inputs": 0, "findings": 1}
     seeds(folder / "seeds")
-    words = [str(folder / "seeds"), str(last), str(most), str(round(min(seconds, 10**6))), str(seed)]
+    seconds = round(min(max(until - time.monotonic(), 1), 10**6))
+    words = [str(word) for word in (folder / "seeds", last, most, seconds, seed)]
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # leak detection needs ptrace
     done = subprocess.run([program, *words], capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         data = last.read_bytes()
         keep.mkdir(parents=True, exist_ok=True)
-        (keep / "native.jpg").write_bytes(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        (keep / "native.txt").write_text(done.stderr)
-        print(done.stderr[:2000])
-        return {"inputs": -1, "findings": 1}
+        (keep / f"{kind}-{seed}.jpg").write_bytes(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        (keep / f"{kind}-{seed}.txt").write_text(done.stderr)
+        print(f"{kind} --seed {seed}: exit {done.returncode}: {done.stderr[:2000]}", file=sys.stderr)
+        return {"inputs": 0, "findings": 1}
     return {**json.loads(done.stdout), "findings": 0}
 
 
 def addresses(folder: Path, **settings: Any) -> dict[str, Any]:
     """AddressSanitizer and UndefinedBehaviorSanitizer, without exemptions."""
-    return _run("gcc", "address,undefined", folder, **settings)
+    return _run("jpeg", "gcc", "address,undefined", folder, **settings)
 
 
 def memory(folder: Path, **settings: Any) -> dict[str, Any]:
     """MemorySanitizer, which only clang has."""
-    return _run("clang", "memory", folder, **settings)
+    return _run("jpeg-memory", "clang", "memory", folder, **settings)
 
 
 KINDS = {"jpeg": addresses, "jpeg-memory": memory}
