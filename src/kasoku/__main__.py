@@ -14,7 +14,7 @@ def main() -> int:
     """Runs the command; returns its exit code."""
     with suppress(OSError):
         if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
-            sys.path.append(sys.path.pop(0))  # of `python -m kasoku`: a random.py in this folder is not Python's
+            del sys.path[0]  # `python -m` would take a random.py or a missing package from here
     _wait_passively_beside_others()
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # otherwise the parent process handles SIGINT
     if ours:

@@ -388,7 +388,7 @@ def test_what_cannot_be_planned_is_one_clear_line(
 
 def test_a_run_that_nobody_planned_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--compare", str(tmp_path)]) == 2
-    assert "environment.json" in capsys.readouterr().err
+    assert "no plan.json there" in capsys.readouterr().err
     (tmp_path / "environment.json").write_text('{"command": ["kasoku", "train", "nowhere/a.toml"]}')
     assert main(["plan", "--compare", str(tmp_path)]) == 2
     assert "no plan.json there" in capsys.readouterr().err

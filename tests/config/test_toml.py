@@ -70,8 +70,8 @@ BAD = {
     ),
     "no module": (
         {"batch": 1, "rule": {"use": "nowhere.sgd"}},
-        'rule.use = "nowhere.sgd": there is no module nowhere on the import path; if the run used its own module '
-        "nowhere, add --allow nowhere",
+        'rule.use = "nowhere.sgd": there is no module nowhere on the import path; if the run used its own, add '
+        "--allow nowhere",
     ),
     "not dotted": (
         {"batch": 1, "rule": {"use": "sgd"}},

@@ -1,14 +1,19 @@
 """Recipes name code: kasoku's, torch's and the user's own; nobody else's runs, wherever the recipe comes from."""
 
+import enum
+import os
 import shutil
+import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from kasoku.cli import main
 from kasoku.config import trust
-from kasoku.config.toml import resolve
+from kasoku.config.toml import Factory, resolve
 from kasoku.core import InputError
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_cnn_98.toml"
@@ -35,11 +40,6 @@ FOREIGN = [
     "torch.nn.Module.load_state_dict",
     "torch.nn.utils.clip_grad_norm_",
     "torch.utils.model_dump.__main__.x",
-    "torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict",
-    "torchvision.models.get_weight",
-    "timm.models.load_state_dict",
-    "timm.models.create_model",
-    "timm.models._hub.load_state_dict_from_hf",
 ]
 OURS = [
     "kasoku.models.resnet50",
@@ -57,8 +57,61 @@ BESIDE = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nfrom 
 def test_code_of_others_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trust.allow_beside(tmp_path / "recipe.toml")
-    with pytest.raises(InputError, match=r"not a name for recipes|if you trust it, add --allow|there is no module"):
+    with pytest.raises(InputError, match=r"not a name (for recipes|that a recipe may use)"):
         resolve(name, "model.use")
+
+
+def network(pretrained=False, **settings):
+    """A network that a stand-in for torchvision or timm lists."""
+    return torch.nn.Linear(2, 2)
+
+
+def loads_a_pickle(checkpoint_path=""):
+    raise AssertionError("called")
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("torchvision", "timm"):
+        models = types.ModuleType(f"{package}.models")
+        for function in (network, loads_a_pickle):
+            own = types.FunctionType(function.__code__, globals(), function.__name__, function.__defaults__)
+            own.__module__ = f"{package}.models._inside"
+            setattr(models, function.__name__, own)
+        models.Weights = enum.Enum("Weights", {"DEFAULT": "x"})
+        models.list_models = lambda: ["network"]
+        models.get_model_builder = models.model_entrypoint = lambda name, models=models: models.network
+        models.is_model = lambda name: name == "network"
+        for module in (types.ModuleType(package), models):
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_of_torchvision_and_timm_the_listed_networks_are_taken() -> None:
+    for package in ("torchvision", "timm"):
+        assert isinstance(Factory(f"{package}.models.network", {"pretrained": True})(), torch.nn.Linear)
+        for name in ("loads_a_pickle", "list_models", "_hub.load", "Weights.DEFAULT.__class__"):
+            with pytest.raises(InputError, match="not a name that a recipe may use"):
+                resolve(f"{package}.models.{name}", "model.use")
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("key", ["pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"])
+def test_of_timm_no_argument_that_loads_a_pickle_is_taken(key: str) -> None:
+    with pytest.raises(InputError, match=f"{key}: makes timm load a file that can run code"):
+        Factory("timm.models.network", {key: "x"})
+    trust.allow(["timm"])
+    Factory("timm.models.network", {key: "x"})
+
+
+@pytest.mark.process
+def test_the_alarm_of_make_fuzz_rings() -> None:
+    folder = Path(__file__).parents[1] / "fuzz"
+    code = "import common, os; common.main = lambda words: os.system('true'); common.command()"
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "FindingError: runs os.system" in done.stderr
 
 
 @pytest.mark.parametrize("name", OURS)

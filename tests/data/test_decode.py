@@ -72,7 +72,7 @@ def test_what_is_no_image_is_one_clear_line_with_the_file(tmp_path, body):
     with pytest.raises(InputError, match=r"bad\.jpg: cannot be decoded as an image \(.+\); mend or remove") as caught:
         decode(str(path))
     assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match="no such file"):
+    with pytest.raises(InputError, match="No such file"):
         decode(str(tmp_path / "gone.jpg"))
 
 

@@ -567,3 +567,9 @@ def test_nothing_is_kept_of_local_files(tmp_path):
     (tmp_path / "a").write_text("abc")
     assert Store(str(tmp_path), cache=str(tmp_path / "cache")).read("a") == b"abc"
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("root", ["reference::file:///x.json", "zip://a.zip::http://127.0.0.1:9/b", "reference://x"])
+def test_an_address_in_an_address_is_refused(root):
+    with pytest.raises(InputError, match="an address in an address can run code; give a plain one"):
+        Store(root)

@@ -24,7 +24,7 @@ _events: list[str] = []  # of the command that runs
 
 
 class FindingError(BaseException):  # so that no `except Exception` of kasoku hides it
-    """An input that ends in anything but the right result or one line."""
+    """An input that gives neither the right result nor a refusal in one line."""
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -115,7 +115,7 @@ def tried(
     """Calls one(draw), which returns how its input ended, until time or inputs are over; show(): the last input."""
     counts, findings = dict[str, int](), 0
     for number in range(most):
-        if time.monotonic() > until:
+        if number and time.monotonic() > until:
             break
         try:
             end = one(random.Random(f"{name} {seed} {number}"))
@@ -124,7 +124,7 @@ def tried(
             keep.mkdir(parents=True, exist_ok=True)
             (keep / f"{name}-{seed}-{number}").write_bytes(show())
             (keep / f"{name}-{seed}-{number}.txt").write_text(traceback.format_exc())
-            said = f"{name} --seed {seed}, input {number}: {type(error).__name__}: {str(error)[:300]}"
-            print(said, file=sys.stderr, flush=True)
+            where = f"{name} --seed {seed}, input {number}"
+            print(f"{where}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
         counts[end] = counts.get(end, 0) + 1
     return {"inputs": sum(counts.values()), **counts, "findings": findings}

@@ -53,21 +53,26 @@ def changed(value: Any, draw: random.Random) -> Any:
     return draw.choice([dict(items[1:]), {**value, **more}, dict(items), draw.choice(_CALLS)])
 
 
+def varied(text: str, draw: random.Random) -> str:
+    """A TOML document with one to three changes."""
+    document = tomllib.loads(text)
+    for _ in range(draw.randint(1, 3)):
+        *path, last = draw.choice(leaves(document))
+        at = document
+        for key in path:
+            at = at[key]
+        at[last] = copy.deepcopy(changed(at[last], draw))
+        if not leaves(document):
+            break
+    return tomli_w.dumps(document)
+
+
 def recipes(folder: Path, **settings: Any) -> dict[str, Any]:
     """Each document goes through `kasoku train --dry-run`."""
     file = folder / "recipe.toml"
 
     def one(draw: random.Random) -> str:
-        document = tomllib.loads(draw.choice(RECIPES).read_text())
-        for _ in range(draw.randint(1, 3)):
-            *path, last = draw.choice(leaves(document))
-            at = document
-            for key in path:
-                at = at[key]
-            at[last] = copy.deepcopy(changed(at[last], draw))
-            if not leaves(document):
-                break
-        file.write_text(tomli_w.dumps(document))
+        file.write_text(varied(draw.choice(RECIPES).read_text(), draw))
         return _ended(*command("train", str(file), "--dry-run"))
 
     return tried("recipe", one, file.read_bytes, **settings)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from documents import varied
 from PIL import Image
 
 from common import FindingError, command, limited, mutated, tried
@@ -158,5 +159,23 @@ def runs(folder: Path, **settings: Any) -> dict[str, Any]:
     return _damaging("run", whole, used, files=lambda f: "checkpoints" not in f.parts, **settings)
 
 
+def forged(folder: Path, **settings: Any) -> dict[str, Any]:
+    """A run of a stranger's making, without a manifest and with another recipe: no code runs but what it may name."""
+    whole, marker = _run(folder), folder / "ran"
+    (whole / "manifest.json").unlink()
+    (whole / "beside.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    text, file = (whole / "recipe.toml").read_text(), whole / "recipe.toml"
+
+    def one(draw: random.Random) -> str:
+        file.write_text(varied(text, draw) if draw.random() < 0.9 else text.replace("kasoku.models", "beside"))
+        ends = [command("eval", str(whole))[0], command("train", "--resume", str(whole), "--dry-run")[0]]
+        if marker.exists():
+            raise FindingError("a module of the run folder was imported")
+        return "refused" if any(ends) else "taken"
+
+    return tried("forged", one, file.read_bytes, **settings)
+
+
 KINDS: dict[str, Callable[..., dict[str, Any]]] = {"tar": tars, "pack": packs}
 KINDS |= {"pack-raw": functools.partial(packs, form="raw", name="pack-raw"), "checkpoint": checkpoints, "run": runs}
+KINDS["forged"] = forged

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from helpers.started import KASOKU, clean
 from kasoku.cli import main
 from kasoku.core import InputError, Solo
-from kasoku.core.files import checked_file, write_atomically
+from kasoku.core.files import check_regular, checked_file, write_atomically
 from kasoku.models import read
 from kasoku.training import trained_run
 from kasoku.training.checkpoint import save
@@ -45,7 +46,8 @@ def test_one_bit_of_a_file_that_decides_is_named(name: str, run: Path, capsys: p
     assert f"{run / name}: its bytes, or those of manifest.json, have changed" in capsys.readouterr().err
     (run / name).unlink()
     assert main(["eval", str(run)]) == 2
-    assert str(run) in capsys.readouterr().err
+    wanted = f"{run}: no run there" if name == "recipe.toml" else f"{run / name}: cannot be read (No such file"
+    assert wanted in capsys.readouterr().err
 
 
 def test_one_bit_of_the_recipe_does_not_resume(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +60,7 @@ def test_one_bit_of_the_recipe_does_not_resume(run: Path, capsys: pytest.Capture
     assert main(["train", "--resume", str(run), "--quiet"]) == 0
 
 
-@pytest.mark.parametrize("manifest", [b"{", b"[]", b'{"recipe.toml": 1}', b"\xff"])
+@pytest.mark.parametrize("manifest", [b"{", b"[]", b"3", b"\xff"])
 def test_a_damaged_manifest_is_one_line(manifest: bytes, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "manifest.json").write_bytes(manifest)
     for command in (["eval", str(run)], ["train", "--resume", str(run)]):
@@ -86,6 +88,33 @@ def test_a_kill_between_manifest_and_file_harms_neither(
     path = checked_file(tmp_path, "recipe.toml")
     assert path.exists() != first
     assert first or path.read_text() == "batch = 2\n"
+
+
+def test_a_file_that_was_written_once_and_is_gone_is_missed(tmp_path: Path) -> None:
+    with closing(RunFolder(tmp_path)) as run:
+        run.write("recipe.toml", "batch = 1\n")
+        run.write("shares.json", "[60, 4]")
+    (tmp_path / "shares.json").unlink()
+    with pytest.raises(InputError, match=r"shares\.json: cannot be read \(No such file"):
+        shares_in(tmp_path, Solo(), 64)
+
+
+def test_a_run_folder_may_change_while_it_is_looked_at(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            (tmp_path / ".x.part").mkdir()
+            (tmp_path / ".x.part").rmdir()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(300):
+            check_regular(tmp_path)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_weights_of_a_run_are_compared_where_a_training_starts_from_them(run: Path) -> None:
@@ -143,7 +172,11 @@ DEEP = "[" * 100_000
         ("data.json", DEEP),
         ("manifest.json", DEEP),
         ("recipe.toml", f"a={DEEP}"),
-        *[("data.json", text) for text in ('{"channels": 1e999}', '{"image_size": []}', '{"std": [0]}', "[]")],
+        ("recipe.toml", f"batch.{'a.' * 1500}a = 1"),
+        *[
+            ("data.json", text)
+            for text in ('{"channels": 1e999}', '{"image_size": []}', '{"std": [0]}', f'{{"mean": [{10**400}]}}', "[]")
+        ],
     ],
 )
 def test_small_files_of_odd_content_are_one_line(
@@ -162,15 +195,23 @@ def test_small_files_of_odd_content_are_one_line(
         assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("environment.json", '{"machine": 3, "command": 5}'), ("result.json", DEEP), ("metrics.jsonl", DEEP)],
-)
-def test_a_report_notes_damaged_records(name: str, text: str, run: Path) -> None:
+LARGE = "1" + "0" * 400
+RECORDS = [
+    ("environment.json", '{"machine": 3, "command": 5}', ""),
+    ("environment.json", '{"machine": {"gpus": 3}}', ""),
+    ("result.json", DEEP, "result.json: damaged"),
+    ("metrics.jsonl", DEEP, ""),
+    ("metrics.jsonl", f'{{"step": {LARGE}, "epoch": 1, "time_s": 1}}', ""),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "note"), RECORDS, ids=[str(i) for i in range(len(RECORDS))])
+def test_a_report_needs_no_record(name: str, text: str, note: str, run: Path) -> None:
     (run / name).write_text(text)
     (run / "member-x").mkdir()
     shutil.copy(run / "recipe.toml", run / "member-x")
     assert main(["report", str(run)]) == 0
+    assert note in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -288,7 +329,8 @@ def test_a_training_beside_a_busy_program_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_module_beside_that_is_named_like_one_of_pythons_is_not_taken_for_it(tmp_path: Path) -> None:
-    (tmp_path / "random.py").write_text("raise SystemExit('not the right one')\n")
+    for name in ("random", "dill", "tensorflow"):  # dill, and some others, are imported where they are installed
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not the right one')\n")
     words = ["--nodes", "1", "--gpus-per-node", "2", "--set", "device.kind=cpu", "--set", "epochs=1", "--quiet"]
     for command in ([*KASOKU, "list"], [*KASOKU, "launch", "local", DIGITS, *words, "--out", "run"]):
         subprocess.run(command, cwd=tmp_path, env=clean(), timeout=100, check=True, capture_output=True)
@@ -303,3 +345,12 @@ def test_a_starved_training_says_so_once(run: Path, monkeypatch: pytest.MonkeyPa
     out = "".join(capsys.readouterr())
     assert out.count("40% of the time this process waited for a core") == 1
     assert "OMP_WAIT_POLICY=passive" in out
+
+
+def test_the_members_of_an_ensemble_are_no_links(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ensemble").mkdir()
+    (tmp_path / "ensemble" / "member-1").symlink_to(run)
+    for command in (["eval"], ["train", "--quiet", "--resume"], ["report"]):
+        assert main([*command, str(tmp_path / "ensemble")]) == 2
+        assert "member-1: a link, pipe or device" in capsys.readouterr().err
+    assert not (run / "report.html").exists()

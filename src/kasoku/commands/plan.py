@@ -20,7 +20,7 @@ from kasoku.config import trust
 from kasoku.config.recipe import dumps
 from kasoku.config.updates import updates
 from kasoku.core import InputError
-from kasoku.core.files import check_regular, read_json, write_text
+from kasoku.core.files import check_regular, is_number, read_json, write_text
 from kasoku.distributed import Hierarchical, Mean
 from kasoku.distributed.cluster_jobs import LaunchSpec, sbatch
 from kasoku.report import print_table
@@ -166,12 +166,12 @@ def _write(chosen: Choice, folder: Path, original: Path) -> None:
 def compare(run: Path) -> int:
     """Prints the plan of a run beside its ledger, item by item, with the error of each."""
     check_regular(run)
-    expected = _expected(run)
-    ledger, result = _read(run / "ledger.json"), _read(run / "result.json")
+    expected, batch = _expected(run), load_recipe(run).batch
+    ledger, result = read_json(run / "ledger.json"), read_json(run / "result.json")
     took, of_ranks = _numbers(ledger.get("rows")), ledger.get("ranks")
     if took is None:
         raise InputError(f"{run}: its ledger.json has no rows; train it anew")
-    ranks, batch = len(of_ranks) if isinstance(of_ranks, list) else 1, load_recipe(run).batch
+    ranks = len(of_ranks) if isinstance(of_ranks, list) else 1
     if (ranks, batch) != (expected["gpus"], expected["batch"]):
         raise InputError(
             f"{run}: {ranks} ranks and batch={batch}, the plan is of {expected['gpus']} and batch={expected['batch']}: "
@@ -187,7 +187,7 @@ def compare(run: Path) -> int:
     for item, (a, b) in pairs.items():
         rows[item] = f"{a:,.2f} s expected, {b:,.2f} s taken" + (f": {a / b - 1:+.1%}" if b else "")
     speed = result.get("images_per_s")
-    if isinstance(speed, int | float) and speed:
+    if is_number(speed) and speed:
         rows["throughput"] = (
             f"{expected['images_per_s']:,.0f} images/s expected, {speed:,.0f} reached: "
             f"{expected['images_per_s'] / speed - 1:+.1%}"
@@ -198,13 +198,14 @@ def compare(run: Path) -> int:
 
 def _expected(run: Path) -> dict[str, Any]:
     """The plan of a run: in its folder, or beside the recipe that it was trained from."""
-    command = _read(run / "environment.json").get("command") or []
-    recipe = next((Path(word) for word in command if isinstance(word, str) and word.endswith(".toml")), None)
+    command = read_json(run / "environment.json").get("command")
+    words = command if isinstance(command, list) else []
+    recipe = next((Path(word) for word in words if isinstance(word, str) and word.endswith(".toml")), None)
     for folder in (run, *([recipe.parent] if recipe else [])):
         if (folder / "plan.json").is_file():
-            plan = _read(folder / "plan.json")
+            plan = read_json(folder / "plan.json")
             numbers = [plan.get(key) for key in ("gpus", "batch", "images_per_s")]
-            if _numbers(plan.get("rows")) is not None and all(isinstance(x, int | float) for x in numbers):
+            if _numbers(plan.get("rows")) is not None and all(map(is_number, numbers)):
                 return plan
             raise InputError(f"{folder / 'plan.json'}: not what kasoku plan writes: plan anew")
     raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
@@ -212,11 +213,4 @@ def _expected(run: Path) -> dict[str, Any]:
 
 def _numbers(thing: Any) -> dict[str, float] | None:
     """A table of numbers; None if it is anything else."""
-    return thing if isinstance(thing, dict) and all(isinstance(x, int | float) for x in thing.values()) else None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return read_json(file)
-    except FileNotFoundError as error:
-        raise InputError(f"{file}: there is no such file: the folder of a training is wanted") from error
+    return thing if isinstance(thing, dict) and all(map(is_number, thing.values())) else None

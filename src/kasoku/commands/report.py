@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, ClassVar
 from kasoku.commands import CommandArguments, argument, option
 from kasoku.config import toml
 from kasoku.core import InputError
-from kasoku.core.files import check_regular, read_json, write_text
+from kasoku.core.files import check_regular, is_number, read_json, write_text
 from kasoku.report.html import RunRecord
 from kasoku.report.html.timeline import chrome_trace
 from kasoku.report.significance import compare
@@ -104,8 +103,6 @@ def _json(file: Path, damaged: list[str]) -> dict[str, Any]:
     """The table of a file; empty if there is none, or if it is damaged, which is noted."""
     try:
         return read_json(file)
-    except FileNotFoundError:
-        return {}
     except InputError as error:
         damaged.append(str(error).removeprefix(f"{file.parent}/"))
         return {}
@@ -125,7 +122,7 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
             continue  # half written, or damaged
         if isinstance(values, dict):
             numbers = [values.get(key) for key in ("step", "epoch", "time_s")]
-            if all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+            if all(map(is_number, numbers)):
                 lines.append(values)
     return lines
 

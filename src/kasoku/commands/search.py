@@ -65,7 +65,7 @@ def run(arguments: SearchArguments) -> int:
         arguments.recipe, [*settings, *arguments.set], None, go_on=False, extra=trust.allow_options()
     )
     plan = SearchSettings(
-        (sys.executable, "-P", "-m", "kasoku", *words, "--quiet"),
+        (sys.executable, "-m", "kasoku", *words, "--quiet"),
         space,
         folder,
         arguments.trials,

@@ -6,6 +6,7 @@ imports it, and nothing here does before.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -256,7 +257,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
 
 @contextmanager
 def _advised(folder: Path) -> Iterator[None]:
-    """Adds to an error how to go on once its cause is mended, if there is a checkpoint."""
+    """Adds the resume command to an InputError if there is a checkpoint."""
     try:
         yield
     except InputError as error:
@@ -270,4 +271,4 @@ def _print_stopped(signal: str, folder: Path) -> None:
 
 
 def _go_on(folder: Path) -> str:
-    return " ".join([f"go on with: kasoku train --resume {folder}", *trust.allow_options()])
+    return "go on with: " + shlex.join(["kasoku", "train", "--resume", str(folder), *trust.allow_options()])

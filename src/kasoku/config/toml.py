@@ -23,6 +23,7 @@ from kasoku.config import trust
 from kasoku.core.errors import InputError
 
 T = TypeVar("T")
+_LEVELS = 30  # of a document
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 OLD_NAMES = {  # old name -> new name, applied in order; one that ends in a dot: a package and all its modules
     "kasoku.core.Step": "kasoku.core.StepDecay",
@@ -83,7 +84,7 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
             if error.name != name and not name.startswith(f"{error.name}."):
                 raise InputError(f'{path} = "{dotted}": {error}: install it') from error
     else:
-        raise InputError(f'{path} = "{dotted}": there is no module {parts[0]}: a dotted name that can be imported')
+        raise InputError(f'{path} = "{dotted}": there is no module {parts[0]} on the import path: install it')
     for part in parts[end:]:
         if not hasattr(thing, part):
             public = [name for name in dir(thing) if not name.startswith("_")]
@@ -114,7 +115,14 @@ def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a recipe fi
         raise InputError(f"{path}: not TOML ({error})") from error
     for setting in settings:
         override(document, setting)
+    if _is_deeper(document, _LEVELS):
+        raise InputError(f"{path}: more than {_LEVELS} tables or lists in each other: {wanted} is wanted")
     return document
+
+
+def _is_deeper(thing: Any, levels: int) -> bool:
+    below = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list) else ()
+    return any(levels == 0 or _is_deeper(item, levels - 1) for item in below)
 
 
 def parse(thing: Callable[..., T], table: Mapping[str, Any], path: str = "") -> T:
@@ -160,7 +168,7 @@ def override(document: dict[str, Any], setting: str) -> None:
         raise InputError(f"--set {setting}: path=value is wanted, such as --set batch=256")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text
     if not isinstance(value, bool | int | float | str | list | dict):
         value = text  # a folder named like a date

@@ -1,17 +1,16 @@
 """The code that a recipe may name in `use`.
 
 Note: what is trusted. To import a module is to run it, and recipes are passed around. So a recipe may name kasoku's
-public names, and the networks, layers, losses, optimizers and transforms of torch, torchvision and timm. A recipe that
-is given to a command may also name modules that lie beside it or in the current folder, as a script may import them. A
-run folder may not: `--allow NAME` names a module or package that its recipe may use, and has its import folders
-searched.
+public names, layers, losses and optimizers of torch, networks of torchvision and timm, and transform classes of
+torchvision. A recipe that is given to a command may also name modules that lie beside it or in the current folder, as a
+script may import them. A run folder may not: `--allow NAME` names a module or package that its recipe may use, and has
+its import folders searched.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from kasoku.core import InputError, Schedule, Technique
+from kasoku.core.files import read_json
 
 _PACKAGES = ("torch.nn", "torch.optim", "torchvision.models", "torchvision.transforms", "timm.models")
 _FUNCTIONS = ("torch.nn.functional", "torch.nn.init")  # whose functions may be named
@@ -48,9 +48,7 @@ def allow_beside(recipe: Path | None) -> None:
     """Lets a recipe that the user gives name the modules in its folder and in the current one."""
     folders = [Path.cwd(), *([recipe.resolve().parent] if recipe else [])]
     _folders.update(folders)
-    _search(map(str, folders))
-    if recipe:
-        search_import_folders(recipe)
+    _search([*map(str, folders), *(import_folders(recipe) if _allowed else [])])
 
 
 def search_import_folders(recipe: Path) -> None:
@@ -60,7 +58,7 @@ def search_import_folders(recipe: Path) -> None:
 
 
 def allow_options() -> list[str]:
-    """The options of a command that goes on with what this one began: the recipe will lie elsewhere by then."""
+    """The --allow options to repeat in a follow-up command, whose recipe lies in another folder."""
     return [word for name in sorted(_allowed | _own_used) for word in ("--allow", name)]
 
 
@@ -71,8 +69,8 @@ def import_folders(recipe: Path | None) -> list[str]:
     """
     folders = [str(Path.cwd()), *([str(recipe.resolve().parent)] if recipe else [])]
     for file in [recipe.parent / name for name in ("plan.json", "environment.json")] if recipe else []:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            folders += map(str, json.loads(file.read_text())["import_folders"])
+        with suppress(InputError, KeyError, TypeError):
+            folders += map(str, read_json(file)["import_folders"])
     return folders
 
 
@@ -82,21 +80,14 @@ def check_name(dotted: str, path: str) -> None:
     if _is_own(dotted):
         _own_used.update({top} if not _within(dotted, _allowed) else ())
     elif not _within(dotted, ("kasoku", *_PACKAGES)) or any(part.startswith("_") for part in dotted.split(".")):
-        if top not in sys.modules and importlib.util.find_spec(top) is None:
-            raise InputError(
-                f'{path} = "{dotted}": there is no module {top} on the import path; if the run used its own module '
-                f"{top}, add --allow {top}"
-            )
         raise _refusal(dotted, path)
 
 
 def check_callable(thing: Any, dotted: str, path: str) -> None:
     """Raises InputError unless what a dotted name stands for may be called: where it was defined decides."""
-    module = getattr(thing, "__module__", None)
+    module = str(getattr(thing, "__module__", ""))
     if _is_own(dotted):
         return
-    if not isinstance(module, str):
-        raise _refusal(dotted, path)
     if _within(module, ("kasoku",)):
         good = _is_kind(thing) or _is_public(thing, module)
     elif isinstance(thing, type):
@@ -114,18 +105,21 @@ def check_keys(thing: Any, keys: Iterable[str], path: str) -> None:
         for key in keys:
             if key.startswith("pretrained_") or key == "checkpoint_path":
                 raise InputError(
-                    f"{path}.{key}: names a file that can run code; to start from weights, use "
-                    "kasoku.models.Pretrained or pretrained = true"
+                    f"{path}.{key}: makes timm load a file that can run code: use pretrained = true or "
+                    "kasoku.models.Pretrained; if you trust the file, add --allow timm"
                 )
 
 
 def _refusal(dotted: str, path: str) -> InputError:
     if _within(dotted, ("kasoku",)):
         return InputError(f'{path} = "{dotted}": not a name for recipes; kasoku list shows those')
-    return InputError(
-        f'{path} = "{dotted}": not a name that a recipe may use (kasoku\'s, or a network, layer, loss, optimizer or '
-        f"transform of torch, torchvision or timm); if you trust it, add --allow {dotted.partition('.')[0]}"
-    )
+    top = dotted.partition(".")[0]
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        lacking = f"there is no module {top} on the import path; if the run used its own, add --allow {top}"
+        return InputError(f'{path} = "{dotted}": {lacking}')
+    advice = "" if top in sys.stdlib_module_names else f"; if you trust it, add --allow {top}"
+    wanted = "kasoku's names, layers, losses and optimizers of torch, networks of torchvision and timm"
+    return InputError(f'{path} = "{dotted}": not a name that a recipe may use ({wanted}){advice}')
 
 
 def _search(folders: Iterable[str]) -> None:
@@ -149,7 +143,7 @@ def _is_own(name: str) -> bool:
     if spec is None:
         return False
     places = spec.submodule_search_locations or ([spec.origin] if spec.has_location and spec.origin else [])
-    return any(Path(place).resolve().parent in _folders for place in places)
+    return any(Path(place).parent.resolve() in _folders for place in places)
 
 
 def _is_kind(thing: Any) -> bool:

@@ -19,9 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import nn
 
-from kasoku.core.errors import InputError, one_line, summary
+from kasoku.core.errors import InputError, summary
 
 MANIFEST = "manifest.json"  # in a run folder: the digests of its files
+_LARGEST = 1e300  # a JSON file may hold any number of digits
 _FULL_BYTES = 1 << 16  # a disk with less is taken for full
 
 
@@ -127,13 +128,6 @@ def scan(folder: str) -> FolderEntries:
     return found
 
 
-def name_left_out(folder: str, names: list[str]) -> None:
-    """Prints the first three of these things in a folder, which are no regular files, and the number of the rest."""
-    lines = [f"{folder}/{name}: not a regular file; left out" for name in names[:3]]
-    for line in lines + [f"{folder}: {len(names) - 3} more are left out"] * (len(names) > 3):
-        print(f"kasoku: {one_line(line)}", file=sys.stderr)
-
-
 def open_regular(path: str) -> int:
     """A descriptor to read a regular file. Raises OSError for anything else, at once: a pipe would wait for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -144,25 +138,31 @@ def open_regular(path: str) -> int:
 
 
 def check_regular(folder: Path) -> None:
-    """Raises InputError if there is a link, pipe or device in a folder: one leads elsewhere, the others wait."""
-    for at, folders, names in os.walk(folder):
-        for path in (os.path.join(at, name) for name in folders + names):
-            mode = os.lstat(path).st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise InputError(f"{path}: a link, pipe or device, which no run folder holds: remove it")
+    """Raises InputError if there is a link, pipe or device in a folder: links lead elsewhere, reading a pipe blocks."""
+    folders = [str(folder)]
+    while folders:
+        with suppress(FileNotFoundError), os.scandir(folders.pop()) as entries:  # a training may go on there
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False):
+                    raise InputError(f"{entry.path}: a link, pipe or device, which no run folder holds: remove it")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The table in a JSON file. Raises FileNotFoundError if there is no such file, InputError if it is damaged."""
+    """The table in a JSON file; empty if there is no such file. Raises InputError if it is damaged."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
+        document = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file}: damaged ({summary(error)})") from error
     if not isinstance(document, dict):
         raise InputError(f"{file}: damaged (no table)")
     return document
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value from a JSON file is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def flush(path: Path) -> None:
@@ -201,16 +201,11 @@ def checked_file(folder: Path, name: str) -> Path:
 
 def digests_in(folder: Path) -> dict[str, list[str]]:
     """The digests that each file may have, by its name; none for a run without a manifest."""
-    file = folder / MANIFEST
     try:
-        found = read_json(file)
-        if not all(isinstance(known, list) for known in found.values()):
-            raise InputError(f"{file}: damaged (lists of digests are wanted)")
-    except FileNotFoundError:
-        return {}
+        digests = read_json(folder / MANIFEST)
     except InputError as error:
         raise InputError(f"{error}: if you trust the other files, remove it") from error
-    return found
+    return {name: known if isinstance(known, list) else [] for name, known in digests.items()}
 
 
 def write_error(path: Path, error: Exception) -> InputError:

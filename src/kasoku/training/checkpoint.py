@@ -125,7 +125,7 @@ def save(path: Path, step: int, model: nn.Module, state: dict[str, Any], *, keep
         refused = write_error(final, error)  # looks how full the disk is
         shutil.rmtree(part, ignore_errors=True)
         raise refused from error
-    for old in sorted(final.parent.glob("step-*"))[:-keep]:
+    for old in [folder for folder in sorted(final.parent.glob("step-*")) if folder.is_dir()][:-keep]:
         shutil.rmtree(old)
 
 

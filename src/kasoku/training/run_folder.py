@@ -3,14 +3,14 @@
 Note: the manifest. manifest.json has the SHA-256 of each file that decides a result and has no checksum elsewhere: the
 resolved recipe, the shape of the data, the shares of ranks, the weights. They are compared before a file is used.
 Before a new version replaces a file, its digest is added to that of the old one (or to "", where there was none), so a
-kill between the two writes does no harm.
+kill between the two writes does no harm. Afterwards the old digest goes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +48,16 @@ class RunFolder:
         self.path = path
         if resume and not (path / "recipe.toml").is_file():
             raise InputError(f"--resume {path}: no run there (no recipe.toml): the folder of an earlier run is wanted")
-        if resume:
-            check_regular(path)
         self._lock = locked_folder(path, "training", below="checkpoints")
         if not resume and (path / "recipe.toml").exists():
             self._lock.close()
             raise InputError(f"{path}: holds a run already: go on with --resume {path}, or give another --out")
         self._digests = digests_in(path) if resume else {}
-        self._placed: dict[str, str] = {}  # digests of the files that this process has written
 
     def close(self) -> None:
-        self._lock.close()
+        with closing(self._lock), suppress(InputError):  # the disk is full, or the folder gone
+            if self._digests and self._digests != digests_in(self.path):
+                self._write_manifest()
 
     def write(self, name: str, text: str) -> None:
         """Writes a small UTF-8 file whole or not at all."""
@@ -69,14 +68,19 @@ class RunFolder:
         self._write(name, lambda part: save_model(model, str(part)))
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
-        def note(part: Path) -> None:
-            new, file = digest(part), self.path / name
-            known = self._digests.get(name) or [digest(file) if file.exists() else ""]
-            self._digests[name] = [*([self._placed[name]] if name in self._placed else known), new]
-            write_text(self.path / MANIFEST, json.dumps(self._digests, indent=1) + "\n")
-            self._placed[name] = new
+        file = self.path / name
 
-        write_atomically(self.path / name, write, note if name in _DECISIVE else None)
+        def note(part: Path) -> None:
+            old = self._digests.get(name) or [digest(file) if file.exists() else ""]
+            self._digests[name] = [*old, digest(part)]
+            self._write_manifest()
+
+        write_atomically(file, write, note if name in _DECISIVE else None)
+        if name in _DECISIVE:
+            self._digests[name] = self._digests[name][-1:]  # on disk with the next file, or at the end
+
+    def _write_manifest(self) -> None:
+        write_text(self.path / MANIFEST, json.dumps(self._digests, indent=1) + "\n")
 
 
 def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -128,6 +132,8 @@ def create_folder(path: Path) -> None:
 def members_of(folder: Path) -> list[Path]:
     """The run folders of an ensemble's members; empty if the folder is not an ensemble's."""
     found = {p.parent.name.removeprefix("member-"): p.parent for p in folder.glob("member-*/recipe.toml")}
+    if found:
+        check_regular(folder)
     return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
 
 
@@ -138,7 +144,7 @@ def shares_in(folder: Path, comm: Comm, batch: int) -> tuple[int, ...]:
         file = checked_file(folder, SHARES) if comm.rank == 0 else None
         try:
             return json.loads(file.read_text()) if file else []
-        except (FileNotFoundError, ValueError):  # they were equal
+        except (FileNotFoundError, ValueError, RecursionError):  # they were equal
             return []
 
     shares = comm.broadcast_object(run_on_all_ranks(comm, read))

@@ -1,7 +1,6 @@
 """Trained runs, read back and evaluated."""
 
 import dataclasses
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
-from kasoku.core import InputError, Job
-from kasoku.core.files import checked_file, load_weights, read_json
+from kasoku.core import InputError, Job, summary
+from kasoku.core.files import checked_file, is_number, load_weights, read_json
 from kasoku.data import Dataset, Files, folder, loader
 from kasoku.device import choose
 from kasoku.training.checkpoint import newest
@@ -54,14 +53,12 @@ def load(path: Path) -> Trained:
         facts = read_json(data)
         shown: dict[str, Any] = {k: tuple(facts[k]) for k in ("classes", "image_size", "mean", "std")}
         channels, sides, means = facts["channels"], shown["image_size"], shown["mean"] + shown["std"]
-        good = type(channels) is int and len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
-        good = good and all(isinstance(name, str) for name in shown["classes"]) and min(shown["std"]) > 0
-        if not good or len(means) != 2 * channels or not all(map(math.isfinite, means)):
+        good = len(sides) == 2 and all(type(n) is int and 0 < n < 2**31 for n in (channels, *sides))
+        good = good and len(means) == 2 * channels and all(map(is_number, means)) and min(shown["std"]) > 0
+        if not good or not all(isinstance(name, str) for name in shown["classes"]):
             raise ValueError("not the shape of any data")
-    except InputError as error:
-        raise InputError(f"{error}: train again") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{data}: damaged or missing ({error}): train again") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{data}: damaged or missing ({summary(error)}): train again") from error
     model = recipes.network(recipe, len(shown["classes"]), channels, shown["image_size"][0])
     weights = checked_file(path, "best.safetensors")
     if not weights.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kasoku.core.errors import InputError
+from kasoku.core.errors import InputError, one_line
 from kasoku.core.files import open_regular
 from kasoku.data.decode import native
 from kasoku.data.decode.decode import upright
@@ -269,3 +270,10 @@ def check_labels(labels_N: np.ndarray, classes: int, where: Path) -> None:
             f"{where}: image {first} has label {int(labels_N[first])}, allowed are 0 to {classes - 1}; "
             "the file is damaged or of another data set"
         )
+
+
+def warn_left_out(folder: str, names: list[str]) -> None:
+    """Prints that these entries are left out: the first three by name, then how many more."""
+    lines = [f"{folder}/{name}: not a regular file; left out" for name in names[:3]]
+    for line in lines + [f"{folder}: {len(names) - 3} more are left out"] * (len(names) > 3):
+        print(f"kasoku: {one_line(line)}", file=sys.stderr)

@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 
 from kasoku.core.comm import Comm
 from kasoku.core.errors import InputError
-from kasoku.core.files import name_left_out, scan
+from kasoku.core.files import scan
+from kasoku.data.datasets.base import warn_left_out
 from kasoku.data.decode.decode import SUFFIXES
 from kasoku.data.remote.cache import cache_folder, keep
 
@@ -125,7 +126,7 @@ def indexed(top: Path, cache: str = "") -> Parts:
                 folders, files, others, links = scan(path)
                 images = [name for name in files if _is_image(name)]
                 others = [name for name in others if _is_image(name)]
-                name_left_out(path, others)
+                warn_left_out(path, others)
                 # a time of 0 is that of a file system that keeps none
                 stands = not (links - {*images} or others) and stamp[0] > 0 and max(stamp[:2]) < began_ns - _TICK_NS
                 entry = [stamp if stands else [], folders, images]

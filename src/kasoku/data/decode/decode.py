@@ -137,7 +137,7 @@ def _opened(source: str | bytes, name: str) -> Iterator[Any]:
     except MemoryError:
         raise
     except Exception as error:  # damaged bytes make the decoders raise nearly anything
-        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
             reason = f"not one of {', '.join(_FORMATS)}"
         if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):

@@ -138,7 +138,7 @@ class _Window:
         self.start, self.data = 0, b""
 
     def read(self, offset: int, size: int, *, header: bool = False) -> bytes:
-        """A header, or the data of a member. Remote bytes count as intact if that header, or the next one, is."""
+        """A header, or a member's data. Remote bytes are taken if a valid header begins there, or follows the data."""
         stop = min(offset + size, self.whole)
         if not self.start <= offset <= stop <= self.start + len(self.data):
             last = max(offset, min(offset + max(size, _AHEAD_BYTES), self.whole))
@@ -199,7 +199,7 @@ def _parsed(block: bytes) -> tarfile.TarInfo | None:
 
 
 def _has_header(data: bytes, at: int) -> bool:
-    """Whether a header, or the end, comes after so many bytes of a member's data; also if it lies behind `data`."""
+    """Whether a valid header, or the end, follows `at` bytes of data; True if it lies outside of `data`."""
     with suppress(tarfile.HeaderError):
         _parsed(data[-(-at // BLOCK_BYTES) * BLOCK_BYTES :][:BLOCK_BYTES])
         return True

@@ -15,8 +15,8 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
 from kasoku.core.errors import InputError
-from kasoku.core.files import name_left_out, open_regular, scan
-from kasoku.data.datasets.base import GoneError
+from kasoku.core.files import open_regular, scan
+from kasoku.data.datasets.base import GoneError, warn_left_out
 from kasoku.data.remote.cache import Copy, Room, cache_folder
 
 _REQUEST_BYTES = 8 * 2**20  # maximum of a request: a large file on a slow line must not look like a stall
@@ -89,7 +89,7 @@ class Store:
                 _refuse(error)
             folders += [f"{folder}{name}/" for name in below]
             files += [f"{folder}{name}" for name in names]
-            name_left_out(f"{self.shown}/{folder}"[:-1], [name for name in others if name.lower().endswith(".tar")])
+            warn_left_out(f"{self.shown}/{folder}"[:-1], [name for name in others if name.lower().endswith(".tar")])
         return sorted(files)
 
     def size(self, path: str) -> int:
@@ -190,6 +190,8 @@ class _Far:
 
     def __init__(self, root: str) -> None:
         self.shown = _plain(root.rstrip("/"))
+        if "::" in root or root.startswith("reference:"):
+            raise InputError(f"root={self.shown}: an address in an address can run code; give a plain one")
         self._web = root.startswith(("http://", "https://"))
         try:
             self._system, top = importlib.import_module("fsspec.core").url_to_fs(root)

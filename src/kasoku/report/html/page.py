@@ -112,8 +112,8 @@ def _ledger_key(chart: Chart, *, seconds: bool) -> list[tuple[str, str]]:
 
 def _view(run: RunRecord) -> dict[str, Any]:
     """The section of one run, as the template takes it; `parts` by the name of their file."""
-    gpus = run.machine.get("gpus") or []
-    gpu = f"{len(gpus)} x {gpus[0]}" if gpus else ""
+    gpus = run.machine.get("gpus")
+    gpu = f"{len(gpus)} x {gpus[0]}" if isinstance(gpus, list) and gpus else ""
     cpu = f"{run.machine.get('cores', '?')} cores of {run.machine['cpu']}" if run.machine.get("cpu") else ""
     machine = ", ".join(part for part in (gpu, cpu, str(run.machine.get("chosen", ""))) if part)
     parts: dict[str, object] = {}
