@@ -18,6 +18,7 @@ from kasoku.device.half_precision import DTYPES, Autocast, LossScale
 
 Kind = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+_MOST_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Device:
     hang_timeout_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise InputError(f"threads={self.threads}: 0 for all cores, or at least 1")
+        if not 0 <= self.threads <= _MOST_THREADS:
+            raise InputError(f"threads={self.threads}: 0 for all cores, or 1 to {_MOST_THREADS}")
         if self.hang_timeout_s < 0:
             raise InputError(f"hang_timeout_s={self.hang_timeout_s}: seconds above 0, or 0 to choose them by the steps")
         if self.compile and self.graphs:

@@ -106,7 +106,7 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
 
 def _test_images(trained: Trained, data: Path | None) -> Dataset:
     if data is None:
-        dataset: Dataset = trained.recipe.data()
+        dataset = recipes.checked(trained.recipe.data(), Dataset, "data")
     elif trained.channels != 3:
         raise InputError(
             f"--data {data}: {trained.path} was trained on grey images, a folder gives colour: leave it out"
