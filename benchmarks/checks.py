@@ -4,7 +4,7 @@
 
 Input: epochs of the library's loader (random crops of 224, batches of 64, all cores) over packs of the photos of
 $KASOKU_DATA/imagenet_fullsize: the originals, JPEGs of shorter side 256, and raw pixels of side 256. An epoch shows
-each photo 12, 24 or 48 times. Each with its checksums and with none noted, in turns; a pair is an epoch of each.
+each photo 24, 48 or 192 times. Each with its checksums and with none noted, in turns; a pair is an epoch of each.
 Run folder: ResNet-50 (102 MB of weights). What a resume compares (recipe, shares of ranks), what `kasoku eval` compares
 besides (shape of the data, weights), and the time that noting
 a digest adds to writing the weights.
@@ -35,9 +35,9 @@ from kasoku.training.run_folder import RunFolder, shares_in
 
 BATCH, SIDE = 64, 224
 PACKS = {  # how often an epoch shows each photo, and the settings of the pack
-    "jpeg_originals": (12, {"side": 0}),
-    "jpeg_256": (24, {"side": 256}),
-    "raw_256": (48, {"side": 256, "format": "raw"}),
+    "jpeg_originals": (24, {"side": 0}),
+    "jpeg_256": (48, {"side": 256}),
+    "raw_256": (192, {"side": 256, "format": "raw"}),
 }
 
 
@@ -127,7 +127,7 @@ def run_folder_costs(rounds: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     photos = Path(os.environ.get("KASOKU_DATA", "")) / "imagenet_fullsize"
     if not photos.is_dir():

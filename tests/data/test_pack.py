@@ -628,3 +628,15 @@ def test_packing_raw_images_has_them_checked(photos, tmp_path, monkeypatch):
     for split, found in zip(splits(dataset), checks, strict=True):
         split._background._thread.join()
         assert len(found) == 1
+
+
+def test_a_check_that_outlasts_its_epoch_says_so_once(photos, tmp_path, capsys, monkeypatch):
+    pack(str(photos), str(tmp_path / "p"), side=16, format="raw", quiet=True)
+    split, ended = shards(str(tmp_path / "p")).train, threading.Event()
+    monkeypatch.setattr(split._background, "run", lambda: ended.wait(20))
+    for _ in range(3):
+        split.begin_epoch()
+    ended.set()
+    split._background._thread.join()
+    split.begin_epoch()
+    assert capsys.readouterr().err.count("comparing the checksums of raw images takes several epochs") == 1
