@@ -15,7 +15,6 @@ def main() -> int:
     with suppress(OSError):
         if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
             del sys.path[0]  # `python -m` would take a random.py or a missing package from here
-    _wait_passively_beside_others()
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # otherwise the parent process handles SIGINT
     if ours:
         signal.signal(signal.SIGINT, _exit_at_once)
@@ -30,17 +29,6 @@ def main() -> int:
     from kasoku.distributed.rendezvous import leave  # imports torch, which `kasoku --help` does without
 
     return leave(code)
-
-
-def _wait_passively_beside_others() -> None:
-    """Lets waiting OpenMP threads sleep if the machine is busy. Spinning ones take cores from those that they wait for.
-
-    With a busy neighbour on two cores a training of 5.4 s took 27.5 s with threads that spin, 11.7 s with threads that
-    sleep. OpenMP reads the variable when torch is imported.
-    """
-    with suppress(AttributeError, OSError):
-        if os.getloadavg()[0] > 0.5 * len(os.sched_getaffinity(0)):
-            os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _exit_at_once(*_: object) -> None:

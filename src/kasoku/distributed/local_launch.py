@@ -77,9 +77,7 @@ def spawn(arguments: Sequence[str], places: Sequence[Place], *, address: str, po
         with socket.socket() as s:
             s.bind(("", 0))
             port = s.getsockname()[1]
-    # ranks of a machine and their helper threads share its cores: a thread that waits should not spin
-    common = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")} if len(places) > 1 else {}
-    common |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started)}
+    common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), STARTED: repr(started)}
     command = [sys.executable, "-m", "kasoku", *arguments]
     processes: list[subprocess.Popen[bytes]] = []
     arrived: list[int] = []

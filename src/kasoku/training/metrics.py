@@ -147,7 +147,7 @@ class Metrics:
             self._starved_said = True
             self.bar.say(
                 f"{starved:.0%} of the time this process waited for a core, because other programs use it: stop them, "
-                "reserve cores with taskset, or wait cheaply (--set device.threads=1 or OMP_WAIT_POLICY=passive)"
+                "reserve cores with taskset, or take fewer threads (--set device.threads=1)"
             )
 
     # ---- time
