@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from kasoku import __version__
 from kasoku.commands.options import CommandArguments, arguments_of, declare
 
 _LINE = 1200  # letters of a message, at most
@@ -76,6 +77,7 @@ def _refused(message: str) -> int:
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     """Reads the command line; imports the module of its verb only."""
     parser = argparse.ArgumentParser(prog="kasoku", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"kasoku {__version__}")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
     for verb, (module, line) in VERBS.items():
         subparser = verbs.add_parser(verb, help=line)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import kasoku
 from kasoku.cli import VERBS, main
 from kasoku.commands.launch import SlurmArguments
 from kasoku.commands.train import TrainArguments
@@ -18,6 +19,16 @@ def test_every_verb_explains_its_options(verb, capsys):
         main([verb, "--help"])
     assert end.value.code == 0
     assert f"usage: kasoku {verb}" in capsys.readouterr().out
+
+
+def test_the_version_is_that_of_the_package_its_citation_and_its_changelog(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"kasoku {kasoku.__version__}\n"
+    root = Path(__file__).parents[2]
+    assert f"\nversion: {kasoku.__version__}\n" in (root / "CITATION.cff").read_text()
+    assert f"\n## [{kasoku.__version__}]" in (root / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.process
