@@ -31,6 +31,11 @@ def test_the_version_is_that_of_the_package_its_citation_and_its_changelog(capsy
     assert f"\n## [{kasoku.__version__}]" in (root / "CHANGELOG.md").read_text()
 
 
+def test_no_source_is_one_line_that_names_all(capsys):
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == "kasoku: nothing given: one of RECIPE, --resume DIR, --data DIR is wanted\n"
+
+
 @pytest.mark.process
 @pytest.mark.smoke
 def test_the_help_of_kasoku_does_not_import_torch():

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -79,6 +80,21 @@ def test_predict_names_the_digits_of_image_files(digit_runs, tmp_path, capsys):
     right = sum(Path(row["image"]).stem[-1] == row["class_1"] for row in rows)
     assert right >= 16
     assert all(float(row["probability_1"]) >= float(row["probability_5"]) >= 0 for row in rows)
+
+
+def test_probabilities_are_not_rounded_to_bf16(digit_runs, tmp_path, capsys):
+    run, digits = shutil.copytree(digit_runs[0], tmp_path / "run"), data.digits()
+    (run / "manifest.json").unlink()
+    text = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(text.replace('precision = "auto"', 'precision = "bf16"'))
+    Image.fromarray(digits.test.images_NHWC[0, :, :, 0].numpy()).save(tmp_path / "digit.png")
+    assert main(["predict", str(run), str(tmp_path / "digit.png")]) == 0
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    x_NCHW = data.normalise(digits.test.images_NHWC[:1], digits.mean, digits.std)
+    exact, rounded = (load(run, **settings).logits(x_NCHW) for settings in ({"precision": "fp32"}, {}))
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert not torch.equal(exact, exact.bfloat16().float())
+    assert float(row["probability_1"]) == pytest.approx(float(exact.softmax(1).max()), abs=6e-5)
 
 
 def test_predict_refuses_what_is_no_run_and_what_is_no_image(digit_runs, tmp_path, capsys):

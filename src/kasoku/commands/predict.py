@@ -24,7 +24,7 @@ class PredictArguments(AllowArguments):
 
 def run(arguments: PredictArguments) -> int:
     """Writes CSV to stdout: the image, then class and probability of the five likeliest; returns the exit code."""
-    trained = load(arguments.trained)
+    trained = load(arguments.trained, precision="fp32")  # bf16 rounds probabilities to two digits
     files = [file for image in arguments.images for file in find_images(image)]
     top = min(5, len(trained.classes))
     out = csv.writer(sys.stdout)

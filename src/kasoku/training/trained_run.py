@@ -19,6 +19,7 @@ from kasoku.core import InputError, Job, summary
 from kasoku.core.files import checked_file, is_number, load_weights, read_json
 from kasoku.data import Dataset, Files, folder, loader
 from kasoku.device import choose
+from kasoku.device.select import Precision
 from kasoku.training.checkpoint import newest
 from kasoku.training.evaluation import averaged, tally
 from kasoku.training.run_folder import load_recipe, members_of
@@ -44,8 +45,11 @@ class Trained:
             return averaged(self.job.model, x_NCHW, self.recipe.evaluate.views)
 
 
-def load(path: Path) -> Trained:
-    """A trained run with its best weights, or those of its newest good checkpoint. Raises InputError without any."""
+def load(path: Path, *, precision: Precision | None = None) -> Trained:
+    """A trained run with its best weights, or those of its newest good checkpoint. Raises InputError without any.
+
+    `precision`: what it computes in; None: as in training, so that its accuracy is that of the training.
+    """
     if not (path / "recipe.toml").is_file():
         raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
     recipe, data = load_recipe(path), checked_file(path, "data.json")
@@ -67,7 +71,8 @@ def load(path: Path) -> Trained:
             raise InputError(f"{path}: no weights yet: let the training write a checkpoint first")
         weights = saved / "model.safetensors"
     load_weights(model, weights)
-    chosen = choose(dataclasses.replace(recipe.device, kind="auto", compile=False, graphs=False))
+    device = dataclasses.replace(recipe.device, kind="auto", compile=False, graphs=False)
+    chosen = choose(dataclasses.replace(device, precision=precision) if precision else device)
     job = Job(model.eval().to(chosen.device), recipe.optimizer).apply(*chosen.techniques)
     return Trained(path, recipe, job, chosen.device, channels=channels, **shown)
 
