@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1210,
     "models": 820,
     "device": 600,
-    "data": 5355,
+    "data": 5360,
     "distributed": 5665,
     "memory": 2330,
     "config": 1070,

@@ -1,3 +1,4 @@
+import gc
 import io
 import json
 import os
@@ -640,3 +641,16 @@ def test_a_check_that_outlasts_its_epoch_says_so_once(photos, tmp_path, capsys, 
     split._background._thread.join()
     split.begin_epoch()
     assert capsys.readouterr().err.count("comparing the checksums of raw images takes several epochs") == 1
+
+
+def test_a_pack_that_is_refused_leaves_no_file_open(photos, tmp_path):
+    pack(str(photos), str(tmp_path / "p"), side=16, quiet=True)
+    index = next((tmp_path / "p").glob("train-*.npz"))
+    index.write_bytes(index.read_bytes()[:-9])
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(InputError, match="has changed since it was packed"):
+            shards(str(tmp_path / "p"))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -10,7 +10,6 @@ import mmap
 import os
 import re
 import sys
-import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -264,7 +263,6 @@ def _joined(store: Store, files: list[str], known: list[Index], raw: bool | None
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot be read ({error}); mend or remove the file") from error
 
-    weakref.finalize(mapped, store.close).atexit = False  # with the last split; not at exit, when threads may read
     return Shards(store, tuple(files), place_N5, torch.from_numpy(label_N.copy()), names, mapped)
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn, TypeVar
@@ -54,7 +55,8 @@ class Store:
             raise InputError(f"cache_bytes={cache_bytes}: 0 bytes or more")
         where = os.path.expandvars(root)
         self.local = not is_remote(where)
-        self._open: dict[str, int] = {}  # local files; closed by close() alone: another thread may be reading
+        self._open: dict[str, int] = {}  # local files; not closed while another thread may be reading, as at exit
+        weakref.finalize(self, _close_all, self._open).atexit = False
         self._states: dict[str, tuple[int, str]] = {}  # size and version of remote files
         self._copies: dict[str, Copy] = {}
         self._far = None if self.local else _Far(where)
@@ -181,8 +183,7 @@ class Store:
 
     def close(self) -> None:
         """Closes the local files that stayed open; no thread may be reading."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+        _close_all(self._open)
 
 
 class _Far:
@@ -300,6 +301,11 @@ class _Far:
             return answer.result(0)
         finally:
             answer.cancel()  # if it hangs, closes its connection
+
+
+def _close_all(files: dict[str, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 def _refuse(error: OSError) -> NoReturn:
