@@ -30,7 +30,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "data": 5360,
     "distributed": 5665,
     "memory": 2330,
-    "config": 1070,
+    "config": 1080,
     "tune": 2150,
     "simulate": 1840,
     "report": 2290,

@@ -366,18 +366,25 @@ def test_a_proxy_that_answers_wrongly_for_a_while_is_waited_for(site, monkeypatc
     assert waits == [0.5, 1, 2] * 2
 
 
-@pytest.mark.timing
-@web
-def test_patience_with_a_source_is_not_paid_by_each_thread(site, monkeypatch):
+@pytest.fixture
+def silent(site, monkeypatch):
+    """A store whose source stays silent from now on, with two seconds of patience."""
     monkeypatch.setattr(store, "_PATIENCE_S", 2.0)
     far = Store(site.root)
     far.size("a.tar")
-    site.stalls, start = True, time.monotonic()
+    site.stalls = True
+    return far
+
+
+@pytest.mark.timing
+@web
+def test_patience_with_a_source_is_not_paid_by_each_thread(silent):
+    start = time.monotonic()
 
     def read(after_s):
         time.sleep(after_s)
         with pytest.raises(GoneError):
-            far.read("a.tar", 0, 10)
+            silent.read("a.tar", 0, 10)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(read, (0.0, 1.5)))
@@ -386,13 +393,10 @@ def test_patience_with_a_source_is_not_paid_by_each_thread(site, monkeypatch):
 
 @pytest.mark.timing
 @web
-def test_a_source_that_stays_silent_is_told_in_time(site, monkeypatch):
-    monkeypatch.setattr(store, "_PATIENCE_S", 2.0)
-    far = Store(site.root)
-    far.size("a.tar")
-    site.stalls, start = True, time.monotonic()
+def test_a_source_that_stays_silent_is_told_in_time(silent):
+    start = time.monotonic()
     with pytest.raises(GoneError, match=r"http://127.*/a\.tar: no answer for 2 s \(TimeoutError"):
-        far.read("a.tar", 0, 10)
+        silent.read("a.tar", 0, 10)
     assert 1.9 < time.monotonic() - start < 5
 
 

@@ -67,10 +67,10 @@ def run(arguments: TrainArguments) -> int:
 def _check(arguments: TrainArguments) -> None:
     a = arguments
     sources = [name for name, value in (("recipe", a.recipe), ("resume", a.resume), ("data", a.data)) if value]
+    given = " and ".join(sources) or "nothing"
     fixed = [setting for setting in a.set if not setting.startswith(CHANGEABLE)]
     rules = {  # message: whether the rule is broken
-        f"{' and '.join(sources) or 'nothing'} given: one of RECIPE, --resume DIR, --data DIR is wanted": len(sources)
-        != 1,
+        f"{given} given: one of RECIPE, --resume DIR, --data DIR is wanted": len(sources) != 1,
         "--continue: goes with --out DIR, where the run is or will be; for members give --resume DIR": a.go_on
         and (a.resume or not a.out or a.members),
         "--out beside --resume: a resumed run stays in its folder; remove --out": a.resume and a.out,

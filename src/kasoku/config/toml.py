@@ -50,7 +50,7 @@ class Factory:
 
     def __call__(self, *args: Any, **more: Any) -> Any:
         """Calls it; of `more`, what its signature lacks or the keys have set already is left out."""
-        thing = resolve(self.use, "use")
+        thing = _lookup(self.use, "use")  # `use` was checked when this was made; a loss is called at each step
         known = parameters_of(thing)
         rest = {k: v for k, v in more.items() if k in known and k not in self.keys}
         try:
@@ -75,6 +75,14 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
     if (new := _new_name(dotted)) != dotted:
         raise InputError(f'{path} = "{dotted}": is now "{new}"')
     trust.check_name(dotted, path)
+    thing = _lookup(dotted, path)
+    trust.check_callable(thing, dotted, path)
+    return thing
+
+
+def _lookup(dotted: str, path: str) -> Callable[..., Any]:
+    """What a dotted name stands for, which a recipe may use. Raises InputError as `resolve`."""
+    parts = dotted.split(".")
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
         try:
@@ -92,7 +100,6 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
         thing = getattr(thing, part)
     if not callable(thing):
         raise InputError(f'{path} = "{dotted}": a class or function is wanted, this is {type(thing).__name__}')
-    trust.check_callable(thing, dotted, path)
     return typing.cast("Callable[..., Any]", thing)
 
 

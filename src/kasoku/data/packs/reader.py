@@ -103,8 +103,8 @@ class Shards:
 
     @functools.cached_property
     def _background(self) -> BackgroundCheck:
-        rows_N5 = np.column_stack([np.arange(len(self)), self.place_N5[:, :4]])
-        rows_N5 = rows_N5[(self.place_N5[:, 3] >= 0) & (self.place_N5[:, 4] != 0)]
+        raw_N = np.flatnonzero((self.place_N5[:, 3] >= 0) & (self.place_N5[:, 4] != 0))
+        rows_N5 = np.column_stack([raw_N, self.place_N5[raw_N, :4]])
         rows_N5 = rows_N5[np.lexsort((rows_N5[:, 2], rows_N5[:, 1]))]
         files = [f"{self.store.shown}/{file}" for file in self.files]
         return BackgroundCheck(files, rows_N5.tobytes(), self.name)
