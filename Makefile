@@ -2,13 +2,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-SLOW = process or timing or data or browser or exhaustive
+SLOW = process or timing or data or browser or exhaustive or docs
 
-.PHONY: setup demo test test-rest test-all check fuzz bench gpu clean
+.PHONY: setup demo test test-rest test-all check docs fuzz bench gpu clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | demo | test | test-all | check | fuzz | bench | gpu"
+	@echo "make setup | demo | test | test-all | check | docs | fuzz | bench | gpu"
 
 .venv/base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -17,6 +17,10 @@ help:
 
 .venv/dev: .venv/base
 	$(INSTALL) -e '.[dev,onnx]'
+	touch $@
+
+.venv/docs: .venv/base
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 setup: .venv/dev
@@ -39,6 +43,10 @@ check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the manual as a site, build/site/index.html; a dead link fails
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # mutated inputs for the decoder, recipes and files: two minutes; LONG=1: a million inputs
 fuzz: .venv/dev
