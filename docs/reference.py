@@ -18,7 +18,7 @@ from kasoku.config import describe
 from kasoku.core import Technique
 
 DOCS = Path(__file__).parent
-MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- generated: (\w+) ?([\w.]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 PAPER = re.compile(r"\[(00\d)\]")  # a text that the project began with
 SECTION = re.compile(r"^(?:Args|Attributes|Saves|Costs|Maths|Ref|Seen|Raises):", re.MULTILINE)
 RANKS = {  # class attribute: when its techniques communicate
@@ -32,11 +32,16 @@ USED_BY = 3  # commands that have the same option, so that it is described once
 
 def pages() -> dict[str, str]:
     """The pages with generated parts, as they should be: file name -> text."""
-    parts = {"recipes": recipes, "techniques": techniques, "overview": overview, "names": names_for_use}
-    parts |= {"commands": commands, "shared": shared_options}
+    parts: dict[str, Callable[..., str]] = {
+        "recipes": recipes,
+        "techniques": techniques,
+        "overview": overview,
+        "names": names_for_use,
+    }
+    parts |= {"commands": commands, "shared": shared_options, "package": package}
     texts = {page.name: page.read_text() for page in sorted(DOCS.glob("*.md"))}
     return {
-        name: MARKED.sub(lambda found: f"{found[1]}\n{parts[found[2]]().strip()}\n\n{found[3]}", text)
+        name: MARKED.sub(lambda found: f"{found[1]}\n{parts[found[2]](*found[3].split()).strip()}\n\n{found[4]}", text)
         for name, text in texts.items()
         if MARKED.search(text)
     }
@@ -70,6 +75,11 @@ def sentence(line: str) -> str:
 def short(name: str) -> str:
     """The last word of a dotted name."""
     return name.rpartition(".")[2]
+
+
+def package(name: str) -> str:
+    """The public names of a package."""
+    return ", ".join(f"`{public}`" for public in getattr(import_module(name), "__all__", ())) + "."
 
 
 # ---- techniques

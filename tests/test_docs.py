@@ -124,8 +124,14 @@ def reader(belongings, tmp_path, monkeypatch) -> Reader:
             del sys.modules[name]
 
 
+RUN = [page for page in PAGES if any(map(_runs, blocks(page)))]
+
+
 @pytest.mark.docs
-@pytest.mark.parametrize("page", [p for p in PAGES if any(map(_runs, blocks(p)))], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=[pytest.mark.smoke] * (page.stem == "index")) for page in RUN],
+)
 def test_the_commands_of_a_page_run(page, reader, record_property):
     ran, skipped = 0, []
     for block in blocks(page):

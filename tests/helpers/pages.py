@@ -50,9 +50,9 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The commands of a console block: a line each, or several that end with a backslash."""
-        lines = self.text.replace("\\\n", " ").splitlines()
-        return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        """The commands of a console block, without comments: a line each, or several that end with a backslash."""
+        lines = [re.sub(r"(^|\s+)# .*$", "", line) for line in self.text.replace("\\\n", " ").splitlines()]
+        return [line.strip() for line in lines if line.strip()]
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -136,7 +136,9 @@ class Reader:
     def _execute(self, block: Block) -> None:
         sys.modules[self.module.__name__] = self.module  # where dataclasses look up their annotations
         try:
-            exec(compile("\n" * block.line + block.text, str(block.page), "exec"), vars(self.module))
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")
+                exec(compile("\n" * block.line + block.text, str(block.page), "exec"), vars(self.module))
         finally:
             del sys.modules[self.module.__name__]
 
