@@ -23,14 +23,14 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1630,
+    "core": 1655,
     "optim": 1210,
-    "models": 820,
+    "models": 835,
     "device": 600,
-    "data": 5360,
+    "data": 5400,
     "distributed": 5665,
     "memory": 2330,
-    "config": 1080,
+    "config": 1280,
     "tune": 2150,
     "simulate": 1840,
     "report": 2290,

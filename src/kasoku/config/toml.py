@@ -216,6 +216,15 @@ def parameters_of(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
 
 
+def hints_of(thing: Callable[..., Any]) -> dict[str, Any]:
+    """The types of the parameters of a class or function, as far as it has annotations."""
+    annotated = thing.__init__ if isinstance(thing, type) and not dataclasses.is_dataclass(thing) else thing  # type: ignore[misc]
+    try:
+        return typing.get_type_hints(annotated)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
 def _arguments(thing: Callable[..., Any], keys: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The keys, checked against the signature: their names, and their types where it has annotations."""
     trust.check_keys(thing, keys, path)
@@ -225,11 +234,7 @@ def _arguments(thing: Callable[..., Any], keys: Mapping[str, Any], path: str) ->
         for name in keys:
             if name not in known:
                 raise InputError(f"{_join(path, name)}: no such key{nearest(name, sorted(known))}")
-    annotated = thing.__init__ if isinstance(thing, type) and not dataclasses.is_dataclass(thing) else thing  # type: ignore[misc]
-    try:
-        hints = typing.get_type_hints(annotated)
-    except (NameError, TypeError, AttributeError):
-        hints = {}
+    hints = hints_of(thing)
     return {k: _convert(hints.get(k, Any), v, _join(path, k)) for k, v in keys.items()}
 
 
