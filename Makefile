@@ -4,11 +4,11 @@ INSTALL = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 SLOW = process or timing or data or browser or exhaustive or docs
 
-.PHONY: setup demo test test-rest test-all check docs fuzz bench gpu clean
+.PHONY: setup demo test test-rest test-all check docs fuzz bench gpu dist clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | demo | test | test-all | check | docs | fuzz | bench | gpu"
+	@echo "make setup | demo | test | test-all | check | docs | fuzz | bench | gpu | dist"
 
 .venv/base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -57,6 +57,15 @@ bench: .venv/dev
 
 gpu: .venv/dev
 	$(BIN)/python benchmarks/gpu.py
+
+# an sdist, and from it one wheel for every Python, tagged by auditwheel with the oldest Linux it runs on
+DIST ?= dist
+dist: .venv/dev
+	rm -rf $(DIST)
+	$(BIN)/python -m build --no-isolation --outdir $(DIST)/untagged .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir $(DIST) $(DIST)/untagged/*-py3-none-linux_*.whl
+	mv $(DIST)/untagged/*.tar.gz $(DIST)
+	rm -r $(DIST)/untagged
 
 clean:
 	rm -rf .venv runs build dist
