@@ -2,13 +2,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-SLOW = process or timing or data or browser or exhaustive
+SLOW = process or timing or data or browser or exhaustive or docs
 
-.PHONY: setup demo test test-rest test-all check fuzz bench gpu clean
+.PHONY: setup demo test test-rest test-all check docs fuzz bench gpu dist clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | demo | test | test-all | check | fuzz | bench | gpu"
+	@echo "make setup | demo | test | test-all | check | docs | fuzz | bench | gpu | dist"
 
 .venv/base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -19,10 +19,14 @@ help:
 	$(INSTALL) -e '.[dev,onnx]'
 	touch $@
 
+.venv/docs: .venv/base
+	$(INSTALL) -e '.[docs]'
+	touch $@
+
 setup: .venv/dev
 
 demo: .venv/base
-	$(BIN)/kasoku train recipes/digits_cnn_98.toml
+	$(BIN)/kasoku train digits_cnn_98
 
 # the fast tests, and one smoke test of every guarantee whose tests are slow
 test: .venv/dev
@@ -40,6 +44,10 @@ check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# the manual as a site, build/site/index.html; a dead link fails
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # mutated inputs for the decoder, recipes and files: two minutes; LONG=1: a million inputs
 fuzz: .venv/dev
 	$(BIN)/python tests/fuzz $(if $(LONG),--long)
@@ -49,6 +57,15 @@ bench: .venv/dev
 
 gpu: .venv/dev
 	$(BIN)/python benchmarks/gpu.py
+
+# an sdist, and from it one wheel for every Python, tagged by auditwheel with the oldest Linux it runs on
+DIST ?= dist
+dist: .venv/dev
+	rm -rf $(DIST)
+	$(BIN)/python -m build --no-isolation --outdir $(DIST)/untagged .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir $(DIST) $(DIST)/untagged/*-py3-none-linux_*.whl
+	mv $(DIST)/untagged/*.tar.gz $(DIST)
+	rm -r $(DIST)/untagged
 
 clean:
 	rm -rf .venv runs build dist

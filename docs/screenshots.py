@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-import browser  # noqa: E402 - it lies among the tests
+from helpers import browser  # noqa: E402 - it lies among the tests
 
 KASOKU = [sys.executable, "-m", "kasoku"]
 SHOTS = {"light": (1280, 900), "dark": (400, 900)}  # pixels of the window; the whole page is drawn

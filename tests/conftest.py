@@ -67,3 +67,15 @@ def _global_random_state_is_put_back():
     state = torch.get_rng_state()
     yield
     torch.set_rng_state(state)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many commands of the manual ran, and which did not."""
+    pages = [dict(report.user_properties) for report in terminalreporter.getreports("passed")]
+    ran = [page["ran"] for page in pages if "ran" in page]
+    skipped = [line for page in pages for line in page.get("skipped", ())]
+    if ran:
+        terminalreporter.section("commands of the manual")
+        terminalreporter.line(f"{sum(ran)} of {len(ran)} pages ran, {len(skipped)} blocks were skipped:")
+        for line in skipped:
+            terminalreporter.line(f"  {line}")

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kasoku.config import trust
+from kasoku.config.shipped import RECIPES
 from kasoku.core.errors import InputError
 
 T = TypeVar("T")
 _LEVELS = 30  # of a document
+RECIPE_FILE = "a recipe file"
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 OLD_NAMES = {  # old name -> new name, applied in order; one that ends in a dot: a package and all its modules
     "kasoku.core.Step": "kasoku.core.StepDecay",
@@ -112,12 +114,15 @@ def _new_name(name: str) -> str:
     return name
 
 
-def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a recipe file") -> dict[str, Any]:
+def read(path: Path, settings: Sequence[str] = (), *, wanted: str = RECIPE_FILE) -> dict[str, Any]:
     """A TOML document, with `path=value` settings over it. Raises InputError for a file that cannot be read."""
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted} is wanted") from error
+        meant = ""
+        if wanted == RECIPE_FILE and path.parent == Path():
+            meant = f", or the name of one that comes with kasoku{nearest(path.stem, list(RECIPES))}"
+        raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted} is wanted{meant}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not TOML ({error})") from error
     for setting in settings:
@@ -216,6 +221,15 @@ def parameters_of(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
 
 
+def hints_of(thing: Callable[..., Any]) -> dict[str, Any]:
+    """The types of the parameters of a class or function, as far as it has annotations."""
+    annotated = thing.__init__ if isinstance(thing, type) and not dataclasses.is_dataclass(thing) else thing  # type: ignore[misc]
+    try:
+        return typing.get_type_hints(annotated)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
 def _arguments(thing: Callable[..., Any], keys: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The keys, checked against the signature: their names, and their types where it has annotations."""
     trust.check_keys(thing, keys, path)
@@ -225,11 +239,7 @@ def _arguments(thing: Callable[..., Any], keys: Mapping[str, Any], path: str) ->
         for name in keys:
             if name not in known:
                 raise InputError(f"{_join(path, name)}: no such key{nearest(name, sorted(known))}")
-    annotated = thing.__init__ if isinstance(thing, type) and not dataclasses.is_dataclass(thing) else thing  # type: ignore[misc]
-    try:
-        hints = typing.get_type_hints(annotated)
-    except (NameError, TypeError, AttributeError):
-        hints = {}
+    hints = hints_of(thing)
     return {k: _convert(hints.get(k, Any), v, _join(path, k)) for k, v in keys.items()}
 
 

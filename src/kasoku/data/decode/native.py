@@ -7,7 +7,6 @@ Note: it is optional. `pip install` needs no compiler: without the library, and 
 from __future__ import annotations
 
 import ctypes
-import importlib.machinery
 import os
 import re
 import threading
@@ -25,9 +24,8 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
 def _library() -> Any:
-    paths = (Path(__file__).with_name(f"_native{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES)
-    path = next((path for path in paths if path.exists()), None)
-    if path is None:
+    path = Path(__file__).with_name("_native.so")  # see setup.py
+    if not path.exists():
         return None
     pointer, int32, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t
     try:

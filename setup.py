@@ -1,0 +1,42 @@
+"""The build step that pyproject.toml cannot describe: a C library that is called through ctypes, for every Python.
+
+An extension module has the name and the tag of one version of Python, this library has neither. Without a C compiler
+it is left out, Pillow and torch do its work, and the wheel is a pure one.
+"""
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+FOLDER = "src/kasoku/data/decode"
+
+
+class BuildLibrary(build_ext):
+    """Names the library _native.so, whatever the version of Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"
+
+
+class Wheel(bdist_wheel):
+    """A wheel for every Python 3: of this system where the library was built, of any system where it was not."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        self.root_is_pure = not any(Path(self.bdist_dir).rglob("_native.so"))
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel},
+    ext_modules=[
+        Extension(
+            "kasoku.data.decode._native",
+            [f"{FOLDER}/_jpeg.c", f"{FOLDER}/_pixels.c"],
+            libraries=["m"],
+            extra_compile_args=["-O3", "-fwrapv"],
+            optional=True,
+        )
+    ],
+)
