@@ -198,8 +198,9 @@ def judged(line: Line) -> str:
     return f" ({'; '.join(said)})" if said else ""
 
 
-def rows(area: str, letters: Mapping[str, str]) -> Iterator[str]:
+def rows(area: str) -> Iterator[str]:
     """A row for the figures that one run gave for one subject; those of other machines stand beside them."""
+    letters = {key: machine["letter"] for key, machine in machines().items()}
     claims: dict[str, list[Line]] = {}
     for line in newest(read(area)):
         claims.setdefault(line["claim"], []).append(line)
@@ -224,14 +225,13 @@ def rows(area: str, letters: Mapping[str, str]) -> Iterator[str]:
 
 def page() -> str:
     """RECORDS.md."""
-    letters = {key: machine["letter"] for key, machine in machines().items()}
     lines = [
         INTRODUCTION,
         *(f"- {m['letter']} (`{key}`): {m['text']}." for key, m in machines().items()),
         "",
         "| claim | newest figures | machine | day | command, in benchmarks/ |",
         "|---|---|---|---|---|",
-        *(row for area in AREAS for row in rows(area, letters)),
+        *(row for area in AREAS for row in rows(area)),
         "",
         "## What did not help",
         "",
