@@ -163,7 +163,7 @@ class Reader:
 
     def _kasoku(self, words: list[str]) -> int:
         """The command in this process, which saves the 2 s of its imports."""
-        expanded = [name for word in words for name in (sorted(glob.glob(word)) if "*" in word else [word])]
+        expanded = [name for word in words for name in (sorted(glob.glob(word)) or [word] if "*" in word else [word])]
         trust.forget()
         with warnings.catch_warnings():
             warnings.simplefilter("default")
