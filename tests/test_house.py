@@ -30,12 +30,12 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "data": 5400,
     "distributed": 5665,
     "memory": 2330,
-    "config": 1280,
+    "config": 1310,
     "tune": 2150,
     "simulate": 1840,
     "report": 2290,
     "training": 2135,
-    "commands": 1840,
+    "commands": 1930,
     "testing": 660,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -48,6 +48,7 @@ class TrainArguments(OptionalRecipe):
     members: int = option(default=0, metavar="K", help="train K members of an ensemble")
     vary: tuple[str, ...] = option(default=(), metavar="PATH=V1,V2,...", help="with --members: a value for each")
     dry_run: bool = option(default=False, help="only print what the recipe would do")
+    show: bool = option("--print", default=False, help="only print the resolved recipe (TOML)")
     plot: Path | None = option(metavar="FILE", help="draw rate, weight decay, momentum over epochs (HTML)")
     quiet: bool = option(default=False, help="no progress bar")
     if_interrupted: ClassVar[str] = "a checkpoint written before stands"
@@ -82,6 +83,7 @@ def _check(arguments: TrainArguments) -> None:
         "--members beside --resume: the folder knows its members; leave --members out": a.members and a.resume,
         f"--resume with --set {', '.join(fixed[:1])}: that would be another training; only {', '.join(CHANGEABLE)} "
         "may change": a.resume and fixed,
+        "--print beside --members: one recipe is printed; leave --members out": a.show and a.members,
         "--freeze without --weights: the frozen blocks would keep their random weights; give both": a.freeze
         and not a.weights,
     }
@@ -94,7 +96,7 @@ def _gpus(arguments: TrainArguments) -> int:
     """The number of processes to train on this machine."""
     from kasoku.config.ranks import gpus_for
 
-    if torch.cuda.device_count() < 2 or arguments.members or arguments.dry_run:
+    if torch.cuda.device_count() < 2 or arguments.members or arguments.dry_run or arguments.show:
         return 1
     _check(arguments)
     recipe, folder = _recipe_and_folder(arguments)
@@ -153,6 +155,10 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     read = partial(_recipe_and_folder, arguments)
     recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
     check_same(recipe, comm)
+    if arguments.show:
+        if comm.rank == 0:
+            print(dumps(recipe), end="")
+        return 0
     resume = arguments.resume is not None
     if _has_members(arguments, folder):
         return _train_members(arguments, folder, comm)

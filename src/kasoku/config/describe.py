@@ -70,14 +70,18 @@ def listed() -> dict[str, dict[str, Callable[..., Any]]]:
 
 def find(name: str) -> tuple[str, Callable[..., Any]]:
     """The full name and the class or function of a name, full or short. Raises InputError for an unknown one."""
-    names = {full: thing for section in listed().values() for full, thing in section.items()}
-    for full, thing in names.items():
+    for full, thing in _names().items():
         if name in (full, full.rpartition(".")[2]):
             return full, thing
     if "." in name:
         return name, toml.resolve(name, "NAME")
-    short = sorted(full.rpartition(".")[2] for full in names)
+    short = sorted(full.rpartition(".")[2] for full in _names())
     raise InputError(f'"{name}": no such name{toml.nearest(name, short) or ": kasoku list shows all"}')
+
+
+def name_of(thing: Callable[..., Any], otherwise: str = "") -> str:
+    """The name under which recipes use a class or function of kasoku."""
+    return next((full for full, each in _names().items() if each is thing), otherwise)
 
 
 def settings_of(thing: Callable[..., Any]) -> list[Setting]:
@@ -123,6 +127,10 @@ def type_of(hint: Any) -> str:
     return _WORDS.get(hint) or (f"table: {hint.__name__}" if is_table else "any")
 
 
+def _names() -> dict[str, Callable[..., Any]]:
+    return {full: thing for section in listed().values() for full, thing in section.items()}
+
+
 def _is(thing: Any, kind: type) -> bool:
     if inspect.isfunction(thing):
         thing = typing.get_type_hints(thing).get("return")
@@ -148,5 +156,4 @@ def _as_toml(value: Any) -> str:
         return f'{{use = "{value.use}"}}'
     if not dataclasses.is_dataclass(value):
         return "" if value is None else json.dumps(value)
-    names = {thing: name for section in list(listed().values())[:-1] for name, thing in section.items()}
-    return f'{{use = "{names[type(value)]}"}}' if type(value) in names else "{}"
+    return "{}" if type(value) in TABLES.values() else f'{{use = "{name_of(type(value))}"}}'

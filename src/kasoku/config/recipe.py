@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kasoku.config.batch_points import at_batch, batches_of_points
+from kasoku.config.shipped import locate
 from kasoku.config.toml import Factory, override, parse, read, table
 from kasoku.core import Constant, InputError, Schedule, Technique, summary
 from kasoku.device import Device
@@ -219,9 +220,12 @@ def optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     return checked(rule, Optimizer, "optimizer")
 
 
-def load(path: Path, settings: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe file, with `path=value` settings over it. Raises InputError with the path of what is wrong."""
-    return from_document(read(path), settings)
+def load(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe file, or the recipe of ours with this name, with `path=value` settings over it.
+
+    Raises InputError with the path of what is wrong.
+    """
+    return from_document(read(locate(path)), settings)
 
 
 def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Recipe:

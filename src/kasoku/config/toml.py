@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kasoku.config import trust
+from kasoku.config.shipped import RECIPES
 from kasoku.core.errors import InputError
 
 T = TypeVar("T")
 _LEVELS = 30  # of a document
+RECIPE_FILE = "a recipe file"
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 OLD_NAMES = {  # old name -> new name, applied in order; one that ends in a dot: a package and all its modules
     "kasoku.core.Step": "kasoku.core.StepDecay",
@@ -112,12 +114,15 @@ def _new_name(name: str) -> str:
     return name
 
 
-def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a recipe file") -> dict[str, Any]:
+def read(path: Path, settings: Sequence[str] = (), *, wanted: str = RECIPE_FILE) -> dict[str, Any]:
     """A TOML document, with `path=value` settings over it. Raises InputError for a file that cannot be read."""
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted} is wanted") from error
+        meant = ""
+        if wanted == RECIPE_FILE and path.parent == Path():
+            meant = f", or the name of one that comes with kasoku{nearest(path.stem, list(RECIPES))}"
+        raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted} is wanted{meant}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not TOML ({error})") from error
     for setting in settings:
