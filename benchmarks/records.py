@@ -28,7 +28,8 @@ INTRODUCTION = """# Records
 
 `make records` writes this page from [records/](records), which also has commits and further figures. A row is a run of
 a benchmark with the newest figure of each claim; a claim's key is the words before and after the colon, joined by a
-slash. A figure that is not here is not claimed anywhere. `earlier` spans runs on other days and commits.
+slash. A figure that is not here is not claimed anywhere. `earlier` spans runs on other days and commits. A target is
+shown where this run or an earlier one missed it.
 """
 DESCRIBING = ("text", "unit", "of", "better", "target")
 KEYS = ("claim", "text", "figure", "unit", "spread", "earlier", "n", "of", "better", "target", "beside", "note",
@@ -183,21 +184,23 @@ def phrase(line: Line) -> str:
     return str(line["text"].format_map(shown))
 
 
-def judged(line: Line, *, always: bool = True) -> str:
-    """In brackets: the spread, earlier runs, and the target, if `always` or where the figure falls short of it."""
+def judged(line: Line) -> str:
+    """In brackets: the spread, earlier runs, and the target where the figure or an earlier run falls short of it."""
     said = []
     if "spread" in line:
         said.append(" to ".join(map(number, line["spread"])))
     if "earlier" in line:
         said.append("earlier " + " to ".join(dict.fromkeys(map(number, line["earlier"]))))
-    if "target" in line and (always or missed(line)):
-        target = f"target {number(line['target'])}"
-        said.append(f"**{target}: missed**" if missed(line) else target)
+    if missed(line):
+        said.append(f"**target {number(line['target'])}: missed**")
+    elif any(missed(line | {"figure": figure}) for figure in line.get("earlier", ())):
+        said.append(f"target {number(line['target'])}")
     return f" ({'; '.join(said)})" if said else ""
 
 
-def rows(area: str, letters: Mapping[str, str]) -> Iterator[str]:
+def rows(area: str) -> Iterator[str]:
     """A row for the figures that one run gave for one subject; those of other machines stand beside them."""
+    letters = {key: machine["letter"] for key, machine in machines().items()}
     claims: dict[str, list[Line]] = {}
     for line in newest(read(area)):
         claims.setdefault(line["claim"], []).append(line)
@@ -213,7 +216,7 @@ def rows(area: str, letters: Mapping[str, str]) -> Iterator[str]:
         for last, *others in group:
             figures.append(f"{number(last['figure'])} {last['unit']} {phrase(last)}{judged(last)}")
             for x in others:
-                figures[-1] += f", on {letters[x['machine']]} {number(x['figure'])}{judged(x, always=False)}"
+                figures[-1] += f", on {letters[x['machine']]} {number(x['figure'])}{judged(x)}"
         n = ", ".join(dict.fromkeys(number(last["n"]) for last, *_ in group if "n" in last))
         where = letters[machine] + (f", n {n}" if n else "")
         command = command.removeprefix("benchmarks/")
@@ -222,14 +225,13 @@ def rows(area: str, letters: Mapping[str, str]) -> Iterator[str]:
 
 def page() -> str:
     """RECORDS.md."""
-    letters = {key: machine["letter"] for key, machine in machines().items()}
     lines = [
         INTRODUCTION,
         *(f"- {m['letter']} (`{key}`): {m['text']}." for key, m in machines().items()),
         "",
         "| claim | newest figures | machine | day | command, in benchmarks/ |",
         "|---|---|---|---|---|",
-        *(row for area in AREAS for row in rows(area, letters)),
+        *(row for area in AREAS for row in rows(area)),
         "",
         "## What did not help",
         "",
@@ -247,4 +249,5 @@ def page() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    print(f"{PAGE.name}: {len(page().splitlines())} lines (at most {LONGEST_PAGE})")
+    claims = {line["claim"] for area in AREAS for line in read(area)}
+    print(f"{PAGE.name}: {len(claims)} claims in {len(page().splitlines())} lines (at most {LONGEST_PAGE})")

@@ -44,7 +44,7 @@ CLASSES, SIDE, LIMIT_S, BUDGET_S = 10, 32, 120, 420
 CLAIMS = {
     "startup/two_ranks/over_sequential": ("overlapped_over_sequential", "overlapped_s", "sequential_s"),
     "startup/two_ranks/over_critical_path": "overlapped_over_critical_path",
-    "startup/two_ranks/first_epoch_over_second": "first_epoch_over_second",
+    "startup/epochs/first_over_second": "first_epoch_over_second",
 }
 NETWORK = """
 from torch import nn

@@ -1,5 +1,6 @@
 """Records are well-formed, RECORDS.md is written from them, and pages show no figure that differs from its record."""
 
+import argparse
 import importlib
 import json
 import re
@@ -144,9 +145,21 @@ def test_a_recorded_run_replaces_the_newest_figure(folder):
     assert last == first | {"earlier": [0.9, 0.9]}
     records.append({"a/b": ("ratio", "ms.bare")}, figures | {"ratio": 0.95}, words, "epyc-2c-avx2")
     assert [line["figure"] for line in records.newest(records.read("tune"))] == [0.7, 5, 0.95]
-    assert "0.95 times the step, 2 without (**target 0.8: missed**), on A 0.7 (0.6 to 0.75; earlier 0.9)" in next(
-        records.rows("tune", {key: machine["letter"] for key, machine in records.machines().items()})
-    )
+    judged = "(**target 0.8: missed**), on A 0.7 (0.6 to 0.75; earlier 0.9; target 0.8)"
+    assert f"0.95 times the step, 2 without {judged}" in next(records.rows("tune"))
+
+
+def test_finish_records_only_with_the_option(folder, monkeypatch, capsys):
+    common = importlib.import_module("common")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("KASOKU_MACHINE", "epyc-2c-avx512")
+    for option, lines in (([], 2), (["--record"], 3)):
+        monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "tune.py"), *option])
+        common.parse(argparse.ArgumentParser())
+        common.finish("tune", {}, {"late": 7}, {"a/c": "late"})
+        assert len(records.read("tune")) == lines
+    assert records.read("tune")[-1]["command"] == "benchmarks/tune.py"
+    assert "recorded 1 measurements" in capsys.readouterr().err
 
 
 def test_a_run_without_a_claim_or_a_figure_of_its_sentence_records_nothing(folder):
