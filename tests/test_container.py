@@ -39,6 +39,7 @@ def test_what_it_copies_is_in_the_repository():
     sources = {word for rest in values("COPY") for word in rest.split()[:-1]}
     tracked = subprocess.run(["git", "ls-files", *sources], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {name.partition("/")[0] for name in tracked.stdout.split()} == sources
+    assert {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("!")} == sources
 
 
 def test_launch_kubernetes_names_it_and_starts_its_program(capsys):
@@ -56,6 +57,7 @@ def test_launch_kubernetes_names_it_and_starts_its_program(capsys):
 @pytest.mark.skipif(sys.platform != "linux", reason="its shell and folders are those of Linux")
 def test_its_steps_install_the_command_in_a_folder_with_what_it_copies(tmp_path):
     environment, root, here = CleanEnvironment(tmp_path), tmp_path / "root", tmp_path / "root"
+    left_out = [line[3:] for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("**/")]
     (environment.bin / "sh").symlink_to("/bin/sh")
     for kind, rest in instructions():
         if kind == "WORKDIR":
@@ -65,7 +67,7 @@ def test_its_steps_install_the_command_in_a_folder_with_what_it_copies(tmp_path)
             *sources, target = rest.split()
             for source in sources:
                 if (ROOT / source).is_dir():
-                    shutil.copytree(ROOT / source, here / target, ignore=shutil.ignore_patterns("*.so", "*.egg-info"))
+                    shutil.copytree(ROOT / source, here / target, ignore=shutil.ignore_patterns(*left_out))
                 else:
                     shutil.copy(ROOT / source, here / target)
         elif kind == "RUN":
