@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1630,
+    "core": 1740,
     "optim": 1210,
     "models": 820,
     "device": 600,
     "data": 5360,
     "distributed": 5665,
     "memory": 2330,
-    "config": 1080,
+    "config": 1105,
     "tune": 2150,
     "simulate": 1840,
-    "report": 2290,
-    "training": 1990,
-    "commands": 1840,
+    "report": 2305,
+    "training": 2020,
+    "commands": 1880,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is

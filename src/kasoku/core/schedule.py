@@ -5,7 +5,7 @@ rates. Every schedule starts with an optional linear warm-up of `warmup` epochs 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kasoku.core.errors import InputError
 
@@ -35,6 +35,10 @@ class Schedule:
         """The curve once the warm-up is over; `epoch` counts from the start of training."""
         raise NotImplementedError
 
+    def over(self, epochs: float) -> "Schedule":
+        """The schedule of a training of this length: itself, unless its own settings leave its length open."""
+        return self
+
 
 @dataclass(frozen=True)
 class Constant(Schedule):
@@ -57,19 +61,25 @@ class StepDecay(Schedule):
 
 @dataclass(frozen=True)
 class _Until(Schedule):
-    epochs: float = 0.0
+    epochs: float = 0.0  # where it ends; 0: with the training (in a recipe)
     end: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.epochs > self.warmup:
+        if self.epochs and not self.epochs > self.warmup:
             raise InputError(
                 f"{type(self).__name__}: epochs={self.epochs} is where it ends and must lie beyond "
                 f"warmup={self.warmup}: raise epochs or shorten the warm-up"
             )
 
+    def over(self, epochs: float) -> Schedule:
+        return self if self.epochs else replace(self, epochs=epochs)
+
     def passed(self, epoch: float) -> float:
         """How much of the way from the end of the warm-up to `epochs` lies behind, 0 to 1."""
+        if not self.epochs:
+            name = type(self).__name__
+            raise InputError(f"{name} without epochs: give the epochs of the training, as {name}(epochs=8)")
         return min(1.0, max(0.0, (epoch - self.warmup) / (self.epochs - self.warmup)))
 
 
