@@ -76,6 +76,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [line for page in pages for line in page.get("skipped", ())]
     if ran:
         terminalreporter.section("commands of the manual")
-        terminalreporter.line(f"{sum(ran)} of {len(ran)} pages ran, {len(skipped)} blocks were skipped:")
+        terminalreporter.line(
+            f"{sum(ran)} commands and Python blocks of {len(ran)} pages ran, {len(skipped)} blocks were skipped:"
+        )
         for line in skipped:
             terminalreporter.line(f"  {line}")

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -64,11 +65,25 @@ def test_each_block_says_what_it_is(page):
     assert not unused, "\n".join(["no command of the page uses these files, so no test runs them", *unused])
 
 
+def _script(name: str) -> types.ModuleType:
+    """A script of docs/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_site_shows_no_comments_and_no_links_out_of_docs():
+    page = "<!-- test: skip it -->\n[rules](../SECURITY.md) and [photos](photos.md) <!-- record: a/b -->"
+    shown = _script("mkdocs_hooks").on_page_markdown
+    assert shown(page, config=types.SimpleNamespace(repo_url=None)) == "rules and [photos](photos.md)"
+    linked = shown(page, config=types.SimpleNamespace(repo_url="https://forge/kasoku/"))
+    assert linked == "[rules](https://forge/kasoku/blob/main/SECURITY.md) and [photos](photos.md)"
+
+
 def test_generated_parts_are_up_to_date():
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    old = [name for name, text in reference.pages().items() if text != (ROOT / "docs" / name).read_text()]
+    pages = _script("reference").pages()
+    old = [name for name, text in pages.items() if text != (ROOT / "docs" / name).read_text()]
     assert not old, f"{', '.join(old)}: run python docs/reference.py"
 
 
