@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1655,
+    "core": 1661,
     "optim": 1210,
     "models": 835,
     "device": 600,

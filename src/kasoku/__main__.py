@@ -25,7 +25,13 @@ def main() -> int:
 
     from kasoku.cli import main as command
 
-    code = command(imported=imported)
+    try:
+        code = command(imported=imported)
+    except ModuleNotFoundError as error:
+        if error.name != "fcntl":  # a system that is not supported
+            raise
+        print(error, file=sys.stderr)
+        return 2
     from kasoku.distributed.rendezvous import leave  # imports torch, which `kasoku --help` does without
 
     return leave(code)

@@ -1,5 +1,6 @@
 """The command line itself: help for every verb, at once; arguments as frozen dataclasses."""
 
+import runpy
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 
 import kasoku
+from kasoku.__main__ import main as entry_point
 from kasoku.cli import VERBS, main
 from kasoku.commands.launch import SlurmArguments
 from kasoku.commands.train import TrainArguments
+from kasoku.core import files
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -53,3 +56,23 @@ def test_arguments_are_frozen_and_have_the_defaults_of_their_options():
     with pytest.raises(TypeError, match="recipe"):
         SlurmArguments()
     assert TrainArguments().recipe is None
+
+
+def test_without_fcntl_the_error_names_the_systems_that_kasoku_runs_on(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.raises(
+        ImportError, match=r"kasoku runs on Linux \(macOS: untried\), and this is .*: on Windows use WSL"
+    ):
+        runpy.run_path(files.__file__)
+    monkeypatch.setattr("kasoku.cli.main", lambda **_: runpy.run_path(files.__file__))
+    assert entry_point() == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.process
+def test_on_windows_a_command_ends_in_one_line():
+    code = "import sys; sys.modules['fcntl'] = None; from kasoku.__main__ import main; sys.exit(main())"
+    process = subprocess.run([sys.executable, "-c", code, "list"], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2
+    assert process.stderr.startswith("kasoku runs on Linux")
+    assert process.stderr.count("\n") == 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kasoku.commands import AllowArguments, argument, option
-from kasoku.training.trained_run import evaluate_runs
+from kasoku.training.trained_run import print_scores, score_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,4 +19,5 @@ class EvaluateArguments(AllowArguments):
 
 def run(arguments: EvaluateArguments) -> int:
     """Prints the accuracies; returns the exit code."""
-    return evaluate_runs(arguments.runs, arguments.data)
+    print_scores(score_runs(arguments.runs, arguments.data))
+    return 0

@@ -69,7 +69,9 @@ class KubernetesArguments(LaunchArguments):
 
     name: str | None = option(help="of the job (default: the recipe's)")
     write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
-    image: str = option(default="kasoku:latest", help="a container image with kasoku in it (default: %(default)s)")
+    image: str = option(
+        default="kasoku:latest", help="a container image, built from kasoku's Containerfile (default: %(default)s)"
+    )
     mount: tuple[str, ...] = option(default=(), metavar="CLAIM:DIR", help="a volume claim for the run, the data, ...")
     port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,12 @@ from safetensors.torch import load_model
 from torch import nn
 
 from kasoku.core.errors import InputError, summary
+
+try:
+    import fcntl
+except ModuleNotFoundError as missing:
+    systems = f"kasoku runs on Linux (macOS: untried), and this is {sys.platform}: on Windows use WSL"
+    raise ModuleNotFoundError(systems, name="fcntl") from missing
 
 MANIFEST = "manifest.json"  # in a run folder: the digests of its files
 _LARGEST = 1e300  # a JSON file may hold any number of digits

@@ -14,6 +14,7 @@ from kasoku.distributed.local_launch import train_arguments
 _RECIPE = Path("/run/kasoku/recipe.toml")  # in a pod
 TIME_LIMIT, CPUS_PER_GPU = "1-00:00:00", 8  # of a Slurm job, unless others are given
 _GRACE_S = 180  # between SIGTERM and the end: enough for a step and a checkpoint
+_ABOUT = "A training by kasoku. Its Containerfile builds the image, in a checkout: podman build -t {image} ."
 
 _SBATCH = """\
 #!/bin/bash
@@ -95,7 +96,7 @@ def sbatch(
 def manifest(spec: LaunchSpec, *, image: str, mount: Sequence[str] = ()) -> str:
     """A Kubernetes List as JSON, which is YAML: the recipe, the Service that names the pods, and the Job.
 
-    `mount` holds CLAIM:DIR, and kasoku is installed in `image`.
+    `mount` holds CLAIM:DIR, and kasoku is installed in `image`, which the Containerfile of the repository builds.
     """
     _, recipe, *more = train_arguments(_RECIPE, spec.set, spec.out, go_on=True, extra=spec.extra)
     shape = ["--nodes", str(spec.nodes), "--gpus-per-node", str(spec.each)]
@@ -137,9 +138,10 @@ def manifest(spec: LaunchSpec, *, image: str, mount: Sequence[str] = ()) -> str:
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
     named = {"metadata": {"name": spec.name, "labels": labels}}
+    about = {"annotations": {"kubernetes.io/description": _ABOUT.format(image=image)}}
     items: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "ConfigMap", **named, "data": {"recipe.toml": spec.recipe.read_text()}},
         {"apiVersion": "v1", "kind": "Service", **named, "spec": service},
-        {"apiVersion": "batch/v1", "kind": "Job", **named, "spec": job},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {**named["metadata"], **about}, "spec": job},
     ]
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2) + "\n"

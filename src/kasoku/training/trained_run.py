@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,11 +17,11 @@ from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
 from kasoku.core import InputError, Job, summary
 from kasoku.core.files import checked_file, is_number, load_weights, read_json
-from kasoku.data import Dataset, Files, folder, loader
+from kasoku.data import Dataset, Files, folder, loader, normalise, read_image
 from kasoku.device import choose
 from kasoku.device.select import Precision
 from kasoku.training.checkpoint import newest
-from kasoku.training.evaluation import averaged, tally
+from kasoku.training.evaluation import Scores, averaged, tally
 from kasoku.training.run_folder import load_recipe, members_of
 
 
@@ -43,6 +43,16 @@ class Trained:
         """Logits_NK of normalised images on the device, with the recipe's test-time averaging."""
         with torch.no_grad():
             return averaged(self.job.model, x_NCHW, self.recipe.evaluate.views)
+
+    def classified(self, files: Sequence[Path], top: int) -> Iterator[tuple[Path, list[tuple[str, float]]]]:
+        """Each image file with its `top` likeliest classes and their probabilities, 64 files at a time."""
+        for start in range(0, len(files), 64):
+            part = files[start : start + 64]
+            pixels_NHWC = torch.stack([read_image(file, self.image_size, self.channels) for file in part])
+            x_NCHW = normalise(pixels_NHWC.to(self.device), self.mean, self.std)
+            best = self.logits(x_NCHW).float().softmax(1).topk(min(top, len(self.classes)), dim=1)
+            for file, shares, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
+                yield file, [(self.classes[k], share) for k, share in zip(indices, shares, strict=True)]
 
 
 def load(path: Path, *, precision: Precision | None = None) -> Trained:
@@ -77,10 +87,10 @@ def load(path: Path, *, precision: Precision | None = None) -> Trained:
     return Trained(path, recipe, job, chosen.device, channels=channels, **shown)
 
 
-def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
-    """Prints top-1, top-5 and loss of each run and of their ensemble (mean of probabilities); returns 0.
+def score_runs(paths: Sequence[Path], data: Path | None = None) -> list[tuple[str, Scores]]:
+    """The scores of each run and, last, of several as an ensemble (mean of probabilities), with their names.
 
-    The folder of an ensemble stands for its members.
+    The folder of an ensemble stands for its members. `data`: other test images, a folder with one folder a class.
     """
     members = [load(run) for path in paths for run in members_of(path) or [path]]
     first = members[0]
@@ -97,16 +107,20 @@ def evaluate_runs(paths: Sequence[Path], data: Path | None) -> int:
         ensemble = torch.stack([logits_NK.softmax(1) for logits_NK in logits]).mean(0).log()
         totals += torch.stack([tally(logits_NK, y_N) for logits_NK in [*logits, ensemble]]).cpu()
         images += len(y_N)
-    columns = [Column(name, justify="right") for name in ("top-1", "top-5", "loss")]
-    table = Table("run", *columns, title=f"{images:,} test images", title_justify="left")
-    names = [str(member.path) for member in members] + [f"ensemble of {len(members)}"]
-    shown = zip(names, (totals / images).tolist(), strict=True)
-    for name, (top1, top5, loss) in list(shown)[: len(members) + (len(members) > 1)]:
-        table.add_row(escape(name), f"{top1:.2%}", f"{top5:.2%}", f"{loss:.4f}")
-    Console(highlight=False).print(table)
     if batches.skipped and batches.skipped.reasons:
         print(f"kasoku: {len(batches.skipped.reasons)} images skipped: {batches.skipped.summary()}", file=sys.stderr)
-    return 0
+    names = [str(member.path) for member in members] + [f"ensemble of {len(members)}"] * (len(members) > 1)
+    means = zip(names, (totals / images).tolist(), strict=False)
+    return [(name, Scores(top1, top5, loss, images)) for name, (top1, top5, loss) in means]
+
+
+def print_scores(scores: Sequence[tuple[str, Scores]]) -> None:
+    """Prints top-1, top-5 and loss as a table."""
+    columns = [Column(name, justify="right") for name in ("top-1", "top-5", "loss")]
+    table = Table("run", *columns, title=f"{scores[0][1].images:,} test images", title_justify="left")
+    for name, each in scores:
+        table.add_row(escape(name), f"{each.top1:.2%}", f"{each.top5:.2%}", f"{each.loss:.4f}")
+    Console(highlight=False).print(table)
 
 
 def _test_images(trained: Trained, data: Path | None) -> Dataset:

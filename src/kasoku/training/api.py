@@ -1,0 +1,103 @@
+"""Train, evaluate and predict from Python: the functions that `import kasoku` gives. The commands do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from os import PathLike
+from pathlib import Path
+
+from kasoku.config import trust
+from kasoku.config.recipe import Recipe, load
+from kasoku.config.shipped import locate
+from kasoku.core import Comm, Solo, Wall
+from kasoku.data import find_images
+from kasoku.distributed.consensus import run_on_all_ranks
+from kasoku.training import trained_run
+from kasoku.training.evaluation import Scores
+from kasoku.training.run_folder import run_folder, shares_in
+from kasoku.training.run_state import Result
+from kasoku.training.trainer import build, fit
+
+Where = str | PathLike[str]
+
+
+def load_recipe(recipe: Where, settings: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe. Not collective.
+
+    Args:
+        recipe: a file (TOML), or the name of a recipe that comes with kasoku, such as "digits_cnn_98". It may name
+            modules in its own folder and in the current one, so a stranger's recipe can run a stranger's code.
+        settings: changes, as after --set: ["epochs=30", "optimizer.lr=0.1"].
+
+    Raises:
+        InputError: in one line, with the path of what is wrong.
+    """
+    file = locate(Path(recipe))
+    trust.allow_beside(file)
+    return load(file, settings)
+
+
+def train(
+    recipe: Recipe, out: Where | None = None, *, comm: Comm | None = None, resume: bool = False, quiet: bool = False
+) -> Result:
+    """Trains to the last epoch, the target, or SIGINT or SIGTERM (`Result.stopped`). Collective; drains.
+
+    Args:
+        recipe: what to train.
+        out: the run folder, a new one. None: nothing is written, and only the result stays.
+        comm: the ranks, `kasoku.distributed.TorchComm()` in a process group; one rank by default.
+        resume: go on with the run in `out` from its last checkpoint, to the same bits.
+        quiet: no progress bar.
+
+    Returns: accuracies from 0 to 1, images a second, and seconds from this call on, by what they were spent on.
+
+    Raises:
+        InputError: for parts that do not fit each other, or a folder that holds a run already (without `resume`).
+        DivergedError: when the loss is not finite any more (kasoku.training.run_state).
+    """
+    started, ranks = Wall().now(), comm or Solo()
+    shares = shares_in(Path(out), ranks, recipe.batch) if out and resume else ()
+    training = run_on_all_ranks(ranks, lambda: build(recipe, comm, shares=shares))
+    with run_folder(ranks, Path(out), resume=resume) if out else nullcontext() as run:
+        if run and not resume:
+            training.describe(run, trust.import_folders(None))
+        return fit(training, run, started=started, resume=resume, quiet=quiet)
+
+
+def evaluate(run: Where | Sequence[Where], data: Where | None = None, *, allow: Sequence[str] = ()) -> Scores:
+    """Top-1, top-5 (from 0 to 1) and loss of a run's best weights on its test images. Not collective.
+
+    Args:
+        run: a run folder; several, or the folder of an ensemble: of their mean probabilities.
+        data: other test images, a folder with one folder a class.
+        allow: modules or packages of yours that the run's recipe may name.
+
+    Raises:
+        InputError: if there is no run or no weights, if a file of it was changed, and for other classes.
+    """
+    trust.allow(allow)
+    runs = [run] if isinstance(run, str | PathLike) else run
+    return trained_run.score_runs([Path(each) for each in runs], Path(data) if data else None)[-1][1]
+
+
+def predict(
+    run: Where, images: Where | Sequence[Where], *, top: int = 5, allow: Sequence[str] = ()
+) -> dict[Path, list[tuple[str, float]]]:
+    """The likeliest classes of images, with their probabilities (from 0 to 1, computed in fp32). Not collective.
+
+    Args:
+        run: a run folder; its best weights are used.
+        images: files, or folders of them. They are cropped and resized as in the evaluation.
+        top: how many classes an image.
+        allow: modules or packages of yours that the run's recipe may name.
+
+    Returns: by image file, the likeliest first: {Path("cat.jpg"): [("cat", 0.93), ("dog", 0.05), ...]}.
+
+    Raises:
+        InputError: if there is no run, and for a file that is missing, damaged, or no image.
+    """
+    trust.allow(allow)
+    trained = trained_run.load(Path(run), precision="fp32")
+    given = [images] if isinstance(images, str | PathLike) else images
+    return dict(trained.classified([file for image in given for file in find_images(Path(image))], top))

@@ -1,0 +1,108 @@
+"""What `import kasoku` gives: the names, when they are imported, and what the functions do."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import kasoku
+from kasoku.core import Threads
+from kasoku.core.files import read_json
+from kasoku.training.run_folder import load_recipe
+
+SHORT = ["epochs=1", "schedule.epochs=1", "evaluate.every=1", "device.threads=1"]
+
+
+def test_the_public_names_are_what_is_there():
+    names = {name for name in dir(kasoku) if not name.startswith("_")}
+    imported = {"TYPE_CHECKING", "import_module"}
+    packages = {path.parent.name for path in Path(kasoku.__file__).parent.glob("*/__init__.py")}
+    modules = {path.stem for path in Path(kasoku.__file__).parent.glob("*.py")}
+    assert names - imported - packages - modules == set(kasoku.__all__)
+    assert [type(getattr(kasoku, name)) for name in kasoku.__all__]
+    with pytest.raises(AttributeError, match="module 'kasoku' has no attribute 'Jobb'"):
+        _ = kasoku.Jobb
+
+
+def test_they_are_the_names_of_the_packages():
+    from kasoku import core
+
+    assert all(getattr(kasoku, name) is getattr(core, name) for name in ("InputError", "Job", "Schedule", "Technique"))
+
+
+@pytest.mark.process
+@pytest.mark.timing
+def test_import_kasoku_takes_a_twentieth_of_a_second_and_no_torch():
+    code = "import time; t = time.perf_counter(); import kasoku, sys; print(time.perf_counter() - t, *sys.modules)"
+    runs = [subprocess.check_output([sys.executable, "-c", code], text=True).split() for _ in range(5)]
+    assert min(float(seconds) for seconds, *_ in runs) < 0.05
+    assert not {"torch", "numpy", "rich"} & set(runs[0])
+
+
+def test_train_is_the_command_bit_for_bit(digits_run, tmp_path):
+    settings = ["epochs=4", "schedule.epochs=4", "evaluate.every=0.5", "evaluate.stop=false", "device.threads=1"]
+    recipe = kasoku.load_recipe("digits_cnn_98", settings)
+    result = kasoku.train(recipe, tmp_path / "run", quiet=True)
+    assert recipe == load_recipe(digits_run)
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (digits_run / "model.safetensors").read_bytes()
+    assert result.top1 == read_json(tmp_path / "run" / "result.json")["top1"]
+    with pytest.raises(kasoku.InputError, match="holds a run already"):
+        kasoku.train(recipe, tmp_path / "run", quiet=True)
+
+
+def test_train_resumes_to_the_same_bits(digits_run, tmp_path):
+    recipe = load_recipe(digits_run)
+    run = shutil.copytree(digits_run, tmp_path / "run")
+    before = (run / "model.safetensors").read_bytes()
+    assert kasoku.train(recipe, run, resume=True, quiet=True).top1 is not None
+    assert (run / "model.safetensors").read_bytes() == before
+
+
+def test_train_without_a_folder_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = kasoku.train(kasoku.load_recipe("digits_cnn_98", SHORT), quiet=True)
+    assert result.top1 > 0.5
+    assert [path for path in tmp_path.rglob("*") if "cache" not in path.parts] == []
+
+
+def test_train_on_two_ranks_is_collective(tmp_path):
+    recipe = kasoku.load_recipe("digits_cnn_98", [*SHORT, "norm_batch=32"])
+    results = Threads(2).run(lambda comm: kasoku.train(recipe, tmp_path / "run", comm=comm, quiet=True))
+    assert results[0].top1 == results[1].top1 > 0.5
+
+
+def test_evaluate_gives_the_scores_of_the_training(digits_run):
+    scores = kasoku.evaluate(digits_run)
+    assert scores.top1 == pytest.approx(read_json(digits_run / "result.json")["best_top1"])
+    assert scores.images == 360
+    assert scores.top5 >= scores.top1
+    assert kasoku.evaluate([digits_run, digits_run]) == kasoku.evaluate(str(digits_run))
+
+
+def test_predict_gives_classes_with_probabilities(digits_run, tmp_path):
+    test = kasoku.load_recipe("digits_cnn_98").data().test
+    for i in range(20):
+        Image.fromarray(test.images_NHWC[i, ..., 0].numpy()).save(tmp_path / f"{i:02}.png")
+    found = kasoku.predict(digits_run, tmp_path, top=3)
+    assert list(found) == sorted(tmp_path.glob("*.png"))
+    assert all(len(classes) == 3 for classes in found.values())
+    assert all(1 >= a >= b >= c >= 0 for (_, a), (_, b), (_, c) in found.values())
+    hits = [int(classes[0][0]) == label for classes, label in zip(found.values(), test.labels_N.tolist(), strict=False)]
+    assert sum(hits) > 15
+    everything = kasoku.predict(digits_run, [tmp_path / "00.png"], top=100)[tmp_path / "00.png"]
+    assert sum(share for _, share in everything) == pytest.approx(1)
+
+
+def test_bad_input_is_one_line(digits_run, tmp_path):
+    for call, message in (
+        (lambda: kasoku.load_recipe(tmp_path / "none.toml"), "none.toml"),
+        (lambda: kasoku.load_recipe("digits_cnn_98", ["batch=0"]), "batch=0: at least 1 image"),
+        (lambda: kasoku.evaluate(tmp_path), "no run there"),
+        (lambda: kasoku.predict(digits_run, tmp_path / "none.png"), "no such file"),
+    ):
+        with pytest.raises(kasoku.InputError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
