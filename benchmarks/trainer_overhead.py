@@ -33,12 +33,14 @@ BIG_ROUNDS, BIG_STEPS, BIG_BATCH = 3, 3, 32
 
 
 def trainer_over_bare() -> dict[str, object]:
+    from kasoku.config import trust
     from kasoku.config.recipe import from_document
     from kasoku.device import tune_malloc
     from kasoku.training.run_folder import RunFolder
     from kasoku.training.trainer import build, fit
 
     tune_malloc()
+    trust.allow(["trainer_overhead"])
     document = {
         "epochs": 1000,
         "batch": BATCH,
