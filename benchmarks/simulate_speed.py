@@ -18,10 +18,11 @@ torch.set_num_threads(1)
 
 from common import finish, parse, seconds_per_call, spread  # noqa: E402
 from kasoku.models import resnet50  # noqa: E402
-from kasoku.simulate import Sharing, Simulator, collectives, load, model_costs, stragglers  # noqa: E402  # noqa: E402
+from kasoku.simulate import Sharing, Simulator, collectives, compressed, load, model_costs, stragglers  # noqa: E402
 from kasoku.simulate.from_recipe import sizes  # noqa: E402
 
 CLAIMS = {"simulate/speed/step": "step_s", "simulate/speed/sweep": "sweep_s"}
+CACHES = (stragglers.slowest, collectives.link, collectives.gathering, compressed.link)  # of a size
 
 
 def main() -> None:
@@ -32,8 +33,8 @@ def main() -> None:
     counts = sizes(simulator.cluster, 1, 4096)
 
     def forget() -> None:
-        stragglers.slowest.cache_clear()
-        collectives.link.cache_clear()
+        for known in CACHES:
+            known.cache_clear()
 
     def step_once() -> None:
         forget()
