@@ -19,6 +19,7 @@ from kasoku.core import Technique
 
 DOCS = Path(__file__).parent
 MARKED = re.compile(r"(<!-- generated: (\w+) ?([\w.]*) -->\n).*?(<!-- end -->)", re.DOTALL)
+FIGURE = re.compile(r"\d\.\d|\d ?(%|(us|ms|s|min|times)\b)")  # may look measured
 PAPER = re.compile(r"\[(00\d)\]")  # a text that the project began with
 SECTION = re.compile(r"^(?:Args|Attributes|Saves|Costs|Maths|Ref|Seen|Raises):", re.MULTILINE)
 RANKS = {  # class attribute: when its techniques communicate
@@ -56,10 +57,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def settings(thing: Callable[..., Any]) -> str:
     """The settings of a class or function as a table."""
     rows = [
-        (f"`{s.name}`", s.type, f"`{s.default}`" if s.default not in ("", "required") else s.default, sentence(s.line))
+        (f"`{s.name}`", s.type, f"`{s.default}`" if s.default not in ("", "required") else s.default, chosen(s.line))
         for s in describe.settings_of(thing)
     ]
     return table(["setting", "type", "default", "meaning"], rows)
+
+
+def chosen(line: str) -> str:
+    """The meaning of a setting, with a comment for tests/test_records.py where its examples look measured."""
+    return sentence(line) + (" <!-- not measured: a setting -->" if FIGURE.search(line) else "")
 
 
 def cited(line: str) -> str:
@@ -79,7 +85,7 @@ def short(name: str) -> str:
 
 def package(name: str) -> str:
     """The public names of a package."""
-    return ", ".join(f"`{public}`" for public in getattr(import_module(name), "__all__", ())) + "."
+    return ", ".join(f"`{public}`" for public in import_module(name).__all__) + "."
 
 
 # ---- techniques
@@ -167,6 +173,8 @@ def argument(field: Field[Any]) -> Argument:
     meaning = (known.get("help") or "") % {"default": known.get("default")}
     if known.get("action") == "append":
         meaning += "; may be given several times"
+    elif FIGURE.search(meaning):
+        meaning += " <!-- not measured: a setting -->"
     many = f"{value}..." if known.get("nargs") in ("+", "*") else value
     free = f"[{many}]" if known.get("nargs") in ("?", "*") else many
     return Argument(f"`{written}`", meaning, written if flag and known.get("required") else "" if flag else free)

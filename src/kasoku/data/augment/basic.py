@@ -33,9 +33,9 @@ class Augment(Technique):
         scale_min: smallest share of the area, above 0 and at most 1; 0.08 is usual for ImageNet.
 
     Saves: epochs to a given accuracy, most where they are many.
-    Costs: about 7 us a 32x32 image on one CPU core for flip and translate, as much again for cutout.
+    Costs: microseconds a 32x32 image on one CPU core for flip and translate, as much again for cutout.
     Ref: alternating flip: Jordan 2024, arXiv:2404.00498; cutout: DeVries & Taylor 2017, arXiv:1708.04552;
-    random_resized: Szegedy et al. 2014, arXiv:1409.4842; jitter of CIFAR images: Hiverge 2025 (cifar10-speedrun).
+        random_resized: Szegedy et al. 2014, arXiv:1409.4842; jitter of CIFAR images: Hiverge 2025 (cifar10-speedrun).
     """
 
     stage: ClassVar[Stage] = Stage.DATA

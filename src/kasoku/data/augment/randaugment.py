@@ -56,7 +56,7 @@ class RandAugment(Technique):
             solarized.
 
     Saves: epochs to an accuracy that the network without it only reaches with more images.
-    Costs: for two changes about 50 us a 32x32 image and 2 ms a 224x224 one on one CPU core, in the thread that trains;
+    Costs: tens of microseconds a 32x32 image and milliseconds a 224x224 one on one CPU core, in the thread that trains;
         accuracy where epochs are few.
     Ref: Cubuk et al. 2019 (arXiv 1909.13719); strengths: Cubuk et al. 2018 (arXiv 1805.09501), as torchvision has them.
     """
