@@ -13,7 +13,8 @@ from kasoku.core import Threads
 from kasoku.core.files import read_json
 from kasoku.training.run_folder import load_recipe
 
-SHORT = ["epochs=1", "schedule.epochs=1", "evaluate.every=1", "device.threads=1"]
+RECIPE = Path(kasoku.__file__).parent / "recipes" / "digits_cnn_98.toml"
+SHORT = ["epochs=1", "evaluate.every=1", "device.threads=1"]
 
 
 def test_the_public_names_are_what_is_there():
@@ -42,23 +43,33 @@ def test_import_kasoku_takes_a_twentieth_of_a_second_and_no_torch():
     assert not {"torch", "numpy", "rich"} & set(runs[0])
 
 
+def test_a_recipe_is_found_by_its_file_and_by_its_name(tmp_path):
+    (tmp_path / "mine.toml").write_text(RECIPE.read_text())
+    named, file = (kasoku.load_recipe(recipe, ["seed=7"]) for recipe in ("digits_cnn_98", tmp_path / "mine.toml"))
+    assert named == file
+    assert named.seed == 7
+
+
 def test_train_is_the_command_bit_for_bit(digits_run, tmp_path):
-    settings = ["epochs=4", "schedule.epochs=4", "evaluate.every=0.5", "evaluate.stop=false", "device.threads=1"]
-    recipe = kasoku.load_recipe("digits_cnn_98", settings)
+    recipe = kasoku.load_recipe(digits_run / "recipe.toml")
     result = kasoku.train(recipe, tmp_path / "run", quiet=True)
-    assert recipe == load_recipe(digits_run)
+    assert load_recipe(tmp_path / "run") == recipe
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (digits_run / "model.safetensors").read_bytes()
     assert result.top1 == read_json(tmp_path / "run" / "result.json")["top1"]
     with pytest.raises(kasoku.InputError, match="holds a run already"):
         kasoku.train(recipe, tmp_path / "run", quiet=True)
 
 
-def test_train_resumes_to_the_same_bits(digits_run, tmp_path):
-    recipe = load_recipe(digits_run)
-    run = shutil.copytree(digits_run, tmp_path / "run")
-    before = (run / "model.safetensors").read_bytes()
-    assert kasoku.train(recipe, run, resume=True, quiet=True).top1 is not None
-    assert (run / "model.safetensors").read_bytes() == before
+def test_train_resumes_to_the_same_bits(tmp_path):
+    recipe, run = kasoku.load_recipe("digits_cnn_98", [*SHORT, "save.every_steps=10"]), tmp_path / "run"
+    kasoku.train(recipe, run, quiet=True)
+    weights = (run / "model.safetensors").read_bytes()
+    *_, before_last, last = sorted((run / "checkpoints").iterdir())
+    assert before_last.name < last.name
+    shutil.rmtree(last)
+    (run / "model.safetensors").unlink()
+    kasoku.train(recipe, run, resume=True, quiet=True)
+    assert (run / "model.safetensors").read_bytes() == weights
 
 
 def test_train_without_a_folder_writes_nothing(tmp_path, monkeypatch):

@@ -73,7 +73,6 @@ def installed_facts(environment):
     return wheel_facts((info / "WHEEL").read_text())
 
 
-@pytest.mark.smoke
 def test_the_wheel_trains_with_native_code_where_there_is_no_compiler(dist, tmp_path):
     environment = CleanEnvironment(tmp_path)
     environment.run("pip", "install", next(dist.glob("*.whl")), cwd=tmp_path)

@@ -60,8 +60,8 @@ def train(
     shares = shares_in(Path(out), ranks, recipe.batch) if out and resume else ()
     training = run_on_all_ranks(ranks, lambda: build(recipe, comm, shares=shares))
     with run_folder(ranks, Path(out), resume=resume) if out else nullcontext() as run:
-        if run and not resume:
-            training.describe(run, trust.import_folders(None))
+        folders = trust.import_folders(None)
+        run_on_all_ranks(ranks, lambda: training.describe(run, folders) if run and not resume else None)
         return fit(training, run, started=started, resume=resume, quiet=quiet)
 
 
