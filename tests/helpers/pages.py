@@ -4,7 +4,8 @@ What a test must know is in HTML comments right above a block, which a reader do
   <!-- test: add --set epochs=0.2 -->  the reader adds this to each command of the block that has the first one's verb
   <!-- test: skip REASON -->           the block is not run
   <!-- test: exits 2 -->               the exit code of the block's commands
-A block with a title, such as ```python title="loop.py", is a file that later commands of the page use.
+A block with a title, such as ```python title="loop.py", or whose first line is # loop.py, is a file that later commands
+of the page use.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def blocks(page: Path) -> Iterator[Block]:
             i += 1
             continue
         end = next((j for j in range(i + 1, len(lines)) if lines[j].strip() == fence[1]), len(lines))
-        title = re.search(r'title="([^"]+)"', fence[3])
         body = "\n".join(lines[i + 1 : end]) + "\n"
+        title = re.search(r'title="([^"]+)"', fence[3]) or re.match(r"# (\w+\.py)\n", body)
         yield Block(page, i + 1, fence[2], title[1] if title else "", body, notes)
         notes, i = {}, end + 1
 
