@@ -32,7 +32,8 @@ VERBS = {  # verb: (module of kasoku.commands, help)
     "export": ("export", "write a trained network for other programs"),
     "data": ("data", "download the official files of a data set"),
     "pack": ("pack", "pack images into tar shards once, to be read faster ever after"),
-    "list": ("list", "models, data sources, techniques, recipes"),
+    "init": ("init", "write a recipe to start from, for a folder of photos or from one of kasoku's"),
+    "list": ("list", "models, data sources, techniques, recipes; the settings of each"),
 }
 
 

@@ -1,62 +1,65 @@
-"""`kasoku list`: models, data sources, optimizers, schedules, techniques and recipes, a line each."""
+"""`kasoku list`: what a recipe can name, a line each; `kasoku list NAME`: its settings."""
 
 from __future__ import annotations
 
-import inspect
-import tomllib
-import typing
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
-from torch import nn
-from torch.optim import Optimizer
 
-from kasoku import core, data, device, distributed, memory, models, optim
-from kasoku.commands import CommandArguments
-from kasoku.core import Schedule, Technique
+from kasoku.commands import AllowArguments, argument
+from kasoku.config import describe, trust
+from kasoku.config.shipped import RECIPES
 
 
-def run(arguments: CommandArguments) -> int:
-    """Prints the public names, and the recipes of the current folder; returns the exit code."""
-    sections: dict[str, dict[str, str]] = {
-        "models": _public(inspect.isfunction, nn.Module, models),
-        "data sources": _public(inspect.isfunction, data.Dataset, data),
-        "optimizers": _public(inspect.isfunction, Optimizer, optim),
-        "schedules": _public(inspect.isclass, Schedule, core),
-        "techniques": _public(inspect.isclass, Technique, models, device, memory, data, optim, distributed),
-        "recipes": {str(path): _first_comment(path) for path in sorted(Path("recipes").glob("*.toml"))},
+@dataclass(frozen=True, kw_only=True)
+class ListArguments(AllowArguments):
+    """The arguments of `kasoku list`."""
+
+    name: str | None = argument(nargs="?", help="shows the settings of this model, technique, table, ...")
+
+
+def run(arguments: ListArguments) -> int:
+    """Prints the names that a recipe can use and the recipes of kasoku, or the settings of a name."""
+    if arguments.name is not None:
+        trust.allow_beside(None)
+        return _show_settings(arguments.name)
+    sections = {
+        title: {name: describe.summary_of(thing) for name, thing in things.items()}
+        for title, things in describe.listed().items()
     }
+    sections["recipes"] = {name: _first_comment(file.read_text()) for name, file in RECIPES.items()}
     console = Console(highlight=False)
     for title, rows in sections.items():
-        table = Table(title=title, show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column()
+        table = _table(title)
         for name, line in rows.items():
-            table.add_row(name, line)
+            table.add_row(name, escape(line))
         console.print(table, "")
+    console.print("kasoku list NAME shows the settings of a name; kasoku train RECIPE --print shows a recipe.")
     return 0
 
 
-def _public(sought: Callable[[object], bool], kind: type, *packages: ModuleType) -> dict[str, str]:
-    """The public functions that return this kind, or its classes, each with the first line of its docstring."""
-    lines = {}
-    for package in packages:
-        for name in package.__all__:
-            thing = getattr(package, name)
-            result_type = typing.get_type_hints(thing).get("return") if inspect.isfunction(thing) else thing
-            if sought(thing) and isinstance(result_type, type) and issubclass(result_type, kind) and thing is not kind:
-                lines[f"{package.__name__}.{name}"] = (inspect.getdoc(thing) or "").partition("\n")[0]
-    return lines
+def _show_settings(name: str) -> int:
+    full, thing = describe.find(name)
+    console = Console(highlight=False)
+    console.print(escape(f"{full}: {describe.summary_of(thing)}"), "")
+    table = _table("")
+    for setting in describe.settings_of(thing):
+        default = f"= {setting.default}" if setting.default not in ("", "required") else setting.default
+        table.add_row(setting.name, escape(setting.type), escape(default), escape(setting.line))
+    console.print(table)
+    for note, text in describe.notes_of(thing).items():
+        console.print(escape(f"{note}: {text}"))
+    return 0
 
 
-def _first_comment(path: Path) -> str:
-    try:
-        text = path.read_text()
-        tomllib.loads(text)
-    except (OSError, ValueError) as error:
-        return f"cannot be read: {error}"
+def _table(title: str) -> Table:
+    table = Table(title=title, show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    return table
+
+
+def _first_comment(text: str) -> str:
     first = text.partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""

@@ -8,8 +8,12 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
 
+from kasoku.config.shipped import locate
+
 if TYPE_CHECKING:
     from kasoku.config.recipe import Recipe
+
+_RECIPE = "a recipe file (TOML), or the name of a recipe that comes with kasoku (kasoku list)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,7 @@ class AllowArguments(CommandArguments):
 class OptionalRecipe(AllowArguments):
     """The arguments of a command that can do without a recipe."""
 
-    recipe: Path | None = argument(nargs="?", help="a recipe file (TOML)")
+    recipe: Path | None = argument(nargs="?", type=locate, help=_RECIPE)
     set: tuple[str, ...] = option(default=(), metavar="PATH=VALUE", help="change a setting of the recipe")
 
 
@@ -69,7 +73,7 @@ class OptionalRecipe(AllowArguments):
 class RecipeArguments(OptionalRecipe):
     """The arguments of a command that reads a recipe."""
 
-    recipe: Path = argument(help="a recipe file (TOML)")
+    recipe: Path = argument(type=locate, help=_RECIPE)
 
     def load(self, *settings: str) -> Recipe:
         """The recipe with the settings of the command line, and these over them; its own modules can be imported."""
@@ -91,7 +95,7 @@ def declare(parser: argparse.ArgumentParser, run: Callable[[Any], int]) -> None:
         flag, settings = each.metadata["flag"], dict(each.metadata["settings"])
         known = [t for t in (get_args(types[each.name]) or (types[each.name],)) if t in (int, float, Path)]
         if known:
-            settings["type"] = known[0]
+            settings.setdefault("type", known[0])
         if flag == "--":
             flag += each.name.replace("_", "-")
         parser.add_argument(*([flag] if flag else []), dest=each.name, **settings)

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from kasoku.commands import OptionalRecipe, option
 from kasoku.config import trust
 from kasoku.config.recipe import Recipe, dumps, load
+from kasoku.config.updates import info_of
 from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import raise_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
@@ -48,6 +49,7 @@ class TrainArguments(OptionalRecipe):
     members: int = option(default=0, metavar="K", help="train K members of an ensemble")
     vary: tuple[str, ...] = option(default=(), metavar="PATH=V1,V2,...", help="with --members: a value for each")
     dry_run: bool = option(default=False, help="only print what the recipe would do")
+    show: bool = option("--print", default=False, help="only print the resolved recipe (TOML)")
     plot: Path | None = option(metavar="FILE", help="draw rate, weight decay, momentum over epochs (HTML)")
     quiet: bool = option(default=False, help="no progress bar")
     if_interrupted: ClassVar[str] = "a checkpoint written before stands"
@@ -82,6 +84,7 @@ def _check(arguments: TrainArguments) -> None:
         "--members beside --resume: the folder knows its members; leave --members out": a.members and a.resume,
         f"--resume with --set {', '.join(fixed[:1])}: that would be another training; only {', '.join(CHANGEABLE)} "
         "may change": a.resume and fixed,
+        "--print beside --members: one recipe is printed; leave --members out": a.show and a.members,
         "--freeze without --weights: the frozen blocks would keep their random weights; give both": a.freeze
         and not a.weights,
     }
@@ -94,7 +97,7 @@ def _gpus(arguments: TrainArguments) -> int:
     """The number of processes to train on this machine."""
     from kasoku.config.ranks import gpus_for
 
-    if torch.cuda.device_count() < 2 or arguments.members or arguments.dry_run:
+    if torch.cuda.device_count() < 2 or arguments.members or arguments.dry_run or arguments.show:
         return 1
     _check(arguments)
     recipe, folder = _recipe_and_folder(arguments)
@@ -144,7 +147,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     from kasoku.config.ranks import check_same, shares_of
     from kasoku.config.updates import schedule_warning
     from kasoku.data.datasets.folder_index import scanned_once
-    from kasoku.report import dry_run, print_table
+    from kasoku.report import print_table
     from kasoku.training import run_folder, trainer
 
     run_on_all_ranks(comm, lambda: _check(arguments))
@@ -158,13 +161,12 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     resume = arguments.resume is not None
     if _has_members(arguments, folder):
         return _train_members(arguments, folder, comm)
-    if arguments.dry_run:
-        if comm.rank == 0:
-            dry_run.preview(recipe, plot=arguments.plot)
-        return 0
+    if arguments.dry_run or arguments.show:
+        return _preview(arguments, recipe, comm, start)
     if resume and (over := run_on_all_ranks(comm, lambda: run_folder.finished(folder, recipe))):
         _say_once(comm, f"{folder}: {over}")
         return 0
+    announced = arguments.data and not arguments.quiet and not resume
     arguments = replace(arguments, quiet=arguments.quiet or comm.rank > 0)
     tuned = start.do("tuning", partial(_tune, arguments, recipe, comm)) if recipe.auto_batch else None
     recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
@@ -173,8 +175,9 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     if resume and not tuned and not recipe.device.graphs:
         shares = run_folder.shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
+    rows = _photo_rows(training) if announced else {}
     with run_folder.run_folder(comm, folder, resume=resume) as run:
-        run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned) if run else None)
+        run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned, rows) if run else None)
         with _advised(folder):
             result = trainer.fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
     if comm.rank == 0 and not result.stopped and not arguments.quiet:
@@ -188,6 +191,22 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
 def _say_once(comm: Comm, line: str) -> None:
     if line and comm.rank == 0:
         print(f"kasoku: {line}", file=sys.stderr)
+
+
+def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start) -> int:
+    """Prints the recipe, or what it would do; of a folder of photos also how long that would take."""
+    from kasoku.report import dry_run
+    from kasoku.training import trainer
+
+    shown: dict[str, Any] = {}
+    if arguments.data and not recipe.auto_batch and not arguments.show:
+        training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, start=start))
+        shown = {"data": info_of(training.dataset), "model": training.job.model, "first": _photo_rows(training)}
+    if comm.rank == 0 and arguments.show:
+        print(dumps(recipe), end="")
+    elif comm.rank == 0:
+        dry_run.preview(recipe, plot=arguments.plot, **shown)
+    return 0
 
 
 def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
@@ -212,13 +231,24 @@ def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
     return tuned
 
 
-def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned: TunedRecipe | None) -> None:
+def _photo_rows(training: Training) -> dict[str, str]:
+    """What was chosen for a folder of photos, and how long that takes. Collective."""
+    from kasoku.report.dry_run import photo_rows
+    from kasoku.training.estimate import estimated_s
+
+    return photo_rows(training.recipe, training.dataset, training.job.model, estimated_s(training))
+
+
+def _begin(
+    arguments: TrainArguments, training: Training, run: RunFolder, tuned: TunedRecipe | None, rows: dict[str, str]
+) -> None:
     """Writes the files of a new run, and prints what is about to happen."""
-    from kasoku.config.updates import info_of
-    from kasoku.report.dry_run import preview
+    from kasoku.report.dry_run import preview, remark
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
+        if line := remark(recipe, training.dataset):
+            print(f"kasoku: {line}", file=sys.stderr)
         training.describe(run, trust.import_folders(arguments.recipe))
         if tuned:
             from kasoku.tune.measurement import write_tuning
@@ -229,10 +259,11 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
     if not arguments.quiet:
         each = f"{ranks} ranks, each on " if ranks > 1 else ""
         print(f"{each}{training.device_setup.summary}\n{training.total_steps} steps, run folder {run.path}", flush=True)
-    derived = recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch
+    derived = rows or recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch
     if arguments.plot or (derived and not arguments.quiet):
         data = info_of(training.dataset)
-        preview(recipe, data=data, model=training.job.model, show=not arguments.quiet, plot=arguments.plot)
+        model, show = training.job.model, not arguments.quiet
+        preview(recipe, data=data, model=model, show=show, plot=arguments.plot, first=rows)
 
 
 def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:

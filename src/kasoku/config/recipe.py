@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kasoku.config.batch_points import at_batch, batches_of_points
-from kasoku.config.toml import Factory, override, parse, read, table
+from kasoku.config.shipped import locate
+from kasoku.config.toml import Factory, override, parameters_of, parse, read, resolve, table
 from kasoku.core import Constant, InputError, Schedule, Technique, summary
 from kasoku.device import Device
 
@@ -25,15 +26,25 @@ _AUTO_ORIGIN = "auto: tuning begins here"  # of the batch that a recipe then has
 
 @dataclass(frozen=True)
 class Evaluate:
-    """When and how the accuracy is measured: every `every` epochs from `start` on, and at the end."""
+    """The recipe's [evaluate] table: when and how the accuracy is measured, besides at the end.
+
+    Args:
+        every: epochs between evaluations, above 0.
+        start: no evaluation before this epoch but the one at the end; any number.
+        target: the top-1 accuracy to reach, a fraction from 0 to 1 (0.94 for 94 %); 0: none.
+        stop: end the training once the target is reached.
+        views: average the logits of an image over itself ("plain": itself only), its mirror image, and shifted crops.
+        batch: images at once, 0 or more; 0: as in training.
+        stale: show also the accuracy without Recalibrate, which tells what stale BatchNorm averages cost.
+    """
 
     every: float = 1.0
     start: float = 0.0
-    target: float = 0.0  # top-1 to reach, 0 to 1; 0: none
-    stop: bool = True  # end the training once the target is reached
-    views: Literal["plain", "mirror", "crops"] = "plain"  # test-time averaging
-    batch: int = 0  # images at once; 0: as in training
-    stale: bool = False  # also show the accuracy without Recalibrate: what stale BatchNorm averages cost
+    target: float = 0.0
+    stop: bool = True
+    views: Literal["plain", "mirror", "crops"] = "plain"
+    batch: int = 0
+    stale: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.every < math.inf:
@@ -44,7 +55,13 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Save:
-    """The seconds and the steps between two checkpoints (0: no limit of that kind), and the number that is kept."""
+    """The recipe's [save] table: checkpoints.
+
+    Args:
+        every_s: seconds between two checkpoints, 0 or more; 0: not by time.
+        every_steps: steps between two checkpoints, 0 or more; 0: not by steps.
+        keep: the number of checkpoints that are kept, at least 1.
+    """
 
     every_s: float = 300.0
     every_steps: int = 0
@@ -61,6 +78,31 @@ class Recipe:
 
     If the document says batch = "auto", `batch` is where tuning begins: `kasoku train` tunes before it trains, and its
     run folder has the recipe at the chosen size.
+
+    Args:
+        model: the network: `use` names a function of num_classes, in_channels and image_size, of which it may lack any.
+        data: the data source.
+        optimizer: `use` names a function model -> optimizer.
+        epochs: passes over the training images, above 0 and at most 100,000; a fraction ends in mid-epoch.
+        batch: images of one update, over all devices together, at least 1; or "auto", with a reference_batch or points.
+        loss: `use` names a function (outputs, labels) -> loss.
+        schedule: the factor on the optimizer's rates, by progress in epochs.
+        techniques: what else changes the training, in any order.
+        accumulate: the parts of its share that a device takes one after the other, 0 or more, a divisor of batch; 0: a
+            virtual rank at a time, or all at once.
+        norm_batch: images that share BatchNorm statistics, 0 or more, a divisor of batch; 0: what a device takes at
+            once.
+        norm_average: epochs, 0 or more, that BatchNorm's running statistics remember; 0: each module's own momentum.
+        last_batch: an epoch's incomplete batch is left out ("drop"), or filled up with other images ("fill").
+        reference_batch: the batch that the optimizer's rates are for; they follow `batch` by `scaling`; 0 or more; 0:
+            this one.
+        scaling: rates grow in proportion to batch / reference_batch, to its root, or to its root with a warm-up that
+            grows in proportion (LEGW).
+        origin: where settings that depend on the batch come from; kasoku writes it.
+        seed: of all random numbers, 0 or more and below 2^63.
+        evaluate: when and how the accuracy is measured.
+        device: the device, precision and threads.
+        save: checkpoints.
     """
 
     model: Factory
@@ -71,13 +113,13 @@ class Recipe:
     loss: Factory = field(default_factory=lambda: Factory("kasoku.optim.cross_entropy"))
     schedule: Schedule = field(default_factory=Constant)
     techniques: tuple[Technique, ...] = ()
-    accumulate: int = 0  # parts a device takes one after the other; 0: a virtual rank at a time, or all at once
-    norm_batch: int = 0  # images that share BatchNorm statistics; 0: what a device takes at once
-    norm_average: float = 0.0  # epochs that running statistics remember; 0: each module's own momentum
-    last_batch: Literal["drop", "fill"] = "drop"  # an epoch's incomplete batch: left out, or filled up
-    reference_batch: int = 0  # the batch the optimizer's rates are for; they follow `batch` by `scaling`. 0: this one
+    accumulate: int = 0
+    norm_batch: int = 0
+    norm_average: float = 0.0
+    last_batch: Literal["drop", "fill"] = "drop"
+    reference_batch: int = 0
     scaling: Literal["linear", "sqrt", "legw"] = "linear"
-    origin: str = ""  # where settings that depend on the batch come from; written by kasoku, read by `auto_batch`
+    origin: str = ""  # read by `auto_batch`
     seed: int = 0
     evaluate: Evaluate = Evaluate()
     device: Device = field(default_factory=Device)
@@ -161,6 +203,14 @@ def checked(thing: Any, kind: type[T], path: str) -> T:
     return thing
 
 
+def check_data(recipe: Recipe) -> None:
+    """Raises InputError where the data source lacks an argument that it must have; reads no data."""
+    for name, p in parameters_of(resolve(recipe.data.use, "data.use")).items():
+        variable = p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if p.default is p.empty and not variable and recipe.data.keys.get(name, "") == "":
+            raise InputError(f"data.{name} is not given, and {recipe.data.use} needs it: --set data.{name}=...")
+
+
 def network(recipe: Recipe, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """The recipe's network. Raises InputError if its `use` gives no Module, or one that does not fit into memory."""
     shape = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
@@ -186,9 +236,12 @@ def optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     return checked(rule, Optimizer, "optimizer")
 
 
-def load(path: Path, settings: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe file, with `path=value` settings over it. Raises InputError with the path of what is wrong."""
-    return from_document(read(path), settings)
+def load(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe file, or the recipe of ours with this name, with `path=value` settings over it.
+
+    Raises InputError with the path of what is wrong.
+    """
+    return from_document(read(locate(path)), settings)
 
 
 def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Recipe:

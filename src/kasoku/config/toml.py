@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kasoku.config import trust
+from kasoku.config.shipped import RECIPES
 from kasoku.core.attribution import attributed
 from kasoku.core.errors import InputError
 
 T = TypeVar("T")
 _LEVELS = 30  # of a document
+RECIPE_FILE = "a recipe file"
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 OLD_NAMES = {  # old name -> new name, applied in order; one that ends in a dot: a package and all its modules
     "kasoku.core.Step": "kasoku.core.StepDecay",
@@ -114,12 +116,15 @@ def _new_name(name: str) -> str:
     return name
 
 
-def read(path: Path, settings: Sequence[str] = (), *, wanted: str = "a recipe file") -> dict[str, Any]:
+def read(path: Path, settings: Sequence[str] = (), *, wanted: str = RECIPE_FILE) -> dict[str, Any]:
     """A TOML document, with `path=value` settings over it. Raises InputError for a file that cannot be read."""
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted} is wanted") from error
+        meant = ""
+        if wanted == RECIPE_FILE and path.parent == Path():
+            meant = f", or the name of one that comes with kasoku{nearest(path.stem, list(RECIPES))}"
+        raise InputError(f"{path}: cannot be read ({error.strerror}): {wanted} is wanted{meant}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not TOML ({error})") from error
     for setting in settings:
@@ -187,7 +192,25 @@ def override(document: dict[str, Any], setting: str) -> None:
         at = at[_index(at, key, path)] if isinstance(at, list) else at.setdefault(key, [] if following == "0" else {})
         if not isinstance(at, dict | list):
             raise InputError(f"--set {setting}: {key} is a value, not a table")
+    if isinstance(at, dict) and keys[-1] == "use":
+        _check_replaced(at, value, path.strip())
     at[_index(at, keys[-1], path) if isinstance(at, list) else keys[-1]] = value
+
+
+def _check_replaced(table: Mapping[str, Any], use: Any, path: str) -> None:
+    """Raises InputError where a table would name something else, and keep arguments that only the old one has."""
+    if not isinstance(use, str) or table.get("use", use) == use:
+        return
+    parameters = parameters_of(resolve(use, path))
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    old = [name for name in table if name != "use" and name not in parameters]
+    if old:
+        whole = path.removesuffix(".use")
+        raise InputError(
+            f"--set {path}={use}: {', '.join(old)} in [{whole}] {'is' if len(old) == 1 else 'are'} of {table['use']}: "
+            f"replace the whole table, with the arguments that you want: --set '{whole}={{use = \"{use}\"}}'"
+        )
 
 
 def _index(items: list[Any], key: str, path: str) -> int:
@@ -218,6 +241,15 @@ def parameters_of(thing: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
 
 
+def hints_of(thing: Callable[..., Any]) -> dict[str, Any]:
+    """The types of the parameters of a class or function, as far as it has annotations."""
+    annotated = thing.__init__ if isinstance(thing, type) and not dataclasses.is_dataclass(thing) else thing  # type: ignore[misc]
+    try:
+        return typing.get_type_hints(annotated)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
 def _arguments(thing: Callable[..., Any], keys: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The keys, checked against the signature: their names, and their types where it has annotations."""
     trust.check_keys(thing, keys, path)
@@ -227,11 +259,7 @@ def _arguments(thing: Callable[..., Any], keys: Mapping[str, Any], path: str) ->
         for name in keys:
             if name not in known:
                 raise InputError(f"{_join(path, name)}: no such key{nearest(name, sorted(known))}")
-    annotated = thing.__init__ if isinstance(thing, type) and not dataclasses.is_dataclass(thing) else thing  # type: ignore[misc]
-    try:
-        hints = typing.get_type_hints(annotated)
-    except (NameError, TypeError, AttributeError):
-        hints = {}
+    hints = hints_of(thing)
     return {k: _convert(hints.get(k, Any), v, _join(path, k)) for k, v in keys.items()}
 
 

@@ -76,6 +76,13 @@ def schedule_warning(recipe: Recipe) -> str:
     return f"schedule {kind.__name__}: the rate {wrong} of the training ({epochs:g} epochs); to mend it: {mend}"
 
 
+def evaluations(recipe: Recipe) -> int:
+    """The number of evaluations of a training, the one at the end included."""
+    every, start = recipe.evaluate.every, recipe.evaluate.start
+    inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
+    return len(inside) + 1
+
+
 def info_of(dataset: Dataset) -> Facts:
     """The numbers of a data set."""
     return Facts(len(dataset.train), len(dataset.classes), dataset.channels, dataset.image_size[0], len(dataset.test))

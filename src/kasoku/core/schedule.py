@@ -14,6 +14,10 @@ from kasoku.core.errors import InputError
 class Schedule:
     """Progress in epochs -> factor. Subclasses give `after(epoch)`, the curve without its warm-up.
 
+    Args:
+        warmup: epochs of a linear warm-up to the curve's value at its end, 0 or more.
+        start: the factor at which the warm-up starts, 0 or more.
+
     Ref: linear warm-up, Goyal et al. 2017 (arXiv 1706.02677), 2.2.
     """
 
@@ -50,7 +54,14 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class StepDecay(Schedule):
-    """Multiplied by `gamma` at each of the `milestones` (epochs). Ref: Goyal et al. 2017: 30, 60, 80 by 0.1."""
+    """Multiplied by `gamma` at each of the `milestones`.
+
+    Args:
+        milestones: epochs.
+        gamma: the factor of each, any number.
+
+    Ref: Goyal et al. 2017: 30, 60, 80 by 0.1.
+    """
 
     milestones: tuple[float, ...] = ()
     gamma: float = 0.1
@@ -61,7 +72,14 @@ class StepDecay(Schedule):
 
 @dataclass(frozen=True)
 class _Until(Schedule):
-    epochs: float = 0.0  # where it ends; 0: with the training (in a recipe)
+    """A curve that ends.
+
+    Args:
+        epochs: where the curve ends, 0 or more and beyond the warm-up; 0: with the training, in a recipe.
+        end: the factor from there on, any number.
+    """
+
+    epochs: float = 0.0
     end: float = 0.0
 
     def __post_init__(self) -> None:
@@ -87,6 +105,9 @@ class _Until(Schedule):
 class Polynomial(_Until):
     """(1 - end) * (1 - passed)^power + end, until `epochs`.
 
+    Args:
+        power: 1 falls in a straight line, 2 faster at first; any number.
+
     Ref: MLPerf's ResNet reference: power 2, end 1e-4 (absolute: divide it by the rate).
     """
 
@@ -106,7 +127,10 @@ class Linear(_Until):
 
 @dataclass(frozen=True)
 class Cosine(_Until):
-    """Half a cosine from 1 down to `end` at `epochs`. Ref: Loshchilov and Hutter 2017 (arXiv 1608.03983)."""
+    """Half a cosine from 1 down to `end` at `epochs`.
+
+    Ref: Loshchilov and Hutter 2017 (arXiv 1608.03983).
+    """
 
     def after(self, epoch: float) -> float:
         return self.end + (1 - self.end) * (1 + math.cos(math.pi * self.passed(epoch))) / 2
@@ -117,6 +141,11 @@ class ArcCotangent(Schedule):
     """High until near the `turn`, one half at it, then a sharp fall: 1/2 - arctan(f)/pi.
 
     f = d/decay + d^3/1000, where d = epoch - turn, doubled beyond the turn.
+
+    Args:
+        turn: the epoch at which the factor is one half, any number.
+        decay: any number but 0; a smaller one falls faster around the turn.
+
     Ref: [000] 4.1.2; the form is that of the team's published MLPerf v0.6 code, since the printed formula contradicts
     its own text.
     """

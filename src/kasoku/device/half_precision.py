@@ -66,9 +66,9 @@ class LossScale(Technique):
     is divided by `factor`; after `every` good steps it is multiplied by it.
 
     Args:
-        start: first scale.
-        factor: of growth and of retreat.
-        every: good steps in a row before it grows.
+        start: first scale, above 0.
+        factor: of growth and of retreat, above 1.
+        every: good steps in a row before it grows, at least 1.
 
     Saves: accuracy in fp16.
     Costs: a pass over the gradients, and one wait for the device a step; every gradient before any update.

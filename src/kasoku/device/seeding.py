@@ -16,7 +16,7 @@ class Seeded(Technique):
     """Seeds torch's random state for each batch, so that a run resumed in mid-epoch draws what it would have drawn.
 
     Args:
-        seed: of the run.
+        seed: of the run, 0 or more.
 
     Saves: nothing; makes dropout reproducible and resuming exact.
     Costs: a hash and a seeding a batch.

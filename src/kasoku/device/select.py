@@ -31,11 +31,11 @@ class Device:
         channels_last: lay images out with channels last.
         compile: compile the forward of each block.
         graphs: replay CUDA graphs.
-        threads: of the CPU; 0: all cores the process may use, shared among the ranks of this host.
+        threads: of the CPU, from 0 to 4096; 0: all cores the process may use, shared among the ranks of this host.
         malloc: tune glibc's allocator on a CPU.
         deterministic: the same bits on every run, also on CUDA; slower there.
-        hang_timeout_s: a rank without a step for this long has hung; 0: the larger of 60 s and 10 median steps.
-            A rank that waits for its input has two minutes more.
+        hang_timeout_s: a rank without a step for this long has hung; 0 or more; 0: the larger of 60 s and 10 median
+            steps. A rank that waits for its input has two minutes more.
     """
 
     kind: Kind = "auto"

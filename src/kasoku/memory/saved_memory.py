@@ -32,8 +32,8 @@ class SavedMemory(Technique):
     a BatchNorm writes its gradient over its input.
 
     Args:
-        factor: plan for a batch this many times larger than plain PyTorch's in the same memory; 0: 2, unless there is
-            a budget; 1: recompute nothing, whatever that saves.
+        factor: plan for a batch this many times larger than plain PyTorch's in the same memory, at least 1; 1:
+            recompute nothing, whatever that saves; 0: 2, unless there is a budget.
         budget: bytes that training may take on the device, such as "8GiB". The plan is for 98 % of them, since a step
             may take a little more than predicted. Not included: the interpreter, and other techniques' copies (EMA's
             averages).

@@ -6,7 +6,13 @@ from kasoku.models.check import check_counts
 
 
 class AlexNet(nn.Module):
-    """Five convolutions and three linear layers; `dropout` is the probability before the first two linear layers."""
+    """Five convolutions and three linear layers.
+
+    Args:
+        num_classes: outputs of the head, at least 1; `kasoku train` gives the number of the data's classes.
+        in_channels: channels of the images, at least 1; `kasoku train` gives the data's.
+        dropout: probability before each of the first two linear layers, from 0 to 1.
+    """
 
     def __init__(self, num_classes: int, in_channels: int, dropout: float) -> None:
         super().__init__()

@@ -40,12 +40,12 @@ class CifarNet(nn.Module):
     """A fixed whitening layer, groups that each halve the size, a global max-pool, and a scaled linear layer.
 
     Args:
-        num_classes: outputs of the head.
-        in_channels: channels of the images.
-        widths: channels of the groups, one number for each group.
+        num_classes: outputs of the head, at least 1; `kasoku train` gives the number of the data's classes.
+        in_channels: channels of the images, at least 1; `kasoku train` gives the data's.
+        widths: channels of the groups, one number for each group, each at least 1.
         activation: "gelu" or "relu".
-        norm_momentum: weight of the new batch in BatchNorm's running statistics (torch's convention).
-        head_scale: factor on the logits; 0 stands for 1 / the last width, which suits weights of unit variance.
+        norm_momentum: weight of the new batch in BatchNorm's running statistics, as torch has it; any number.
+        head_scale: factor on the logits, any number; 0: 1 / the last width, which suits weights of unit variance.
     """
 
     def __init__(

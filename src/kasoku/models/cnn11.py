@@ -16,10 +16,10 @@ class CNN11(nn.Module):
     """Eleven convolutions in five stages, each with BatchNorm and ReLU, and one linear layer.
 
     Args:
-        num_classes: outputs of the head.
-        in_channels: channels of the images.
+        num_classes: outputs of the head, at least 1; `kasoku train` gives the number of the data's classes.
+        in_channels: channels of the images, at least 1; `kasoku train` gives the data's.
         stem: the first convolution: "imagenet" (7x7 with stride 2) or "cifar" (3x3, full size).
-        widths: channels of each stage.
+        widths: channels of each of the five stages, each at least 1.
     """
 
     def __init__(self, num_classes: int, in_channels: int, stem: str, widths: tuple[int, ...]) -> None:

@@ -21,9 +21,16 @@ PREFIXES = ("module.", "_orig_mod.")  # that DistributedDataParallel and torch.c
 class Pretrained(Technique):
     """Starts from a file of published weights and freezes the first `freeze` blocks.
 
-    Saves: most of the epochs. Costs: nothing. Maths: a frozen block's BatchNorm keeps its statistics too.
+    If only the number of classes differs, the head starts fresh.
+
+    Args:
+        weights: the file to start from: .safetensors, or a torch file of weights.
+        freeze: the number of blocks, from the input on, that are not trained; 0 or more.
+
+    Saves: most of the epochs.
+    Costs: nothing.
+    Maths: a frozen block's BatchNorm keeps its statistics too.
     Ref: Yosinski et al. 2014 (arXiv 1411.1792).
-    Raises InputError for weights of another network. If only the number of classes differs, the head starts fresh.
     """
 
     stage: ClassVar[Stage] = Stage.MODEL
@@ -34,6 +41,8 @@ class Pretrained(Technique):
     def __post_init__(self) -> None:
         if not self.weights:
             raise InputError("weights: missing; the file to start from, .safetensors or a torch file of weights")
+        if self.freeze < 0:
+            raise InputError(f"freeze={self.freeze}: 0 blocks or more")
 
     def apply(self, job: Job) -> None:
         """Loads the weights and freezes the blocks; undo unfreezes the blocks but keeps the weights."""

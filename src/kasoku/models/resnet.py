@@ -68,8 +68,8 @@ class ResNet(nn.Module):
     Args:
         block: BasicBlock or Bottleneck.
         depths: blocks of each stage.
-        num_classes: outputs of the head.
-        in_channels: channels of the images.
+        num_classes: outputs of the head, at least 1; `kasoku train` gives the number of the data's classes.
+        in_channels: channels of the images, at least 1; `kasoku train` gives the data's.
         stem: "imagenet" (7x7 with stride 2, then max-pool: a quarter of the size) or "cifar" (3x3, full size).
         zero_init_residual: set the scale of each block's last BatchNorm to 0, so that the block starts as its shortcut.
     """

@@ -14,11 +14,11 @@ class VGG(nn.Module):
 
     Args:
         depth: 11, 13, 16 or 19 layers with weights.
-        num_classes: outputs of the head.
-        in_channels: channels of the images.
+        num_classes: outputs of the head, at least 1; `kasoku train` gives the number of the data's classes.
+        in_channels: channels of the images, at least 1; `kasoku train` gives the data's.
         batch_norm: a BatchNorm after every convolution.
         head: "imagenet" (three linear layers over 7x7) or "cifar" (the mean over the image, one linear layer).
-        dropout: probability in the "imagenet" head.
+        dropout: probability after each of the first two linear layers of the "imagenet" head, from 0 to 1.
     """
 
     def __init__(

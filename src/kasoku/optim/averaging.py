@@ -24,8 +24,8 @@ class EMA(Technique):
     """Evaluates an exponential moving average of the weights; training itself is not changed.
 
     Args:
-        decay: share of the average kept at each step; 0: the weights themselves.
-        every: steps between rounds, which update the average; a round keeps decay^every, so `decay` is always per step.
+        decay: share of the average kept at each step, from 0 to below 1; 0: the weights themselves.
+        every: steps between rounds, at least 1; a round keeps decay^every, so `decay` is always per step.
         warmup: keep at most (1 + n) / (10 + n) at round n, so that the first weights are forgotten soon.
 
     Saves: steps: an averaged model is as accurate as one trained longer at a lower rate.
@@ -59,10 +59,10 @@ class Lookahead(Technique):
     """Every few steps sets the weights back to a slow average of themselves.
 
     Args:
-        every: steps between rounds.
-        decay: share of the slow weights kept at a round; 0 changes nothing.
-        power: 0 keeps the decay constant; above 0, it grows as decay * (progress / epochs)^power.
-        epochs: the epoch at which a growing decay reaches its full value.
+        every: steps between rounds, at least 1.
+        decay: share of the slow weights kept at a round, from 0 to below 1; 0 changes nothing.
+        power: 0 or more; 0 keeps the decay constant, else it grows as decay * (progress / epochs)^power.
+        epochs: the epoch at which a growing decay reaches its full value, above 0 for one.
 
     Saves: steps: less noise at high rates.
     Costs: a copy of the weights, and a pass over them each round.

@@ -13,7 +13,7 @@ class Clip(Technique):
     """Scales all gradients down together when their common norm exceeds a limit.
 
     Args:
-        norm: the limit for the norm of all gradients, taken as one vector; inf never clips.
+        norm: the limit for the norm of all gradients, taken as one vector, above 0; inf never clips.
 
     Saves: runs that would diverge: a rare bad batch cannot throw the weights far.
     Costs: a pass over the gradients; no parameter is updated before all gradients are ready.

@@ -24,10 +24,10 @@ def sgd(
 
     Args:
         model: its parameters that require a gradient are trained.
-        lr: learning rate for the mean gradient; a `Rate` technique multiplies it by its schedule.
-        momentum: share of the velocity kept at each step.
-        nesterov: look one step ahead along the velocity.
-        weight_decay: added to the gradient as weight_decay * w.
+        lr: learning rate for the mean gradient, 0 or more; a `Rate` technique multiplies it by its schedule.
+        momentum: share of the velocity kept at each step, from 0 to below 1.
+        nesterov: look one step ahead along the velocity, which needs momentum.
+        weight_decay: added to the gradient as weight_decay * w, 0 or more.
         decay_all: decay biases and norm parameters as well.
 
     Raises:
@@ -54,9 +54,9 @@ def adamw(
 
     Args:
         model: its parameters that require a gradient are trained.
-        lr: learning rate; a `Rate` technique multiplies it by its schedule.
-        betas: shares that a step keeps of the running means of the gradient and of its square.
-        weight_decay: decoupled: w shrinks by lr * weight_decay * w.
+        lr: learning rate, 0 or more; a `Rate` technique multiplies it by its schedule.
+        betas: shares that a step keeps of the running means of the gradient and of its square, from 0 to below 1.
+        weight_decay: decoupled: w shrinks by lr * weight_decay * w; 0 or more.
         decay_all: decay biases and norm parameters as well.
 
     Raises:

@@ -22,7 +22,7 @@ class Rate(Technique):
 
     Args:
         schedule: function from the progress in epochs to a factor.
-        scale: constant factor on all rates, such as batch / reference batch (the linear scaling rule).
+        scale: constant factor on all rates, above 0, such as batch / reference batch (the linear scaling rule).
 
     Momentum needs no correction if the buffer does not contain the rate, as in torch's SGD; LARS supports both.
 

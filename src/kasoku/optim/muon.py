@@ -30,12 +30,14 @@ class SGDSettings:
     airbench's .053 and .67 at batch 2,000 become 106 and 1,340.
 
     Args:
-        bias_lr: rate of biases and norm parameters.
-        head_lr: rate of the head (the last linear layer's weight).
-        momentum: share of the velocity kept at each step.
-        weight_decay: torch's weight decay times the rate: the share of a weight that a step subtracts, before momentum.
+        bias_lr: rate of biases and norm parameters, 0 or more.
+        head_lr: rate of the head (the last linear layer's weight), 0 or more.
+        momentum: share of the velocity kept at each step, from 0 to below 1.
+        weight_decay: torch's weight decay times the rate: the share of a weight that a step subtracts, before momentum,
+            from 0 to below 1.
         decay_all: decay biases and norm parameters as well, not the head alone.
-        whitening_epochs: epochs over which the rate of parameters named whiten... falls to 0; 0: they train as usual.
+        whitening_epochs: epochs, 0 or more, over which the rate of parameters named whiten... falls to 0; 0: they train
+            as usual.
     """
 
     bias_lr: float = 0.1
@@ -143,9 +145,9 @@ def muon(
 
     Args:
         model: its parameters that require a gradient are trained.
-        lr: rate of the filters (weights of two dimensions or more, except the head).
-        momentum: share of the filters' velocity kept at each step.
-        steps: Newton-Schulz iterations; 3 for small networks, 5 in general.
+        lr: rate of the filters (weights of two dimensions or more, except the head), 0 or more.
+        momentum: share of the filters' velocity kept at each step, from 0 to below 1.
+        steps: Newton-Schulz iterations, from 1 to 10; 3 for small networks, 5 in general.
         normalize: scale each filter bank to norm sqrt(output channels) before its update.
         rest: settings for all other parameters.
 

@@ -24,13 +24,13 @@ class Augment(Technique):
 
     Each variation is a pure function of (seed, epoch, sample index), whatever the batch, the rank and the thread.
 
-    Attributes:
+    Args:
         flip: none, random, or alternating (random in epoch 0, then each image is mirrored every other epoch).
-        translate: largest random shift in pixels, each way, with reflected borders.
-        cutout: side in pixels of a square, centred anywhere, that is filled with the mean.
-        jitter: largest change of brightness (added) and of contrast (a factor), in units of normalised pixels.
+        translate: largest random shift in pixels, each way, with reflected borders, 0 or more.
+        cutout: side in pixels of a square, centred anywhere, that is filled with the mean, 0 or more.
+        jitter: largest change of brightness (added) and of contrast (a factor), from 0 to below 1 normalised pixel.
         crop: center, or random_resized (image files only): a random part, an area share from scale_min to 1.
-        scale_min: smallest share of the area; 0.08 is usual for ImageNet.
+        scale_min: smallest share of the area, above 0 and at most 1; 0.08 is usual for ImageNet.
 
     Saves: epochs to a given accuracy, most where they are many.
     Costs: about 7 us a 32x32 image on one CPU core for flip and translate, as much again for cutout.

@@ -26,8 +26,8 @@ class Mix(Technique):
     Other labels, as in evaluation, have the plain loss. Give it after LowResolution: then no edge of a box is blurred.
 
     Args:
-        mixup: alpha of Mixup, which lays two images over each other; 0: off.
-        cutmix: alpha of CutMix, which puts a box of one image into the other; 0: off.
+        mixup: alpha of Mixup, which lays two images over each other, 0 or more; 0: off.
+        cutmix: alpha of CutMix, which puts a box of one image into the other, 0 or more; 0: off.
 
     Saves: epochs to an accuracy that the network without it only reaches with more images.
     Costs: two passes over the batch and a second loss; accuracy where epochs are few; the loss no longer shows the fit.

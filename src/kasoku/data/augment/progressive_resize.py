@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,9 +23,9 @@ class LowResolution(Technique):
     each side at first, then more, and whole images from epoch 10 on.
 
     Args:
-        side: in pixels; or a schedule: epoch -> share of the image's own height and width.
-        until: for how many epochs, where `side` is in pixels; a schedule itself says when images are whole.
-        multiple: what a schedule's side in pixels is rounded to, at least this; whole images stay as they are.
+        side: in pixels, at least 1; or a schedule: epoch -> share of the image's own height and width.
+        until: for how many epochs, 0 or more, where `side` is in pixels; a schedule itself says when images are whole.
+        multiple: a schedule's side is rounded to this many pixels, at least 1; whole images stay as they are.
 
     Saves: the share of the arithmetic that the left-out pixels had, in those epochs.
     Costs: some accuracy, more the longer it lasts; a network that takes any size; Compile compiles anew for each size,
@@ -63,6 +64,9 @@ class LowResolution(Technique):
                 wanted = self.side if epoch < (self.until or 0) else extent
             shown.append(min(wanted, extent))
         return shown[0], shown[1]
+
+    def pixel_share(self, epoch: int, side: int) -> float:
+        return math.prod(self.size(epoch, (side, side))) / side**2
 
     def apply(self, job: Job) -> None:
         """Puts the shrinking between the loader and the loop."""

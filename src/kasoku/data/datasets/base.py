@@ -210,7 +210,9 @@ PUBLISHED = {  # for predictions on machines without the files
 def digits(seed: int = 0) -> Dataset:
     """Handwritten digits, 8x8 grey, 1,437 to train and 360 to test: comes with the package.
 
-    `seed` chooses the split, which is stratified by digit.
+    Args:
+        seed: any number; chooses the split, which is stratified by digit.
+
     Source: E. Alpaydin, C. Kaynak (1998), Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
     doi:10.24432/C50P49, licence CC BY 4.0; the 1,797 images of its test part, the ones scikit-learn has.
     Changed by us: pixel values 0..16 are scaled to 0..255.

@@ -61,7 +61,9 @@ CIFAR100 = Layout(
 def cifar10(root: str = "") -> Dataset:
     """CIFAR-10: 50,000 + 10,000 colour images, 32x32, 10 classes, from the official binary or python files.
 
-    `root` holds cifar-10-batches-bin/ or cifar-10-batches-py/, or is one of them; empty means $KASOKU_DATA/cifar10.
+    Args:
+        root: the folder of cifar-10-batches-bin/ or -py/, or one of these; empty: $KASOKU_DATA/cifar10.
+
     Errors: InputError for a missing, truncated or damaged file and for a label out of range.
     """
     return load(CIFAR10, root)
@@ -70,7 +72,9 @@ def cifar10(root: str = "") -> Dataset:
 def cifar100(root: str = "") -> Dataset:
     """CIFAR-100: 50,000 + 10,000 colour images, 32x32, 100 fine classes, from the official binary or python files.
 
-    `root` holds cifar-100-binary/ or cifar-100-python/, or is one of them; empty means $KASOKU_DATA/cifar100.
+    Args:
+        root: the folder of cifar-100-binary/ or cifar-100-python/, or one of these; empty: $KASOKU_DATA/cifar100.
+
     Errors: as of cifar10.
     """
     return load(CIFAR100, root)

@@ -37,7 +37,10 @@ class FarFiles(Files):
 def imagenet(root: str, size: int = 224) -> Dataset:
     """ImageNet (ILSVRC 2012), 1,281,167 images: a folder with train/ and val/, each with one folder for each class.
 
-    `root` may name environment variables. `size`: side in pixels of the square that a file is decoded to.
+    Args:
+        root: the folder, or an address (s3://bucket/photos); it may name environment variables.
+        size: side in pixels of the square that an image is decoded to, at least 1.
+
     Errors: InputError as `folder`, and for a folder with other than 1,000 classes.
     """
     dataset = folder(root, size)
@@ -61,14 +64,19 @@ def folder(  # noqa: PLR0913
 ) -> Dataset:
     """Image folder: JPEG, PNG, WebP or BMP files in one folder for each class, with or without train/ and val/.
 
-    root/<class>/<file>, or root/train/<class>/<file> and root/val/<class>/<file> (also validation/, test/). Without a
-    validation part the share `validation` of each class is split off, chosen by `seed` and the file names alone.
-    `root` may name environment variables, and may be an address for Store (s3://bucket/photos). `size`: side in
-    pixels of the square that a file is decoded to. Hidden files and other types are left out.
-    `cache` (empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku) keeps the list of files, so that only changed folders are
-    listed again. An address is listed at each start; the cache keeps the files that were read from it, at most
-    `cache_bytes` of them.
-    Bad images are skipped and named. Training stops at more than one, if they exceed the share `max_bad_fraction`.
+    root/<class>/<file>, or root/train/<class>/<file> and root/val/<class>/<file> (also validation/, test/). Hidden
+    files and other types are left out. An address is listed at each start. Bad images are skipped and named.
+
+    Args:
+        root: the folder, or an address (s3://bucket/photos); it may name environment variables.
+        size: side in pixels of the square that an image is decoded to, at least 1.
+        validation: the share of each class to hold out where there is no validation part, above 0 and below 1.
+        seed: any number; chooses the images to hold out, with their names alone.
+        cache: the folder for the list of files, of which only changed folders are listed again, and for files read from
+            an address; empty: $XDG_CACHE_HOME/kasoku or ~/.cache/kasoku.
+        cache_bytes: the most that the cache keeps of an address, 0 or more.
+        max_bad_fraction: training stops at more than one bad image, if they exceed this share, from 0 to 1.
+
     Errors: InputError for no class folder, a class folder with no image, a class that is only in the validation part.
     """
     check_settings(root, size, validation)

@@ -18,19 +18,31 @@ _FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Sh
 
 
 def mnist(root: str = "") -> Dataset:
-    """MNIST: 60,000 + 10,000 handwritten digits, 28x28 grey. `root` as in idx; empty means $KASOKU_DATA/mnist."""
+    """MNIST: 60,000 + 10,000 handwritten digits, 28x28 grey.
+
+    Args:
+        root: the folder of the four IDX files; empty: $KASOKU_DATA/mnist.
+    """
     return idx(root, tuple(map(str, range(10))), name="mnist")
 
 
 def fashion_mnist(root: str = "") -> Dataset:
-    """Fashion-MNIST: 60,000 + 10,000 pieces of clothing, 28x28 grey. `root` empty: $KASOKU_DATA/fashion_mnist."""
+    """Fashion-MNIST: 60,000 + 10,000 pieces of clothing, 28x28 grey.
+
+    Args:
+        root: the folder of the four IDX files; empty: $KASOKU_DATA/fashion_mnist.
+    """
     return idx(root, _FASHION, name="fashion_mnist")
 
 
 def idx(root: str = "", classes: Sequence[str] = (), *, name: str = "idx") -> Dataset:
     """Grey images in four IDX files (train-images-idx3-ubyte, ... as MNIST has them), each plain or .gz.
 
-    `root` holds the files, or a folder raw/ or `name` that does. Without `classes`, the labels give their number.
+    Args:
+        root: the folder of the files, or one with a folder raw/ or `name` that has them; empty: $KASOKU_DATA.
+        classes: their names; without them, the labels give their number.
+        name: of the data set.
+
     Errors: InputError for a missing, truncated or damaged file, unequal counts, and a label out of range.
     """
     tried = places(root, name, ("raw", name))

@@ -53,7 +53,7 @@ class Shares(Technique):
     The batches stay what they are, image by image, and so does the data order.
 
     Args:
-        images: of a batch, for each rank in rank order; `by_speed` gives them.
+        images: of a batch, for each rank in rank order, each at least 1; `by_speed` gives them.
 
     Saves: the time that fast ranks wait for slow ones.
     Costs: BatchNorm's groups are as large as each rank's share, unless shares are multiples of norm_batch.

@@ -141,10 +141,19 @@ def shards(  # noqa: PLR0913
 
     Foreign shards are all .tar files below `root`. A sample is a run of members with one key: an image (.jpg .jpeg
     .png .webp .bmp, or .npy: uint8, 3 x height x width) and its class number (.cls, or "label" in .json). Files or
-    folders named train and val (validation, test) are the parts. Without a validation part, the share `validation` of
-    each class is split off, chosen by `seed`. classes.txt beside the shards names the classes; else they are numbers.
-    `root` may name environment variables. `size`: side in pixels of the square that an image is decoded to.
-    `cache`: the folder for indices of foreign shards and for remote data, at most `cache_bytes` of it.
+    folders named train and val (validation, test) are the parts. classes.txt beside the shards names the classes; else
+    they are numbers.
+
+    Args:
+        root: the folder, or an address (s3://bucket/pack); it may name environment variables.
+        size: side in pixels of the square that an image is decoded to, at least 1.
+        validation: the share of each class to hold out where there is no validation part, above 0 and below 1.
+        seed: any number; chooses the images to hold out, with their names alone.
+        cache: the folder for indices of foreign shards and for data read from an address; empty: $XDG_CACHE_HOME/kasoku
+            or ~/.cache/kasoku.
+        cache_bytes: the most that the cache keeps of an address, 0 or more.
+        max_bad_fraction: training stops at more than one bad image, if they exceed this share, from 0 to 1.
+
     Errors: InputError for no shards, a file that is no tar archive, a damaged pack, a class without a name.
     """
     check_settings(root, size, validation)

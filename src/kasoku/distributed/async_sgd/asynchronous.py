@@ -47,11 +47,11 @@ class Remedies:
     """Corrections for stale updates.
 
     Args:
-        predict: computes gradients at the weights' predicted position: this multiple of the other ranks' last movement
+        predict: computes gradients at the weights' predicted position: any multiple of the other ranks' last movement
             ahead; 0: no prediction. Below 0: 2 with hidden=True, where the weights read are that many exchanges old,
             else 0 (chosen by measurement: RECORDS.md).
-        momentum: the optimizers' momentum between sync points, as several workers act like momentum themselves; rates
-            are scaled so that a gradient moves the weights as far as before. Below 0: unchanged.
+        momentum: the optimizers' momentum between sync points, below 1, as several workers act like momentum
+            themselves; rates are scaled so that a gradient moves the weights as far as before. Below 0: unchanged.
 
     Ref: predict: Sato 2017 (the [001] team). momentum: Mitliagkas et al. 2016 (arXiv 1605.09774).
     """
@@ -73,21 +73,21 @@ class Asynchronous(Technique):
     parameters and buffers. A sync point averages floating-point buffers and takes the maximum of integer ones.
 
     Args:
-        max_staleness: how many steps a rank may be ahead of the slowest one; 0: synchronous steps, by Overlap with
-            these buckets; None: no limit.
+        max_staleness: how many steps a rank may be ahead of the slowest one, 0 or more; 0: synchronous steps, by
+            Overlap with these buckets; left out (None): no limit.
         buckets: how parameters are grouped for the exchange.
-        servers: the number of parameter servers, the first ranks, which do not train (their loaders are empty); 0: all
-            ranks train and own equal parts of the weights.
-        every: local steps between two exchanges; 0 sends again as soon as the previous exchange has finished, so that
-            no step waits for the network (after at most 16 or max_staleness steps, times the groups with stream; after
-            each step with hidden=False).
+        servers: the number of parameter servers, the first ranks, which do not train (their loaders are empty), 0 or
+            more; 0: all ranks train and own equal parts of the weights.
+        every: local steps between two exchanges, 0 or more; 0 sends again as soon as the previous exchange has
+            finished, so that no step waits for the network (after at most 16 or max_staleness steps, times the groups
+            with stream; after each step with hidden=False).
         hidden: exchange during the next step and read the reply at its end; False: wait for the reply at once.
         wire: the codec of updates and replies: "fp32", "bf16" or "int8" (256 elements share a scale, a power of two).
             Rounding errors are added to the next message.
         stream: exchange one group at a time, in turn, instead of all.
         remedies: corrections for stale updates.
-        warmup: epochs of synchronous steps at the start.
-        finish: the epoch from which steps are synchronous again; 0: none.
+        warmup: epochs of synchronous steps at the start, 0 or more.
+        finish: the epoch from which steps are synchronous again, 0 or more; 0: none.
 
     Saves: the time that ranks wait for each other and for the network.
     Costs: memory on each rank, 20 bytes a parameter (16 without prediction, 8 with hidden=False in fp32; the

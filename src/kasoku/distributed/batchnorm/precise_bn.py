@@ -27,8 +27,8 @@ class Recalibrate(Technique):
     itself is not changed.
 
     Args:
-        images: number of training images; 0: all. kasoku's loaders give them in order and without augmentation; other
-            loaders give the first batches of a new pass.
+        images: number of training images, 0 or more; 0: all. kasoku's loaders give them in order and without
+            augmentation; other loaders give the first batches of a new pass.
 
     Saves: accuracy at large batches (`evaluate.stale = true` in a recipe prints how much).
     Costs: a forward pass over the images at each evaluation.

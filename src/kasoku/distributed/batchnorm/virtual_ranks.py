@@ -25,10 +25,10 @@ class VirtualRanks(Technique):
     their total variance.
 
     Args:
-        norm_batch: images that share statistics. If a device takes fewer at once, a group spans neighbouring ranks.
-            0: all images that a device takes at once. This is plain BatchNorm, but ranks with unequal shares of the
-            batch keep equal running statistics.
-        average: epochs that the running statistics average over, even if an epoch has few updates:
+        norm_batch: images that share statistics, 0 or more. If a device takes fewer at once, a group spans neighbouring
+            ranks. 0: all images that a device takes at once. This is plain BatchNorm, but ranks with unequal shares of
+            the batch keep equal running statistics.
+        average: epochs, 0 or more, that the running statistics average over, even if an epoch has few updates:
             momentum = 1 - exp(-1 / (average * updates an epoch)). 0: each module's own momentum.
 
     Saves: a cluster: one device shows whether a large batch converges. All numbers of ranks give the same result.

@@ -47,8 +47,8 @@ class Fixed(Policy):
     """Groups of a fixed size, filled from the output on, with a small first one: what DDP does.
 
     Args:
-        bucket_bytes: a bucket is closed when it has as many.
-        first_bytes: the same of the first bucket, which backward fills first.
+        bucket_bytes: a bucket is closed when it has as many, at least 1.
+        first_bytes: the same of the first bucket, which backward fills first, at least 1.
 
     Saves: latency, as fewer buckets; costs: a whole bucket waits for its last gradient.
     """
@@ -80,9 +80,9 @@ class Graded(Policy):
     """Few tensors a bucket near the output, ever more towards the input.
 
     Args:
-        first: tensors in the bucket at the output.
-        power: bucket k ends before tensor first * (k + 1)^power, counted from the output.
-        least_bytes: a smaller bucket takes in the next one.
+        first: tensors in the bucket at the output, at least 1.
+        power: bucket k ends before tensor first * (k + 1)^power, counted from the output; above 0 and below 10.
+        least_bytes: a smaller bucket takes in the next one; 0 or more.
 
     Saves: the first bucket is under way early, and the many small tensors near the input pay one latency.
     Costs: the buckets near the input, which the next forward needs first, are large and arrive last.
@@ -113,7 +113,7 @@ class PerLayer(Policy):
     """One bucket a layer.
 
     Args:
-        least_bytes: a smaller layer (a norm) joins the one behind it.
+        least_bytes: a smaller layer (a norm) joins the one behind it; 0 or more.
 
     Saves: each layer's transfer starts as early as can be, and its next forward waits for its own bucket alone.
     Costs: a latency a bucket.
@@ -140,8 +140,8 @@ class Planned(Policy):
     of Graded. All ranks take the plan that rank 0 finds for the mean of their computing times.
 
     Args:
-        warm: steps before anything is measured.
-        measure: steps of each of the two kinds; of a short epoch one in 50 of each, and at least one.
+        warm: steps before anything is measured, 0 or more.
+        measure: steps of each of the two kinds, at least 1; of a short epoch one in 50 of each, and at least one.
 
     Saves: the time that communication shows; see Note: the order matters most.
     Costs: some slower steps at the start, with one more copy of the gradients; then seconds of search. On more than two

@@ -81,9 +81,10 @@ class LowRank(Reducer):
     """Sends a chunk of gradients, seen as a near-square matrix, as a product of two thin ones (PowerSGD).
 
     Args:
-        rank: columns of the thin matrices.
-        min_elements: smaller chunks are averaged uncompressed, as are those that two thin matrices would not shrink.
-        seed: of the first Q, which is random for each key and equal on all ranks.
+        rank: columns of the thin matrices, at least 1.
+        min_elements: smaller chunks (0 or more) are averaged uncompressed, as are those that two thin matrices would
+            not shrink.
+        seed: any number, of the first Q, which is random for each key and equal on all ranks.
 
     Saves: sends 2 * rank * sqrt(n) of n elements: with rank 4, 1 in 128 of 1 M elements.
     Costs: accuracy, if few steps are left to send the kept errors; two collectives, three thin products and a QR a
@@ -112,8 +113,8 @@ class Hierarchical(Reducer):
     """Reduce-scatters inside each node, averages each rank's part across nodes, then all-gathers inside the node.
 
     Args:
-        node: ranks of a node, which have consecutive numbers; 0: as many as kasoku, torchrun or srun started on this
-            machine ($LOCAL_WORLD_SIZE, or Slurm's variables).
+        node: ranks of a node, which have consecutive numbers, 0 or more; 0: as many as kasoku, torchrun or srun started
+            on this machine ($LOCAL_WORLD_SIZE, or Slurm's variables).
         across: the reducer across nodes: Mean, or Wire or LowRank for slow links.
 
     Saves: each rank sends only n / node of n bytes across nodes, in a ring with one member for each node.

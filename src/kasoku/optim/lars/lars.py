@@ -25,8 +25,8 @@ class Trust:
     """The factor on a layer's learning rate: trust = eta * |w| / (|g| + weight_decay * |w| + eps).
 
     Args:
-        eta: the trust coefficient; a step changes a layer by about lr * eta of its norm.
-        eps: keeps the ratio finite where gradients vanish.
+        eta: the trust coefficient; a step changes a layer by about lr * eta of its norm; 0 or more.
+        eps: keeps the ratio finite where gradients vanish; 0 or more.
         form: how the rate and the trust enter the momentum buffer; all forms agree while the rate is constant.
             "mlperf": the buffer holds both. "pytorch": the buffer holds the trust, and the rate multiplies the buffer.
             "mxnet": as mlperf, but the momentum is multiplied by this rate over the last one.
@@ -116,10 +116,10 @@ def lars(
 
     Args:
         model: its parameters that require a gradient are trained.
-        lr: learning rate for the mean gradient; a `Rate` technique multiplies it by its schedule.
-        momentum: share of the velocity kept at each step.
-        nesterov: look one step ahead along the velocity.
-        weight_decay: added to the gradient as weight_decay * w.
+        lr: learning rate for the mean gradient, 0 or more; a `Rate` technique multiplies it by its schedule.
+        momentum: share of the velocity kept at each step, from 0 to below 1.
+        nesterov: look one step ahead along the velocity, which needs momentum.
+        weight_decay: added to the gradient as weight_decay * w, 0 or more.
         trust: coefficient, form, and whether the decay is decoupled.
 
     Raises:

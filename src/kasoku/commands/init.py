@@ -1,0 +1,78 @@
+"""`kasoku init`: writes a recipe to start from, with a comment on each key."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from kasoku.commands import CommandArguments, argument, option
+from kasoku.config import describe, toml
+from kasoku.config.recipe import Recipe, load
+from kasoku.config.shipped import locate
+from kasoku.core import InputError
+from kasoku.core.files import write_text
+
+_WIDTH = 100  # of a comment
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitArguments(CommandArguments):
+    """The arguments of `kasoku init`."""
+
+    source: Path = argument(
+        metavar="DIR|NAME", help="a folder of photos, one folder a class; or a recipe, as kasoku list names them"
+    )
+    out: Path | None = option(metavar="FILE", help="the recipe to write (default: NAME.toml in the current folder)")
+
+
+def run(arguments: InitArguments) -> int:
+    """Writes the recipe; returns the exit code."""
+    source = arguments.source
+    out = arguments.out or Path(f"{source.resolve().name.removesuffix('.toml')}.toml")
+    if out.exists():
+        raise InputError(f"{out}: is there already: remove it, or give another file, --out FILE")
+    if source.is_dir():
+        from kasoku.config.from_folder import recipe_for
+
+        recipe = recipe_for(source, None)
+    else:
+        recipe = load(locate(source))
+    write_text(out, "\n".join([f"# Train it: kasoku train {out}", *_commented(toml.table(recipe), Recipe), ""]))
+    print(f"{out}: written; train it with: kasoku train {out}")
+    return 0
+
+
+def _commented(table: Mapping[str, Any], thing: Callable[..., Any], path: str = "") -> Iterator[str]:
+    """The lines of a table: each key with a comment; keys that are left out as comments; then the tables in it."""
+    if "use" in table:
+        thing = toml.resolve(table["use"], f"{path}use")
+        yield from _comment(describe.summary_of(thing))
+        yield f'use = "{describe.name_of(thing, table["use"])}"'
+    below = []
+    for setting in describe.settings_of(thing):
+        name, value = setting.name, table.get(setting.name)
+        if isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict)):
+            below.append((setting, value))
+        elif name in table and name != "origin":
+            yield from _comment(setting.line)
+            yield tomli_w.dumps({name: value}).rstrip()
+        elif name not in table and setting.default not in ("", "required"):
+            yield from _comment(setting.line)
+            yield f"# {name} = {setting.default}"
+    for setting, value in below:
+        known = {each.__name__: each for each in describe.TABLES.values()}
+        head = f"[{path}{setting.name}]" if isinstance(value, dict) else f"[[{path}{setting.name}]]"
+        for each in [value] if isinstance(value, dict) else value:
+            yield ""
+            yield from _comment(setting.line)
+            yield head
+            yield from _commented(each, known.get(setting.type.removeprefix("table: "), dict), f"{path}{setting.name}.")
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
