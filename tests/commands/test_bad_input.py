@@ -165,6 +165,7 @@ def test_a_checkpoint_of_another_model(tmp_path, capsys):
     assert main(["train", str(RECIPE), *ONE_EPOCH, "--out", str(run)]) == 0
     (run / "recipe.toml").write_text((run / "recipe.toml").read_text().replace("32,", "16,"))
     (run / "manifest.json").unlink()  # which would tell that the recipe was changed
+    (run / "result.json").unlink()  # as of a run that was killed
     assert main(["train", "--resume", str(run)]) == 2
     error = capsys.readouterr().err
     assert "weights of another model" in error

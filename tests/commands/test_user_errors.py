@@ -172,7 +172,7 @@ def test_a_data_source_that_raises_while_it_is_read_is_named_with_its_place(trai
     assert re.search(
         r"item \d+: mine\.Photos\.__getitem__: KeyError: \d+ \(at .*mine\.py:LINE, where i is \d+\)", err
     ), err
-    assert err.count("\n") == 1
+    assert "Traceback" not in err
 
 
 def test_the_option_shows_the_traceback_before_the_line(trained):

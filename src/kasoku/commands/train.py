@@ -188,6 +188,11 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     return STOPPED if result.stopped else 0
 
 
+def _say_once(comm: Comm, line: str) -> None:
+    if line and comm.rank == 0:
+        print(f"kasoku: {line}", file=sys.stderr)
+
+
 def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start) -> int:
     """Prints the recipe, or what it would do; of a folder of photos also how long that would take."""
     from kasoku.report import dry_run
@@ -202,11 +207,6 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
     elif comm.rank == 0:
         dry_run.preview(recipe, plot=arguments.plot, **shown)
     return 0
-
-
-def _say_once(comm: Comm, line: str) -> None:
-    if line and comm.rank == 0:
-        print(f"kasoku: {line}", file=sys.stderr)
 
 
 def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
@@ -300,9 +300,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     if stopped:
         _print_stopped(stopped[0], folder)
         return STOPPED
-    if not arguments.quiet:
-        trained_run.print_scores(trained_run.score_runs(paths))
-    return 0
+    return 0 if arguments.quiet else trained_run.evaluate_runs(paths, None)
 
 
 @contextmanager

@@ -62,13 +62,6 @@ def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
     return out
 
 
-def evaluations(recipe: Recipe) -> int:
-    """The number of evaluations of a training, the one at the end included."""
-    every, start = recipe.evaluate.every, recipe.evaluate.start
-    inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
-    return len(inside) + 1
-
-
 def schedule_warning(recipe: Recipe) -> str:
     """How a schedule of ours with a length of its own does not fit that of the training; empty where it does."""
     schedule, epochs, kind = recipe.schedule, recipe.epochs, type(recipe.schedule)
@@ -81,6 +74,13 @@ def schedule_warning(recipe: Recipe) -> str:
     wrong = f"still has {left:.0%} to fall at the end" if left > _MISFIT else f"is 0 for the last {idle:.0%}"
     mend = "--set schedule.epochs=0" if hasattr(schedule, "epochs") else "change the epochs in its settings"
     return f"schedule {kind.__name__}: the rate {wrong} of the training ({epochs:g} epochs); to mend it: {mend}"
+
+
+def evaluations(recipe: Recipe) -> int:
+    """The number of evaluations of a training, the one at the end included."""
+    every, start = recipe.evaluate.every, recipe.evaluate.start
+    inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
+    return len(inside) + 1
 
 
 def info_of(dataset: Dataset) -> Facts:

@@ -75,7 +75,7 @@ class _Until(Schedule):
     """A curve that ends.
 
     Args:
-        epochs: where the curve ends, any number above warmup; 0: with the training (in a recipe).
+        epochs: where the curve ends, 0 or more and beyond the warm-up; 0: with the training, in a recipe.
         end: the factor from there on, any number.
     """
 
