@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1661,
+    "core": 1666,
     "optim": 1210,
     "models": 835,
     "device": 600,
     "data": 5400,
     "distributed": 5665,
     "memory": 2330,
-    "config": 1310,
+    "config": 1350,
     "tune": 2150,
     "simulate": 1840,
-    "report": 2290,
-    "training": 2135,
-    "commands": 1930,
+    "report": 2355,
+    "training": 2180,
+    "commands": 1965,
     "testing": 660,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

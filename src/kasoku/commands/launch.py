@@ -18,7 +18,7 @@ import torch
 from kasoku.commands import RecipeArguments, option
 from kasoku.config import trust
 from kasoku.config.ranks import check_share
-from kasoku.config.recipe import Recipe
+from kasoku.config.recipe import Recipe, check_data
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.core.hardware import cores
@@ -148,6 +148,7 @@ def run_kubernetes(arguments: KubernetesArguments) -> int:
 def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: int) -> LaunchSpec:
     """The job. Raises InputError for a name or a port that clusters do not take."""
     recipe = arguments.load()
+    check_data(recipe)  # a job that waits for hours in a queue must not end at once
     each = _shape(arguments, recipe, 8)
     _check_port(PORT if arguments.port is None else arguments.port, 1)
     from_recipe = re.sub(r"[^a-z0-9]+", "-", arguments.recipe.stem.lower()).strip("-")

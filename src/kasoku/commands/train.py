@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from kasoku.commands import OptionalRecipe, option
 from kasoku.config import trust
 from kasoku.config.recipe import Recipe, dumps, load
+from kasoku.config.updates import info_of
 from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import raise_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
@@ -145,7 +146,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
     from kasoku.config.ranks import check_same, shares_of
     from kasoku.data.datasets.folder_index import scanned_once
-    from kasoku.report import dry_run, print_table
+    from kasoku.report import print_table
     from kasoku.training import run_folder, trainer
 
     run_on_all_ranks(comm, lambda: _check(arguments))
@@ -155,17 +156,12 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     read = partial(_recipe_and_folder, arguments)
     recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
     check_same(recipe, comm)
-    if arguments.show:
-        if comm.rank == 0:
-            print(dumps(recipe), end="")
-        return 0
     resume = arguments.resume is not None
     if _has_members(arguments, folder):
         return _train_members(arguments, folder, comm)
-    if arguments.dry_run:
-        if comm.rank == 0:
-            dry_run.preview(recipe, plot=arguments.plot)
-        return 0
+    if arguments.dry_run or arguments.show:
+        return _preview(arguments, recipe, comm, start)
+    announced = arguments.data and not arguments.quiet and not resume
     arguments = replace(arguments, quiet=arguments.quiet or comm.rank > 0)
     tuned = start.do("tuning", partial(_tune, arguments, recipe, comm)) if recipe.auto_batch else None
     recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
@@ -174,8 +170,9 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     if resume and not tuned and not recipe.device.graphs:
         shares = run_folder.shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
+    rows = _photo_rows(training) if announced else {}
     with run_folder.run_folder(comm, folder, resume=resume) as run:
-        run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned) if run else None)
+        run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned, rows) if run else None)
         with _advised(folder):
             result = trainer.fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
     if comm.rank == 0 and not result.stopped and not arguments.quiet:
@@ -184,6 +181,22 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         _print_stopped(result.stopped, folder)
     run_on_all_ranks(comm, lambda: None)  # a launcher ends all ranks once one ends: rank 0 prints first
     return STOPPED if result.stopped else 0
+
+
+def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start) -> int:
+    """Prints the recipe, or what it would do; of a folder of photos also how long that would take."""
+    from kasoku.report import dry_run
+    from kasoku.training import trainer
+
+    shown: dict[str, Any] = {}
+    if arguments.data and not recipe.auto_batch and not arguments.show:
+        training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, start=start))
+        shown = {"data": info_of(training.dataset), "model": training.job.model, "first": _photo_rows(training)}
+    if comm.rank == 0 and arguments.show:
+        print(dumps(recipe), end="")
+    elif comm.rank == 0:
+        dry_run.preview(recipe, plot=arguments.plot, **shown)
+    return 0
 
 
 def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
@@ -208,13 +221,24 @@ def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
     return tuned
 
 
-def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned: TunedRecipe | None) -> None:
+def _photo_rows(training: Training) -> dict[str, str]:
+    """What was chosen for a folder of photos, and how long that takes. Collective."""
+    from kasoku.report.dry_run import photo_rows
+    from kasoku.training.estimate import estimated_s
+
+    return photo_rows(training.recipe, training.dataset, training.job.model, estimated_s(training))
+
+
+def _begin(
+    arguments: TrainArguments, training: Training, run: RunFolder, tuned: TunedRecipe | None, rows: dict[str, str]
+) -> None:
     """Writes the files of a new run, and prints what is about to happen."""
-    from kasoku.config.updates import info_of
-    from kasoku.report.dry_run import preview
+    from kasoku.report.dry_run import preview, remark
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
+        if line := remark(recipe, training.dataset):
+            print(f"kasoku: {line}", file=sys.stderr)
         training.describe(run, trust.import_folders(arguments.recipe))
         if tuned:
             from kasoku.tune.measurement import write_tuning
@@ -226,10 +250,11 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
         each = f"{ranks} ranks, each on " if ranks > 1 else ""
         print(f"{each}{training.device_setup.summary}\n{training.total_steps} steps, run folder {run.path}", flush=True)
     other_epochs = getattr(recipe.schedule, "epochs", recipe.epochs) != recipe.epochs
-    derived = recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch or other_epochs
+    derived = rows or recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch or other_epochs
     if arguments.plot or (derived and not arguments.quiet):
         data = info_of(training.dataset)
-        preview(recipe, data=data, model=training.job.model, show=not arguments.quiet, plot=arguments.plot)
+        model, show = training.job.model, not arguments.quiet
+        preview(recipe, data=data, model=model, show=show, plot=arguments.plot, first=rows)
 
 
 def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from kasoku.config.batch_points import at_batch, batches_of_points
 from kasoku.config.shipped import locate
-from kasoku.config.toml import Factory, override, parse, read, table
+from kasoku.config.toml import Factory, override, parameters_of, parse, read, resolve, table
 from kasoku.core import Constant, InputError, Schedule, Technique, summary
 from kasoku.device import Device
 
@@ -197,6 +197,14 @@ def checked(thing: Any, kind: type[T], path: str) -> T:
     if not isinstance(thing, kind):
         raise InputError(f"{path}.use: a {kind.__name__} is wanted, this gives a {type(thing).__name__}")
     return thing
+
+
+def check_data(recipe: Recipe) -> None:
+    """Raises InputError where the data source lacks an argument that it must have; reads no data."""
+    for name, p in parameters_of(resolve(recipe.data.use, "data.use")).items():
+        variable = p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if p.default is p.empty and not variable and recipe.data.keys.get(name, "") == "":
+            raise InputError(f"data.{name} is not given, and {recipe.data.use} needs it: --set data.{name}=...")
 
 
 def network(recipe: Recipe, num_classes: int, in_channels: int, image_size: int) -> nn.Module:

@@ -61,6 +61,13 @@ def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
     return out
 
 
+def evaluations(recipe: Recipe) -> int:
+    """The number of evaluations of a training, the one at the end included."""
+    every, start = recipe.evaluate.every, recipe.evaluate.start
+    inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
+    return len(inside) + 1
+
+
 def info_of(dataset: Dataset) -> Facts:
     """The numbers of a data set."""
     return Facts(len(dataset.train), len(dataset.classes), dataset.channels, dataset.image_size[0], len(dataset.test))
