@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1666,
-    "optim": 1210,
+    "core": 1776,
+    "optim": 1215,
     "models": 835,
     "device": 600,
     "data": 5400,
     "distributed": 5665,
     "memory": 2330,
-    "config": 1350,
+    "config": 1375,
     "tune": 2150,
     "simulate": 1840,
-    "report": 2355,
-    "training": 2180,
-    "commands": 1965,
+    "report": 2370,
+    "training": 2210,
+    "commands": 2005,
     "testing": 660,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -29,7 +29,9 @@ class ReportArguments(CommandArguments):
     """The arguments of `kasoku report`."""
 
     runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
-    out: Path | None = option(metavar="FILE", help="the page (default: report.html; of one run, in its folder)")
+    out: Path | None = option(
+        metavar="FILE", help="the page (default: report.html; of one run or ensemble, in its folder)"
+    )
     compare: bool = option(default=False, help="refuse runs that are not of two groups")
     trace: Path | None = option(
         metavar="FILE", help="write a run's timeline for Chrome or Perfetto (and --out, if given)"
@@ -59,7 +61,7 @@ def run(arguments: ReportArguments) -> int:
     if arguments.compare and len(groups) < 2:
         raise InputError("--compare: these runs are of one recipe; give two groups, as A1 A2 A3 -- B1 B2 B3")
     lines = verdicts(_with_own_names(groups))
-    out = arguments.out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
+    out = arguments.out or ((arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html")
     from kasoku.report.html.page import page  # plotly and jinja2 take 0.4 s, and only this page needs them
 
     write_text(out, page(runs, lines), errors="replace")
