@@ -36,8 +36,8 @@ def test_they_are_the_names_of_the_packages():
 
 @pytest.mark.process
 @pytest.mark.timing
-def test_import_kasoku_takes_a_twentieth_of_a_second_and_no_torch():
-    code = "import time; t = time.perf_counter(); import kasoku, sys; print(time.perf_counter() - t, *sys.modules)"
+def test_import_kasoku_takes_no_torch_and_a_twentieth_of_a_core_second():
+    code = "import time; t = time.process_time(); import kasoku, sys; print(time.process_time() - t, *sys.modules)"
     runs = [subprocess.check_output([sys.executable, "-c", code], text=True).split() for _ in range(5)]
     assert min(float(seconds) for seconds, *_ in runs) < 0.05
     assert not {"torch", "numpy", "rich"} & set(runs[0])

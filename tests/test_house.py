@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1770,
+    "core": 1776,
     "optim": 1215,
     "models": 835,
     "device": 600,
@@ -34,8 +34,9 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "tune": 2150,
     "simulate": 1840,
     "report": 2370,
-    "training": 2065,
+    "training": 2210,
     "commands": 2005,
+    "testing": 660,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is
@@ -266,8 +267,10 @@ def test_what_a_package_exports_is_there_and_has_a_docstring():
     for init in FILES:
         if init.name != "__init__.py":
             continue
-        body = ast.parse(init.read_text()).body
-        if not all(isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.Expr) for node in body):
+        allowed = ast.Import | ast.ImportFrom | ast.Assign | ast.Expr
+        if init.parent == SOURCE:
+            allowed |= ast.If  # TYPE_CHECKING: names are imported when they are used, as torch takes 1.2 s to import
+        if not all(isinstance(node, allowed) for node in ast.parse(init.read_text()).body):
             offenders.append(f"{name_of(init)}: an __init__ only imports and exports")
     assert_none(offenders, "public names have docstrings")
 
@@ -275,7 +278,9 @@ def test_what_a_package_exports_is_there_and_has_a_docstring():
 def test_public_functions_say_whether_they_are_collective():
     offenders = []
     for package, name, thing in public_objects():
-        communicates = package.split(".")[1] in COLLECTIVE_PACKAGES and inspect.isfunction(thing)
+        if not inspect.isfunction(thing):
+            continue
+        communicates = thing.__module__.split(".")[1] in COLLECTIVE_PACKAGES
         if communicates and "ollective" not in (thing.__doc__ or ""):
             offenders.append(f"{package}.{name}: is it collective (all ranks must call it), and does it drain?")
     assert_none(offenders, "docstrings of public functions of packages that communicate")
@@ -286,7 +291,7 @@ def test_input_is_not_checked_by_assert_and_no_path_of_a_machine_is_there():
         f"{name_of(file)}:{node.lineno} assert"
         for file in FILES
         for node in nodes_of(file)
-        if isinstance(node, ast.Assert)
+        if isinstance(node, ast.Assert) and package_of(file) != "testing"  # its asserts are tests
     ]
     for file in FILES:
         offenders += [
