@@ -18,7 +18,10 @@ import importlib.util
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,6 +93,19 @@ def on_path(path: str, step: Callable[[], object]) -> None:
         ours._path = own
 
 
+@dataclass(frozen=True)
+class Counted:
+    """A kernel whose launches are counted."""
+
+    kernel: Any
+    count: Counter[str]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        """The kernel for a grid, which is launched next."""
+        self.count["launches"] += 1
+        return self.kernel[grid]
+
+
 def launches(copies: int, device: str) -> int | None:
     """Kernels that a step of so many networks starts on Triton's path; None where triton is missing."""
     if importlib.util.find_spec("triton") is None:
@@ -98,23 +114,17 @@ def launches(copies: int, device: str) -> int | None:
 
     from kasoku.optim.lars import triton as lars_triton
 
-    model, own = network(copies, device), dict(vars(lars_triton))
-    count = [0]
-
-    def counted(kernel: object, *args: object, **meta: object) -> None:
-        count[0] += 1
-        own["_launch"](kernel, *args, **meta)
-
-    lars_triton._launch = counted
-    if device == "cpu":
-        for kernel in ("_squares", "_trusts", "_move"):
-            setattr(lars_triton, kernel, InterpretedFunction(own[kernel].fn))
+    model, count = network(copies, device), Counter()
+    own = {name: getattr(lars_triton, name) for name in ("_squares", "_trusts", "_move")}
+    for name, kernel in own.items():
+        runs = kernel if device == "cuda" else InterpretedFunction(kernel.fn)
+        setattr(lars_triton, name, Counted(runs, count))
     try:
         on_path("triton", lars(model, LR).step)
     finally:
-        for name in ("_launch", "_squares", "_trusts", "_move"):
-            setattr(lars_triton, name, own[name])
-    return count[0]
+        for name, kernel in own.items():
+            setattr(lars_triton, name, kernel)
+    return count.total()
 
 
 def timed(step: Callable[[], object], device: str) -> tuple[float, float]:
