@@ -85,6 +85,13 @@ def test_train_on_two_ranks_is_collective(tmp_path):
     assert results[0].top1 == results[1].top1 > 0.5
 
 
+def test_train_without_comm_among_several_ranks_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(kasoku.InputError, match=r"process group of 2 ranks: give comm=kasoku\.distributed\.TorchComm"):
+        kasoku.train(kasoku.load_recipe("digits_cnn_98", SHORT), quiet=True)
+
+
 def test_evaluate_gives_the_scores_of_the_training(digits_run):
     scores = kasoku.evaluate(digits_run)
     assert scores.top1 == pytest.approx(read_json(digits_run / "result.json")["best_top1"])

@@ -10,7 +10,8 @@ from pathlib import Path
 from kasoku.config import trust
 from kasoku.config.recipe import Recipe, load
 from kasoku.config.shipped import locate
-from kasoku.core import Comm, Solo, Wall
+from kasoku.core import Comm, Wall
+from kasoku.core.comm import default_comm
 from kasoku.data import find_images
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training import trained_run
@@ -56,12 +57,12 @@ def train(
         InputError: for parts that do not fit each other, or a folder that holds a run already (without `resume`).
         DivergedError: when the loss is not finite any more (kasoku.training.run_state).
     """
-    started, ranks = Wall().now(), comm or Solo()
-    shares = shares_in(Path(out), ranks, recipe.batch) if out and resume else ()
-    training = run_on_all_ranks(ranks, lambda: build(recipe, comm, shares=shares))
-    with run_folder(ranks, Path(out), resume=resume) if out else nullcontext() as run:
+    started, comm = Wall().now(), comm or default_comm()
+    shares = shares_in(Path(out), comm, recipe.batch) if out and resume else ()
+    training = run_on_all_ranks(comm, lambda: build(recipe, comm, shares=shares))
+    with run_folder(comm, Path(out), resume=resume) if out else nullcontext() as run:
         folders = trust.import_folders(None)
-        run_on_all_ranks(ranks, lambda: training.describe(run, folders) if run and not resume else None)
+        run_on_all_ranks(comm, lambda: training.describe(run, folders) if run and not resume else None)
         return fit(training, run, started=started, resume=resume, quiet=quiet)
 
 
