@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kasoku.commands import AllowArguments, argument, option
+from kasoku.commands.arguments import FORMATS, ExportArguments
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.training.trained_run import Trained, load
-
-SUFFIXES = {"safetensors": "safetensors", "torch-export": "pt2", "onnx": "onnx"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportArguments(AllowArguments):
-    """The arguments of `kasoku export`."""
-
-    trained: Path = argument(metavar="RUN")
-    format: str = option(choices=tuple(SUFFIXES), required=True)
-    out: Path | None = option(metavar="FILE", help="where to (default: in the run folder)")
 
 
 class _FromPixels(nn.Module):
@@ -78,7 +66,7 @@ def run(arguments: ExportArguments) -> int:
             message = "torch could not turn this network into ONNX; use --format torch-export"
             raise InputError(f"{arguments.trained}: {message}")
         save = written.save
-    path = arguments.out or arguments.trained / f"export.{SUFFIXES[arguments.format]}"
+    path = arguments.out or arguments.trained / f"export.{FORMATS[arguments.format]}"
     write_atomically(path, save)
     print(path)
     return 0
