@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.torch_internals import unscale_and_check
@@ -45,17 +46,8 @@ class Autocast(Technique):
 
 def _half(forward: Callable[..., Any], kind: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
     with torch.autocast(kind, dtype=dtype):
-        return _float(forward(*args, **kwargs))
-
-
-def _float(outputs: Any) -> Any:
-    if isinstance(outputs, Tensor):
-        return outputs.float() if outputs.is_floating_point() else outputs
-    if isinstance(outputs, dict):
-        return {name: _float(x) for name, x in outputs.items()}
-    if isinstance(outputs, list | tuple) and not hasattr(outputs, "_fields"):
-        return type(outputs)(_float(x) for x in outputs)
-    return outputs
+        outputs = forward(*args, **kwargs)
+        return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x, outputs)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import gzip
-import hashlib
 import http.client
 import io
 import os
@@ -26,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from kasoku.core.errors import InputError
-from kasoku.core.files import lock
+from kasoku.core.files import digest, lock
 
 TRIES = 3
 BACKOFF_S = 1.0  # before the second try; twice as long before each further one
@@ -145,7 +144,7 @@ def _get_archive(release: Release, home: Path, base: str, bar: Progress) -> int:
             raise InputError(f"{folder}: is there, but not from here (no {SUMS}); train on it, or move it away")
         lines = (folder / SUMS).read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n")
         sums = (line.partition("  ")[::2] for line in lines)
-        if all((folder / name).is_file() and _sha256(folder / name) == sha256 for sha256, name in sums):
+        if all((folder / name).is_file() and digest(folder / name) == sha256 for sha256, name in sums):
             return 0
     came_bytes = _get_files(release, home, base, bar)
     _unpack(archive, folder)
@@ -159,7 +158,7 @@ def _get_files(release: Release, place: Path, base: str, bar: Progress) -> int:
     missing = {}
     for name, (size_bytes, sha256) in release.files.items():
         path = place / name
-        if not (path.is_file() and path.stat().st_size == size_bytes and _sha256(path) == sha256):
+        if not (path.is_file() and path.stat().st_size == size_bytes and digest(path) == sha256):
             missing[name] = (size_bytes, sha256)
     place.mkdir(exist_ok=True)
     parts = [place / f"{name}.part" for name in missing]
@@ -192,7 +191,7 @@ def _fetch(address: str, path: Path, size_bytes: int, sha256: str, bar: Progress
                         text = f"{address}: {fault} ({TRIES} tries); run this again to go on, or {_OTHER}"
                         raise InputError(text) from fault
                     time.sleep(BACKOFF_S * 2**tries)
-            if (got := _sha256(part)) != sha256:
+            if (got := digest(part)) != sha256:
                 out.truncate(0)
                 raise InputError(f"{address}: SHA-256 {got}, expected {sha256}; try again, or {_OTHER}")
             os.replace(part, path)
@@ -256,7 +255,7 @@ def _unpack(archive: Path, folder: Path) -> None:
         if not fresh.is_dir():
             raise InputError(f"{archive}: has no folder {folder.name}: not the official archive; remove it")
         names = sorted(path.relative_to(fresh).as_posix() for path in fresh.rglob("*") if path.is_file())
-        sums = "".join(f"{_sha256(fresh / name)}  {name}\n" for name in names)
+        sums = "".join(f"{digest(fresh / name)}  {name}\n" for name in names)
         (fresh / SUMS).write_text(sums, encoding="utf-8", errors="surrogateescape")
         if not folder.exists():
             os.rename(fresh, folder)
@@ -268,11 +267,6 @@ def _unpack(archive: Path, folder: Path) -> None:
         raise InputError(f"{archive}: damaged or not the official one ({error}); remove it, or {_OTHER}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _mb(size_bytes: int) -> str:
