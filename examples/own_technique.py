@@ -1,4 +1,4 @@
-"""A technique of your own: a frozen dataclass, a stage, `apply`. In a recipe it is found by its dotted name:
+"""A technique of your own: a frozen dataclass with `apply`. In a recipe it is found by its dotted name:
 
 [[techniques]]
 use = "own_technique.ClipValue"
@@ -6,9 +6,8 @@ limit = 0.01
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import InputError, Job, Technique
 from kasoku.data import digits, loader
 from kasoku.models import cifarnet
 from kasoku.optim import sgd
@@ -16,11 +15,8 @@ from kasoku.training.evaluation import evaluate
 
 
 @dataclass(frozen=True)
-class ClipValue(Technique):
+class ClipValue(Technique, needs_whole_gradients=True):
     """Keeps every element of every gradient within +-limit."""
-
-    stage: ClassVar[Stage] = Stage.STEP
-    needs_whole_gradients: ClassVar[bool] = True
 
     limit: float = 0.01
 

@@ -152,6 +152,19 @@ def test_progress_counts_epochs_by_updates_made():
     assert job.progress == 1.5
 
 
+def test_a_declaration_in_a_techniques_head_is_one_of_its_class():
+    class Mine(Technique, stage=Stage.MODEL, needs_whole_gradients=True):
+        pass
+
+    assert Mine.stage is Stage.MODEL and Mine.needs_whole_gradients and not Technique.needs_whole_gradients
+
+
+@pytest.mark.parametrize("wrong", [{"need_whole_gradients": True}, {"stage": 4}, {"refuses": "captures_graph"}])
+def test_a_declaration_that_nobody_reads_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"Mine: .*no declaration of Technique, or one of another type"):
+        type("Mine", (Technique,), {}, **wrong)
+
+
 def test_what_cannot_be_combined_is_refused_in_a_sentence():
     @dataclass(frozen=True)
     class A(Technique):

@@ -27,7 +27,8 @@ class Technique:
     """Base class of techniques. A subclass has its settings as fields, a `stage`, and `apply`.
 
     Other code reads these class attributes instead of a technique's class or name; your own techniques declare them in
-    the same way. `refuses` names the attributes that another technique must not have beside this one.
+    the same way, in the head of the class: `class Mine(Technique, needs_whole_gradients=True)`. `refuses` names the
+    attributes that another technique must not have beside this one.
     """
 
     stage: ClassVar[Stage] = Stage.STEP
@@ -49,6 +50,15 @@ class Technique:
     changes_resolution: ClassVar[bool] = False  # trains on images of other sizes than the recipe's
     changes_batch: ClassVar[bool] = False  # changes the batch size during training: see `batch_factor`
     in_sandbox: ClassVar[bool] = True  # is applied again to the copy of a job on which batch sizes are tried
+
+    def __init_subclass__(cls, **declared: Any) -> None:
+        super().__init_subclass__()
+        for name, value in declared.items():
+            if type(value) is not type(vars(Technique).get(name)):
+                raise TypeError(
+                    f"{cls.__name__}: {name}={value!r}: no declaration of Technique, or one of another type"
+                )
+            setattr(cls, name, value)
 
     def apply(self, job: Any) -> None:
         """Installs itself on a `Job`, by its hooks and `job.patch`, which undo it; called once.

@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from kasoku.core.hardware import laid_out_like
 
 
 @dataclass(frozen=True)
-class ChannelsLast(Technique):
+class ChannelsLast(Technique, stage=Stage.MODEL, in_sandbox=False):
     """Lays convolution weights, and so all activations, out with channels last in memory (NHWC).
 
     The parameters stay the same objects. Their gradients must have their layout: torch's fused optimizers on CPU read
@@ -22,9 +21,6 @@ class ChannelsLast(Technique):
     Costs: rounding may differ from the other layout.
     Ref: torch's memory format tutorial.
     """
-
-    stage: ClassVar[Stage] = Stage.MODEL
-    in_sandbox: ClassVar[bool] = False
 
     def apply(self, job: Job) -> None:
         """Converts the weights of four dimensions, and back at close."""

@@ -14,7 +14,7 @@ import shutil
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ _LIMIT = 64  # compiled forms a function may have: blocks of one class, in train
 
 
 @dataclass(frozen=True)
-class Compile(Technique):
+class Compile(Technique, stage=Stage.COMPILE, refuses=("captures_graph",), compiles_model=True):
     """Compiles the forward of each block (torch.compile).
 
     Args:
@@ -36,10 +36,6 @@ class Compile(Technique):
     Costs: the first steps, which compile: tens of seconds; again for each new input shape.
     Ref: Ansel et al. 2024, PyTorch 2.
     """
-
-    stage: ClassVar[Stage] = Stage.COMPILE
-    refuses: ClassVar[tuple[str, ...]] = ("captures_graph",)
-    compiles_model: ClassVar[bool] = True
 
     backend: str = "inductor"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from kasoku.core import InputError, Job, Stage, Technique
 
 
 @dataclass(frozen=True)
-class Graphs(Technique):
+class Graphs(Technique, stage=Stage.COMPILE, captures_graph=True):
     """Replays the model's forward and backward as CUDA graphs, where launching kernels costs more than they do.
 
     The graph is captured at the first training batch; batches of another shape, and evaluation, run as usual. Python
@@ -23,9 +23,6 @@ class Graphs(Technique):
     Costs: the memory of a graph's buffers; three batches of warm-up before the first step.
     Ref: torch.cuda.make_graphed_callables.
     """
-
-    stage: ClassVar[Stage] = Stage.COMPILE
-    captures_graph: ClassVar[bool] = True
 
     def apply(self, job: Job) -> None:
         """Puts the graph in front of the forward. Raises InputError off CUDA."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.core.torch_internals import unscale_and_check
@@ -17,7 +18,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Autocast(Technique):
+class Autocast(Technique, stage=Stage.COMPILE):
     """Computes convolutions and matrix products in half precision; weights, sums and outputs stay float32.
 
     Args:
@@ -27,8 +28,6 @@ class Autocast(Technique):
     Costs: rounding to 8 (bf16) or 11 (fp16) bits inside a layer.
     Ref: Micikevicius et al. 2018 (arXiv 1710.03740); torch.autocast.
     """
-
-    stage: ClassVar[Stage] = Stage.COMPILE
 
     dtype: Literal["bf16", "fp16"] = "bf16"
 
@@ -45,21 +44,12 @@ class Autocast(Technique):
 
 def _half(forward: Callable[..., Any], kind: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
     with torch.autocast(kind, dtype=dtype):
-        return _float(forward(*args, **kwargs))
-
-
-def _float(outputs: Any) -> Any:
-    if isinstance(outputs, Tensor):
-        return outputs.float() if outputs.is_floating_point() else outputs
-    if isinstance(outputs, dict):
-        return {name: _float(x) for name, x in outputs.items()}
-    if isinstance(outputs, list | tuple) and not hasattr(outputs, "_fields"):
-        return type(outputs)(_float(x) for x in outputs)
-    return outputs
+        outputs = forward(*args, **kwargs)
+        return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x, outputs)
 
 
 @dataclass(frozen=True)
-class LossScale(Technique):
+class LossScale(Technique, stage=Stage.GRADIENT, needs_whole_gradients=True, needs_ranks_in_step=True):
     """Scales the gradient up through the backward pass, so that fp16 does not round small ones to zero.
 
     The loss itself is not changed. A step whose gradients are not all finite is left out, on every rank, and the scale
@@ -74,10 +64,6 @@ class LossScale(Technique):
     Costs: a pass over the gradients, and one wait for the device a step; every gradient before any update.
     Ref: Micikevicius et al. 2018 (arXiv 1710.03740), 3.2.
     """
-
-    stage: ClassVar[Stage] = Stage.GRADIENT
-    needs_whole_gradients: ClassVar[bool] = True
-    needs_ranks_in_step: ClassVar[bool] = True
 
     start: float = 65536.0
     factor: float = 2.0

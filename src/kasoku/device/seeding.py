@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -12,7 +11,7 @@ from kasoku.core.job import Batch
 
 
 @dataclass(frozen=True)
-class Seeded(Technique):
+class Seeded(Technique, stage=Stage.DATA):
     """Seeds torch's random state for each batch, so that a run resumed in mid-epoch draws what it would have drawn.
 
     Args:
@@ -23,8 +22,6 @@ class Seeded(Technique):
     Maths: state = hash(seed, updates made, virtual rank), where the batches of one step on one rank are virtual ranks:
         rank * accumulate + batch within the step. So k accumulated batches draw what k ranks would.
     """
-
-    stage: ClassVar[Stage] = Stage.DATA
 
     seed: int = 0
 

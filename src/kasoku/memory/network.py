@@ -122,7 +122,7 @@ class InspectedNetwork:
 
     def within(self, budget: float) -> MemoryPlan | None:
         """The plan of the least work within a budget; None if there is none."""
-        return plan_within(len(self.units), self.choices, self.outside, budget)
+        return plan_within(self.choices, self.outside, budget)
 
     def choose(self, budget: float, *, share: float = 1.0) -> MemoryPlan:
         """The plan of the least work within a share of a budget. Raises InputError that names the least budget."""
@@ -234,14 +234,12 @@ def _units_and_choices(
     for calls in chains:
         x, reads_batch = calls[0].x, memory_of(calls[0].x) == memory_of(images)
         nodes = [node for call in calls for node in call.proxy.graph.nodes]
-        images_and_weights = [x, *(node.layer.weight for node in nodes if node.op == "conv")]
+        tensors = [x, *(node.layer.weight for node in nodes if node.op == "conv")]
         setting = ChainSetting(
             torch.empty((batch, *x.shape[1:]), dtype=x.dtype, device="meta"),
             x.requires_grad,
             replace(how, half=calls[0].half),
-            any(
-                t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in images_and_weights
-            ),
+            any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in tensors),
             x.device.type,
             reads_batch,
             (reads_batch or log.is_kept_outside(x, planned), log.is_kept_outside(calls[-1].out, planned)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,13 @@ _UNITS = {None: 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 
 
 
 @dataclass(frozen=True)
-class SavedMemory(Technique):
+class SavedMemory(
+    Technique,
+    stage=Stage.MEMORY,
+    refuses=("compiles_model", "captures_graph", "replaces_batchnorm"),
+    saves_memory=True,
+    replaces_batchnorm=True,
+):
     """Keeps less between forward and backward, so that a larger batch fits in the same memory.
 
     In the first training forward it records the network on two images of the batch, adds up the bytes that backward
@@ -54,11 +60,6 @@ class SavedMemory(Technique):
         many times its spread; values below 1e-40 become 0.
     Ref: [003]; Chen et al. 2016 (arXiv 1604.06174); Jain et al. 2018 (Gist); Bulo et al. 2018 (arXiv 1712.02616).
     """
-
-    stage: ClassVar[Stage] = Stage.MEMORY
-    refuses: ClassVar[tuple[str, ...]] = ("compiles_model", "captures_graph", "replaces_batchnorm")
-    saves_memory: ClassVar[bool] = True
-    replaces_batchnorm: ClassVar[bool] = True
 
     factor: float = 0.0
     budget: str = ""

@@ -253,9 +253,7 @@ class _SegmentFunction(torch.autograd.Function):
         if ctx.saved_values is None:
             raise InputError(f"SavedMemory: a second backward through {segment.name}: the first one frees its values")
         if any(version(t) != then for t, then in ctx.read_later):
-            raise InputError(
-                f"SavedMemory: the input, the output or a weight of {segment.name} was written before backward"
-            )
+            raise InputError(f"SavedMemory: input, output or a weight of {segment.name} was written before backward")
         saved, ctx.saved_values, ctx.read_later = ctx.saved_values, None, None
         gradients: dict[Tensor, Tensor] = {}
         dx: Tensor | None = None

@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -18,7 +18,7 @@ PREFIXES = ("module.", "_orig_mod.")  # that DistributedDataParallel and torch.c
 
 
 @dataclass(frozen=True)
-class Pretrained(Technique):
+class Pretrained(Technique, stage=Stage.MODEL, in_sandbox=False):
     """Starts from a file of published weights and freezes the first `freeze` blocks.
 
     If only the number of classes differs, the head starts fresh.
@@ -33,8 +33,6 @@ class Pretrained(Technique):
     Ref: Yosinski et al. 2014 (arXiv 1411.1792).
     """
 
-    stage: ClassVar[Stage] = Stage.MODEL
-    in_sandbox: ClassVar[bool] = False
     weights: str
     freeze: int = 0
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import InputError, Job, Technique
 
 
 @dataclass(frozen=True)
-class EMA(Technique):
+class EMA(Technique, refuses=("averages_weights",), averages_weights=True):
     """Evaluates an exponential moving average of the weights; training itself is not changed.
 
     Args:
@@ -33,10 +33,6 @@ class EMA(Technique):
     Maths: average = decay * average + (1 - decay) * w.
     Ref: Polyak and Juditsky 1992; Morales-Brotons et al. 2024 (arXiv 2411.18704).
     """
-
-    stage: ClassVar[Stage] = Stage.STEP
-    refuses: ClassVar[tuple[str, ...]] = ("averages_weights",)
-    averages_weights: ClassVar[bool] = True
 
     decay: float = 0.999
     every: int = 1
@@ -55,7 +51,7 @@ class EMA(Technique):
 
 
 @dataclass(frozen=True)
-class Lookahead(Technique):
+class Lookahead(Technique, refuses=("averages_weights",), averages_weights=True):
     """Every few steps sets the weights back to a slow average of themselves.
 
     Args:
@@ -69,10 +65,6 @@ class Lookahead(Technique):
     Maths: slow = decay * slow + (1 - decay) * w; w = slow.
     Ref: Zhang et al. 2019 (arXiv 1907.08610); airbench's growing form: decay .95^5, power 3, every 5.
     """
-
-    stage: ClassVar[Stage] = Stage.STEP
-    refuses: ClassVar[tuple[str, ...]] = ("averages_weights",)
-    averages_weights: ClassVar[bool] = True
 
     every: int = 5
     decay: float = 0.5

@@ -1,15 +1,14 @@
 """Global-norm clipping."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import InputError, Job, Technique
 
 
 @dataclass(frozen=True)
-class Clip(Technique):
+class Clip(Technique, needs_whole_gradients=True):
     """Scales all gradients down together when their common norm exceeds a limit.
 
     Args:
@@ -20,9 +19,6 @@ class Clip(Technique):
     Maths: g *= min(1, norm / |g|).
     Ref: Pascanu et al. 2013 (arXiv 1211.5063).
     """
-
-    stage: ClassVar[Stage] = Stage.STEP
-    needs_whole_gradients: ClassVar[bool] = True
 
     norm: float = 1.0
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from kasoku.core import Constant, InputError, Job, Schedule, Stage, Technique
+from kasoku.core import Constant, InputError, Job, Schedule, Technique
 
 
 @dataclass(frozen=True)
-class Rate(Technique):
+class Rate(Technique, in_sandbox=False):
     """Multiplies every parameter group's learning rate by a schedule of the progress in epochs.
 
     If a group has `decoupled=True` (LARS), the schedule also multiplies its weight decay. `scale` does not, since such
@@ -30,9 +30,6 @@ class Rate(Technique):
     Costs: nothing that can be measured.
     Ref: Goyal et al. 2017 (arXiv 1706.02677), 2.2; [000] 4.1.2.
     """
-
-    stage: ClassVar[Stage] = Stage.STEP
-    in_sandbox: ClassVar[bool] = False
 
     schedule: Schedule = Constant()  # noqa: RUF009 - frozen
     scale: float = 1.0

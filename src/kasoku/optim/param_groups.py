@@ -17,9 +17,7 @@ def split(model: nn.Module, *, decay_all: bool = False) -> tuple[list[Tensor], l
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
-        raise InputError(
-            f"{type(model).__name__} has no parameter with requires_grad=True, so there is nothing to train"
-        )
+        raise InputError(f"{type(model).__name__} has no parameter with requires_grad=True: there is nothing to train")
     decayed: list[Tensor] = [p for p in trainable if decay_all or p.ndim > 1]
     undecayed: list[Tensor] = [p for p in trainable if not decay_all and p.ndim <= 1]
     return decayed, undecayed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 from bisect import bisect_left
@@ -23,7 +22,7 @@ from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.rendezvous import is_lost_rank
 from kasoku.report import print_table
 from kasoku.training.trainer import build
-from kasoku.tune import BatchSizeResult, Strategy, TimeToTarget, tune_batch_size
+from kasoku.tune import BatchSizeResult, Strategy, TimeToTarget, batch_size, tune_batch_size
 from kasoku.tune.lr_range_test import rates_of
 from kasoku.tune.memory_forecast import out_of_memory
 
@@ -160,9 +159,7 @@ def plainly() -> Iterator[None]:
 
 def free_memory(recipe: Recipe) -> None:
     """Frees the memory and the compiled graphs of the sizes tried, before the model is built that trains."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    batch_size.free_memory()
     if recipe.device.compile or any(technique.compiles_model for technique in recipe.techniques):
         torch.compiler.reset()
 

@@ -86,7 +86,7 @@ def tune_batch_size(
     job.drain()
     with undisturbed(job):
         result = _search(job, strategy, budget_s, (least, most, multiple))
-    _free_memory()  # of the copies
+    free_memory()  # of the copies
     return replace(result, strategy=type(strategy).__name__, budget_s=budget_s)
 
 
@@ -121,7 +121,8 @@ def _search(job: Job, strategy: Strategy, budget_s: float, sizes: tuple[int, int
         return replace(result, speeds=tuple(job.comm.gather_objects(own)) if ranks > 1 else ())
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
+    """Frees what nothing refers to any more, on the device too."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -142,7 +143,7 @@ def _on_all_ranks(comm: Comm, f: Callable[[], T], action: str) -> T | None:
     if "failed" in ends:
         raise ReportedElsewhereError(f"batch size: another rank could not {action}, and prints why")
     if any(ends):
-        _free_memory()
+        free_memory()
         return None
     return result
 

@@ -295,9 +295,7 @@ def _study(optuna: Any, plan: SearchSettings) -> Any:
         storage=storage, pruner=pruner, study_name="kasoku", direction="maximize", load_if_exists=True
     )
     if study.user_attrs.get("about", plan.about) != plan.about:
-        raise InputError(
-            f"{plan.folder}: holds a search of another recipe or space: give another --out, or continue with the same"
-        )
+        raise InputError(f"{plan.folder}: is a search of another recipe or space: continue that, or give another --out")
     study.set_user_attr("about", plan.about)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # constant_liar is called experimental

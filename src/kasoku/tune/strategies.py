@@ -169,9 +169,8 @@ class TimeToTarget:
 
     def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
         if self.epochs:
-            limits = replace(
-                limits, least=max(limits.least, self.epochs[0][0]), most=min(limits.most, self.epochs[-1][0])
-            )
+            (smallest, _), *_, (largest, _) = self.epochs
+            limits = replace(limits, least=max(limits.least, smallest), most=min(limits.most, largest))
         tries = SizeSearch(measure, limits)
 
         def scale() -> float | None:

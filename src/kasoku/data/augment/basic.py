@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -19,7 +19,7 @@ _FLIP, _SHIFT_Y, _SHIFT_X, _CUT_Y, _CUT_X, _AREA, _RATIO, _BOX_Y, _BOX_X, _BRIGH
 
 
 @dataclass(frozen=True)
-class Augment(Technique):
+class Augment(Technique, stage=Stage.DATA, changes_pixels=True, in_sandbox=False):
     """Varies training images in batches on the device: flip, translate, cutout, random crops; neutral by default.
 
     Each variation is a pure function of (seed, epoch, sample index), whatever the batch, the rank and the thread.
@@ -37,10 +37,6 @@ class Augment(Technique):
     Ref: alternating flip: Jordan 2024, arXiv:2404.00498; cutout: DeVries & Taylor 2017, arXiv:1708.04552;
         random_resized: Szegedy et al. 2014, arXiv:1409.4842; jitter of CIFAR images: Hiverge 2025 (cifar10-speedrun).
     """
-
-    stage: ClassVar[Stage] = Stage.DATA
-    changes_pixels: ClassVar[bool] = True
-    in_sandbox: ClassVar[bool] = False
 
     flip: Literal["none", "random", "alternating"] = "none"
     translate: int = 0

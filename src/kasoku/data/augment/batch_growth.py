@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from kasoku.core import Batch, InputError, Job, Schedule, Stage, StepDecay, Technique
 from kasoku.data.augment.basic import own_loader
@@ -11,7 +11,7 @@ from kasoku.data.loading.loader import Loader
 
 
 @dataclass(frozen=True)
-class GrowBatch(Technique):
+class GrowBatch(Technique, stage=Stage.DATA, changes_batch=True, in_sandbox=False):
     """Multiplies the batch by a schedule's value at the start of each epoch.
 
     What a device takes at once stays as it is: more parts are accumulated for an update. The rate has its own
@@ -24,10 +24,6 @@ class GrowBatch(Technique):
     Costs: nothing that can be measured.
     Ref: Smith et al. 2018 (arXiv 1711.00489); [000]'s references 4 (Ying et al. 2018) and 9 (Mikami et al. 2018).
     """
-
-    stage: ClassVar[Stage] = Stage.DATA
-    changes_batch: ClassVar[bool] = True
-    in_sandbox: ClassVar[bool] = False
 
     schedule: Schedule = StepDecay(milestones=(30.0, 60.0), gamma=2.0)  # noqa: RUF009 - frozen
 

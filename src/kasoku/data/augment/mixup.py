@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from kasoku.core.technique import Stage, Technique
 
 
 @dataclass(frozen=True)
-class Mix(Technique):
+class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
     """Mixes each training image with another one of its batch, by Mixup or by CutMix, and the loss with it.
 
     A share is drawn for each batch that a device takes at once; where both alphas are above 0, so is which of the two
@@ -37,9 +37,6 @@ class Mix(Technique):
         loader's seed, updates made, virtual rank), so k accumulated batches are mixed as k ranks would.
     Ref: Mixup: Zhang et al. 2017 (arXiv 1710.09412); CutMix: Yun et al. 2019 (arXiv 1905.04899).
     """
-
-    stage: ClassVar[Stage] = Stage.DATA
-    changes_pixels: ClassVar[bool] = True
 
     mixup: float = 0.2
     cutmix: float = 1.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch.nn import functional
 
@@ -16,7 +15,7 @@ from kasoku.core.technique import Stage, Technique
 
 
 @dataclass(frozen=True)
-class LowResolution(Technique):
+class LowResolution(Technique, stage=Stage.DATA, changes_pixels=True, changes_resolution=True, in_sandbox=False):
     """Shrinks training images (antialiased) for the first epochs, to one side or to one that grows; never enlarges.
 
     LowResolution(96, until=10) shows 96 pixels for 10 epochs; LowResolution(Constant(warmup=10, start=0.5)) half of
@@ -32,11 +31,6 @@ class LowResolution(Technique):
         of which a larger `multiple` makes fewer.
     Ref: progressive resizing: Howard 2018 (DAWNBench); Karras et al. 2017 (arXiv 1710.10196) for growing images.
     """
-
-    stage: ClassVar[Stage] = Stage.DATA
-    changes_pixels: ClassVar[bool] = True
-    changes_resolution: ClassVar[bool] = True
-    in_sandbox: ClassVar[bool] = False
 
     side: Schedule | int
     until: float | None = None

@@ -14,7 +14,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ _BIT = 16  # fractional bits of a place in an image
 
 
 @dataclass(frozen=True)
-class RandAugment(Technique):
+class RandAugment(Technique, stage=Stage.DATA, changes_pixels=True, in_sandbox=False):
     """Changes each training image `count` times, each time by one of 14 changes, all of one strength.
 
     The paper's changes, each as likely: identity, autocontrast, equalize, rotate, solarize, color, posterize, contrast,
@@ -60,10 +59,6 @@ class RandAugment(Technique):
         accuracy where epochs are few.
     Ref: Cubuk et al. 2019 (arXiv 1909.13719); strengths: Cubuk et al. 2018 (arXiv 1805.09501), as torchvision has them.
     """
-
-    stage: ClassVar[Stage] = Stage.DATA
-    changes_pixels: ClassVar[bool] = True
-    in_sandbox: ClassVar[bool] = False
 
     count: int = 2
     magnitude: float = 9.0

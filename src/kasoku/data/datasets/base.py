@@ -74,20 +74,16 @@ class Files:
 
     def read(self, index: int) -> bytes:
         """The bytes of a file. Raises InputError if it cannot be read, GoneError if the disk is at fault."""
-        until = time.monotonic() + _PATIENCE_S
+        path, until = self.paths[index], time.monotonic() + _PATIENCE_S
         while True:
             try:
-                with open(open_regular(self.paths[index]), "rb", buffering=0) as file:
+                with open(open_regular(path), "rb", buffering=0) as file:
                     return file.read()
             except OSError as error:
                 if error.errno in _OF_THE_FILE:
-                    raise InputError(
-                        f"{self.paths[index]}: cannot be read ({error.strerror}); mend or remove the file"
-                    ) from error
+                    raise InputError(f"{path}: cannot be read ({error.strerror}); mend or remove the file") from error
                 if time.monotonic() > until:
-                    raise GoneError(
-                        f"{self.paths[index]}: no answer for {_PATIENCE_S:g} s ({error.strerror})"
-                    ) from error
+                    raise GoneError(f"{path}: no answer for {_PATIENCE_S:g} s ({error.strerror})") from error
             time.sleep(0.5)
 
     def name(self, index: int) -> str:

@@ -143,9 +143,7 @@ def _read_python(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np
             f"truncated or not a {layout.name} file, get it again"
         )
     if not isinstance(labels, list) or len(labels) != count or not all(type(label) is int for label in labels):
-        raise InputError(
-            f"{path}: '{layout.labels_key.decode()}' is no list of {count} whole numbers; get the file again"
-        )
+        raise InputError(f"{path}: '{layout.labels_key.decode()}' is no list of {count} whole numbers; get it again")
     return pixels_NP, np.asarray(labels)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import gzip
-import hashlib
 import http.client
 import io
 import os
@@ -14,6 +13,7 @@ import shutil
 import sys
 import tarfile
 import time
+import tomllib
 import urllib.error
 import urllib.request
 import zlib
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from kasoku.core.errors import InputError
-from kasoku.core.files import lock
+from kasoku.core.files import digest, lock
 
 TRIES = 3
 BACKOFF_S = 1.0  # before the second try; twice as long before each further one
@@ -34,8 +34,6 @@ SILENCE_S = 30.0  # a try ends if the server sends nothing for so long
 SUMS = "SHA256SUMS"  # in the unpacked folder; `sha256sum -c` reads it too
 _CHUNK_BYTES = 1 << 18
 _OTHER = "give --source, another address of the same files"
-_TRAIN_IMAGES, _TRAIN_LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
-_TEST_IMAGES, _TEST_LABELS = "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"
 
 
 @dataclass(frozen=True)
@@ -45,57 +43,12 @@ class Release:
     reader: str
     address: str  # of its files
     folder: str  # below DIR: holds its files, or its unpacked archive
-    files: dict[str, tuple[int, str]]  # name -> (bytes, SHA-256)
+    files: dict[str, tuple[int, str]]  # name -> bytes, SHA-256
     unpacked_bytes: int = 0  # of the archive, about; 0 if the readers take compressed files
 
 
-# The authors publish an MD5 (CIFAR, Fashion-MNIST) or nothing. These SHA-256 are recorded for the same files by several
-# independent projects. They are needed because one host has no encryption, and MD5 does not stop deliberate changes.
-RELEASES = {
-    "cifar10": Release(
-        "kasoku.data.cifar10",
-        "https://www.cs.toronto.edu/~kriz/",
-        "cifar-10-batches-bin",
-        {"cifar-10-binary.tar.gz": (170_052_171, "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd")},
-        unpacked_bytes=184_400_000,
-    ),
-    "cifar100": Release(
-        "kasoku.data.cifar100",
-        "https://www.cs.toronto.edu/~kriz/",
-        "cifar-100-binary",
-        {"cifar-100-binary.tar.gz": (168_513_733, "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec")},
-        unpacked_bytes=184_500_000,
-    ),
-    "mnist": Release(
-        "kasoku.data.mnist",
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",  # PyTorch's mirror: the authors' host refuses downloads
-        "mnist",
-        {
-            _TRAIN_IMAGES: (9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
-            _TRAIN_LABELS: (28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
-            _TEST_IMAGES: (1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-            _TEST_LABELS: (4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
-        },
-    ),
-    "fashion-mnist": Release(
-        "kasoku.data.fashion_mnist",
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-        "fashion_mnist",
-        {
-            _TRAIN_IMAGES: (26_421_880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
-            _TRAIN_LABELS: (29_515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
-            _TEST_IMAGES: (4_422_102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
-            _TEST_LABELS: (5_148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
-        },
-    ),
-    "imagenette": Release(
-        "kasoku.data.folder",
-        "https://s3.amazonaws.com/fast-ai-imageclas/",
-        "imagenette2-320",
-        {"imagenette2-320.tgz": (341_663_724, "569b4497c98db6dd29f335d1f109cf315fe127053cedf69010d047f0188e158c")},
-        unpacked_bytes=345_000_000,
-    ),
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("releases.toml").read_text(encoding="utf-8"))
+RELEASES = {name: Release(**table) for name, table in _TABLES.items()}
 
 
 def download(name: str, to: str, *, source: str = "", quiet: bool = False) -> str:
@@ -145,7 +98,7 @@ def _get_archive(release: Release, home: Path, base: str, bar: Progress) -> int:
             raise InputError(f"{folder}: is there, but not from here (no {SUMS}); train on it, or move it away")
         lines = (folder / SUMS).read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n")
         sums = (line.partition("  ")[::2] for line in lines)
-        if all((folder / name).is_file() and _sha256(folder / name) == sha256 for sha256, name in sums):
+        if all((folder / name).is_file() and digest(folder / name) == sha256 for sha256, name in sums):
             return 0
     came_bytes = _get_files(release, home, base, bar)
     _unpack(archive, folder)
@@ -159,7 +112,7 @@ def _get_files(release: Release, place: Path, base: str, bar: Progress) -> int:
     missing = {}
     for name, (size_bytes, sha256) in release.files.items():
         path = place / name
-        if not (path.is_file() and path.stat().st_size == size_bytes and _sha256(path) == sha256):
+        if not (path.is_file() and path.stat().st_size == size_bytes and digest(path) == sha256):
             missing[name] = (size_bytes, sha256)
     place.mkdir(exist_ok=True)
     parts = [place / f"{name}.part" for name in missing]
@@ -192,7 +145,7 @@ def _fetch(address: str, path: Path, size_bytes: int, sha256: str, bar: Progress
                         text = f"{address}: {fault} ({TRIES} tries); run this again to go on, or {_OTHER}"
                         raise InputError(text) from fault
                     time.sleep(BACKOFF_S * 2**tries)
-            if (got := _sha256(part)) != sha256:
+            if (got := digest(part)) != sha256:
                 out.truncate(0)
                 raise InputError(f"{address}: SHA-256 {got}, expected {sha256}; try again, or {_OTHER}")
             os.replace(part, path)
@@ -256,7 +209,7 @@ def _unpack(archive: Path, folder: Path) -> None:
         if not fresh.is_dir():
             raise InputError(f"{archive}: has no folder {folder.name}: not the official archive; remove it")
         names = sorted(path.relative_to(fresh).as_posix() for path in fresh.rglob("*") if path.is_file())
-        sums = "".join(f"{_sha256(fresh / name)}  {name}\n" for name in names)
+        sums = "".join(f"{digest(fresh / name)}  {name}\n" for name in names)
         (fresh / SUMS).write_text(sums, encoding="utf-8", errors="surrogateescape")
         if not folder.exists():
             os.rename(fresh, folder)
@@ -268,11 +221,6 @@ def _unpack(archive: Path, folder: Path) -> None:
         raise InputError(f"{archive}: damaged or not the official one ({error}); remove it, or {_OTHER}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _mb(size_bytes: int) -> str:

@@ -155,9 +155,7 @@ def _train_and_test(parts: Parts, top: str, validation: float, seed: int) -> lis
     ((home, whole),) = parts.items()
     held = {name: held_out(name, files, validation, seed) for name, files in whole.items()}
     if not any(held.values()):
-        raise InputError(
-            f"{below(top, home)}: no class has two images, so none can be split off for validation; add a val/ folder"
-        )
+        raise InputError(f"{below(top, home)}: no class has two images, one of them for validation; add a val/ folder")
     kept = {name: [file for file in files if file not in held[name]] for name, files in whole.items()}
     return [(home, kept), (home, {name: sorted(files) for name, files in held.items()})]
 

@@ -37,7 +37,8 @@ Look = Callable[[str], Names]  # gets a folder as its path below the root, "" fo
 Entry = list[Any]  # cached for a folder: its stamp (empty: list it again), its folders, its image files
 
 _VALIDATION = ("val", "validation", "test")
-_VERSION = f"2 {' '.join(SUFFIXES)}"
+_KINDS = " ".join(SUFFIXES)
+_VERSION = f"2 {_KINDS}"
 _AT_ONCE = 8  # folders listed in parallel: on a network disk each takes milliseconds
 _TICK_NS = 2_000_000_000  # the coarsest step in which a file system counts time
 
@@ -67,17 +68,13 @@ def _classes(look: Look, root: str, part: str, names: list[str]) -> Tree:
     home = below(root, part)
     if not names:
         packed = ', or, for this pack, data.use = "kasoku.data.shards"' if (Path(home) / "pack.json").is_file() else ""
-        raise InputError(
-            f"{home}: no class folders in it; expected {home}/<class>/<image>, a folder for each class{packed}"
-        )
+        raise InputError(f"{home}: no class folders in it; expected {home}/<class>/<image>, one for each class{packed}")
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kasoku-list") as pool:  # in parallel: folders may be remote
         listed = list(pool.map(lambda name: look(f"{part}/{name}" if part else name)[1], names))
     tree = dict(zip(names, listed, strict=True))
     for name, images in tree.items():
         if not images:
-            raise InputError(
-                f"{home}/{name}: a class folder with no image ({' '.join(SUFFIXES)}); add some or remove it"
-            )
+            raise InputError(f"{home}/{name}: a class folder with no image ({_KINDS}); add some or remove it")
     return tree
 
 

@@ -12,7 +12,7 @@ import importlib
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ _AT_ONCE = 64, 2**26  # images, and pixels of them all, that are decoded togethe
 
 
 @dataclass(frozen=True)
-class Decoding(Technique):
+class Decoding(Technique, stage=Stage.DATA, changes_pixels=True):
     """Decodes the training images on the CPU, or those that nvJPEG takes on the GPU.
 
     Args:
@@ -40,9 +40,6 @@ class Decoding(Technique):
     Costs: time and memory of the GPU; nothing decoded is kept; pixels differ by a level or two from the CPU's.
     Ref: nvJPEG, through torchvision.io.decode_jpeg. Not seen on a GPU yet.
     """
-
-    stage: ClassVar[Stage] = Stage.DATA
-    changes_pixels: ClassVar[bool] = True
 
     by: Literal["cpu", "nvjpeg"] = "cpu"
 

@@ -125,9 +125,7 @@ class Loader:
         pipeline, epoch, number, next_share = self.pipeline, self.epoch, self.position, self._next_share
         batch, ranks, parts = pipeline.batch, pipeline.size, pipeline.parts
         if not pipeline.shares and batch % (ranks * parts):
-            raise InputError(
-                f"batch={batch}: not a multiple of {ranks} ranks x {parts} parts, which share it; choose one that is"
-            )
+            raise InputError(f"batch={batch}: not a multiple of {ranks} ranks x {parts} parts; choose one that is")
         if pipeline.train:
             pipeline.check_augment()
         transform, count = pipeline.transform(), len(pipeline)

@@ -95,13 +95,11 @@ class Pipeline:
 
     def check_augment(self) -> None:
         """Raise InputError where the augmentation does not fit the images."""
-        augment, side = self.augment, min(self.dataset.image_size)
+        augment, dataset, side = self.augment, self.dataset, min(self.dataset.image_size)
         if augment.translate >= side:
             raise InputError(f"translate={augment.translate}: at most {side - 1} for images of {side} pixels")
         if augment.crop != "center" and self.in_memory:
-            raise InputError(
-                f"crop={augment.crop}: only for image files, {self.dataset.name} is in memory; use translate"
-            )
+            raise InputError(f"crop={augment.crop}: only for image files, {dataset.name} is in memory; use translate")
 
     # ---- which images
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -47,7 +47,7 @@ def by_speed(batch: int, images_per_s: Sequence[float], *, unit: int = 1) -> tup
 
 
 @dataclass(frozen=True)
-class Shares(Technique):
+class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
     """Each rank takes its own number of images of every batch, so that none waits for a slower one.
 
     The batches stay what they are, image by image, and so does the data order.
@@ -61,9 +61,6 @@ class Shares(Technique):
         before the mean over ranks, so that every image counts the same.
     Ref: Moreno-Alvarez et al. 2020 (heterogeneous data parallelism); Hetseq, Qian et al. 2021.
     """
-
-    stage: ClassVar[Stage] = Stage.DATA
-    in_sandbox: ClassVar[bool] = False
 
     images: tuple[int, ...] = ()
 

@@ -301,9 +301,7 @@ def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
     lines = store.read("classes.txt").decode("utf-8", "replace").splitlines()
     classes = tuple(line.strip() for line in lines if line.strip())
     if len(classes) < count:
-        raise InputError(
-            f"{store.shown}/classes.txt: {len(classes)} names, but a label is {count - 1}; add names or remove it"
-        )
+        raise InputError(f"{store.shown}/classes.txt: {len(classes)} names, but a label is {count - 1}; add the others")
     return whole, classes
 
 

@@ -155,7 +155,10 @@ def _verified(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> int
     digest, at = hashlib.sha256(), 0
     for name, (offset, size, _, crc32) in zip(index.names, index.rows_N4.tolist(), strict=True):
         digest.update(store.read(file, at, offset))
-        intact = partial(_matches, crc32)
+
+        def intact(data: bytes, crc32: int = crc32) -> bool:
+            return zlib.crc32(data) == crc32
+
         data = store.read(file, offset, offset + size, intact)
         if not intact(data):
             raise Damaged(f"{file}: {name} is damaged")
@@ -165,10 +168,6 @@ def _verified(store: Store, facts: dict[str, Any], shard: dict[str, Any]) -> int
     if digest.hexdigest() != shard["sha256"]:
         raise Damaged(f"{file}: all images are whole, but a header or a label is damaged")
     return len(index.names)
-
-
-def _matches(crc32: int, data: bytes) -> bool:
-    return bool(zlib.crc32(data) == crc32)
 
 
 @dataclass

@@ -63,9 +63,7 @@ class Store:
         if self._far is None:
             self.shown = os.path.realpath(os.path.expanduser(where.removeprefix("file://")))
             if not root or not os.path.isdir(self.shown):
-                raise InputError(
-                    f"root={root}: no such folder; give a folder, or an address such as s3://bucket/folder"
-                )
+                raise InputError(f"root={root}: no such folder; give a folder, or an address such as s3://bucket/set")
             return
         self.shown = self._far.shown
         self._cached = cache_bytes > 0
