@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -214,12 +215,9 @@ class Threads:
                 shared.ended.add(rank)
                 shared.next_turn(rank)
 
-        threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}") for r in range(self.size)]
-        for thread in threads:
-            thread.start()
-        shared.turns[0].release()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(self.size, thread_name_prefix="rank") as pool:
+            pool.map(rank_main, range(self.size))
+            shared.turns[0].release()
         torch.set_rng_state(start)
         if shared.failure:
             raise shared.failure

@@ -52,10 +52,7 @@ class TorchComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup | None = None, clock: Clock | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise InputError(
-                "TorchComm: torch.distributed is not initialised: call torch.distributed.init_process_group first, or "
-                "start the processes with torchrun"
-            )
+            raise InputError("TorchComm: torch.distributed is not initialised: call its init_process_group first")
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.clock: Clock = clock or Wall()
         self._group = group

@@ -74,10 +74,8 @@ class ModelCosts:
 
     def with_gradients(self, width: int) -> ModelCosts:
         """The network whose gradients take `width` bytes an element."""
-        tensors, defined = (
-            tuple(replace(t, size=width * t.elements) for t in each) for each in (self.tensors, self.defined)
-        )
-        return replace(self, tensors=tensors, defined=defined)
+        tensors, defined = ([replace(t, size=width * t.elements) for t in own] for own in (self.tensors, self.defined))
+        return replace(self, tensors=tuple(tensors), defined=tuple(defined))
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,8 @@ class MeasuredTimes:
     def __post_init__(self) -> None:
         first = self.measured[0][1].keys()
         if other := [n for n, times in self.measured if times.keys() != first]:
-            raise InputError(
-                f"--profile: at {other[0]} images other blocks than at {self.measured[0][0]}: profile one model"
-            )
+            images = f"at {other[0]} images other blocks than at {self.measured[0][0]}"
+            raise InputError(f"--profile: {images}: profile one model")
 
 
 def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts:

@@ -65,10 +65,8 @@ class Scenario:
         check_share(self.recipe, gpus)
         techniques_for(self.recipe, gpus)  # raises for what asynchronous ranks refuse
         if updates(self.recipe, self.facts.images) < 1:
-            raise InputError(
-                f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}: not one update of {self.facts.images:,} "
-                "images: a smaller batch or more epochs"
-            )
+            given = f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}, {self.facts.images:,} images"
+            raise InputError(f"{given}: not one update: a smaller batch or more epochs")
         return self.simulator.step(gpus, self.recipe.batch, parts=self.recipe.parts(gpus))
 
     def images_each(self, step: SimulatedStep) -> int:
@@ -225,10 +223,8 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
     late = exchange.next_forward and not any(technique.needs_whole_gradients for technique in techniques)
     between = flat(exchange.reducer)  # raises for a reducer that is not simulated
     if algorithm not in ("", "auto") and exchanges(between):
-        raise InputError(
-            f'--allreduce {algorithm}: reducer Wire with sums="fp32" makes no all-reduce, but an all-to-all and an '
-            'all-gather: leave it out, or give Wire sums="wire"'
-        )
+        wire = 'reducer Wire with sums="fp32" makes an all-to-all and an all-gather'
+        raise InputError(f'--allreduce {algorithm}: {wire}: leave it out, or give Wire sums="wire"')
     reducer = between if algorithm else exchange.reducer
     return Sharing(exchange.buckets, late, algorithm=algorithm or "auto", reducer=reducer)
 
@@ -264,8 +260,7 @@ def sweep(
 def evaluations(recipe: Recipe) -> int:
     """The number of evaluations of a training, the one at the end included."""
     every, start = recipe.evaluate.every, recipe.evaluate.start
-    inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
-    return len(inside) + 1
+    return 1 + sum(start <= k * every < recipe.epochs for k in range(1, int(recipe.epochs / every) + 1))
 
 
 def sizes(
@@ -280,9 +275,9 @@ def sizes(
         raise InputError(f"sweep gpus={low}:{high}: from at least 1 up to more")
     if high > cluster.most:
         raise InputError(f"sweep gpus={low}:{high}: {cluster.name} has {cluster.most:,} GPUs: sweep up to these")
-    each = cluster.node.gpus
-    possible = [n for n in range(low, high + 1) if (n <= each or n % each == 0) and fits(n)]
+    possible = [n for n in range(low, high + 1) if cluster.fills(n) and fits(n)]
     if not possible:
+        each = cluster.node.gpus
         raise InputError(f"gpus={low}:{high}: nodes of {each}: none of these numbers fills them and shares the batch")
     tries = count
     while True:  # rounding makes some of them equal

@@ -88,7 +88,6 @@ class WaitThreads:
                 self._peers.join(rank, thread)
 
     def _wait(self, rank: int, line: queue.SimpleQueue[Any]) -> None:
-        """The main function of a thread."""
         peers = self._peers
         while item := line.get():
             reply, works, result = item
@@ -270,7 +269,6 @@ class Peers:
                 self._waits.add(rank, [work], _LONG)  # a dead rank's is kept for ever
 
     def _keep_beating(self) -> None:
-        """The main function of a thread."""
         while not self._pause(self._ending, self._beat_s):
             self.send_heartbeat()
             with self.changed:
@@ -280,7 +278,6 @@ class Peers:
                 self.lose(rank, f"no heartbeat for {self._dead_s:g} s")
 
     def _listen(self, rank: int) -> None:
-        """The main function of a thread."""
         report = torch.zeros(2 + self.comm.size, dtype=torch.int64)
         while True:
             try:

@@ -68,16 +68,11 @@ def steered(norm: Any, x: Tensor) -> Tensor:
         images = min(images, len(x))
     if images > len(x):
         size, (ranks, left) = steer.comm.size, divmod(images, len(x))
+        given = f"norm_batch={images}: a forward has {len(x)} images"
         if size == 1:
-            raise InputError(
-                f"norm_batch={images}: a forward has {len(x)} images, and a group cannot span several forwards of one "
-                "device: lower norm_batch or accumulate"
-            )
+            raise InputError(f"{given}, and a group cannot span several of them: lower norm_batch or accumulate")
         if left or size % ranks:
-            raise InputError(
-                f"norm_batch={images}: a forward has {len(x)} images on each of {size} ranks, so a group is "
-                f"{len(x)} images times a divisor of {size}, or a part of {len(x)}"
-            )
+            raise InputError(f"{given} on each of {size} ranks: a group is part of it, or it times a divisor of {size}")
         out, mean_C, variance_C = _Across.apply(  # type: ignore[no-untyped-call]
             x, norm.weight, norm.bias, (norm.eps, steer.comm, ranks, steer.trace)
         )

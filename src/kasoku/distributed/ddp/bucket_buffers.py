@@ -91,29 +91,24 @@ class BucketLayout:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p not in self.bucket_of:
-                    raise InputError(
-                        f"Overlap: a parameter of shape {tuple(p.shape)} has a gradient, but required none when "
-                        "Overlap was applied, or was added later: unfreeze and add parameters before apply"
-                    )
+                    late = f"Overlap: a parameter of shape {tuple(p.shape)} has a gradient"
+                    late += ", but required none when Overlap was applied, or was added later"
+                    raise InputError(f"{late}: unfreeze and add parameters before apply")
 
     def refuse_changed(self) -> None:
         """Raises InputError for a gradient that was written to after it was copied into its bucket."""
         views = ((bucket.versions.get(p), p, view) for bucket in self.buckets for p, view in bucket.views.items())
         for copied, p, view in views:
             if copied is not None and (p.grad is not view or version(view) != copied):
-                raise InputError(
-                    f"Overlap: the gradient of {self.names[p]} changed between backward and step, when it was being "
-                    "sent already: clip with the technique Clip, and pass accumulate=k to Job for k backwards a step"
-                )
+                changed = f"Overlap: the gradient of {self.names[p]} changed between backward and step, while sent"
+                raise InputError(f"{changed}: clip with the technique Clip; for k backwards a step, Job(accumulate=k)")
 
     def refuse_missing(self) -> None:
         """Raises InputError for parameters without a gradient."""
         if missing := self.missing():
             names = ", ".join([*(self.names[p] for p in missing[:3]), *(["..."] if len(missing) > 3 else [])])
-            raise InputError(
-                f"Overlap: {len(missing)} parameters got no gradient in backward ({names}): freeze them before "
-                'apply, or set unused = "skip"'
-            )
+            none = f"Overlap: {len(missing)} parameters got no gradient in backward ({names})"
+            raise InputError(f'{none}: freeze them before apply, or set unused = "skip"')
 
     def fill_missing(self, comm: Comm) -> None:
         """Puts zeros in the place of missing gradients; a parameter without one on all ranks is not updated."""

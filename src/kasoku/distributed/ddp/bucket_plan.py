@@ -58,10 +58,8 @@ class Fixed(Policy):
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1 or self.first_bytes < 1:
-            raise InputError(
-                f"bucket_bytes={self.bucket_bytes}, first_bytes={self.first_bytes}: at least 1 byte; one bucket for "
-                "all is the policy OneBucket"
-            )
+            given = f"bucket_bytes={self.bucket_bytes}, first_bytes={self.first_bytes}"
+            raise InputError(f"{given}: at least 1 byte; one bucket for all is the policy OneBucket")
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         buckets: list[list[int]] = []
@@ -95,10 +93,8 @@ class Graded(Policy):
 
     def __post_init__(self) -> None:
         if self.first < 1 or not 0 < self.power < 10 or self.least_bytes < 0:
-            raise InputError(
-                f"first={self.first}, power={self.power}, least_bytes={self.least_bytes}: at least 1 tensor, a power "
-                "above 0 and below 10, and 0 bytes or more"
-            )
+            given = f"first={self.first}, power={self.power}, least_bytes={self.least_bytes}"
+            raise InputError(f"{given}: at least 1 tensor, a power above 0 and below 10, and 0 bytes or more")
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         n = len(tensors)
@@ -173,11 +169,7 @@ def ready_order(buckets: Iterable[Sequence[int]], tensors: Sequence[Sized], poli
 
 
 def search(
-    units: Sequence[UnitTimes],
-    tensors: Sequence[Sized],
-    link: LinkModel,
-    *,
-    next_forward: bool = True,
+    units: Sequence[UnitTimes], tensors: Sequence[Sized], link: LinkModel, *, next_forward: bool = True
 ) -> tuple[BucketPlan, Forecast, bool]:
     """The best plan, its forecast, and whether the next forward should start before all buckets have arrived.
 

@@ -140,10 +140,8 @@ class Engine:
             return  # refused in step()
         if bucket.pending:
             name, layer = self.layout.names[p], self.layers.modules[self.layers.users[p][0]][0] or "the model"
-            raise InputError(
-                f"Overlap: {name} got a gradient before its last update, since the forward of its layer "
-                f"({layer}) was bypassed: call that module itself, or set next_forward = false"
-            )
+            early = f"Overlap: {name} got a gradient before its last update, since its layer ({layer}) was bypassed"
+            raise InputError(f"{early}: call that module itself, or set next_forward = false")
         view = bucket.views[p]
         if p.grad is not view:
             if p.grad is None or p.grad.layout != torch.strided:
