@@ -4,8 +4,6 @@ It writes the recipe with the chosen batch, groups and reducer; launch.sbatch, w
 times that are expected, item by item. `kasoku plan --compare RUN` compares them with a run of that recipe.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

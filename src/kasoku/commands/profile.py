@@ -5,8 +5,6 @@ training writes them (of the profiled steps alone), and trace.json for chrome://
 `kasoku report` does not read it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

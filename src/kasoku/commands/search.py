@@ -1,7 +1,5 @@
 """`kasoku search`: settings of a recipe tried in trainings of their own, several at once where there is room."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -4,8 +4,6 @@ It writes simulation.json (all figures), report.html (a step, drawn as on the pa
 sweep.html (throughput and efficiency over the number of GPUs).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

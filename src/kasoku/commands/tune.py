@@ -1,7 +1,5 @@
 """`kasoku tune`: the batch of a recipe, or its rates, found by trying them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ SLURM_NTASKS, SLURM_LOCALID and SLURM_NTASKS_PER_NODE. MASTER_ADDR and MASTER_PO
 script has Slurm's variables too; a process that it starts without srun and without MASTER_ADDR runs alone.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ meet those of the other ranks. After `wait`, the first error is raised in the or
 by time.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence

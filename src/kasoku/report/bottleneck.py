@@ -4,8 +4,6 @@ Note: shares can be compared. The share of a bottleneck is the part of a step th
 from the rows of all ranks. So the first bottleneck is the one most worth removing.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Note: two clocks. On a CPU the host's clock is read. A GPU works later than the 
 event is recorded on the device and read some steps later, when it has passed.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections import defaultdict, deque

@@ -4,8 +4,6 @@ Note: separate steps. Each measurement disturbs its step, so each has steps of i
 and saved activations, undisturbed steps for the ledger, steps for block times, one for memory, and traced ones.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

@@ -9,8 +9,6 @@ does the simulation. So the links of this file take the bytes of fp32 gradients,
 compression, everywhere or only between nodes.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from kasoku.core import InputError

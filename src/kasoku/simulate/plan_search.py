@@ -1,7 +1,5 @@
 """Searches a batch, a number of GPUs, gradient groups and an all-reduce that meet a deadline or a budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ Times and timelines come from `cost_model.forecast`, with which `Overlap` on a v
 than they have in memory: see `compressed`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any

@@ -18,8 +18,6 @@ the joining rank. It gets rank 0's weights from `apply`, and may load rank 0's `
 (tests/distributed/test_joining.py).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

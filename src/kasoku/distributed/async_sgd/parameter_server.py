@@ -4,8 +4,6 @@ Note: staleness. A worker computes an update on weights that it read earlier. Th
 updates by other workers that were added to the same shard since. The worker's own updates are in its copy already.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Sequence

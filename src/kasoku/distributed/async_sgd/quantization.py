@@ -4,8 +4,6 @@ A codec is `exact` if it is fp32 itself, so that no copy is needed. n fp32 eleme
 `pack(x, out)` encodes x, and `unpack(packed, out)` decodes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar

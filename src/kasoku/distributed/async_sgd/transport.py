@@ -8,8 +8,6 @@ they overtake bytes under way. Where ranks take turns in one process (`Threads`,
 is called directly, and the caller yields its turn afterwards.
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Measures BatchNorm's statistics before evaluation, instead of averaging them over old weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

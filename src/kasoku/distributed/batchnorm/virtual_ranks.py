@@ -1,7 +1,5 @@
 """Trains with the numerics of many ranks on fewer devices."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The flat buffers of a bucket plan, and which parameter has its gradient in which of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ the buckets near the input in forward order, (3) the rest in forward order, larg
 cannot be overtaken. The head (1) must fill the link until backward ends, and no longer.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ Note: changes are detected. A gradient is copied into its bucket, and `p.grad` b
 version counter of its own. A write to it (clipping by hand, a second backward) changes the counter.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal

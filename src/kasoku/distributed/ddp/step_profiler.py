@@ -9,8 +9,6 @@ gradients are too short, the same zeros are sent several times: the reducer's st
 thrown away with the first plan.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

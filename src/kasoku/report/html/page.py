@@ -1,7 +1,5 @@
 """Renders runs or line charts as one self-contained HTML file, which loads nothing from the network."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
