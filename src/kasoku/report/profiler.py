@@ -245,7 +245,7 @@ class Profiler:
         operators.sort(key=lambda operator: -(operator.device_s if self.cuda else operator.host_s))
         events: Any = record.events()
         host = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]
-        kernels = [e.time_range for e in events if e.device_type != host and not e.is_user_annotation]
+        kernels = (e.time_range for e in events if e.device_type != host and not e.is_user_annotation)
         traced = [e.time_range for e in events if e.device_type == host and e.name == _ITERATION]
         busy = [(kernel.start, kernel.end) for kernel in kernels]
         step_us = [(step.end - step.start, _covered(busy, step.start, step.end)) for step in traced]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,7 @@ def steered(norm: Any, x: Tensor) -> Tensor:
     """The forward of a steered BatchNorm module; its running statistics do not change."""
     steer: Steer = norm.steer
     if not norm.training or steer.norm is not norm:
-        plain: Tensor = type(norm).forward(norm, x)
-        return plain
+        return cast(Tensor, type(norm).forward(norm, x))
     images = steer.images or len(x)
     if steer.alone:
         images = min(images, len(x))
@@ -77,8 +76,7 @@ def steered(norm: Any, x: Tensor) -> Tensor:
             x, norm.weight, norm.bias, (norm.eps, steer.comm, ranks, steer.trace)
         )
         steer.take(mean_C, variance_C, images * (x.numel() // (x.shape[0] * x.shape[1])))
-        normal: Tensor = out
-        return normal
+        return cast(Tensor, out)
     if images == len(x):
         return _group(norm, x, steer.take)
     sizes = [images] * (len(x) // images)

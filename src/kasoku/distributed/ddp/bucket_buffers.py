@@ -24,13 +24,11 @@ class Bucket:
         like = named[0][1]
         self.flat = torch.zeros(sum(p.numel() for _, p in named), dtype=like.dtype, device=like.device)
         self.views: dict[Tensor, Tensor] = {}
-        start = 0
-        for name, p in named:
+        for (name, p), part in zip(named, torch.split(self.flat, [p.numel() for _, p in named]), strict=True):
             if not is_dense(p):
                 strides = f"strides {p.stride()} for shape {tuple(p.shape)}"
                 raise InputError(f"Overlap: {name} has {strides}: dense ones only")
-            self.views[p] = torch.as_strided(self.flat, p.shape, p.stride(), start).data
-            start += p.numel()
+            self.views[p] = part.as_strided(p.shape, p.stride()).data
         self.versions: dict[Tensor, int] = {}  # of the gradients in the bucket, when they were copied there
         self.works: list[Work] = []
         self.pending = False  # its update comes after the step
