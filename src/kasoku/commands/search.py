@@ -59,9 +59,8 @@ def run(arguments: SearchArguments) -> int:
     settings = ["evaluate.stop=false"]
     if arguments.jobs > 1 and not recipe.device.threads:
         settings.append(f"device.threads={max(1, cores() // arguments.jobs)}")
-    words = train_arguments(
-        arguments.recipe, [*settings, *arguments.set], None, go_on=False, extra=trust.allow_options()
-    )
+    settings += arguments.set
+    words = train_arguments(arguments.recipe, settings, None, go_on=False, extra=trust.allow_options())
     plan = SearchSettings(
         (sys.executable, "-m", "kasoku", *words, "--quiet"),
         space,

@@ -48,10 +48,8 @@ def run(arguments: TuneArguments) -> int:
     """Tunes; returns the exit code."""
     if not 0 < arguments.budget < math.inf:
         raise InputError(f"--budget {arguments.budget:g}: seconds above 0 are wanted")
-    tune_one = _tune_rate if arguments.what == "lr" else _tune_batch
-    return on_ranks(
-        partial(tune_one, arguments), arguments.words, started=arguments.started, count=partial(_gpus, arguments)
-    )
+    tune_one = partial(_tune_rate if arguments.what == "lr" else _tune_batch, arguments)
+    return on_ranks(tune_one, arguments.words, started=arguments.started, count=partial(_gpus, arguments))
 
 
 def _gpus(arguments: TuneArguments) -> int:

@@ -22,6 +22,7 @@ from kasoku.core.comm import Comm, Work
 from kasoku.core.errors import InputError
 
 T = TypeVar("T")
+Pick = Callable[[Tensor], Tensor]  # a rank's part of a result
 
 
 class DeadlockError(RuntimeError):
@@ -103,12 +104,7 @@ class _ThreadComm(Comm):
         return _ThreadWork(self, f"collective {number} ({what})", lambda: bool(result), lambda: use(result[0]))
 
     def _collective(
-        self,
-        what: str,
-        x: Tensor,
-        out: Tensor,
-        combine: Callable[[list[Tensor]], Tensor],
-        pick: Callable[[Tensor], Tensor] = lambda whole: whole,
+        self, what: str, x: Tensor, out: Tensor, combine: Callable[[list[Tensor]], Tensor], pick: Pick = lambda x: x
     ) -> Work:
         label = f"{what} of {x.numel()} {str(x.dtype).removeprefix('torch.')}"
 

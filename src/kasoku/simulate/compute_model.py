@@ -152,10 +152,9 @@ def remarks(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | N
     least, most = min(batches), max(batches)
     out = []
     if not profile and not net.measured(gpu):
-        out.append(
-            f"{gpu.name} was measured with {gpu.network} at 224, {_RESNET50 / 1e9:.3g} G multiply-adds an image: "
-            f"{net.name}, {net.products / 1e9:.3g} G, is estimated by its work; a profile is surer"
-        )
+        of = f"{gpu.network} at 224, {_RESNET50 / 1e9:.3g} G multiply-adds an image"
+        mine = f"{net.name}, {net.products / 1e9:.3g} G, is estimated by its work"
+        out.append(f"{gpu.name} was measured with {of}: {mine}; a profile is surer")
     if not least <= images <= most:
         times = "the profile's times" if profile else "times"
         span = f"{least} to {most}" if least < most else f"{least} alone"
@@ -206,9 +205,7 @@ def profiled(profiles: Sequence[tuple[Path, int]], net: ModelCosts) -> MeasuredT
     return MeasuredTimes(tuple(measured), sum(updates) / max(1, len(updates)))
 
 
-def units_of(
-    profile: MeasuredTimes, net: ModelCosts, gpu: Gpu, images: float, *, slower: float = 1.0
-) -> list[UnitTimes]:
+def units_of(profile: MeasuredTimes, net: ModelCosts, gpu: Gpu, images: float, *, slower: float) -> list[UnitTimes]:
     """The times of the layers by a profile: alpha + beta images for each block if two batches were profiled, else beta.
 
     The time of a block without parameters is added to the layer before it: it runs after that layer.

@@ -100,16 +100,12 @@ class Scenario:
         parts = self.recipe.parts(step.gpus)
         alone = self.simulator.step(1, self.images_each(step), parts=parts)
         training_s = sum(rows.values())
+        same = ("gpus", "step_s", "compute_s", "exposed_s", "input_s", "images_per_s")
         return {
-            "gpus": step.gpus,
+            **{name: getattr(step, name) for name in same},
             "batch": step.images,
-            "step_s": step.step_s,
-            "compute_s": step.compute_s,
             "jitter_s": step.straggler_s,
-            "exposed_s": step.exposed_s,
-            "input_s": step.input_s,
             "exchange_s" if step.inputs.asynchronous else "all_reduce_s": step.link_s,
-            "images_per_s": step.images_per_s,
             "efficiency": step.images_per_s / step.gpus / alone.images_per_s,
             "rows": rows,
             "training_s": training_s,
@@ -132,10 +128,8 @@ class Scenario:
                 epochs = f"warmup={exchange.warmup:g}, finish={exchange.finish:g}"
                 lines.append(f"Asynchronous: its synchronous epochs ({epochs}) are simulated as asynchronous ones")
         if step.norms_s:
-            lines.append(
-                f"norm_batch={recipe.norm_batch} is more than a rank has at once: BatchNorms wait for all ranks, "
-                f"{1e3 * step.norms_s:.2f} ms of the exposed communication"
-            )
+            waits = f"BatchNorms wait for all ranks, {1e3 * step.norms_s:.2f} ms of the exposed communication"
+            lines.append(f"norm_batch={recipe.norm_batch} is more than a rank has at once: {waits}")
         if any(technique.changes_resolution for technique in recipe.techniques):
             lines.append("LowResolution: its epochs of small images are simulated at full size, which takes longer")
         if not profile and precision not in ("auto", "fp16", gpu.precision):

@@ -167,9 +167,8 @@ def _classes(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_PARTS: Mapping[
-    str, tuple[str, Callable[[Mapping[str, Any]], object]]
-] = {  # by file: its contents, and the function that draws it
+_Draw = Callable[[Mapping[str, Any]], object]
+_PARTS: Mapping[str, tuple[str, _Draw]] = {  # by file: its contents, and the function that draws it
     "ledger": ("where the time went", _ledger),
     "timeline": ("a step by rank and stream", figures.timeline),
     "tuning": ("tuning of the batch", tuning),
