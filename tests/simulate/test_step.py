@@ -165,7 +165,7 @@ def test_a_share_in_parts_is_updated_once() -> None:
 def test_batch_norms_over_ranks_wait_both_ways_in_each_part() -> None:
     simulator = Simulator(load("dgx-a100"), small(), Sharing(OneBucket()), 0.0, norm_batch=8)
     own, across = simulator.step(64, 64 * 16, parts=2), replace(simulator, norm_batch=16).step(64, 64 * 16, parts=2)
-    gather = allreduce.gathering(simulator.cluster, 64)
+    gather = allreduce.fastest(simulator.cluster, [("all-gather", allreduce.gather(simulator.cluster, 64))])
     channels = [module.num_features for module in norms(cifar_resnet18())]
     assert own.norms_s == 0
     assert across.norms_s == pytest.approx(2 * 2 * sum(gather.seconds(64 * 2 * 4 * c) for c in channels))

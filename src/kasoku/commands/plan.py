@@ -4,8 +4,6 @@ It writes the recipe with the chosen batch, groups and reducer; launch.sbatch, w
 times that are expected, item by item. `kasoku plan --compare RUN` compares them with a run of that recipe.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -48,12 +46,10 @@ def run(arguments: PlanArguments) -> int:
     recipe, cluster_name = arguments.recipe, arguments.cluster
     if not recipe or not cluster_name:
         raise InputError("kasoku plan: RECIPE and --cluster are wanted, or --compare RUN")
-    given = {"deadline": arguments.deadline, "budget": arguments.budget, "fastest": arguments.fastest}
-    goals = [goal for goal, value in given.items() if value]
-    if not goals:
-        raise InputError("kasoku plan: what for? one of --deadline TIME, --budget USD, --fastest")
-    if len(goals) > 1:
-        raise InputError(f"--{goals[0]} beside --{goals[1]}: give one of --deadline TIME, --budget USD, --fastest")
+    goals = [f"--{goal}" for goal in ("deadline", "budget", "fastest") if getattr(arguments, goal)]
+    if len(goals) != 1:
+        given = " beside ".join(goals) or "kasoku plan: what for?"
+        raise InputError(f"{given}: give one of --deadline TIME, --budget USD, --fastest")
     if arguments.noise_scale is not None and not 0 < arguments.noise_scale < math.inf:
         raise InputError(f"--noise-scale {arguments.noise_scale:g}: images, above 0 and finite")
     trust.allow_beside(recipe)
@@ -89,12 +85,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
     recipe, device = case.recipe, case.simulator.cluster.device
     nodes = case.simulator.cluster.nodes_for(step.gpus)
     sent = "exchange" if step.inputs.asynchronous else "all-reduce"
-    cost = (
-        f"{chosen.usd:,.2f} USD ({chosen.usd * LEAST:,.2f} to {chosen.usd * MOST:,.2f}), {device.usd_hour:.2f} an "
-        "hour a GPU"
-        if chosen.usd
-        else "no price"
-    )
+    usd = f"{chosen.usd:,.2f} USD ({chosen.usd * LEAST:,.2f} to {chosen.usd * MOST:,.2f})"
     return {
         "GPUs": f"{step.gpus:,} {device.name} in {nodes:,} nodes",
         "batch": f"{recipe.batch:,}, {step.images / step.gpus:g} a GPU"
@@ -106,7 +97,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",
         "throughput": f"{step.images_per_s:,.0f} images/s",
         "time to the end": f"{chosen.seconds:,.1f} s ({chosen.seconds * LEAST:,.1f} to {chosen.late_s:,.1f})",
-        "cost": cost,
+        "cost": f"{usd}, {device.usd_hour:.2f} an hour a GPU" if chosen.usd else "no price",
         "ranges": f"{LEAST} to {MOST} times: what the steps of three published runs of ResNet-50 took of those "
         "simulated; how epochs scatter is not known",
         "source": device.source or "the cluster's file",
@@ -158,10 +149,9 @@ def compare(run: Path) -> int:
         raise InputError(f"{run}: its ledger.json has no rows; train it anew")
     ranks = len(of_ranks) if isinstance(of_ranks, list) else 1
     if (ranks, batch) != (expected["gpus"], expected["batch"]):
-        raise InputError(
-            f"{run}: {ranks} ranks and batch={batch}, the plan is of {expected['gpus']} and batch={expected['batch']}: "
-            "train it as planned, or plan what was trained"
-        )
+        planned = f"the plan is of {expected['gpus']} and batch={expected['batch']}"
+        remedy = "train it as planned, or plan what was trained"
+        raise InputError(f"{run}: {ranks} ranks and batch={batch}, {planned}: {remedy}")
     item_of = {row: item for item, rows in _ITEMS.items() for row in rows}
     pairs = {item: [0.0, 0.0] for item in (_BEFORE, *_ITEMS)}
     for side, seconds in enumerate((expected["rows"], took)):
@@ -173,10 +163,8 @@ def compare(run: Path) -> int:
         rows[item] = f"{a:,.2f} s expected, {b:,.2f} s taken" + (f": {a / b - 1:+.1%}" if b else "")
     speed = result.get("images_per_s")
     if is_number(speed) and speed:
-        rows["throughput"] = (
-            f"{expected['images_per_s']:,.0f} images/s expected, {speed:,.0f} reached: "
-            f"{expected['images_per_s'] / speed - 1:+.1%}"
-        )
+        rate = expected["images_per_s"]
+        rows["throughput"] = f"{rate:,.0f} images/s expected, {speed:,.0f} reached: {rate / speed - 1:+.1%}"
     print_table(f"{run}", rows)
     return 0
 

@@ -5,8 +5,6 @@ training writes them (of the profiled steps alone), and trace.json for chrome://
 `kasoku report` does not read it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -52,7 +50,6 @@ def run(arguments: ProfileArguments) -> int:
 
 
 def _show(profile: StepProfile, step_s: Mapping[str, float]) -> None:
-    """Prints the tables."""
     whole_s = sum(step_s.values())
     rows = {row: f"{_ms(s)}  {s / max(whole_s, 1e-9):.0%}" for row, s in step_s.items() if s > 0}
     print_table("a step, the median", {**rows, "in all": _ms(whole_s)})
@@ -71,15 +68,12 @@ def _show(profile: StepProfile, step_s: Mapping[str, float]) -> None:
     idle = [step.idle_s / max(step.step_s, 1e-9) for step in profile.iterations]
     peak = max(profile.memory, key=lambda sample: sample[2])
     bounds = profile.bounds
-    needs = (
-        f"{_ms(bounds['least_s'])} at least, {bounds['reached']:.0%} of the {_ms(bounds['step_s'])} that a step takes"
-    )
     facts = {
         "idle in each iteration": " ".join(f"{share:.0%}" for share in idle),
         "memory, at most": f"{_mib(peak[2])}, {_ms(peak[0])} into a step ({peak[1]})",
         "FLOPs of a step": f"{bounds['flops'] / 1e9:,.3f} G; this device did {bounds['flops_per_s'] / 1e9:,.0f} G/s",
         "bytes of a step": f"{_mib(bounds['bytes'])}; this device moved {_mib(bounds['bytes_per_s'])}/s",
-        "bound": needs,
+        "bound": f"{_ms(bounds['least_s'])} at least, {bounds['reached']:.0%} of a step's {_ms(bounds['step_s'])}",
     }
     print_table("the device", facts)
 

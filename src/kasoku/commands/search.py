@@ -1,7 +1,5 @@
 """`kasoku search`: settings of a recipe tried in trainings of their own, several at once where there is room."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
@@ -47,9 +45,8 @@ def run(arguments: SearchArguments) -> int:
     settings = ["evaluate.stop=false"]
     if arguments.jobs > 1 and not recipe.device.threads:
         settings.append(f"device.threads={max(1, cores() // arguments.jobs)}")
-    words = train_arguments(
-        arguments.recipe, [*settings, *arguments.set], None, go_on=False, extra=trust.allow_options()
-    )
+    settings += arguments.set
+    words = train_arguments(arguments.recipe, settings, None, go_on=False, extra=trust.allow_options())
     plan = SearchSettings(
         (sys.executable, "-m", "kasoku", *words, "--quiet"),
         space,

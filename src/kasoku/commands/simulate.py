@@ -4,8 +4,6 @@ It writes simulation.json (all figures), report.html (a step, drawn as on the pa
 sweep.html (throughput and efficiency over the number of GPUs).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -82,9 +80,7 @@ def run(arguments: SimulateArguments) -> int:
 
 def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any], *, title: str) -> None:
     device = case.simulator.cluster.device
-    cost = (
-        f"{document['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "no price is known"
-    )
+    price = f"{document['usd']:,.2f} USD at {device.usd_hour:.2f} an hour a GPU" if device.usd_hour else "price unknown"
     pace = step.inputs.asynchronous if step.gpus > 1 else None
     sent, free = "exchanges" if pace else "all-reduces", pace and pace.max_staleness is None
     rows = {
@@ -97,14 +93,13 @@ def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any], *, titl
         "waiting for input": f"{_MS * step.input_s:.2f} ms",
         "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy}); the largest by {step.inputs.choice()}",
         "throughput": f"{step.images_per_s:,.0f} images/s, {document['efficiency']:.1%} of as many GPUs alone",
-        "training": f"{document['training_s']:,.1f} s for {case.recipe.epochs:g} epochs; {cost}",
+        "training": f"{document['training_s']:,.1f} s for {case.recipe.epochs:g} epochs; {price}",
         "source": device.source or "the cluster's file",
     }
     print_table(title, rows)
 
 
 def _asynchronous(pace: Asynchronous) -> str:
-    """The technique's settings in a line."""
     most, often = pace.max_staleness, pace.every if pace.hidden else max(1, pace.every)
     ahead = "any number of steps" if most is None else f"at most {most} step{'s' if most > 1 else ''}"
     when = {0: "when the last are through", 1: "after each step"}.get(often, f"after every {often} steps")

@@ -1,7 +1,5 @@
 """`kasoku tune`: the batch of a recipe, or its rates, found by trying them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -33,10 +31,8 @@ def run(arguments: TuneArguments) -> int:
     """Tunes; returns the exit code."""
     if not 0 < arguments.budget < math.inf:
         raise InputError(f"--budget {arguments.budget:g}: seconds above 0 are wanted")
-    tune_one = _tune_rate if arguments.what == "lr" else _tune_batch
-    return on_ranks(
-        partial(tune_one, arguments), arguments.words, started=arguments.started, count=partial(_gpus, arguments)
-    )
+    tune_one = partial(_tune_rate if arguments.what == "lr" else _tune_batch, arguments)
+    return on_ranks(tune_one, arguments.words, started=arguments.started, count=partial(_gpus, arguments))
 
 
 def _gpus(arguments: TuneArguments) -> int:

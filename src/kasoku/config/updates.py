@@ -79,8 +79,7 @@ def schedule_warning(recipe: Recipe) -> str:
 def evaluations(recipe: Recipe) -> int:
     """The number of evaluations of a training, the one at the end included."""
     every, start = recipe.evaluate.every, recipe.evaluate.start
-    inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
-    return len(inside) + 1
+    return 1 + sum(start <= k * every < recipe.epochs for k in range(1, int(recipe.epochs / every) + 1))
 
 
 def info_of(dataset: Dataset) -> Facts:

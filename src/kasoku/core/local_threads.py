@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from kasoku.core.comm import Comm, Work
 from kasoku.core.errors import InputError
 
 T = TypeVar("T")
+Pick = Callable[[Tensor], Tensor]  # a rank's part of a result
 
 
 class DeadlockError(RuntimeError):
@@ -102,12 +104,7 @@ class _ThreadComm(Comm):
         return _ThreadWork(self, f"collective {number} ({what})", lambda: bool(result), lambda: use(result[0]))
 
     def _collective(
-        self,
-        what: str,
-        x: Tensor,
-        out: Tensor,
-        combine: Callable[[list[Tensor]], Tensor],
-        pick: Callable[[Tensor], Tensor] = lambda whole: whole,
+        self, what: str, x: Tensor, out: Tensor, combine: Callable[[list[Tensor]], Tensor], pick: Pick = lambda x: x
     ) -> Work:
         label = f"{what} of {x.numel()} {str(x.dtype).removeprefix('torch.')}"
 
@@ -214,12 +211,9 @@ class Threads:
                 shared.ended.add(rank)
                 shared.next_turn(rank)
 
-        threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}") for r in range(self.size)]
-        for thread in threads:
-            thread.start()
-        shared.turns[0].release()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(self.size, thread_name_prefix="rank") as pool:
+            pool.map(rank_main, range(self.size))
+            shared.turns[0].release()
         torch.set_rng_state(start)
         if shared.failure:
             raise shared.failure

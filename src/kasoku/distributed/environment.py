@@ -5,8 +5,6 @@ SLURM_NTASKS, SLURM_LOCALID and SLURM_NTASKS_PER_NODE. MASTER_ADDR and MASTER_PO
 script has Slurm's variables too; a process that it starts without srun and without MASTER_ADDR runs alone.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,10 +33,8 @@ class Place:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size or not 0 <= self.local_rank < self.local_size <= self.size:
-            raise InputError(
-                f"rank {self.rank} of {self.size}, {self.local_rank} of {self.local_size} on this host: ranks count "
-                "from 0 to below their number; start them with kasoku launch, torchrun or srun"
-            )
+            given = f"rank {self.rank} of {self.size}, {self.local_rank} of {self.local_size} on this host"
+            raise InputError(f"{given}: ranks count from 0; start them with kasoku launch, torchrun or srun")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -74,9 +70,8 @@ def ranks_on_host(environment: Mapping[str, str] = os.environ) -> int | None:
         return None
     if environment.get("SLURM_NTASKS_PER_NODE"):
         return _number(environment, "SLURM_NTASKS_PER_NODE")
-    nodes = _number(environment, "SLURM_NNODES", 0)
-    each, left = divmod(_number(environment, "SLURM_NTASKS", 0), max(1, nodes))
-    return each if nodes and not left else None
+    nodes, tasks = _number(environment, "SLURM_NNODES", 0), _number(environment, "SLURM_NTASKS", 0)
+    return tasks // nodes if nodes and tasks % nodes == 0 else None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

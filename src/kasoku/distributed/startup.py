@@ -9,15 +9,13 @@ meet those of the other ranks. After `wait`, the first error is raised in the or
 by time.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from importlib import import_module
 from inspect import Parameter, signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kasoku.core.clock import Clock, Wall
 from kasoku.core.trace import Span
@@ -77,8 +75,7 @@ class Start:
         needs = self._register(name, f, after)
         self._here = [name]
         self._run(name, f, needs, after)
-        result: T = self._futures[name].result()
-        return result
+        return cast(T, self._futures[name].result())
 
     def note(self, name: str, start: float, stop: float) -> None:
         """Records a task of the caller's thread that was timed elsewhere."""

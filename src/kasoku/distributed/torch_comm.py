@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -52,10 +52,7 @@ class TorchComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup | None = None, clock: Clock | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise InputError(
-                "TorchComm: torch.distributed is not initialised: call torch.distributed.init_process_group first, or "
-                "start the processes with torchrun"
-            )
+            raise InputError("TorchComm: torch.distributed is not initialised: call its init_process_group first")
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.clock: Clock = clock or Wall()
         self._group = group
@@ -96,8 +93,7 @@ class TorchComm(Comm):
         """The root's object, on every rank; waits. Pickled: the ranks of one group trust each other."""
         box: list[Any] = [thing]
         dist.broadcast_object_list(box, group=self._group, group_src=root)
-        result: T = box[0]
-        return result
+        return cast(T, box[0])
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
         return _Handle(dist.all_to_all_single(out.view(-1), x.view(-1), group=self._group, async_op=True))

@@ -1,7 +1,5 @@
 """Reports which block of a model is running, in forward and in backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ Note: shares can be compared. The share of a bottleneck is the part of a step th
 from the rows of all ranks. So the first bottleneck is the one most worth removing.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,10 +130,7 @@ def _input(usual: Step, whole_s: float) -> StepBottleneck | None:
 def _communication(lost_s: float, whole_s: float) -> StepBottleneck | None:
     """`lost_s`: the wait of the last rank of a step, which is the transfer itself; other ranks also wait for it."""
     line = f"{_of(lost_s, whole_s)} waits for gradients in transfer, on every rank"
-    remedy = (
-        "use kasoku.distributed.Overlap with Planned groups, send fewer bytes (reducer Wire or LowRank), raise the "
-        "batch, or take a faster link"
-    )
+    remedy = "use kasoku.distributed.Overlap, fewer bytes (reducer Wire or LowRank), a larger batch, or a faster link"
     return _cause("communication-bound", lost_s, whole_s, line, remedy)
 
 
@@ -150,10 +145,9 @@ def _straggler(steps: Sequence[Step], whole_s: float, blocks: Sequence[Step]) ->
     lags = _lags(own, last)
     row = max(lags, key=lambda row: lags[row])
     waits_s = statistics.median(step["exposed"] for rank, step in enumerate(steps) if rank != last)
-    line = (
-        f"rank {last} takes {_ms(lag_s)} longer than the other ranks by its own work, most of it in {row} "
-        f"({_ms(lags[row])}){_slow_block(blocks, last, lag_s)}; they wait {_ms(waits_s)} of each step"
-    )
+    most = f"most of it in {row} ({_ms(lags[row])}){_slow_block(blocks, last, lag_s)}"
+    line = f"rank {last} takes {_ms(lag_s)} longer than the other ranks by its own work, {most}"
+    line += f"; they wait {_ms(waits_s)} of each step"
     remedy = f"check rank {last}'s host for other processes, its clock rate and its disk; or leave it out"
     return _cause("straggler", lag_s, whole_s, line, remedy)
 
@@ -229,9 +223,7 @@ def _memory(whole_s: float, bounds: Mapping[str, float]) -> StepBottleneck | Non
     if not bounds["flops"] / bounds["flops_per_s"] <= moving_s <= whole_s:  # if longer, caches served most of it
         return None
     line = f"moving {bounds['bytes'] / 2**20:,.0f} MiB takes this device {_ms(moving_s)} of {_ms(whole_s)}"
-    remedy = (
-        "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more for each byte they read"
-    )
+    remedy = "bf16, channels_last, device.compile = true (fuses layers), or layers that compute more for each byte"
     return _cause("memory-bound", moving_s, whole_s, line, remedy, least=_MIN_MOVING)
 
 

@@ -3,8 +3,6 @@
 Note: on a GPU. The host's time in the loop is divided among the rows as the device's time was (see phase_timer).
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, replace

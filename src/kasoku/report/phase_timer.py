@@ -8,8 +8,6 @@ Note: two clocks. On a CPU the host's clock is read. A GPU works later than the 
 event is recorded on the device and read some steps later, when it has passed.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections import defaultdict, deque
@@ -122,13 +120,9 @@ class Steps:
 
     def __call__(self, doing: Sequence[str], name: str, bytes: int) -> None:
         """Records a change of state: `doing` has the loop's phase and the open spans, the innermost last."""
-        row = ""
-        for kind in reversed(doing):
-            if kind in APART:
-                row = kind
-                break
-            row = row or _ROW.get(kind, "")
-        row = row or "other"
+        inner_first = doing[::-1]
+        apart = (kind for kind in inner_first if kind in APART)
+        row = next(itertools.chain(apart, (_ROW[kind] for kind in inner_first if kind in _ROW)), "other")
         if row == self._row and (row in APART or not (name or self._marks[-1].name)):
             return
         self._note(row, name, bytes)
@@ -205,7 +199,6 @@ class Steps:
         return event
 
     def _fold(self, marks: list[_Mark]) -> None:
-        """Adds up a finished step."""
         moments = [mark.moment for mark in marks]
         if self._stream is not None:
             self._free += moments[:-1]  # the last one begins the next step

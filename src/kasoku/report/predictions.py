@@ -1,7 +1,5 @@
 """The predictions of an evaluation: counts of (label, predicted class), and the images with the largest loss."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

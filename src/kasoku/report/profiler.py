@@ -4,8 +4,6 @@ Note: separate steps. Each measurement disturbs its step, so each has steps of i
 and saved activations, undisturbed steps for the ledger, steps for block times, one for memory, and traced ones.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time
@@ -178,21 +176,18 @@ class Profiler:
 
     def _block_times(self, steps: int) -> dict[str, tuple[float, float]]:
         """Median seconds of forward and backward of each block; a backward lasts until the next block's begins."""
-        forward: dict[str, list[float]] = {name: [] for name, _ in self.blocks}  # seconds of each step
-        backward: dict[str, list[float]] = {name: [] for name, _ in self.blocks}
-        for _ in range(steps):
-            events = self._events(self.watch.moment)
-            for times_s in (*forward.values(), *backward.values()):
-                times_s.append(0.0)
-            entered: dict[str, Any] = {}
+        times_s = {(name, way): [0.0] * steps for name, _ in self.blocks for way in ("forward", "backward")}
+        for i in range(steps):
+            events, entered = self._events(self.watch.moment), dict[str, Any]()
             for (name, what, begin), (_, _, following) in itertools.pairwise(events):
                 if what == "forward":
                     entered[name] = begin
                 elif what == "ended":
-                    forward[name][-1] += self.watch.seconds(entered[name], begin)
+                    times_s[name, "forward"][i] += self.watch.seconds(entered[name], begin)
                 elif what == "backward":
-                    backward[name][-1] += self.watch.seconds(begin, following)
-        return {name: (statistics.median(forward[name]), statistics.median(backward[name])) for name in forward}
+                    times_s[name, what][i] += self.watch.seconds(begin, following)
+        median_s = {key: statistics.median(seconds) for key, seconds in times_s.items()}
+        return {name: (median_s[name, "forward"], median_s[name, "backward"]) for name, _ in self.blocks}
 
     def _memory(self) -> list[tuple[float, str, int]]:
         """Bytes in use at each block of one step: allocated on a GPU, else resident in the process."""
@@ -250,7 +245,7 @@ class Profiler:
         operators.sort(key=lambda operator: -(operator.device_s if self.cuda else operator.host_s))
         events: Any = record.events()
         host = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]
-        kernels = [e.time_range for e in events if e.device_type != host and not e.is_user_annotation]
+        kernels = (e.time_range for e in events if e.device_type != host and not e.is_user_annotation)
         traced = [e.time_range for e in events if e.device_type == host and e.name == _ITERATION]
         busy = [(kernel.start, kernel.end) for kernel in kernels]
         step_us = [(step.end - step.start, _covered(busy, step.start, step.end)) for step in traced]

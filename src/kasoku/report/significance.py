@@ -1,7 +1,5 @@
 """Tests whether one way to train is faster than another: a paired test over runs of equal seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

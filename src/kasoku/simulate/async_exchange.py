@@ -6,8 +6,6 @@ and receives as many bytes: two all-to-alls, whose time the busiest link determi
 Note: not simulated are the additions of the owners, copies between a GPU and its host, and requests for data.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

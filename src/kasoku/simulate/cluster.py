@@ -88,10 +88,8 @@ class ClusterNode(_Described):
         if self.gpus > 1 and self.port_gb_s <= 0:
             raise InputError(f"port_gb_s={self.port_gb_s}, nic_gb_s={self.nic_gb_s}: GB/s above 0")
         if self.gpus % self.nics:
-            raise InputError(
-                f"gpus={self.gpus} with nics={self.nics}: as many NICs as GPUs, or a divisor of them; for more NICs, "
-                "one a GPU with the sum of their rates"
-            )
+            allowed = "as many NICs as GPUs, or a divisor of them; for more NICs, one a GPU with the sum of their rates"
+            raise InputError(f"gpus={self.gpus} with nics={self.nics}: {allowed}")
 
 
 @dataclass(frozen=True)
@@ -175,9 +173,7 @@ class Cluster(_Described):
 
     @cached_property
     def device(self) -> Gpu:
-        if self.own_gpu:
-            return self.own_gpu
-        return parse(Gpu, read(_HERE / "gpus" / f"{self.gpu}.toml"))
+        return self.own_gpu or parse(Gpu, read(_HERE / "gpus" / f"{self.gpu}.toml"))
 
     @property
     def table(self) -> tuple[Protocol, ...]:
@@ -195,14 +191,16 @@ class Cluster(_Described):
             for p in used
         )
 
+    def fills(self, gpus: int) -> bool:
+        """Whether so many GPUs fill their nodes, or are in one."""
+        return gpus <= self.node.gpus or gpus % self.node.gpus == 0
+
     def nodes_for(self, gpus: int) -> int:
         """The number of nodes of these GPUs. Raises InputError if they do not fill them, or the cluster has fewer."""
-        each = self.node.gpus
-        if not 1 <= gpus <= self.most:
-            raise InputError(
-                f"{gpus} GPUs: {self.name} has {self.nodes:,} nodes of {each}: 1 to {self.most:,} are available"
-            )
-        if gpus > each and gpus % each:
+        each, top = self.node.gpus, self.most
+        if not 1 <= gpus <= top:
+            raise InputError(f"{gpus} GPUs: {self.name} has {self.nodes:,} nodes of {each}: 1 to {top:,} are available")
+        if not self.fills(gpus):
             raise InputError(f"{gpus} GPUs: nodes of {each}: take 1 to {each}, or a multiple of {each}")
         return max(1, gpus // each)
 
@@ -236,11 +234,9 @@ class Cluster(_Described):
                 factor = float(by) if sign == "*" else 1 / float(by)
             except (ValueError, ZeroDivisionError):
                 factor = 0.0
-            node, racks = out.node, out.racks
+            node, racks, gpu = out.node, out.racks, out.device
             if not 1e-6 < factor < 1e6 or name not in ("network", "latency", "nvlink", "gpu"):
-                raise InputError(
-                    f'what-if "{change}": network, latency, nvlink or gpu, * or /, and a number, as network*2'
-                )
+                raise InputError(f'what-if "{change}": network, latency, nvlink or gpu, * or /, and a number')
             if name == "network":
                 racks = racks and replace(racks, uplink_gb_s=racks.uplink_gb_s * factor)
                 out = replace(out, node=replace(node, nic_gb_s=node.nic_gb_s * factor), racks=racks)
@@ -249,7 +245,6 @@ class Cluster(_Described):
             elif name == "latency":
                 out = replace(out, latency=out.latency * factor)
             else:
-                gpu = out.device
                 faster = replace(gpu, alpha_ms=gpu.alpha_ms / factor, beta_ms=gpu.beta_ms / factor)
                 out = replace(out, gpu="", own_gpu=faster)
         return out

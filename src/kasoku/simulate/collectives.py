@@ -98,9 +98,8 @@ def link(cluster: Cluster, gpus: int, algorithm: str = "auto", share: float = 1.
         return ALONE
     if algorithm not in ALGORITHMS and algorithm != "auto":
         raise InputError(f"all-reduce {algorithm}: one of auto, {', '.join(ALGORITHMS)}")
-    names = [algorithm]
-    if algorithm == "auto":
-        names = ["ring", "tree"] if nodes > 1 else ["ring"]
+    fast = ["ring", "tree"] if nodes > 1 else ["ring"]
+    names = fast if algorithm == "auto" else [algorithm]
     return fastest(cluster, [(name, shape.of(share)) for name in names for shape in ALGORITHMS[name](cluster, gpus)])
 
 
@@ -170,6 +169,7 @@ def ring(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     return [gather(cluster, gpus).twice()]
 
 
+@lru_cache(maxsize=1024)
 def gather(cluster: Cluster, gpus: int, width: int = 0) -> AlgorithmCost:
     """An all-gather (or a reduce-scatter) along rows of `width` GPUs, 0: of all: half of their all-reduce by rings.
 
@@ -182,12 +182,6 @@ def gather(cluster: Cluster, gpus: int, width: int = 0) -> AlgorithmCost:
         flows += _circle(ranks, 1 / width) if width % each else _rings(cluster, first, width)
     rounds, between = width - 1, -(-width // each) - 1
     return AlgorithmCost(rounds - between, between, byte_s=rounds * contended_s(cluster, gpus, flows))
-
-
-@lru_cache(maxsize=1024)
-def gathering(cluster: Cluster, gpus: int) -> Fastest:
-    """The time of an all-gather, by the bytes of all ranks together."""
-    return fastest(cluster, [("all-gather", gather(cluster, gpus))])
 
 
 def _rings(cluster: Cluster, first: int, gpus: int) -> list[Flow]:
@@ -252,8 +246,8 @@ def tree(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
                 flows += [(a, b, 1 / channels), (b, a, 1 / channels)]
         leaders = [node * each + first for node in range(nodes)]
         flows += _two_trees(leaders, 0.5 / channels)
-    byte_s = contended_s(cluster, gpus, flows)
-    return [AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth(nodes), byte_s=byte_s, trees=1)]
+    byte_s, depth = contended_s(cluster, gpus, flows), nodes.bit_length() - 1  # the edges from a root to its last leaf
+    return [AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth, byte_s=byte_s, trees=1)]
 
 
 def halving_doubling(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
@@ -300,14 +294,9 @@ def torus(
     costs = [row + once.twice()]
     if trees:
         flows = [flow for column in columns for flow in _two_trees(column, 0.5 * across / width)]
-        byte_s = contended_s(cluster, gpus, flows)
-        costs.append(row + AlgorithmCost(trees_between=2 * depth(high), byte_s=byte_s, trees=1))
+        byte_s, depth = contended_s(cluster, gpus, flows), high.bit_length() - 1
+        costs.append(row + AlgorithmCost(trees_between=2 * depth, byte_s=byte_s, trees=1))
     return costs
-
-
-def depth(ranks: int) -> int:
-    """The edges from the root of one of the trees to its farthest leaf."""
-    return ranks.bit_length() - 1
 
 
 def _two_trees(ranks: Sequence[int], size: float) -> Iterator[Flow]:

@@ -9,8 +9,6 @@ does the simulation. So the links of this file take the bytes of fp32 gradients,
 compression, everywhere or only between nodes.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from kasoku.core import InputError
@@ -27,9 +25,7 @@ def flat(reducer: Reducer) -> Reducer:
     alike = reducer.across if type(reducer) is Hierarchical else reducer
     if type(alike) not in (Mean, Wire):  # a subclass may send anything
         name = ("" if alike is reducer else "Hierarchical across=") + type(alike).__name__
-        raise InputError(
-            f"reducer {name}: only Mean, Wire, and Hierarchical across=Mean or Wire are simulated: take one of these"
-        )
+        raise InputError(f"reducer {name}: only Mean, Wire, and Hierarchical across=Mean or Wire are simulated")
     return alike
 
 

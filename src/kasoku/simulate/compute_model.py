@@ -74,10 +74,8 @@ class ModelCosts:
 
     def with_gradients(self, width: int) -> ModelCosts:
         """The network whose gradients take `width` bytes an element."""
-        tensors, defined = (
-            tuple(replace(t, size=width * t.elements) for t in each) for each in (self.tensors, self.defined)
-        )
-        return replace(self, tensors=tensors, defined=defined)
+        tensors, defined = ([replace(t, size=width * t.elements) for t in own] for own in (self.tensors, self.defined))
+        return replace(self, tensors=tuple(tensors), defined=tuple(defined))
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,8 @@ class MeasuredTimes:
     def __post_init__(self) -> None:
         first = self.measured[0][1].keys()
         if other := [n for n, times in self.measured if times.keys() != first]:
-            raise InputError(
-                f"--profile: at {other[0]} images other blocks than at {self.measured[0][0]}: profile one model"
-            )
+            images = f"at {other[0]} images other blocks than at {self.measured[0][0]}"
+            raise InputError(f"--profile: {images}: profile one model")
 
 
 def model_costs(name: str, model: nn.Module, shape: Sequence[int]) -> ModelCosts:
@@ -155,10 +152,9 @@ def remarks(net: ModelCosts, gpu: Gpu, images: float, profile: MeasuredTimes | N
     least, most = min(batches), max(batches)
     out = []
     if not profile and not net.measured(gpu):
-        out.append(
-            f"{gpu.name} was measured with {gpu.network} at 224, {_RESNET50 / 1e9:.3g} G multiply-adds an image: "
-            f"{net.name}, {net.products / 1e9:.3g} G, is estimated by its work; a profile is surer"
-        )
+        of = f"{gpu.network} at 224, {_RESNET50 / 1e9:.3g} G multiply-adds an image"
+        mine = f"{net.name}, {net.products / 1e9:.3g} G, is estimated by its work"
+        out.append(f"{gpu.name} was measured with {of}: {mine}; a profile is surer")
     if not least <= images <= most:
         times = "the profile's times" if profile else "times"
         span = f"{least} to {most}" if least < most else f"{least} alone"
@@ -209,9 +205,7 @@ def profiled(profiles: Sequence[tuple[Path, int]], net: ModelCosts) -> MeasuredT
     return MeasuredTimes(tuple(measured), sum(updates) / max(1, len(updates)))
 
 
-def units_of(
-    profile: MeasuredTimes, net: ModelCosts, gpu: Gpu, images: float, *, slower: float = 1.0
-) -> list[UnitTimes]:
+def units_of(profile: MeasuredTimes, net: ModelCosts, gpu: Gpu, images: float, *, slower: float) -> list[UnitTimes]:
     """The times of the layers by a profile: alpha + beta images for each block if two batches were profiled, else beta.
 
     The time of a block without parameters is added to the layer before it: it runs after that layer.

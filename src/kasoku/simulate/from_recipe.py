@@ -65,10 +65,8 @@ class Scenario:
         check_share(self.recipe, gpus)
         techniques_for(self.recipe, gpus)  # raises for what asynchronous ranks refuse
         if updates(self.recipe, self.facts.images) < 1:
-            raise InputError(
-                f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}: not one update of {self.facts.images:,} "
-                "images: a smaller batch or more epochs"
-            )
+            given = f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}, {self.facts.images:,} images"
+            raise InputError(f"{given}: not one update: a smaller batch or more epochs")
         return self.simulator.step(gpus, self.recipe.batch, parts=self.recipe.parts(gpus))
 
     def images_each(self, step: SimulatedStep) -> int:
@@ -102,16 +100,12 @@ class Scenario:
         parts = self.recipe.parts(step.gpus)
         alone = self.simulator.step(1, self.images_each(step), parts=parts)
         training_s = sum(rows.values())
+        same = ("gpus", "step_s", "compute_s", "exposed_s", "input_s", "images_per_s")
         return {
-            "gpus": step.gpus,
+            **{name: getattr(step, name) for name in same},
             "batch": step.images,
-            "step_s": step.step_s,
-            "compute_s": step.compute_s,
             "jitter_s": step.straggler_s,
-            "exposed_s": step.exposed_s,
-            "input_s": step.input_s,
             "exchange_s" if step.inputs.asynchronous else "all_reduce_s": step.link_s,
-            "images_per_s": step.images_per_s,
             "efficiency": step.images_per_s / step.gpus / alone.images_per_s,
             "rows": rows,
             "training_s": training_s,
@@ -134,10 +128,8 @@ class Scenario:
                 epochs = f"warmup={exchange.warmup:g}, finish={exchange.finish:g}"
                 lines.append(f"Asynchronous: its synchronous epochs ({epochs}) are simulated as asynchronous ones")
         if step.norms_s:
-            lines.append(
-                f"norm_batch={recipe.norm_batch} is more than a rank has at once: BatchNorms wait for all ranks, "
-                f"{1e3 * step.norms_s:.2f} ms of the exposed communication"
-            )
+            waits = f"BatchNorms wait for all ranks, {1e3 * step.norms_s:.2f} ms of the exposed communication"
+            lines.append(f"norm_batch={recipe.norm_batch} is more than a rank has at once: {waits}")
         if any(technique.changes_resolution for technique in recipe.techniques):
             lines.append("LowResolution: its epochs of small images are simulated at full size, which takes longer")
         if not profile and precision not in ("auto", "fp16", gpu.precision):
@@ -225,10 +217,8 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
     late = exchange.next_forward and not any(technique.needs_whole_gradients for technique in techniques)
     between = flat(exchange.reducer)  # raises for a reducer that is not simulated
     if algorithm not in ("", "auto") and exchanges(between):
-        raise InputError(
-            f'--allreduce {algorithm}: reducer Wire with sums="fp32" makes no all-reduce, but an all-to-all and an '
-            'all-gather: leave it out, or give Wire sums="wire"'
-        )
+        wire = 'reducer Wire with sums="fp32" makes an all-to-all and an all-gather'
+        raise InputError(f'--allreduce {algorithm}: {wire}: leave it out, or give Wire sums="wire"')
     reducer = between if algorithm else exchange.reducer
     return Sharing(exchange.buckets, late, algorithm=algorithm or "auto", reducer=reducer)
 
@@ -273,9 +263,9 @@ def sizes(
         raise InputError(f"sweep gpus={low}:{high}: from at least 1 up to more")
     if high > cluster.most:
         raise InputError(f"sweep gpus={low}:{high}: {cluster.name} has {cluster.most:,} GPUs: sweep up to these")
-    each = cluster.node.gpus
-    possible = [n for n in range(low, high + 1) if (n <= each or n % each == 0) and fits(n)]
+    possible = [n for n in range(low, high + 1) if cluster.fills(n) and fits(n)]
     if not possible:
+        each = cluster.node.gpus
         raise InputError(f"gpus={low}:{high}: nodes of {each}: none of these numbers fills them and shares the batch")
     tries = count
     while True:  # rounding makes some of them equal

@@ -1,7 +1,5 @@
 """Searches a batch, a number of GPUs, gradient groups and an all-reduce that meet a deadline or a budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,9 +66,7 @@ def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -
             return [load(file, settings)], ""
         return [load(file, [*settings, f"batch={batch}"]) for batch in batches], ""
     if batches:
-        raise InputError(
-            "--noise-scale: the recipe's points give the epochs of each batch: leave it out, or --set points=[]"
-        )
+        raise InputError("--noise-scale: the points give the epochs of each batch: leave it out, or --set points=[]")
     recipe = load(file, settings)
     recipes: list[Recipe] = []
     refused: list[tuple[int, InputError]] = []
@@ -98,10 +94,8 @@ def _stretched(schedule: Schedule, longer: float) -> list[str]:
         return [f"schedule.milestones={[round(longer * epoch, 6) for epoch in schedule.milestones]}"]
     epochs = getattr(schedule, "epochs", None)
     if not isinstance(epochs, int | float):
-        raise InputError(
-            f"--noise-scale: {type(schedule).__name__} cannot be made for other epochs: "
-            "use one with epochs, or plan without"
-        )
+        kind = type(schedule).__name__
+        raise InputError(f"--noise-scale: {kind} cannot be made for other epochs: use one with epochs, or plan without")
     return [f"schedule.epochs={longer * epochs:.6g}"]
 
 
@@ -121,15 +115,15 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tupl
         base = scenario(recipe, cluster, profiles=profiles, like=base)
         if recipe.batch > base.facts.images or updates(recipe, base.facts.images) < 1:
             continue
-        each, simulator = cluster.node.gpus, base.simulator
+        simulator = base.simulator
         outputs = sum(layer.outputs for layer in simulator.net.layers)
         most = int(cluster.device.most * _OUTPUTS / max(1.0, outputs))
         if simulator.profile:
             most = max([most, *(images for images, _ in simulator.profile.measured)])
         if any(technique.saves_memory for technique in recipe.techniques):
             most = recipe.batch
-        counts = [n for n in range(1, min(cluster.most, recipe.batch) + 1) if n <= each or n % each == 0]
-        counts = [n for n in counts if can_share(recipe, n)]
+        numbers = range(1, min(cluster.most, recipe.batch) + 1)
+        counts = [n for n in numbers if cluster.fills(n) and can_share(recipe, n)]
         fitting = {n for n in counts if recipe.batch <= n * recipe.parts(n) * most}
         if fitting:
             graded, shared = base, simulator.sharing
@@ -180,10 +174,8 @@ def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choic
     if deadline_s:
         in_time = [c for c in tried if c.late_s <= deadline_s]
         if not in_time:
-            raise InputError(
-                f"deadline of {deadline_s:,.0f} s: the fastest plan takes {fastest.seconds:,.0f} s, or "
-                f"{fastest.late_s:,.0f} s at worst, on {fastest.step.gpus:,} GPUs"
-            )
+            takes = f"{fastest.seconds:,.0f} s, or {fastest.late_s:,.0f} s at worst, on {fastest.step.gpus:,} GPUs"
+            raise InputError(f"deadline of {deadline_s:,.0f} s: the fastest plan takes {takes}")
         return min(in_time, key=lambda c: (c.usd or c.seconds * c.step.gpus, c.seconds))
     if budget_usd:
         if not fastest.scenario.simulator.cluster.device.usd_hour:

@@ -6,8 +6,6 @@ Times and timelines come from `cost_model.forecast`, with which `Overlap` on a v
 than they have in memory: see `compressed`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -155,10 +153,9 @@ class Simulator:
         spread = self.cluster.device.spread if self.spread is None else self.spread
         pace = self.sharing.asynchronous if gpus > 1 else None
         if pace and (pace.servers or pace.max_staleness == 0 or parts > 1):  # ranks exchange in another way
-            raise InputError(
-                f"servers={pace.servers}, max_staleness={pace.max_staleness}, {parts} parts: asynchronous ranks are "
-                "simulated with servers=0, max_staleness above 0 and a share in one part"
-            )
+            given = f"servers={pace.servers}, max_staleness={pace.max_staleness}, {parts} parts"
+            allowed = "servers=0, max_staleness above 0 and a share in one part"
+            raise InputError(f"{given}: asynchronous ranks are simulated with {allowed}")
         # slow GPUs stay slow, so with bounded staleness all ranks finally wait for the slowest
         slower = 1.0 if pace and pace.max_staleness is None else slowest(spread, gpus)
         compute_s = _computing(self.units(images), parts)
@@ -167,7 +164,7 @@ class Simulator:
         if gpus > 1 and self.norm_batch > batch / (gpus * parts):
             # a group of images spans ranks: BatchNorms wait, forward and backward, as in `distributed.batchnorm`, for
             # two numbers of each channel, gathered from all ranks
-            link = collectives.gathering(self.cluster, gpus)
+            link = collectives.fastest(self.cluster, [("all-gather", collectives.gather(self.cluster, gpus))])
             waits = [link.seconds(gpus * 2 * _FP32 * layer.norm) if layer.norm else 0.0 for layer in self.net.layers]
             waiting = [
                 replace(u, forward_s=u.forward_s + wait_s, backward_s=u.backward_s + wait_s)

@@ -9,8 +9,6 @@ median iterations as those of a log-normal law (ln(q75/q25)/1.349): 0.0226 and 0
 da726cab). The law and its figures were fixed before the published steps that test it were simulated.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -18,8 +18,6 @@ the joining rank. It gets rank 0's weights from `apply`, and may load rank 0's `
 (tests/distributed/test_joining.py).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -101,12 +99,7 @@ class Asynchronous(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[tuple[str, ...]] = (
-        "exchanges_gradients",
-        "captures_graph",
-        "needs_ranks_in_step",
-        "averages_weights",
-    )
+    refuses = ("exchanges_gradients", "captures_graph", "needs_ranks_in_step", "averages_weights")
     exchanges_gradients: ClassVar[bool] = True
     channels: ClassVar[int] = 1
 
@@ -131,9 +124,7 @@ class Asynchronous(Technique):
         if self.warmup < 0 or self.finish < 0:
             raise InputError(f"warmup={self.warmup}, finish={self.finish}: epochs, 0 or more")
         if self.servers and (self.warmup or self.finish):
-            raise InputError(
-                f"servers={self.servers}: servers do not train, so no step is synchronous: no warmup, no finish"
-            )
+            raise InputError(f"servers={self.servers}: servers make no synchronous steps: leave out warmup and finish")
 
     @property
     def ahead(self) -> float:
@@ -151,10 +142,8 @@ class Asynchronous(Technique):
         if not self.is_asynchronous:
             return Overlap(self.buckets)
         if ranks > 1 and self.servers:
-            raise InputError(
-                f"kasoku.distributed.Asynchronous beside servers={self.servers}: kasoku train has all ranks train; "
-                "leave it out"
-            )
+            given = f"kasoku.distributed.Asynchronous beside servers={self.servers}"
+            raise InputError(f"{given}: kasoku train has all ranks train; leave it out")
         return self
 
     def apply(self, job: Job) -> None:
@@ -205,9 +194,8 @@ class Exchange:
         job.on_drain(self.drain)
         job.keep("asynchronous", self)
         model = job.model  # deep copies keep the hook, which must act on the original alone
-        job.on_close(
-            model.register_forward_pre_hook(lambda m, _: self._before_forward() if m is model else None).remove
-        )
+        hook = model.register_forward_pre_hook(lambda m, _: self._before_forward() if m is model else None)
+        job.on_close(hook.remove)
         if servers and hasattr(job.plain_loader, "configure"):
             job.configure_loader(rank=max(0, rank - servers), size=size - servers)
         if not self.trains:
@@ -260,10 +248,8 @@ class Exchange:
         bits = torch.int32  # NaN is not equal to itself
         pairs = ((group.current.load().view(bits), group.base.flat.view(bits)) for group in self.weights.groups)
         if not self.step and not all(torch.equal(present, begun) for present, begun in pairs):
-            raise InputError(
-                "Asynchronous: the weights were changed since the last sync point: load them before apply, or by "
-                "job.load_state_dict"
-            )
+            changed = "Asynchronous: the weights were changed since the last sync point"
+            raise InputError(f"{changed}: load them before apply, or by job.load_state_dict")
         self.transport.start()
         self._started = True
 

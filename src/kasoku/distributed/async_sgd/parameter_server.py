@@ -4,11 +4,10 @@ Note: staleness. A worker computes an update on weights that it read earlier. Th
 updates by other workers that were added to the same shard since. The worker's own updates are in its copy already.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,6 +130,7 @@ class ParameterServer:
             return (share if share < end else -1,)
 
 
+@dataclass(eq=False)
 class SharedWeights:
     """One division of the weights among owners.
 
@@ -144,21 +144,19 @@ class SharedWeights:
     Attributes: `server`: of the shards that this rank owns.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[WorkerGroup],
-        workers: Sequence[int],
-        owners: Sequence[int],
-        rank: int,
-        max_staleness: int | None,
-    ) -> None:
-        self.groups, self.workers, self.owners, self._rank = groups, workers, owners, rank
-        self._share = 1 / max(1, len(workers))  # of each worker's update that is added
-        codec = groups[0].codec
+    groups: Sequence[WorkerGroup]
+    workers: Sequence[int]
+    owners: Sequence[int]
+    rank: int
+    max_staleness: int | None
+
+    def __post_init__(self) -> None:
+        self._share = 1 / max(1, len(self.workers))  # of each worker's update that is added
+        codec = self.groups[0].codec
         share = self._share if codec.exact else 1.0  # workers scale before they round
-        owned = [group.pieces.get(rank) for group in groups]
-        shards = [ParameterShard(x.stop - x.start, workers, codec, share=share) if x else None for x in owned]
-        self.server = ParameterServer(shards, workers, max_staleness)
+        owned = [group.pieces.get(self.rank) for group in self.groups]
+        shards = [ParameterShard(x.stop - x.start, self.workers, codec, share=share) if x else None for x in owned]
+        self.server = ParameterServer(shards, self.workers, self.max_staleness)
         self.begin()
 
     @torch.no_grad()
@@ -167,7 +165,7 @@ class SharedWeights:
         for group, shard in zip(self.groups, self.server.shards, strict=True):
             group.begin()
             if shard:
-                shard.begin(group.base.flat[group.pieces[self._rank]])
+                shard.begin(group.base.flat[group.pieces[self.rank]])
         self.server.clocks = dict.fromkeys(self.workers, 0)
 
     def remove_predictions(self) -> None:
@@ -203,13 +201,13 @@ class SharedWeights:
 
         The sums of the weights remain in each group's `current`. Collective over the ranks of the table.
         """
-        trains, server = self._rank in self.workers, self.server
+        trains, server = self.rank in self.workers, self.server
         workers = sum(rank in table.ranks for rank in self.workers)
         for group, shard in zip(self.groups, server.shards, strict=True):
-            owned = {self._rank: shard.weights} if shard else {}
+            owned = {self.rank: shard.weights} if shard else {}
             table.all_reduce(group.contribution(owned, table.ranks, workers if trains else 0))
         staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
-        dealt = server.dealt[0] if server.dealt and self._rank == self.owners[0] else 0
+        dealt = server.dealt[0] if server.dealt and self.rank == self.owners[0] else 0
         largest = torch.tensor([max(staleness, default=0), dealt])
         table.all_reduce(largest, op="max")
         updates = torch.tensor([staleness[steps] for steps in range(int(largest[0]) + 1)])

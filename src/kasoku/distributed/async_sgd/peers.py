@@ -34,6 +34,13 @@ Tensors = Sequence[Tensor]
 Reply = Future[Any]  # the first tensor received
 
 
+def daemon(name: str, f: Callable[..., object], *arguments: object) -> threading.Thread:
+    """A thread that was started and does not keep the process alive."""
+    thread = threading.Thread(target=f, args=arguments, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 class LostError(RuntimeError):
     """The expected message will not come: its sender is dead."""
 
@@ -65,10 +72,7 @@ class WaitThreads:
         if rank not in self._peers.dead:
             if (rank, lane) not in self._lanes:
                 line: queue.SimpleQueue[Any] = queue.SimpleQueue()
-                name = f"kasoku waits for {rank}"
-                thread = threading.Thread(target=self._wait, args=(rank, line), name=name, daemon=True)
-                self._lanes[rank, lane] = line, thread
-                thread.start()
+                self._lanes[rank, lane] = line, daemon(f"kasoku waits for {rank}", self._wait, rank, line)
             self._lanes[rank, lane][0].put((reply, works, result))
         return reply
 
@@ -88,7 +92,6 @@ class WaitThreads:
                 self._peers.join(rank, thread)
 
     def _wait(self, rank: int, line: queue.SimpleQueue[Any]) -> None:
-        """The main function of a thread."""
         peers = self._peers
         while item := line.get():
             reply, works, result = item
@@ -158,12 +161,8 @@ class Peers:
         self._waits.start(self.living_peers)
         self._detector = Detector(self.living_peers, math.floor(self._dead_s / self._beat_s) + 1)
         self.reports.update({rank: [0] * (2 + self.comm.size) for rank in self.living_peers})
-        for rank in self.living_peers:
-            thread = threading.Thread(target=self._listen, args=(rank,), name=f"kasoku hears {rank}", daemon=True)
-            self._listening[rank] = thread
-            thread.start()
-        self._heartbeat = threading.Thread(target=self._keep_beating, name="kasoku beats", daemon=True)
-        self._heartbeat.start()
+        self._listening = {rank: daemon(f"kasoku hears {rank}", self._listen, rank) for rank in self.living_peers}
+        self._heartbeat = daemon("kasoku beats", self._keep_beating)
 
     def stop(self) -> None:
         """Ends all threads once all living ranks do; threads that wait for dead ranks are abandoned."""
@@ -230,8 +229,7 @@ class Peers:
             self._suspects.add(rank)
 
         if self._watched is not None:
-            end, name = (self._watched, rank, why), "kasoku waits for the verdict"
-            threading.Thread(target=self._end_by_verdict, args=end, name=name, daemon=True).start()
+            daemon("kasoku waits for the verdict", self._end_by_verdict, self._watched, rank, why)
             return
         with self.changed:
             self.dead[rank] = why
@@ -270,7 +268,6 @@ class Peers:
                 self._waits.add(rank, [work], _LONG)  # a dead rank's is kept for ever
 
     def _keep_beating(self) -> None:
-        """The main function of a thread."""
         while not self._pause(self._ending, self._beat_s):
             self.send_heartbeat()
             with self.changed:
@@ -280,7 +277,6 @@ class Peers:
                 self.lose(rank, f"no heartbeat for {self._dead_s:g} s")
 
     def _listen(self, rank: int) -> None:
-        """The main function of a thread."""
         report = torch.zeros(2 + self.comm.size, dtype=torch.int64)
         while True:
             try:

@@ -4,8 +4,6 @@ A codec is `exact` if it is fp32 itself, so that no copy is needed. n fp32 eleme
 `pack(x, out)` encodes x, and `unpack(packed, out)` decodes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -74,13 +72,10 @@ def _blocks(x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]
     n = len(x)
     levels, powers = packed[:n].view(torch.int8), packed[n:]
     cut = n // _BLOCK * _BLOCK
-    if cut:
-        yield from zip(
-            torch.split(x[:cut].view(-1, _BLOCK), _STRETCH),
-            torch.split(levels[:cut].view(-1, _BLOCK), _STRETCH),
-            torch.split(powers[: n // _BLOCK], _STRETCH),
-            strict=True,
-        )
+    for start in range(0, cut, _STRETCH * _BLOCK):
+        stop = min(cut, start + _STRETCH * _BLOCK)
+        part, levels_part = (each[start:stop].view(-1, _BLOCK) for each in (x, levels))
+        yield part, levels_part, powers[start // _BLOCK : stop // _BLOCK]
     if cut < n:
         yield x[cut:][None], levels[cut:][None], powers[n // _BLOCK :]
 

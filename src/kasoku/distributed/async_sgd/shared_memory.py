@@ -9,8 +9,6 @@ other times, only the rank that allocated them may. The memory is freed when the
 dead rank stay valid until the survivors' next sync point.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import weakref

@@ -5,8 +5,6 @@ Its messages have tags of their own, and it counts when all living ranks report 
 begins another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import TypeVar

@@ -4,8 +4,6 @@ Note: optimizer states. Synchronous ranks need equal optimizer states, or their 
 each have their own. So the states are averaged over all ranks when a synchronous phase begins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -8,8 +8,6 @@ they overtake bytes under way. Where ranks take turns in one process (`Threads`,
 is called directly, and the caller yields its turn afterwards.
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from kasoku.core import Comm, Work
 from kasoku.distributed.async_sgd.parameter_server import Head, ParameterServer
-from kasoku.distributed.async_sgd.peers import ASK, REPLY, LostError, Peers, Reply
+from kasoku.distributed.async_sgd.peers import ASK, REPLY, LostError, Peers, Reply, daemon
 from kasoku.distributed.async_sgd.shared_memory import PLACE, Segments
 from kasoku.distributed.async_sgd.survivors import Table, on_survivors
 
@@ -89,13 +87,8 @@ class NetworkTransport:
     def start(self) -> None:
         """Starts the threads that answer requests."""
         self.peers.start()
-        self._threads = [
-            (rank, threading.Thread(target=self._serve, args=(rank, x), name=f"kasoku answers {rank}", daemon=True))
-            for rank, x in self._callers
-            if rank not in self.dead
-        ]
-        for _, thread in self._threads:
-            thread.start()
+        callers = [(rank, x) for rank, x in self._callers if rank not in self.dead]
+        self._threads = [(rank, daemon(f"kasoku answers {rank}", self._serve, rank, x)) for rank, x in callers]
 
     def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Reply:
         """Sends a request to rank `to`; until its reply, `body` must not be changed, nor `out` read.

@@ -1,7 +1,5 @@
 """A worker's copy of one group of parameters, divided into pieces, one for each owner."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 

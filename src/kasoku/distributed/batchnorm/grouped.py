@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,29 +61,22 @@ def steered(norm: Any, x: Tensor) -> Tensor:
     """The forward of a steered BatchNorm module; its running statistics do not change."""
     steer: Steer = norm.steer
     if not norm.training or steer.norm is not norm:
-        plain: Tensor = type(norm).forward(norm, x)
-        return plain
+        return cast(Tensor, type(norm).forward(norm, x))
     images = steer.images or len(x)
     if steer.alone:
         images = min(images, len(x))
     if images > len(x):
         size, (ranks, left) = steer.comm.size, divmod(images, len(x))
+        given = f"norm_batch={images}: a forward has {len(x)} images"
         if size == 1:
-            raise InputError(
-                f"norm_batch={images}: a forward has {len(x)} images, and a group cannot span several forwards of one "
-                "device: lower norm_batch or accumulate"
-            )
+            raise InputError(f"{given}, and a group cannot span several of them: lower norm_batch or accumulate")
         if left or size % ranks:
-            raise InputError(
-                f"norm_batch={images}: a forward has {len(x)} images on each of {size} ranks, so a group is "
-                f"{len(x)} images times a divisor of {size}, or a part of {len(x)}"
-            )
+            raise InputError(f"{given} on each of {size} ranks: a group is part of it, or it times a divisor of {size}")
         out, mean_C, variance_C = _Across.apply(  # type: ignore[no-untyped-call]
             x, norm.weight, norm.bias, (norm.eps, steer.comm, ranks, steer.trace)
         )
         steer.take(mean_C, variance_C, images * (x.numel() // (x.shape[0] * x.shape[1])))
-        normal: Tensor = out
-        return normal
+        return cast(Tensor, out)
     if images == len(x):
         return _group(norm, x, steer.take)
     sizes = [images] * (len(x) // images)

@@ -1,7 +1,5 @@
 """Measures BatchNorm's statistics before evaluation, instead of averaging them over old weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,10 +107,8 @@ def _batches(job: Job, images: int) -> Iterator[Batch]:
         return
     state = copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
     if state is None and iter(loader) is loader:
-        raise InputError(
-            f"Recalibrate: a {type(loader).__name__} can be passed over only once: give a loader that starts anew "
-            "with each iter()"
-        )
+        once = f"a {type(loader).__name__} can be passed over only once"
+        raise InputError(f"Recalibrate: {once}: give a loader that starts anew with each iter()")
     seen = 0
     try:
         for x_NCHW, y_N in loader:

@@ -1,7 +1,5 @@
 """Trains with the numerics of many ranks on fewer devices."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -80,16 +78,12 @@ class VirtualRanks(Technique):
         if not (group := self.norm_batch):
             return
         if batch % group:
-            raise InputError(
-                f"batch={batch}: not a multiple of norm_batch={group}, the images of one virtual rank; "
-                f"{batch - batch % group or group} would be"
-            )
+            nearest = batch - batch % group or group
+            raise InputError(f"batch={batch}: not a multiple of norm_batch={group}; {nearest} would be")
         shares = getattr(job.plain_loader, "shares", ())
         if any(n % (parts * group) for n in shares):
-            raise InputError(
-                f"norm_batch={group}: ranks take {shares} images in {parts} parts: each part must be a multiple of "
-                "norm_batch"
-            )
+            given = f"norm_batch={group}: ranks take {shares} images in {parts} parts"
+            raise InputError(f"{given}: each part must be a multiple of norm_batch")
         once = batch // (parts * job.comm.size)
         part = f"norm_batch={group}: with accumulate={parts} a part of the batch has {once} images on a device"
         if once > group and once % group:
@@ -151,10 +145,9 @@ class _RunningStatistics:
         own = batch // job.comm.size if isinstance(batch, int) else 0
         own = getattr(job.plain_loader, "own_batch", own)  # of unequal shares
         if self.norm_batch and 0 < seen < own // self.norm_batch:  # would silently train on a smaller batch
-            raise InputError(
-                f"optimizer.step() after {seen} of {own // self.norm_batch} virtual ranks of this device: "
-                f"step once every {job.accumulate} batches (job.accumulate), each loss divided by that"
-            )
+            early = f"optimizer.step() after {seen} of {own // self.norm_batch} virtual ranks of this device"
+            every = f"step once every {job.accumulate} batches (job.accumulate)"
+            raise InputError(f"{early}: {every}, each loss divided by that")
         counted = [self.norms[i].num_batches_tracked for i, n in enumerate(self.groups) if n]
         torch._foreach_add_([c for c in counted if c is not None], 1)
         counts = self.flat.new_tensor([self.groups, self.values])

@@ -1,7 +1,5 @@
 """The flat buffers of a bucket plan, and which parameter has its gradient in which of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -26,13 +24,11 @@ class Bucket:
         like = named[0][1]
         self.flat = torch.zeros(sum(p.numel() for _, p in named), dtype=like.dtype, device=like.device)
         self.views: dict[Tensor, Tensor] = {}
-        start = 0
-        for name, p in named:
+        for (name, p), part in zip(named, torch.split(self.flat, [p.numel() for _, p in named]), strict=True):
             if not is_dense(p):
                 strides = f"strides {p.stride()} for shape {tuple(p.shape)}"
                 raise InputError(f"Overlap: {name} has {strides}: dense ones only")
-            self.views[p] = torch.as_strided(self.flat, p.shape, p.stride(), start).data
-            start += p.numel()
+            self.views[p] = part.as_strided(p.shape, p.stride()).data
         self.versions: dict[Tensor, int] = {}  # of the gradients in the bucket, when they were copied there
         self.works: list[Work] = []
         self.pending = False  # its update comes after the step
@@ -91,29 +87,24 @@ class BucketLayout:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p not in self.bucket_of:
-                    raise InputError(
-                        f"Overlap: a parameter of shape {tuple(p.shape)} has a gradient, but required none when "
-                        "Overlap was applied, or was added later: unfreeze and add parameters before apply"
-                    )
+                    late = f"Overlap: a parameter of shape {tuple(p.shape)} has a gradient"
+                    late += ", but required none when Overlap was applied, or was added later"
+                    raise InputError(f"{late}: unfreeze and add parameters before apply")
 
     def refuse_changed(self) -> None:
         """Raises InputError for a gradient that was written to after it was copied into its bucket."""
         views = ((bucket.versions.get(p), p, view) for bucket in self.buckets for p, view in bucket.views.items())
         for copied, p, view in views:
             if copied is not None and (p.grad is not view or version(view) != copied):
-                raise InputError(
-                    f"Overlap: the gradient of {self.names[p]} changed between backward and step, when it was being "
-                    "sent already: clip with the technique Clip, and pass accumulate=k to Job for k backwards a step"
-                )
+                changed = f"Overlap: the gradient of {self.names[p]} changed between backward and step, while sent"
+                raise InputError(f"{changed}: clip with the technique Clip; for k backwards a step, Job(accumulate=k)")
 
     def refuse_missing(self) -> None:
         """Raises InputError for parameters without a gradient."""
         if missing := self.missing():
             names = ", ".join([*(self.names[p] for p in missing[:3]), *(["..."] if len(missing) > 3 else [])])
-            raise InputError(
-                f"Overlap: {len(missing)} parameters got no gradient in backward ({names}): freeze them before "
-                'apply, or set unused = "skip"'
-            )
+            none = f"Overlap: {len(missing)} parameters got no gradient in backward ({names})"
+            raise InputError(f'{none}: freeze them before apply, or set unused = "skip"')
 
     def fill_missing(self, comm: Comm) -> None:
         """Puts zeros in the place of missing gradients; a parameter without one on all ranks is not updated."""

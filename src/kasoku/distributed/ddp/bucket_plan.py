@@ -6,8 +6,6 @@ the buckets near the input in forward order, (3) the rest in forward order, larg
 cannot be overtaken. The head (1) must fill the link until backward ends, and no longer.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,10 +56,8 @@ class Fixed(Policy):
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1 or self.first_bytes < 1:
-            raise InputError(
-                f"bucket_bytes={self.bucket_bytes}, first_bytes={self.first_bytes}: at least 1 byte; one bucket for "
-                "all is the policy OneBucket"
-            )
+            given = f"bucket_bytes={self.bucket_bytes}, first_bytes={self.first_bytes}"
+            raise InputError(f"{given}: at least 1 byte; one bucket for all is the policy OneBucket")
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         buckets: list[list[int]] = []
@@ -95,10 +91,8 @@ class Graded(Policy):
 
     def __post_init__(self) -> None:
         if self.first < 1 or not 0 < self.power < 10 or self.least_bytes < 0:
-            raise InputError(
-                f"first={self.first}, power={self.power}, least_bytes={self.least_bytes}: at least 1 tensor, a power "
-                "above 0 and below 10, and 0 bytes or more"
-            )
+            given = f"first={self.first}, power={self.power}, least_bytes={self.least_bytes}"
+            raise InputError(f"{given}: at least 1 tensor, a power above 0 and below 10, and 0 bytes or more")
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
         n = len(tensors)
@@ -173,11 +167,7 @@ def ready_order(buckets: Iterable[Sequence[int]], tensors: Sequence[Sized], poli
 
 
 def search(
-    units: Sequence[UnitTimes],
-    tensors: Sequence[Sized],
-    link: LinkModel,
-    *,
-    next_forward: bool = True,
+    units: Sequence[UnitTimes], tensors: Sequence[Sized], link: LinkModel, *, next_forward: bool = True
 ) -> tuple[BucketPlan, Forecast, bool]:
     """The best plan, its forecast, and whether the next forward should start before all buckets have arrived.
 
@@ -334,8 +324,10 @@ def table(
         lines.append(f"  waited for when {until}; expected: {step} a step, {exposed} of it exposed communication")
         lines.append(f"  no plan can be faster than {bound} (computing {computing}, communicating {sending})")
     if link is not None:
+        line = (
+            f"  measured: {1e3 * link.latency_s:.2f} ms and {link.bytes_per_s / 1e6:.1f} MB/s an all-reduce; in company"
+        )
         lines.append(
-            f"  measured: {1e3 * link.latency_s:.2f} ms and {link.bytes_per_s / 1e6:.1f} MB/s an all-reduce; in "
-            f"company computing keeps {link.compute_share:.0%} of its speed, communicating {link.link_share:.0%}"
+            f"{line} computing keeps {link.compute_share:.0%} of its speed, communicating {link.link_share:.0%}"
         )
     return "\n".join(lines)

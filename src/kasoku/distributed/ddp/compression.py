@@ -1,7 +1,5 @@
 """Averages chunks of gradients over ranks: uncompressed, compressed, or hierarchically over nodes."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass, field, replace

@@ -10,8 +10,6 @@ before it has arrived. While both streams work, each may slow down the other (a 
 bytes): `compute_share` and `link_share` are the fractions of their speeds that remain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The layers of a model in the order of their forwards, and which layer uses which parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn

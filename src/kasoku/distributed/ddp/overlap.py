@@ -8,8 +8,6 @@ Note: changes are detected. A gradient is copied into its bucket, and `p.grad` b
 version counter of its own. A write to it (clipping by hand, a second backward) changes the counter.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -140,10 +138,8 @@ class Engine:
             return  # refused in step()
         if bucket.pending:
             name, layer = self.layout.names[p], self.layers.modules[self.layers.users[p][0]][0] or "the model"
-            raise InputError(
-                f"Overlap: {name} got a gradient before its last update, since the forward of its layer "
-                f"({layer}) was bypassed: call that module itself, or set next_forward = false"
-            )
+            early = f"Overlap: {name} got a gradient before its last update, since its layer ({layer}) was bypassed"
+            raise InputError(f"{early}: call that module itself, or set next_forward = false")
         view = bucket.views[p]
         if p.grad is not view:
             if p.grad is None or p.grad.layout != torch.strided:

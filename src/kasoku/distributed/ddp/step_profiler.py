@@ -9,15 +9,13 @@ gradients are too short, the same zeros are sent several times: the reducer's st
 thrown away with the first plan.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -183,8 +181,7 @@ class StepProfiler:
         """The mean or the maximum over ranks."""
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
         self.job.comm.all_reduce(x, op=op).wait()
-        result: list[float] = x.tolist()
-        return result
+        return cast(list[float], x.tolist())
 
     # ---- the plan
 

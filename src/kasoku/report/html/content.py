@@ -1,7 +1,5 @@
 """The contents of a page: the record of a run, and line charts. Nothing here needs plotly or jinja2."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

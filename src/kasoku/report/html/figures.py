@@ -4,8 +4,6 @@ Note: text. Plotly interprets some HTML in labels, legends and hover texts, and 
 every text that comes from a run goes through `plain`, and reaches a hover text as `customdata`, never as a template.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections import Counter

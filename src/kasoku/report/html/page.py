@@ -1,7 +1,5 @@
 """Renders runs or line charts as one self-contained HTML file, which loads nothing from the network."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -169,9 +167,8 @@ def _classes(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_PARTS: Mapping[
-    str, tuple[str, Callable[[Mapping[str, Any]], object]]
-] = {  # by file: its contents, and the function that draws it
+_Draw = Callable[[Mapping[str, Any]], object]
+_PARTS: Mapping[str, tuple[str, _Draw]] = {  # by file: its contents, and the function that draws it
     "ledger": ("where the time went", _ledger),
     "timeline": ("a step by rank and stream", figures.timeline),
     "tuning": ("tuning of the batch", tuning),

@@ -1,7 +1,5 @@
 """The figures of tuning.json: images/s over the batch size, and the loss over learning rates of a range test."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
