@@ -156,7 +156,9 @@ def test_a_declaration_in_a_techniques_head_is_one_of_its_class():
     class Mine(Technique, stage=Stage.MODEL, needs_whole_gradients=True):
         pass
 
-    assert Mine.stage is Stage.MODEL and Mine.needs_whole_gradients and not Technique.needs_whole_gradients
+    assert Mine.stage is Stage.MODEL
+    assert Mine.needs_whole_gradients
+    assert not Technique.needs_whole_gradients
 
 
 @pytest.mark.parametrize("wrong", [{"need_whole_gradients": True}, {"stage": 4}, {"refuses": "captures_graph"}])

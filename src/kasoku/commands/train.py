@@ -281,7 +281,9 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     if stopped:
         _print_stopped(stopped[0], folder)
         return STOPPED
-    return 0 if arguments.quiet else trained_run.evaluate_runs(paths, None)
+    if not arguments.quiet:
+        trained_run.print_scores(trained_run.score_runs(paths))
+    return 0
 
 
 @contextmanager
