@@ -4,11 +4,11 @@ INSTALL = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 SLOW = process or timing or data or browser or exhaustive
 
-.PHONY: setup demo test test-rest test-all check fuzz bench gpu dist clean
+.PHONY: setup demo test test-rest test-all check fuzz bench records gpu dist clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | demo | test | test-all | check | fuzz | bench | gpu | dist"
+	@echo "make setup | demo | test | test-all | check | fuzz | bench | records | gpu | dist"
 
 .venv/base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -46,6 +46,10 @@ fuzz: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python benchmarks/trainer_overhead.py
+
+# RECORDS.md from records/*.jsonl
+records:
+	$(PYTHON) benchmarks/records.py
 
 gpu: .venv/dev
 	$(BIN)/python benchmarks/gpu.py

@@ -12,7 +12,7 @@ falls under 40, from what one exchange costs the servers at most (48 workers wit
 straggler (root): four hosts, three with 40 % of a core and one with 8 %, cifarnet on CIFAR-10; async_over_ideal: over
 what the four do alone; the last meeting, which waits for a step of the slow one (8 s), counts.
 slow_link (root): two hosts at 200 Mbit/s, bf16 on the wire on both sides, equal samples.
-Last answer: see RECORDS.md. Why it matters: [001], 48 GPUs asynchronously.
+Result: records/. Why it matters: [001], 48 GPUs asynchronously.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common import finish
+from common import finish, parse
 from kasoku.core import Comm, Job
 from kasoku.distributed import Asynchronous, Fixed, Overlap, TorchComm
 from kasoku.distributed.async_sgd.quantization import CODECS
@@ -41,6 +41,9 @@ from kasoku.models import cnn11
 
 WARM, STEPS = 2, 12
 JITTER = 0.1
+CLAIMS = {  # transport between ranks of one host is shared memory
+    "async/48_workers/shared_memory": ("speedup_48", "sync_speedup_48", "exchanges_per_s", "exchange_ms", "cpu_ms"),
+}
 LOST = 1e-4  # of what was pushed, at most: float32 rounds
 MIB = 2**20
 DEFAULTS = {"steps": 0, "batch": 64, "widths": [64, 256, 256]}
@@ -173,9 +176,10 @@ def emulated48(arguments: argparse.Namespace) -> None:
         "exchange_ms": exchange_ms,
         "cpu_ms": cpu_ms,
         "sum_error": max(errors),
+        "n": arguments.steps,
     }
     figures |= limits(arguments, model, technique, rates[1])
-    finish("asynchronous_emulated48", {**vars(arguments), "parameters": size}, figures)
+    finish("asynchronous_emulated48", {**vars(arguments), "parameters": size}, figures, CLAIMS)
 
 
 def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any, alone: float) -> dict[str, Any]:
@@ -210,7 +214,7 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=0.05, help="hosts")
     parser.add_argument("--every", type=int, default=0, help="hosts: steps between exchanges; 0: as the link allows")
     parser.add_argument("--seconds", type=float, default=180.0, help="straggler: of each side")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     torch.set_num_threads(1)
     for name, value in {**DEFAULTS, **OWN[arguments.case]}.items():
         if getattr(arguments, name) is None:

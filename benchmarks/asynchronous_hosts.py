@@ -28,6 +28,16 @@ from kasoku.optim import Rate, cross_entropy, sgd
 from kasoku.training.evaluation import evaluate
 
 HOSTS = {"straggler": 4, "slow_link": 2}
+CLAIMS = {
+    "straggler": {
+        "async/straggler/over_sync": ("async_over_sync", "images_per_s", "mean_staleness"),
+        "async/straggler/over_ideal": "async_over_ideal",
+    },
+    "slow_link": {
+        "async/slow_link/over_sync": ("async_over_sync", "images_per_s"),
+        "async/slow_link/gap": ("accuracy_gap", "top1"),
+    },
+}
 SHARES = (0.4, 0.4, 0.4, 0.08)  # of a core, by rank
 PERIOD_US, MBIT, WARM = 100_000, 200.0, 2
 GROUPS = Graded()
@@ -122,6 +132,7 @@ def straggler(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
     pace = {name: figures.pop(name) for name in ("ideal", "sync", "async")}
     figures["images_per_s"] = {name: round(asked.batch * x, 1) for name, x in pace.items()}
     figures["async_over_sync"] = round(pace["async"] / pace["sync"], 3)
+    figures["n"] = 1
     figures["async_over_ideal"] = round(pace["async"] / pace["ideal"], 3)
     return figures
 
@@ -146,6 +157,7 @@ def slow_link(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
     shape(0)
     return {
         "async_over_sync": round(pace["async"] / pace["sync"], 3),
+        "n": 1,
         "accuracy_gap": round(top1["sync"] - top1["async"], 2),
         "images_per_s": {name: round(asked.batch * x, 1) for name, x in pace.items()},
         "top1": {name: round(x, 2) for name, x in top1.items()},
@@ -157,4 +169,4 @@ def rank_main(asked: argparse.Namespace) -> None:
     comm = connected()
     figures = {"straggler": straggler, "slow_link": slow_link}[asked.case](comm, asked)
     if comm.rank == 0:
-        finish(f"asynchronous_{asked.case}", {**vars(asked), "hosts": comm.size}, figures)
+        finish(f"asynchronous_{asked.case}", {**vars(asked), "hosts": comm.size}, figures, CLAIMS[asked.case])

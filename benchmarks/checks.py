@@ -8,7 +8,7 @@ each photo 24, 48 or 192 times. Each with its checksums and with none noted, in 
 Run folder: ResNet-50 (102 MB of weights). What a resume compares (recipe, shares of ranks), what `kasoku eval` compares
 besides (shape of the data, weights), and the time that noting
 a digest adds to writing the weights.
-Bound: 1 and 0 ms. Last answer: see RECORDS.md. Why it matters: a check that costs much would be turned off.
+Bound: 1 and 0 ms. Result: records/. Why it matters: a check that costs much would be turned off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import finish, seconds_per_call, spread
+from common import finish, parse, seconds_per_call, spread
 from kasoku.core import InputError, Solo
 from kasoku.core.files import check_regular, checked_file, digests_in
 from kasoku.data import Augment, loader
@@ -34,6 +34,11 @@ from kasoku.models import resnet50
 from kasoku.training.run_folder import RunFolder, shares_in
 
 BATCH, SIDE = 64, 224
+CLAIMS = {f"checks/input/{name}": f"input.{name}.ratio" for name in ("jpeg_originals", "jpeg_256", "raw_256")} | {
+    "checks/run_folder/resume": "run_folder.resume_ms",
+    "checks/run_folder/evaluation": "run_folder.evaluation_ms",
+    "checks/run_folder/write_adds": ("run_folder.write_adds_ms", "run_folder.write_ms"),
+}
 PACKS = {  # how often an epoch shows each photo, and the settings of the pack
     "jpeg_originals": (24, {"side": 0}),
     "jpeg_256": (48, {"side": 256}),
@@ -128,12 +133,12 @@ def run_folder_costs(rounds: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     photos = Path(os.environ.get("KASOKU_DATA", "")) / "imagenet_fullsize"
     if not photos.is_dir():
         raise InputError("$KASOKU_DATA/imagenet_fullsize is wanted")
     figures = {"input": input_costs(photos, arguments.rounds), "run_folder": run_folder_costs(arguments.rounds)}
-    finish("what checksums cost", {"rounds": arguments.rounds, "batch": BATCH, "side": SIDE}, figures)
+    finish("what checksums cost", {"rounds": arguments.rounds, "batch": BATCH, "side": SIDE}, figures, CLAIMS)
 
 
 if __name__ == "__main__":

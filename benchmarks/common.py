@@ -1,18 +1,30 @@
-"""What benchmarks share: the machine's yardstick (a bare ResNet-9), spreads, and the JSON line at the end."""
+"""What benchmarks share: options, the machine's yardstick (a bare ResNet-9), spreads, and the JSON line at the end."""
 
+import argparse
 import ctypes
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+import records
 from kasoku.report import environment
 
-RECORDS = Path("runs") / "records.jsonl"
+RUNS = Path("runs") / "records.jsonl"
+_shared = {"record": False}  # options that every benchmark has
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The parsed command line, with --record beside the benchmark's own options."""
+    parser.add_argument("--record", action="store_true", help="append the figures to records/*.jsonl (see records.py)")
+    arguments = parser.parse_args()
+    _shared["record"] = arguments.record
+    return arguments
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -20,15 +32,26 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
 
 
-def finish(question: str, parameters: dict[str, object], figures: dict[str, object]) -> None:
-    """Prints the ONE JSON line that ends a benchmark, and appends it to runs/records.jsonl."""
+def finish(
+    question: str,
+    parameters: dict[str, object],
+    figures: dict[str, object],
+    claims: Mapping[str, str | Sequence[str]] | None = None,
+) -> None:
+    """Prints the ONE JSON line that ends a benchmark, and appends it to runs/records.jsonl.
+
+    With --record it also appends a measurement of each of `claims`, which name keys of `figures` (`records.append`).
+    """
     where = environment()
     machine = {"machine": where["machine"], "commit": where["commit"], "torch": torch.__version__}
     line = json.dumps({"benchmark": question, **figures, "parameters": parameters, **machine})
-    RECORDS.parent.mkdir(exist_ok=True)
-    with RECORDS.open("a") as stream:
+    RUNS.parent.mkdir(exist_ok=True)
+    with RUNS.open("a") as stream:
         stream.write(line + "\n")
     print(line)
+    if _shared["record"]:
+        recorded = records.append(claims or {}, figures, sys.argv, records.machine_key())
+        print(f"recorded {len(recorded)} measurements; `make records` writes RECORDS.md", file=sys.stderr)
 
 
 def seconds_per_call(f: Callable[[], object], *, calls: int, warm: int = 1) -> list[float]:

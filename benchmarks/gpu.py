@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 
-from common import finish, seconds_per_call
+from common import finish, parse, seconds_per_call
 from kasoku.report import print_table
 
 ROOT = Path(__file__).parent.parent
+RECORD = ["--record"] if "--record" in sys.argv else []  # handed on to the benchmarks that are run
 
 
 def train(recipe: str, *settings: str) -> dict[str, object]:
@@ -112,7 +113,7 @@ def resnet50() -> str:
 
 def benchmark(script: str, *options: str, keys: tuple[str, ...]) -> str:
     """Some figures of another benchmark's JSON line."""
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *options, *RECORD]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
     figures = json.loads(done.stdout.strip().splitlines()[-1])
     return ", ".join(f"{key} {figures[key]}" for key in keys)
@@ -163,7 +164,7 @@ CHECKS: dict[str, Callable[[], str]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", choices=CHECKS, help="only this one")
-    only = parser.parse_args().check
+    only = parse(parser).check
     if not torch.cuda.is_available():
         print("benchmarks/gpu.py: torch finds no GPU here: run it on a machine with one", file=sys.stderr)
         return 1
@@ -173,7 +174,7 @@ def main() -> int:
     rows = {"GPU": torch.cuda.get_device_name(0)}
     end = time.monotonic() + 470
     for name in CHECKS:
-        command = [sys.executable, __file__, "--check", name]
+        command = [sys.executable, __file__, "--check", name, *RECORD]
         try:
             limit = max(1.0, min(240.0, end - time.monotonic()))
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)

@@ -5,7 +5,7 @@ Command: python benchmarks/ledger_cost.py [--rounds N] [--steps N]
 The same training of the smallest network (one linear layer on the 8x8 digits, batch 64, all of the loop's hooks, plain
 loop) with the technique Timed and without it, in rounds that alternate in one process; which side is first alternates
 too. added_us_per_step: the median over rounds of the difference of the mean steps. Limit: 200.
-Last answer: see RECORDS.md. Why it matters: it is always on, so it must not be noticed.
+Result: records/. Why it matters: it is always on, so it must not be noticed.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from common import finish, spread
+from common import finish, parse, spread
 from kasoku.core import Batch, Constant, Job
 from kasoku.data import digits, loader
 from kasoku.device import Seeded
@@ -24,6 +24,7 @@ from kasoku.optim import Rate, sgd
 from kasoku.report import Timed
 
 BATCH, WARM = 64, 100
+CLAIMS = {"ledger/added": ("added_us_per_step", "bare_us_per_step")}
 
 
 def job_of(*techniques: Timed) -> Job:
@@ -54,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=500)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     torch.set_num_threads(1)
     jobs = {"bare": job_of(), "timed": job_of(Timed())}
     batches = {name: forever(job) for name, job in jobs.items()}
@@ -70,7 +71,7 @@ def main() -> None:
         "added_us_per_step_spread": spread([round(us, 2) for us in added]),
         "bare_us_per_step": round(statistics.median(took["bare"]), 1),
     }
-    finish("ledger_cost", {"rounds": arguments.rounds, "steps": arguments.steps, "batch": BATCH}, figures)
+    finish("ledger_cost", {"rounds": arguments.rounds, "steps": arguments.steps, "batch": BATCH}, figures, CLAIMS)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ throughput_vs_...: medians of images/s over those of their better number of work
 from a pack (side 256, JPEG of quality 90) over OpenCV from the originals. first_batch_..._workers: seconds from making
 the loader to its first batch, ours over theirs with Pillow. memory_ratio: proportional set size of all processes above
 that before the loader was made, the most while batches come, 8 workers with Pillow.
-Bound: what `crop` alone does on all cores at once, images/s. Last answer: see RECORDS.md. Why it matters: [002] found
+Bound: what `crop` alone does on all cores at once, images/s. Result: records/. Why it matters: [002] found
 ImageNet training bound by its input.
 """
 
@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from common import finish, spread
+from common import finish, parse, spread
 from decode import library
 from kasoku.core import InputError
 from kasoku.core.hardware import cores
@@ -44,6 +44,14 @@ from kasoku.data.packs.reader import shards
 from kasoku.data.packs.writer import pack
 
 SIDE, COPIES, BUDGET_S = 224, 12, 600
+CLAIMS = {
+    "loader/photos/over_pillow": ("throughput_vs_pillow", "images_per_s", "bound_images_per_s"),
+    "loader/photos/over_opencv": "throughput_vs_opencv",
+    "loader/photos/pack_over_opencv": ("throughput_pack_vs_opencv", "pack_images_per_s"),
+    "loader/first_batch/workers_8": "first_batch_8_workers",
+    "loader/first_batch/workers_2": "first_batch_2_workers",
+    "loader/memory/workers_8": "memory_ratio",
+}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -154,7 +162,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if arguments.one:
         kind, root, workers = arguments.one
         print(json.dumps(run(kind, root, int(workers), arguments.batch, arguments.seconds)))
@@ -192,12 +200,15 @@ def main() -> int:
         "first_batch_2_workers": round(of["ours_2"]["first_s"] / of["pillow_2"]["first_s"], 3),
         "memory_ratio": round(of["ours_8"]["bytes"] / of["pillow_8"]["bytes"], 3),
         "throughput_over_bound": round(of["ours"]["images_per_s"] / most, 3),
+        "n": len(found["ours"]),
+        "images_per_s": round(of["ours"]["images_per_s"], 1),
+        "pack_images_per_s": round(of["ours_pack"]["images_per_s"], 1),
         "bound_images_per_s": round(most, 1),
         **{name: {k: spread([round(one[k], 4) for one in each]) for k in each[0]} for name, each in found.items()},
     }
     method = multiprocessing.get_start_method()
     parameters: dict[str, object] = {"batch": arguments.batch, "seconds": arguments.seconds, "start_method": method}
-    finish("loader", parameters, figures)
+    finish("loader", parameters, figures, CLAIMS)
     return 0
 
 

@@ -31,13 +31,14 @@ from pathlib import Path
 
 import torch
 
-from common import finish, spread
+from common import finish, parse, spread
 from kasoku.core.hardware import computes_bf16
 
 HERE = Path(__file__).parent
 TRIES = 4  # batches measured for a case
 BUDGET = 0.5
 PEERS = ("checkpoint", "budget")
+FORESEEN = {"memory/foreseen_over_measured": "predicted_over_measured_peak_min"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,15 @@ class Case:
     time_bound: float
     half: bool = False
     settings: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def claims(self) -> dict[str, tuple[str, ...]]:
+        """Keys of the figures of its two claims."""
+        peers = [f"peer_{way}_{self.network}_{ratio}_ratio" for way in PEERS for ratio in ("batch", "time")]
+        beside = (f"{self.name}_activation_bytes_per_image", *(peers if self.name == self.network else ()))
+        batch = (f"{self.name}_batch_ratio", *beside)
+        time_ = (f"{self.name}_time_ratio", f"{self.name}_time_foreseen")
+        return {f"memory/{self.name}/batch": batch, f"memory/{self.name}/time": time_}
 
 
 CASES = (
@@ -134,7 +144,7 @@ class Asker:
             f"{case.name}_batch_ratio": round(told["batch"] / start, 3),
             f"{case.name}_batch_bound": case.batch_bound,
             f"{case.name}_time_ratio": told["ratios"]["median"],
-            f"{case.name}_time_ratios": told["ratios"],
+            f"{case.name}_time_ratio_spread": told["ratios"],
             f"{case.name}_time_bound": case.time_bound,
             f"{case.name}_predicted_over_measured_peak": round(told["foreseen"] / told["peak"], 4),
             f"{case.name}_time_foreseen": round(1 + told["time_foreseen"], 4),
@@ -172,7 +182,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=800.0, help="of the whole, about")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="(default: all)")
     parser.add_argument("--no-peers", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     chosen = [case for case in CASES if case.name in (arguments.cases or [case.name])]
     networks = () if arguments.no_peers else dict.fromkeys(case.network for case in chosen)
     figures: dict[str, object] = {}
@@ -193,7 +203,9 @@ def main() -> int:
             print(json.dumps(found), flush=True)
     ratios = [value for key, value in figures.items() if key.endswith("predicted_over_measured_peak")]
     figures |= {"predicted_over_measured_peak": [min(ratios), max(ratios)] if ratios else None, "failed": failed}
-    finish("memory", {**vars(arguments), "budget": BUDGET}, figures)
+    figures |= {"predicted_over_measured_peak_min": min(ratios, default=None), "n": len(ratios)}
+    claims = {claim: keys for case in chosen for claim, keys in case.claims.items()} | FORESEEN
+    finish("memory", {**vars(arguments), "budget": BUDGET}, figures, claims)
     return int(bool(failed))
 
 

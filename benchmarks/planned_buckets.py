@@ -12,7 +12,7 @@ planned_over_one_group: over one group with a barrier; planned_over_best: over t
 not (bound: 1.02); planned_over_best_unbiased: the same with the best chosen by every second round and compared in the
 others, both ways, since the least of twelve noisy medians is too low; prediction_error: |forecast - measured| /
 measured of the planned step. The same for the other cases under comm_... and compute_....
-Last answer: see RECORDS.md. Why it matters: nobody should have to tune groups by hand for each network and cluster.
+Result: records/. Why it matters: nobody should have to tune groups by hand for each network and cluster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 from typing import Any
 
 from cluster import MODES, Side, Transfer, Way, Workload, balance, connected, on_hosts, ours, rounds, shape
-from common import finish, spread
+from common import finish, parse, spread
 from kasoku.distributed import Fixed, Graded, OneBucket, PerLayer, Planned, Policy
 
 MIB = 2**20
@@ -37,6 +37,14 @@ POLICIES: dict[str, Policy] = {
     "layer": PerLayer(),
 }
 STEPS, BUDGET_S = 2, 600
+CLAIMS = {
+    "planned/balanced/over_best_fixed": "planned_over_best_fixed",
+    "planned/balanced/over_one_group": "planned_over_one_group",
+    "planned/balanced/prediction_error": ("prediction_error", "expected_s"),
+    "planned/over_best/balanced": ("planned_over_best", "planned_over_best_unbiased"),
+    "planned/over_best/comm_bound": ("comm_planned_over_best", "comm_planned_over_best_unbiased"),
+    "planned/over_best/compute_bound": ("compute_planned_over_best", "compute_planned_over_best_unbiased"),
+}
 
 
 def ways(side: Side) -> dict[str, Way]:
@@ -69,7 +77,7 @@ def rank_main(work: Workload, budget_s: float) -> None:
     if comm.rank == 0:
         parameters = {"model": work.model, "batch": work.batch, "ranks": 2, "threads": 1, "steps": STEPS}
         bounds = {"planned_over_best_fixed_bound": 0.92, "planned_over_one_group_bound": 0.66}
-        finish("planned_buckets", parameters, {**figures, **bounds, "prediction_error_bound": 0.10})
+        finish("planned_buckets", parameters, {**figures, **bounds, "prediction_error_bound": 0.10}, CLAIMS)
 
 
 def judged(seconds: dict[str, list[float]], expected_s: float, mbit: float) -> dict[str, Any]:
@@ -86,6 +94,7 @@ def judged(seconds: dict[str, list[float]], expected_s: float, mbit: float) -> d
         "prediction_error": round(abs(expected_s - planned) / planned, 4),
         "expected_s": round(expected_s, 4),
         "best": best,
+        **dict.fromkeys(("n", "planned_over_best_n"), len(seconds["planned"])),
         "mbit": round(mbit, 1),
         "seconds": {name: {k: round(v, 4) for k, v in spread(values).items()} for name, values in seconds.items()},
     }
@@ -105,7 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--batch", type=int, default=32, help="images a rank")
     parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for the timed rounds of all cases")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if "RANK" not in os.environ:
         return on_hosts(__file__, sys.argv[1:])
     rank_main(Workload(batch=arguments.batch), arguments.seconds)

@@ -12,7 +12,7 @@ are timed.
 The prediction assumes TCP's part of the rate (1,448 of 1,514 bytes of a frame) and no jitter: the hosts are equal.
 Nothing is fitted to a run of several hosts. Nothing else may run at the same time: a quota is not a reservation.
 no_communication_median_abs_error: computing alone in place of the simulation.
-Last answer: see RECORDS.md. Why it matters: a plan for machines that are not rented
+Result: records/. Why it matters: a plan for machines that are not rented
 yet is only as good as its predictions.
 """
 
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from cluster import LIMIT_S, Side, Workload, agreed, connected, on_hosts, ours, shape, timed
-from common import finish, seconds_per_call, spread
+from common import finish, parse, seconds_per_call, spread
 from kasoku.core import Job
 from kasoku.device.allocator import tune_malloc
 from kasoku.distributed import Graded
@@ -49,6 +49,10 @@ SHARE = 0.9 * CORES / 8  # of a core, of each host
 PAYLOAD = 1448 / 1514  # of a frame's bytes, of TCP over Ethernet
 WAYS = {"barrier": False, "next_forward": True}
 STEPS, PROFILED = 3, 6
+CLAIMS = {
+    "simulate/local/median_error": ("median_abs_error", "no_communication_median_abs_error"),
+    "simulate/local/max_error": "max_abs_error",
+}
 CASE_S = 200.0  # of timed rounds on one number of hosts: a round starts only if it should end within this time
 
 
@@ -179,6 +183,7 @@ def compared(settings: Settings, hosts: list[int]) -> dict[str, object]:
     return {
         "median_abs_error": statistics.median(map(abs, errors.values())),
         "max_abs_error": max(map(abs, errors.values())),
+        "n": len(errors),
         "no_communication_median_abs_error": statistics.median(map(abs, alone.values())),
         "errors": {case: round(error, 4) for case, error in errors.items()},
         "link": json.loads((settings.folder / "link.json").read_text()),
@@ -194,7 +199,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=16, help="images a host")
     parser.add_argument("--rounds", type=int, default=3, help=f"of {STEPS} timed steps a case, as time allows")
     parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if "RANK" not in os.environ:
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +213,7 @@ def main() -> int:
             settings = Settings(Workload(batch=arguments.batch), arguments.mbit, arguments.rounds, Path(folder))
             figures = compared(settings, arguments.hosts)
         parameters = {"hosts": arguments.hosts, "mbit": arguments.mbit, "batch": arguments.batch, "steps": STEPS}
-        finish("simulate_local", {**parameters, "rounds": arguments.rounds, "share": SHARE}, figures)
+        finish("simulate_local", {**parameters, "rounds": arguments.rounds, "share": SHARE}, figures, CLAIMS)
         return 0
     settings = Settings(Workload(batch=arguments.batch), arguments.mbit, arguments.rounds, arguments.folder)
     if "LOOPBACK" in os.environ:

@@ -17,7 +17,7 @@ EpochTimeMinimize, TimeToTarget (which does not look for the fastest epoch) and 
 --full: also TimeToTarget by what it is for: seconds of training to TARGET on the digits at each of SIZES and at the
 size found, rates in proportion to the batch, medians over seeds; target_found_over_best is over the best size (at
 most 1.10).
-Last answer: see RECORDS.md. Why it matters: the largest batch that fits is not the fastest, and a search that takes as
+Result: records/. Why it matters: the largest batch that fits is not the fastest, and a search that takes as
 long as a sweep is not worth having.
 """
 
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from common import finish, spread
+from common import finish, parse, spread
 from kasoku.core import Batch, Constant, Job
 from kasoku.data import Dataset, Items, Memory, digits, loader
 from kasoku.device import Chosen, Device, choose
@@ -55,6 +55,13 @@ from kasoku.tune import (
 LEAST, START, GROWTH = 8, 32, 1.25
 WARM, COPIES, WIDTHS = 2, 8, (16, 32)
 CLIFF, SLEEP_S, READERS = 192, 0.001, 2
+CLAIMS = {
+    "tune/batch_size/over_best": ("found_over_best_time", "epochtime_found_over_best", "usage_found_over_best",
+                                  "target_epoch_over_best"),
+    "tune/batch_size/over_sweep_time": "tuning_over_sweep_time",
+    "tune/batch_size/largest_over_best": "largest_fit_over_best",
+}  # fmt: skip
+FULL_CLAIMS = {"tune/target/over_best": ("target_found_over_best", "target_found", "target_best")}
 THREADS = [0]  # of the CPU; 0: all cores
 PATIENCE = 1.0  # of the sweep's time, for the strategies of [002]
 STRATEGIES: dict[str, Strategy] = {
@@ -261,6 +268,7 @@ def to_target(seeds: int) -> dict[str, object]:
     best = min(medians, key=lambda b: medians[b])
     return {
         "target_found_over_best": round(medians[result.batch] / medians[best], 3),
+        "target_found_over_best_n": seeds,
         "target_found": result.batch,
         "target_why": result.why,
         "target_best": best,
@@ -278,7 +286,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=("network", "cliff", "input"), help="(default: all)")
     parser.add_argument("--full", action="store_true", help="also time to a target accuracy")
     parser.add_argument("--seeds", type=int, default=21, help="of --full")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     THREADS[0] = arguments.threads
     each = {case.name: judged(case, arguments) for case in cases() if case.name in (arguments.cases or case.name)}
 
@@ -291,6 +299,7 @@ def main() -> int:
         "found_over_best_bound": 1.03,
         "tuning_over_sweep_time": worst("found", "over_sweep_time"),
         "tuning_over_sweep_bound": 0.25,
+        "n": arguments.rounds,
         "largest_fit_over_best": worst("largest_fit", "over_best"),
     }
     for name in ("usage", "epochtime", "target"):
@@ -304,7 +313,7 @@ def main() -> int:
         "cliff": CLIFF, "sleep_s": SLEEP_S, "readers": READERS, "patience": PATIENCE, "target": TARGET,
         "target_sizes": SIZES, "rate": [RATE, RATE_BATCH], "threads": torch.get_num_threads(),
     }  # fmt: skip
-    finish("tune", parameters, figures | each)
+    finish("tune", parameters, figures | each, CLAIMS | (FULL_CLAIMS if arguments.full else {}))
     return 0
 
 

@@ -6,7 +6,7 @@ virtual_over_plain: time per image of a batch of 64 ranks x 32 images with Virtu
 same 64 parts (torch's BatchNorm, the same update). virtual_over_small: over ordinary training at batch 32, an update
 for each part. memory_64_over_2: what training takes beyond the start (weights, gradients, activations, images) with 64
 ranks over that with 2, each in a process of its own. The bound is 1 for all: nothing but BatchNorm's sums is added.
-Last answer: see RECORDS.md. Why it matters: a batch of thousands of devices is tried out on one.
+Result: records/. Why it matters: a batch of thousands of devices is tried out on one.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 
 import torch
 
-from common import finish, seconds_per_call, spread
+from common import finish, parse, seconds_per_call, spread
 from kasoku.core import Job, Technique
 from kasoku.data import Dataset, Memory, loader
 from kasoku.device import Device, choose
@@ -27,6 +27,10 @@ from kasoku.models import cifarnet
 from kasoku.optim import sgd
 
 NORM_BATCH, SIDE = 32, 32
+CLAIMS = {
+    "virtual_ranks/over_plain": ("virtual_over_plain", "virtual_over_small", "images_per_s"),
+    "virtual_ranks/memory": ("memory_64_over_2", "memory_mb"),
+}
 
 
 def images(n: int) -> Dataset:
@@ -75,7 +79,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--memory", type=int, metavar="RANKS", help="only print the bytes of so many ranks")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if arguments.memory:
         print(json.dumps(training_bytes(arguments.memory)))
         return
@@ -105,7 +109,7 @@ def main() -> None:
         "bound": 1.0,
     }
     finish("virtual_ranks", {"ranks": n, "norm_batch": NORM_BATCH, "network": "cifarnet", "side": SIDE,
-                             "pairs": arguments.pairs}, figures)  # fmt: skip
+                             "pairs": arguments.pairs}, figures, CLAIMS)  # fmt: skip
 
 
 if __name__ == "__main__":
