@@ -99,8 +99,8 @@ def wrong_import(file: Path, name: str) -> str:
         return "" if package != "core" or top in CORE_IMPORTS else "core imports torch and the standard library only"
     other = rest[0] if rest else "__init__"
     if other == package or (other.startswith("_") and not rest[1:]):
-        same_verb = package != "commands" or file.name == "__init__.py" or name == "kasoku.commands" or name == "kasoku"
-        return "" if same_verb else "commands do not import each other"
+        shared = name in ("kasoku", "kasoku.commands.arguments", "kasoku.commands.options")
+        return "" if package != "commands" or shared else "commands do not import each other"
     if layer_of(other) > layer_of(package):
         return f"{other} lies above {package}"
     return "packages of one layer do not import each other" if layer_of(other) == layer_of(package) else ""

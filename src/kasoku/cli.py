@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from kasoku import __version__
+from kasoku.commands import arguments as options
 from kasoku.commands.options import CommandArguments, arguments_of, declare
 
 _LINE = 1200  # letters of a message, at most
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
 
     arguments = arguments_of(parsed, words, attach_to_launcher() or process_start())
     trust.allow(getattr(arguments, "allow", ()))
-    run: Callable[[CommandArguments], int] = parsed.run
+    run: Callable[[CommandArguments], int] = getattr(import_module(parsed.module), parsed.function)
     try:
         imported()
         return run(arguments)
@@ -87,20 +88,22 @@ def _refusal(error: Exception) -> str | None:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line; imports the module of its verb only."""
+    """Reads the command line; imports no command, as most import torch."""
     parser = argparse.ArgumentParser(prog="kasoku", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"kasoku {__version__}")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
     for verb, (module, line) in VERBS.items():
         subparser = verbs.add_parser(verb, help=line)
         if words and words[0] == verb:
-            command = import_module(f"kasoku.commands.{module}")
+            subparser.set_defaults(module=f"kasoku.commands.{module}", function="run")
             if verb == "launch":
                 places = subparser.add_subparsers(metavar="WHERE", required=True)
-                for place, (run, place_line) in command.SUBCOMMANDS.items():
-                    declare(places.add_parser(place, help=place_line), run)
+                for place, place_line in options.PLACES.items():
+                    place_parser = places.add_parser(place, help=place_line)
+                    place_parser.set_defaults(function=f"run_{place}")
+                    declare(place_parser, getattr(options, f"{place.capitalize()}Arguments"))
             else:
-                declare(subparser, command.run)
+                declare(subparser, getattr(options, f"{module.capitalize()}Arguments"))
     return parser.parse_args(words)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kasoku.commands import AllowArguments, argument, option
+from kasoku.commands.arguments import FORMATS, ExportArguments
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.training.trained_run import Trained, load
-
-SUFFIXES = {"safetensors": "safetensors", "torch-export": "pt2", "onnx": "onnx"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportArguments(AllowArguments):
-    """The arguments of `kasoku export`."""
-
-    trained: Path = argument(metavar="RUN")
-    format: str = option(choices=tuple(SUFFIXES), required=True)
-    out: Path | None = option(metavar="FILE", help="where to (default: in the run folder)")
 
 
 class _FromPixels(nn.Module):
@@ -82,7 +70,7 @@ def run(arguments: ExportArguments) -> int:
         graph = written.model.graph
         graph.inputs[0].doc_string, graph.outputs[0].doc_string = facts["input"], facts["output"]
         save = written.save
-    path = arguments.out or arguments.trained / f"export.{SUFFIXES[arguments.format]}"
+    path = arguments.out or arguments.trained / f"export.{FORMATS[arguments.format]}"
     write_atomically(path, save)
     print(f"{path}\ninput: {facts['input']}\noutput: {facts['output']}; the file holds the names of the classes")
     return 0

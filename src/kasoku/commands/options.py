@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
@@ -84,9 +84,8 @@ class RecipeArguments(OptionalRecipe):
         return load(self.recipe, [*self.set, *settings])
 
 
-def declare(parser: argparse.ArgumentParser, run: Callable[[Any], int]) -> None:
-    """Has a parser read the fields of the dataclass that `run` takes; their annotations say of which type they are."""
-    kind = get_type_hints(run)["arguments"]
+def declare(parser: argparse.ArgumentParser, kind: type[CommandArguments]) -> None:
+    """Has a parser read the fields of a dataclass; their annotations say of which type they are."""
     types = get_type_hints(kind)
     parser.description = kind.description
     for each in fields(kind):
@@ -99,7 +98,7 @@ def declare(parser: argparse.ArgumentParser, run: Callable[[Any], int]) -> None:
         if flag == "--":
             flag += each.name.replace("_", "-")
         parser.add_argument(*([flag] if flag else []), dest=each.name, **settings)
-    parser.set_defaults(kind=kind, run=run)
+    parser.set_defaults(kind=kind)
 
 
 def arguments_of(parsed: argparse.Namespace, words: Sequence[str], started: float) -> CommandArguments:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from kasoku.commands import CommandArguments, argument, option
+from kasoku.commands.arguments import ReportArguments
 from kasoku.config import toml
 from kasoku.core import InputError
 from kasoku.core.files import check_regular, is_number, read_json, write_text
@@ -22,24 +21,6 @@ _PARTS = ("ledger", "timeline", "tuning", "classes")
 _NO_RECIPE = ("seed", "origin", "save.")  # settings that make no other recipe
 
 Group = tuple[str, Sequence[RunRecord]]  # a name, and runs of one recipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportArguments(CommandArguments):
-    """The arguments of `kasoku report`."""
-
-    runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
-    out: Path | None = option(
-        metavar="FILE", help="the page (default: report.html; of one run or ensemble, in its folder)"
-    )
-    compare: bool = option(default=False, help="refuse runs that are not of two groups")
-    trace: Path | None = option(
-        metavar="FILE", help="write a run's timeline for Chrome or Perfetto (and --out, if given)"
-    )
-    description: ClassVar[str] = (
-        "Runs of two recipes are compared over their seeds: A1 A2 A3 -- B1 B2 B3, or all of them in any order, by "
-        "recipe."
-    )
 
 
 def run(arguments: ReportArguments) -> int:

@@ -10,15 +10,15 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kasoku.commands import OptionalRecipe, option
+from kasoku.commands.arguments import TrainArguments
 from kasoku.config import trust
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.config.updates import info_of
@@ -34,25 +34,6 @@ if TYPE_CHECKING:
 
 DIVERGED, STOPPED = 3, 75  # exit codes
 CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root")  # of a run that is resumed
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainArguments(OptionalRecipe):
-    """The arguments of `kasoku train`."""
-
-    out: Path | None = option(metavar="DIR", help="the run folder (default: runs/NAME-N)")
-    resume: Path | None = option(metavar="DIR", help="go on with the run in DIR")
-    go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
-    data: Path | None = option(metavar="DIR", help="without a recipe: a folder with one folder a class")
-    weights: Path | None = option(metavar="FILE", help="with --data: published weights to start from")
-    freeze: int = option(default=0, metavar="K", help="with --weights: do not train the first K blocks")
-    members: int = option(default=0, metavar="K", help="train K members of an ensemble")
-    vary: tuple[str, ...] = option(default=(), metavar="PATH=V1,V2,...", help="with --members: a value for each")
-    dry_run: bool = option(default=False, help="only print what the recipe would do")
-    show: bool = option("--print", default=False, help="only print the resolved recipe (TOML)")
-    plot: Path | None = option(metavar="FILE", help="draw rate, weight decay, momentum over epochs (HTML)")
-    quiet: bool = option(default=False, help="no progress bar")
-    if_interrupted: ClassVar[str] = "a checkpoint written before stands"
 
 
 def run(arguments: TrainArguments) -> int:
