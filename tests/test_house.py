@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1660,
-    "optim": 1210,
+    "core": 1770,
+    "optim": 1215,
     "models": 835,
     "device": 600,
     "data": 5400,
     "distributed": 5665,
     "memory": 2330,
-    "config": 1350,
+    "config": 1375,
     "tune": 2150,
     "simulate": 1840,
-    "report": 2355,
-    "training": 2035,
-    "commands": 1965,
+    "report": 2370,
+    "training": 2065,
+    "commands": 2005,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is

@@ -56,7 +56,8 @@ def refused(tmp_path, capsys):
         ("batch=100000", r"batch=100000: at most 1437"),
         ("accumulate=7", r"accumulate=7: a divisor of batch=64"),
         ("evaluate.target=98", r"target=98.*fraction"),
-        ("schedule.warmup=100", r"warmup=100"),
+        ("schedule.warmup=100", r"schedule\.warmup: 100 epochs, longer than the training"),
+        ("schedule={use='kasoku.core.Linear', warmup=20}", r"Linear: epochs=20.* must lie beyond warmup=20"),
         ("schedule=5", r"schedule = 5: a table is wanted"),
         ("techniques.3.translate=1", r"3 is no index"),
         ('techniques.0={use="kasoku.core.Cosine"}', r"techniques\[0\]\.use.*a Technique is wanted"),
@@ -164,6 +165,7 @@ def test_a_checkpoint_of_another_model(tmp_path, capsys):
     assert main(["train", str(RECIPE), *ONE_EPOCH, "--out", str(run)]) == 0
     (run / "recipe.toml").write_text((run / "recipe.toml").read_text().replace("32,", "16,"))
     (run / "manifest.json").unlink()  # which would tell that the recipe was changed
+    (run / "result.json").unlink()  # as of a run that was killed
     assert main(["train", "--resume", str(run)]) == 2
     error = capsys.readouterr().err
     assert "weights of another model" in error

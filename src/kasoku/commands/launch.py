@@ -50,7 +50,8 @@ def run_local(arguments: LocalArguments) -> int:
     port = _from(arguments.port, "MASTER_PORT", PORT if arguments.nodes > 1 else 0)
     _check_port(port, 0 if arguments.nodes == 1 else 1)
     places = [Place(node * each + i, arguments.nodes * each, i, each) for i in range(each)]
-    extra = [*(["--quiet"] if arguments.quiet else []), *trust.allow_options()]
+    flags = [f"--{name}" for name in ("quiet", "traceback") if getattr(arguments, name)]
+    extra = [*flags, *trust.allow_options()]
     command = train_arguments(arguments.recipe, arguments.set, arguments.out, go_on=arguments.go_on, extra=extra)
     return spawn(command, places, address=master or "127.0.0.1", port=port, started=arguments.started)
 

@@ -20,6 +20,10 @@ _RECIPE = "a recipe file (TOML), or the name of a recipe that comes with kasoku 
 class CommandArguments:
     """The arguments of a command: its options are fields. `if_interrupted`: what an interruption leaves behind."""
 
+    traceback: bool = field(  # written as `option` does, which stands below
+        default=False,
+        metadata={"flag": "--", "settings": {"action": "store_true", "help": "also show where an error came from"}},
+    )
     words: tuple[str, ...] = ()  # of the command line, after `kasoku`
     started: float = 0.0  # when the command was typed, on the clock of time.perf_counter
     if_interrupted: ClassVar[str] = "nothing was written"
@@ -101,5 +105,5 @@ def arguments_of(parsed: argparse.Namespace, words: Sequence[str], started: floa
     """The dataclass of what a parser read."""
     kind: type[CommandArguments] = parsed.kind
     read = {each.name: getattr(parsed, each.name) for each in fields(kind) if each.metadata}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
     return kind(**given, words=tuple(words), started=started)

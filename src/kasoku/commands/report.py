@@ -42,7 +42,7 @@ def run(arguments: ReportArguments) -> int:
     if arguments.compare and len(groups) < 2:
         raise InputError("--compare: these runs are of one recipe; give two groups, as A1 A2 A3 -- B1 B2 B3")
     lines = verdicts(_with_own_names(groups))
-    out = arguments.out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
+    out = arguments.out or ((arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html")
     from kasoku.report.html.page import page  # plotly and jinja2 take 0.4 s, and only this page needs them
 
     write_text(out, page(runs, lines), errors="replace")

@@ -126,6 +126,7 @@ def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> in
 def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
     from kasoku.config.ranks import check_same, shares_of
+    from kasoku.config.updates import schedule_warning
     from kasoku.data.datasets.folder_index import scanned_once
     from kasoku.report import print_table
     from kasoku.training import run_folder, trainer
@@ -137,11 +138,15 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     read = partial(_recipe_and_folder, arguments)
     recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
     check_same(recipe, comm)
+    _say_once(comm, schedule_warning(recipe))
     resume = arguments.resume is not None
     if _has_members(arguments, folder):
         return _train_members(arguments, folder, comm)
     if arguments.dry_run or arguments.show:
         return _preview(arguments, recipe, comm, start)
+    if resume and (over := run_on_all_ranks(comm, lambda: run_folder.finished(folder, recipe))):
+        _say_once(comm, f"{folder}: {over}")
+        return 0
     announced = arguments.data and not arguments.quiet and not resume
     arguments = replace(arguments, quiet=arguments.quiet or comm.rank > 0)
     tuned = start.do("tuning", partial(_tune, arguments, recipe, comm)) if recipe.auto_batch else None
@@ -162,6 +167,11 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         _print_stopped(result.stopped, folder)
     run_on_all_ranks(comm, lambda: None)  # a launcher ends all ranks once one ends: rank 0 prints first
     return STOPPED if result.stopped else 0
+
+
+def _say_once(comm: Comm, line: str) -> None:
+    if line and comm.rank == 0:
+        print(f"kasoku: {line}", file=sys.stderr)
 
 
 def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start) -> int:
@@ -230,8 +240,7 @@ def _begin(
     if not arguments.quiet:
         each = f"{ranks} ranks, each on " if ranks > 1 else ""
         print(f"{each}{training.device_setup.summary}\n{training.total_steps} steps, run folder {run.path}", flush=True)
-    other_epochs = getattr(recipe.schedule, "epochs", recipe.epochs) != recipe.epochs
-    derived = rows or recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch or other_epochs
+    derived = rows or recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch
     if arguments.plot or (derived and not arguments.quiet):
         data = info_of(training.dataset)
         model, show = training.job.model, not arguments.quiet
@@ -241,7 +250,7 @@ def _begin(
 def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     from kasoku.report.dry_run import preview
     from kasoku.training import ensemble, trained_run
-    from kasoku.training.run_folder import load_recipe, members_of
+    from kasoku.training.run_folder import finished, load_recipe, members_of
 
     if comm.size > 1:
         message = f"--members on {comm.size} ranks: members train on one device, by turns; start one process"
@@ -249,9 +258,14 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     if arguments.resume:
         paths = members_of(folder)
         recipes = [load_recipe(path, arguments.set) for path in paths]
+        over = [finished(path, recipe) for path, recipe in zip(paths, recipes, strict=True)]
+        if all(over):
+            print(f"kasoku: {folder}: {len(paths)} members, the first {over[0]}", file=sys.stderr)
+            return 0
     else:
         recipes = ensemble.varied(lambda more: _load(arguments, *more), arguments.members, arguments.vary)
         paths = [folder / f"member-{i + 1}" for i in range(len(recipes))]
+        over = [""] * len(paths)
     if arguments.plot or arguments.dry_run:
         preview(recipes[0], plot=arguments.plot, show=arguments.dry_run)
     if arguments.dry_run:
@@ -260,7 +274,9 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
         return 0
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
     with _advised(folder):
-        results = ensemble.train(recipes, paths, started=arguments.started, own_modules=own, quiet=arguments.quiet)
+        left = [i for i in range(len(paths)) if not over[i]]
+        training, at = [recipes[i] for i in left], [paths[i] for i in left]
+        results = ensemble.train(training, at, started=arguments.started, own_modules=own, quiet=arguments.quiet)
     stopped = [result.stopped for result in results if result.stopped]
     if stopped:
         _print_stopped(stopped[0], folder)

@@ -56,8 +56,8 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
     if document["batch"] == AUTO:
         document["reference_batch"] = batch  # of the rates above; tuning begins there
     if isinstance(document["epochs"], int | float):
-        epochs = document["epochs"]  # the schedule follows them
-    document["schedule"] = {"use": "kasoku.core.Cosine", "epochs": epochs, "warmup": epochs / 10}
+        epochs = document["epochs"]  # the warm-up follows them
+    document["schedule"] = {"use": "kasoku.core.Cosine", "warmup": epochs / 10}
     return from_document(document, settings)
 
 

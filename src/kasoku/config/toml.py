@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from kasoku.config import trust
 from kasoku.config.shipped import RECIPES
+from kasoku.core.attribution import attributed
 from kasoku.core.errors import InputError
 
 T = TypeVar("T")
@@ -66,7 +67,8 @@ class Factory:
         except InputError:
             raise
         except ValueError as error:  # torch's way to refuse a setting
-            raise InputError(f"{self.use}: {error}") from error
+            failure = attributed(error)
+            raise failure if failure is not error else InputError(f"{self.use}: {error}") from error
 
 
 def resolve(dotted: str, path: str) -> Callable[..., Any]:

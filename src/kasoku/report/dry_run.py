@@ -128,9 +128,7 @@ def _table(recipe: Recipe, data: Facts, curve: list[Moment]) -> dict[str, str]:
     rows["updates"] = f"{total:,} in {recipe.epochs:g} epochs, {per_epoch:,} in the first, of {data.images:,} images"
     schedule = type(recipe.scaled_schedule).__name__
     warmup = f", after a warm-up of {recipe.scaled_schedule.warmup:g} epochs" if recipe.scaled_schedule.warmup else ""
-    until = getattr(recipe.scaled_schedule, "epochs", recipe.epochs)
-    ends = f", made for {until:g} epochs" if until != recipe.epochs else ""
-    rows["rate"] = f"{top.lr:.5g} at epoch {top.epoch:.1f} ({schedule}{warmup}{ends}), {curve[-1].lr:.3g} at the end"
+    rows["rate"] = f"{top.lr:.5g} at epoch {top.epoch:.1f} ({schedule}{warmup}), {curve[-1].lr:.3g} at the end"
     decays = max(m.weight_decay for m in curve), curve[-1].weight_decay
     rows["weight decay"] = f"{decays[0]:.3g}" + (f", {decays[1]:.3g} at the end" if decays[0] != decays[1] else "")
     if top.momentum is not None:
