@@ -10,7 +10,7 @@ SLOW = process or timing or data or browser or exhaustive or docs
 help:
 	@echo "make setup | demo | test | test-all | check | docs | fuzz | bench | records | gpu | dist"
 
-.venv/base: pyproject.toml constraints.txt
+.venv/base: pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) -e .
 	touch $@

@@ -28,7 +28,7 @@ def test_its_examples_pass_the_contracts_as_they_are_written(tmp_path):
 
 def test_the_modules_it_names_are_there():
     root = Path(__file__).parent.parent
-    named = set(re.findall(r"`((?:src|tests|benchmarks|docs)/[\w/.]*)`", TEXT))
+    named = set(re.findall(r"`((?:src|tests|benchmarks|docs|records)/[\w/.]*)`", TEXT))
     assert [name for name in named if not (root / name).exists()] == []
     inside = set(re.findall(r"`((?:commands|distributed)/[\w/.]*\.py)`", TEXT))
     assert len(inside) == 3
