@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from kasoku.cli import VERBS
+from kasoku.commands import arguments
 from kasoku.config import describe
 from kasoku.core import Technique
 
@@ -183,10 +184,9 @@ def argument(field: Field[Any]) -> Argument:
 def every_command() -> Iterator[tuple[str, str, type, list[Argument]]]:
     """Each command: as it is typed, what it does, the class of its arguments, and these."""
     for verb, (module, line) in VERBS.items():
-        command = import_module(f"kasoku.commands.{module}")
-        places = getattr(command, "SUBCOMMANDS", {"": (command.run, line)} if hasattr(command, "run") else {})
-        for place, (run, place_line) in places.items():
-            kind = get_type_hints(run)["arguments"]
+        places = arguments.PLACES if verb == "launch" else {"": line}
+        for place, place_line in places.items():
+            kind = getattr(arguments, f"{(place or module).capitalize()}Arguments")
             declared = [argument(field) for field in fields(kind) if field.metadata]
             yield f"kasoku {verb} {place}".strip(), place_line, kind, declared
 
