@@ -147,9 +147,9 @@ def test_close_gives_equal_shares_back():
     def rank(comm: Comm) -> tuple[int, int]:
         batches = loader(digits(), "train", BATCH, comm=comm)
         job = Job(network(False), rule, loader=batches, comm=comm).apply(Shares((24, 8)))
-        own = batches.own_batch
+        own = batches.pipeline.own_batch
         job.close()
-        return own, batches.own_batch
+        return own, batches.pipeline.own_batch
 
     assert Threads(2).run(rank) == [(24, 16), (8, 16)]
 

@@ -115,8 +115,8 @@ def test_clip_bounds_the_common_norm():
     ("wrong", "line"),
     [
         (lambda: Clip(norm=0), "norm=0: above 0"),
-        (lambda: EMA(decay=1.0), "decay=1.0: from 0 to below 1"),
-        (lambda: EMA(every=0), "every=0: at least 1"),
+        (lambda: EMA(decay=1.0), "decay=1: must be at least 0 and below 1"),
+        (lambda: EMA(every=0), "every=0: must be at least 1"),
         (lambda: Lookahead(power=3), "power=3, epochs=0.0: a decay that grows needs"),
     ],
 )

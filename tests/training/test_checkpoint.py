@@ -51,7 +51,7 @@ def test_a_channels_last_model_is_saved(run: RunFolder):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "sums.json"])
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "nested", "gone"])
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(run: RunFolder, name: str, damage: str):
     for step in (1, 2):
         checkpoint.save(run.path, step, Net(), {"steps": step})
@@ -61,7 +61,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(run: RunFolder, na
     if damage == "gone":
         file.unlink()
     else:
-        file.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
+        damaged = {"flipped": content, "truncated": content[: len(content) // 2], "nested": b"[" * 100_000}
+        file.write_bytes(damaged[damage])
     found, warnings = newest(run)
     assert found.name == "step-000000001"
     assert len(warnings) == 1

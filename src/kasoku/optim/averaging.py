@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kasoku.core import InputError, Job, Technique
+from kasoku.optim.param_groups import refuse_outside
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class EMA(Technique, refuses=("averages_weights",), averages_weights=True):
     warmup: bool = True
 
     def __post_init__(self) -> None:
-        _check(self.decay, self.every)
+        refuse_outside(decay=(self.decay, 0, 1), every=(self.every, 1, inf))
 
     def apply(self, job: Job) -> None:
         _Average(job, "ema", every=self.every, share=self._share)
@@ -72,12 +74,10 @@ class Lookahead(Technique, refuses=("averages_weights",), averages_weights=True)
     epochs: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.decay, self.every)
+        refuse_outside(decay=(self.decay, 0, 1), every=(self.every, 1, inf))
         if self.power < 0 or (self.power > 0 and not self.epochs > 0):
-            raise InputError(
-                f"power={self.power}, epochs={self.epochs}: a decay that grows needs a power above 0 "
-                "and the epochs it grows over"
-            )
+            wanted = "a decay that grows needs a power above 0 and the epochs it grows over"
+            raise InputError(f"power={self.power}, epochs={self.epochs}: {wanted}")
 
     def apply(self, job: Job) -> None:
         """At every `every`-th update, averages and writes the average back; evaluation uses the slow weights."""
@@ -89,13 +89,6 @@ class Lookahead(Technique, refuses=("averages_weights",), averages_weights=True)
             return float(self.decay * min(1.0, passed) ** self.power)
 
         _Average(job, "lookahead", every=self.every, share=share, write_back=True)
-
-
-def _check(decay: float, every: int) -> None:
-    if not 0 <= decay < 1:
-        raise InputError(f"decay={decay}: from 0 to below 1")
-    if every < 1:
-        raise InputError(f"every={every}: at least 1 step between rounds")
 
 
 class _Average:

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kasoku.core import InputError
+from kasoku.optim.param_groups import refuse_outside
 
 
 def logits_of(outputs_NK: Any) -> Tensor:
@@ -28,6 +29,5 @@ def cross_entropy(outputs_NK: Tensor, labels_N: Tensor, *, smoothing: float = 0.
 
     Ref: Szegedy et al. 2016 (arXiv 1512.00567), 7.
     """
-    if not 0 <= smoothing < 1:
-        raise InputError(f"smoothing={smoothing}: from 0 to below 1")
+    refuse_outside(smoothing=(smoothing, 0, 1))
     return functional.cross_entropy(logits_of(outputs_NK), labels_N, label_smoothing=smoothing)

@@ -24,7 +24,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from kasoku.core import InputError, summary
-from kasoku.core.files import digest, flush, load_weights, write_error
+from kasoku.core.files import digest, flush, load_weights, read_json, write_error
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training.metrics import Metrics
 from kasoku.training.run_state import Progress, RunState
@@ -151,10 +151,10 @@ def newest(path: Path, *, warn: Callable[[str], None], clean: bool = False) -> P
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files; None if nothing is."""
     try:
-        sums = json.loads((folder / _SUMS).read_text())
+        sums = read_json(folder / _SUMS)
         for name in ("model.safetensors", "state.pt"):
-            if digest(folder / name) != sums[name]:
+            if digest(folder / name) != sums.get(name):
                 return f"{name} does not match its checksum"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
+    except (OSError, InputError) as error:
+        return str(error)
     return None
