@@ -51,13 +51,8 @@ class Start:
     def add(self, name: str, f: Callable[..., T], after: Sequence[str] = ()) -> None:
         """Calls f in a thread as soon as the tasks that it needs have ended.
 
-        Args:
-            name: by which other tasks refer to this one.
-            f: its parameters without a default are the names of the tasks whose results it takes.
-            after: tasks that must have ended as well.
-
-        Raises:
-            ValueError: if the name is taken, or a task that it needs is unknown.
+        f's parameters without a default are the names of the tasks whose results it takes; those in `after` must have
+        ended as well. Raises ValueError if the name is taken, or a task that it needs is unknown.
         """
         task = (name, f, self._register(name, f, after), after)
         if self.overlap:  # a daemon, so that an interruption does not wait for a missing rank

@@ -45,12 +45,8 @@ def follow_blocks(job: Job, enter: Callable[[str], None], is_due: Callable[[], b
     """Calls enter(name) whenever another block starts to run; "" stands for no block. Active in training only.
 
     A block's backward lasts until the next block's backward begins. When a block's forward ends, the block that it
-    interrupted continues: a backward that recomputes activations runs forwards inside itself.
-
-    Args:
-        job: the job whose model is followed until it is closed.
-        enter: the callback.
-        is_due: whether the current step is followed.
+    interrupted continues: a backward that recomputes activations runs forwards inside itself. Ends when the job is
+    closed. `is_due`: whether the current step is followed.
     """
     current = ""
     interrupted: list[str] = []

@@ -19,8 +19,7 @@ _THUMBNAIL = 96  # pixels, the longer side
 class PredictionLog:
     """The predictions of one evaluation. They stay on the device until `gather`, so that no batch waits for a copy.
 
-    Args:
-        loader: the loader of the batches, which tells the indices of the last one.
+    `loader`: of the batches; it has the indices of the last one.
     """
 
     def __init__(self, loader: Loader) -> None:

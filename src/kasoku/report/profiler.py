@@ -83,11 +83,9 @@ class StepProfile:
 
 
 class Profiler:
-    """Runs steps of a job and measures them; the model is trained by these steps.
+    """Runs steps of a job, with all techniques applied, and measures them; the model is trained by these steps.
 
-    Args:
-        job: the job, with all techniques applied.
-        dtype: the type in which its matrix products compute.
+    `dtype`: the type in which its matrix products compute.
     """
 
     def __init__(self, job: Job, dtype: torch.dtype = torch.float32) -> None:

@@ -82,16 +82,10 @@ ALONE = Fastest(0.0, float("inf"), choices=(("none", LinkModel(0.0, float("inf")
 
 @lru_cache(maxsize=1024)
 def link(cluster: Cluster, gpus: int, algorithm: str = "auto", share: float = 1.0) -> Fastest:
-    """The time of an all-reduce, by its bytes.
+    """The time of an all-reduce on the first GPUs of a cluster, by its bytes, of which a share is sent.
 
-    Args:
-        cluster: the GPUs are in its first nodes.
-        gpus: the number of GPUs; they fill their nodes.
-        algorithm: of `ALGORITHMS`; "auto": the faster of ring and tree, as NCCL chooses.
-        share: the share of the bytes that is sent.
-
-    Raises:
-        InputError: for an unknown algorithm, or one that does not exist for this number of GPUs.
+    `algorithm`: of `ALGORITHMS`; "auto": the faster of ring and tree, as NCCL chooses. Raises InputError for an unknown
+    one, or one that does not exist for this number of GPUs, and where these do not fill their nodes.
     """
     nodes = cluster.nodes_for(gpus)
     if gpus == 1:
@@ -144,10 +138,7 @@ def rates(links: Ints, capacity: Floats) -> Floats:
 def seconds(routes: Sequence[Sequence[int]], sizes: Sequence[float], capacity: Floats) -> float:
     """Seconds until the last flow has ended; a flow that ends leaves its share to the remaining ones.
 
-    Args:
-        routes: the indices of the links that each flow crosses.
-        sizes: the bytes of each flow.
-        capacity: the rate of each link in bytes/s.
+    `routes`: the indices of the links that each flow crosses; `sizes`: its bytes; `capacity`: of each link, bytes/s.
     """
     links: Ints = np.full((len(routes), max(map(len, routes), default=0)), -1, dtype=np.int64)
     for i, route in enumerate(routes):
@@ -271,15 +262,10 @@ def hierarchical(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
 def torus(
     cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False, across: float = 1.0, exchanged: bool = False
 ) -> list[AlgorithmCost]:
-    """A reduce-scatter, all-reduce and all-gather on a grid of GPUs.
+    """A reduce-scatter, all-reduce and all-gather on a grid of GPUs, whose rows have `width`; 0: about square.
 
-    Args:
-        cluster: the GPUs are in its first nodes.
-        gpus: the number of GPUs.
-        width: GPUs of a row, a divisor of `gpus`; 0: about square, of whole nodes.
-        trees: columns may also use trees instead of rings.
-        across: the share of the remaining bytes that is sent along columns.
-        exchanged: columns use an all-to-all and an all-gather.
+    `width` is a divisor of `gpus`. Columns use rings, with `trees` also trees, or (`exchanged`) an all-to-all and an
+    all-gather; `across` is the share of the remaining bytes that is sent along them.
     """
     width = width or square(gpus, min(gpus, cluster.node.gpus))
     once, high = gather(cluster, gpus, width), gpus // width

@@ -36,16 +36,10 @@ def exchanges(reducer: Reducer) -> bool:
 
 @lru_cache(maxsize=1024)
 def link(cluster: Cluster, gpus: int, reducer: Reducer, algorithm: str = "auto") -> Fastest:
-    """The time of a mean of gradients, by their bytes in fp32.
+    """The time of a mean of gradients on the first GPUs of a cluster, by their bytes in fp32.
 
-    Args:
-        cluster: the GPUs are in its first nodes.
-        gpus: the number of GPUs; they fill their nodes.
-        reducer: Mean, Wire, or Hierarchical of one of these.
-        algorithm: of the all-reduce, for reducers that use one.
-
-    Raises:
-        InputError: for a reducer that is not simulated, or one whose nodes the GPUs do not fill.
+    `reducer`: Mean, Wire, or Hierarchical of one of these; `algorithm`: of the all-reduce, if it uses one. Raises
+    InputError for a reducer that is not simulated, or one whose nodes the GPUs do not fill.
     """
     cluster.nodes_for(gpus)
     alike, node = flat(reducer), 1

@@ -171,11 +171,7 @@ def profile_of(text: str) -> tuple[Path, int]:
 
 
 def profiled(profiles: Sequence[tuple[Path, int]], net: ModelCosts) -> MeasuredTimes:
-    """Reads folders of `kasoku profile`, each with the images of its steps.
-
-    Raises:
-        InputError: if the blocks of a profile are not those of the network.
-    """
+    """Reads folders of `kasoku profile`, each with the images of its steps. Raises InputError for another network's."""
     measured, updates = [], []
     for folder, images in profiles:
         try:

@@ -171,12 +171,8 @@ def scenario(
 ) -> Scenario:
     """The recipe on the cluster. Raises InputError for settings that are not simulated.
 
-    Args:
-        recipe: its batch, model, data and techniques count.
-        cluster: its nodes, network and GPUs.
-        algorithm: of the all-reduces; "": the fastest.
-        profiles: folders of `kasoku profile`, and the images of the steps profiled there.
-        like: another recipe on the same cluster; where model and data are equal, they are not inspected again.
+    `algorithm`: of the all-reduces; "": the fastest. `profiles`: folders of `kasoku profile`, and the images of the
+    steps profiled there. `like`: another recipe on this cluster; equal models and data are not inspected again.
     """
     if recipe.auto_batch:
         raise InputError('batch = "auto": give --set batch=B, or the recipe of a run that was tuned')
@@ -256,8 +252,7 @@ def sizes(
 ) -> list[int]:
     """Numbers of GPUs from low to high, evenly spaced in their logarithms, that fill their nodes and pass `fits`.
 
-    Raises:
-        InputError: for a range that the cluster does not hold.
+    Raises InputError for a range that the cluster does not hold.
     """
     if not 1 <= low <= high:
         raise InputError(f"sweep gpus={low}:{high}: from at least 1 up to more")

@@ -103,10 +103,8 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tupl
     """Simulates each recipe on numbers of GPUs that can share its batch, with graded groups.
 
     The images that surely fit on a GPU are those of its largest measured batch, scaled by the outputs of the network's
-    layers. With a technique that saves memory, the whole batch: SavedMemory plans for the available memory.
-
-    Raises:
-        InputError: if there is no such number.
+    layers. With a technique that saves memory, the whole batch: SavedMemory plans for the available memory. Raises
+    InputError if there is no such number.
     """
     simulated: list[Choice] = []
     base: Scenario | None = None
@@ -167,8 +165,7 @@ def _by_nodes(plain: Choice) -> Choice:
 def best(tried: Sequence[Choice], deadline_s: float, budget_usd: float) -> Choice:
     """The cheapest by a deadline, or the fastest within a budget, or (both 0) the fastest.
 
-    Raises:
-        InputError: if no choice meets it; the message has the nearest one.
+    Raises InputError if no choice meets it; the message has the nearest one.
     """
     fastest = min(tried, key=lambda c: c.seconds)
     if deadline_s:

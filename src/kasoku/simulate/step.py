@@ -126,9 +126,6 @@ class Simulator:
     """Simulates steps of any size of a network on a cluster.
 
     Args:
-        cluster: the cluster.
-        net: the network that is trained.
-        sharing: how ranks share gradients.
         spread: standard deviation of the logarithm of the ranks' speeds; None: that of the cluster's GPUs.
         profile: measured times of the network's blocks, in place of the GPU's shipped times.
         norm_batch: images that share BatchNorm statistics, of several ranks if one has fewer; 0: a rank's own.

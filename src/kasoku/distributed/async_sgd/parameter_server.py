@@ -26,13 +26,9 @@ _STRETCH = 1 << 16  # elements: 256 KiB
 
 
 class ParameterShard:
-    """The owned part of one group of parameters.
+    """The owned part, of n elements, of one group of parameters; `workers` send its updates.
 
-    Args:
-        n: elements.
-        workers: the ranks that send updates.
-        codec: the codec of updates and replies.
-        share: the factor of each fp32 update; workers scale updates of other codecs before rounding.
+    `share`: the factor of each fp32 update; workers scale updates of other codecs before rounding.
 
     Attributes: `weights`: the authoritative values. `staleness`: the number of updates since `begin` by staleness.
     """
@@ -57,11 +53,8 @@ class ParameterShard:
         The reply is the weights in fp32; with other codecs it is their difference from the worker's copy. A version is
         the number of updates by other workers in the weights.
 
-        Args:
-            rank: the worker.
-            update: `share` of it is added, as the worker has done in its copy; its memory is overwritten.
-            version: of the weights that the update was computed on.
-            out: it may share memory with `update`.
+        `share` of the update is added, as the worker has done in its copy; `version`: of the weights that it was
+        computed on. The update's memory is overwritten; `out` may share it.
         """
         with self._lock:
             new_version = self._updates.total() - self._updates[rank]
@@ -84,10 +77,8 @@ class ParameterShard:
 class ParameterServer:
     """Answers the requests of all ranks: has the owned shards and, on the first owner, the clocks and data shares.
 
-    Args:
-        shards: one for each group, or None where this rank owns nothing of the group.
-        workers: the ranks that train.
-        ahead: how many steps a worker may be ahead of the slowest one; None: any number.
+    `shards`: one for each group, or None where this rank owns nothing of it. `workers`: the ranks that train. `ahead`:
+    how many steps a worker may be ahead of the slowest one; None: any number.
     """
 
     def __init__(self, shards: Sequence[ParameterShard | None], workers: Sequence[int], ahead: int | None) -> None:
@@ -132,16 +123,10 @@ class ParameterServer:
 
 @dataclass(eq=False)
 class SharedWeights:
-    """One division of the weights among owners.
+    """One division of the weights among owners; `workers` train, and `groups` are this rank's copies.
 
-    Args:
-        groups: this rank's copies.
-        workers: the ranks that train.
-        owners: the ranks that own the weights.
-        rank: this rank.
-        max_staleness: how many steps a worker may be ahead of the slowest one; None: any number.
-
-    Attributes: `server`: of the shards that this rank owns.
+    `max_staleness`: how many steps a worker may be ahead of the slowest one; None: any number. `server`: of the shards
+    that this rank owns.
     """
 
     groups: Sequence[WorkerGroup]

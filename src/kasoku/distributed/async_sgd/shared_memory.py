@@ -23,15 +23,13 @@ from kasoku.core import Comm
 PLACE = 4  # numbers of an address: process, descriptor, inode, bytes from the start
 _ALIGNED = 64  # bytes: a line of the cache
 _Allocated = dict[int, tuple[int, int]]  # descriptor and inode, by address
+_NONE = torch.zeros(0, dtype=torch.uint8)
 
 
 class Segments:
-    """A rank's shared memory for the updates it sends and the weights it receives.
+    """A rank's shared memory for the updates it sends and the weights it receives; ranks of one process need none.
 
-    Args:
-        comm: collective, as ranks try to map each other's memory; ranks of one process need no shared memory.
-
-    Attributes: `near`: the other ranks that take an address instead of bytes.
+    Collective, as ranks try to map each other's memory. `near`: the other ranks that take an address instead of bytes.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -39,13 +37,11 @@ class Segments:
         self._allocated: _Allocated = {}
         self._mapped: dict[tuple[int, ...], Tensor] = {}
         self._device = 0  # of the file system that has such memory
-        self._free = torch.zeros(0, dtype=torch.uint8)
+        self._free = _NONE
         if not comm.thread_safe:
             return
-        probe = self._new(8)
-        if probe is not None:
-            probe.fill_(comm.rank % 251)
-        probes = comm.gather_objects((_system(), () if probe is None else self.place(probe)))
+        probe = self._new(8).fill_(comm.rank % 251)
+        probes = comm.gather_objects((_system(), self.place(probe)))
         mine, read = probes[comm.rank][0], set()
         for rank, (system, place) in enumerate(probes):
             if rank != comm.rank and mine and system == mine and place:
@@ -58,8 +54,7 @@ class Segments:
 
     def open(self, pieces: int, size: int) -> None:
         """Reserves memory for `pieces` calls of `zeros` of `size` bytes in all; unused pages take no memory."""
-        memory = self._new(size + pieces * _ALIGNED) if self.near and size else None
-        self._free = torch.zeros(0, dtype=torch.uint8) if memory is None else memory
+        self._free = self._new(size + pieces * _ALIGNED) if self.near and size else _NONE
 
     def zeros(self, n: int, dtype: torch.dtype) -> Tensor:
         """N zeros, in shared memory if there is any left and a rank is near."""
@@ -69,18 +64,18 @@ class Segments:
         block, self._free = self._free[:size], self._free[-(-size // _ALIGNED) * _ALIGNED :]
         return block.view(dtype)
 
-    def _new(self, size: int) -> Tensor | None:
-        """Newly allocated shared memory, or None if the system has none."""
+    def _new(self, size: int) -> Tensor:
+        """Newly allocated shared memory, empty if the system has none."""
         try:
             descriptor = os.memfd_create("kasoku")
         except (AttributeError, OSError):  # not on Linux, or Python was built on an older libc
-            return None
+            return _NONE
         try:
             os.ftruncate(descriptor, size)
             memory = mmap.mmap(descriptor, size)
         except (OSError, ValueError, OverflowError):
             os.close(descriptor)
-            return None
+            return _NONE
         x, status = torch.frombuffer(memory, dtype=torch.uint8), os.fstat(descriptor)
         self._device = status.st_dev
         self._allocated[x.data_ptr()] = file = (descriptor, status.st_ino)

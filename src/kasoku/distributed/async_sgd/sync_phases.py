@@ -17,11 +17,7 @@ from kasoku.distributed.ddp.overlap import Engine, Overlap
 class SyncPhases:
     """The synchronous steps at the start and the end, by an Overlap without next-forward overlap.
 
-    No phase is active until `switch()`.
-
-    Args:
-        warmup: epochs of the first synchronous phase.
-        finish: the epoch in which the last one begins; 0: none.
+    No phase is active until `switch()`. The first one has `warmup` epochs; the last begins in epoch `finish`; 0: none.
     """
 
     def __init__(self, job: Job, buckets: Policy, warmup: float, finish: float) -> None:

@@ -63,12 +63,7 @@ class InProcess:
 
 
 class NetworkTransport:
-    """Ranks in processes of their own; see Note: progress.
-
-    Args:
-        comm: a channel of its own.
-        segments: this rank's shared memory.
-    """
+    """Ranks in processes of their own, on a channel of its own; see Note: progress."""
 
     def __init__(self, comm: Comm, segments: Segments) -> None:
         self._comm, self._segments = comm, segments

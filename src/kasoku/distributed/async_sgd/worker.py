@@ -170,12 +170,9 @@ class WorkerGroup:
     def contribution(self, owned: Mapping[int, Tensor], living: Sequence[int], workers: int) -> Tensor:
         """This rank's summand of the weights: its owned piece, its rounding errors and its share of the dead's pieces.
 
-        A dead rank's piece becomes the mean of the workers' copies, as each worker has updated its own.
-
-        Args:
-            owned: this rank's piece, by its rank; empty if it owns none.
-            living: the ranks at the sync point.
-            workers: how many of them train; 0 if this rank does not train.
+        A dead rank's piece becomes the mean of the workers' copies, as each worker has updated its own. `owned`: this
+        rank's piece, by its rank, if any; `living`: the ranks at the sync point; `workers`: how many of them train; 0
+        if this rank does not train.
         """
         for owner in [rank for rank in self.pieces if rank not in living]:
             self.drop_owner(owner)
@@ -192,9 +189,7 @@ class WorkerGroup:
     def write_request(self, share: float, factors: Sequence[float] | None) -> None:
         """Writes this worker's update into `request`, and adds `share` of it to `base`; inexact codecs send that share.
 
-        Args:
-            share: of one worker.
-            factors: of each parameter's update; None: 1.
+        `factors`: of each parameter's update; None: 1.
         """
         if not self._by_parameter or factors:
             self._write_request(share, factors)

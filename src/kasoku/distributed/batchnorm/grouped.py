@@ -27,10 +27,8 @@ Take = Callable[[Tensor, Tensor, int], None]  # (mean_C, variance_C (biased), va
 class Steer:
     """How a BatchNorm module groups images in training.
 
-    Args:
-        norm: the module it is for.
+    Attributes:
         images: number that share statistics; 0: all of one forward; if more than those, a group spans several ranks.
-        comm: the ranks.
         take: called with each group's statistics, in float32 or the buffers' type.
         alone: groups stay within one forward of one rank, and may be smaller.
         trace: records the time spent waiting for other ranks.

@@ -324,10 +324,7 @@ def table(
         lines.append(f"  waited for when {until}; expected: {step} a step, {exposed} of it exposed communication")
         lines.append(f"  no plan can be faster than {bound} (computing {computing}, communicating {sending})")
     if link is not None:
-        line = (
-            f"  measured: {1e3 * link.latency_s:.2f} ms and {link.bytes_per_s / 1e6:.1f} MB/s an all-reduce; in company"
-        )
-        lines.append(
-            f"{line} computing keeps {link.compute_share:.0%} of its speed, communicating {link.link_share:.0%}"
-        )
+        alone = f"{1e3 * link.latency_s:.2f} ms and {link.bytes_per_s / 1e6:.1f} MB/s an all-reduce"
+        beside = f"computing keeps {link.compute_share:.0%} of its speed, communicating {link.link_share:.0%}"
+        lines.append(f"  measured: {alone}; in company {beside}")
     return "\n".join(lines)

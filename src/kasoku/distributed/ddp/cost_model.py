@@ -110,15 +110,10 @@ def forecast(
     next_forward: bool = True,
     timeline: bool = False,
 ) -> Forecast:
-    """The step under a plan, in the steady state.
+    """The step under a plan of these tensors, in the steady state; the units are in forward order.
 
-    Args:
-        units: in forward order.
-        tensors: the tensors that the plan's indices refer to.
-        plan: the buckets and the order of their chunks.
-        link: sends the chunks.
-        next_forward: a unit's update and next forward wait for its own buckets only; False: for all buckets.
-        timeline: fill `Forecast.spans`.
+    `next_forward`: a unit's update and next forward wait for its own buckets only; False: for all buckets. `timeline`:
+    fill `Forecast.spans`.
     """
     unit_of = [min(tensors[i].unit for i in bucket) for bucket in plan.buckets]  # the first to read it
     width = [tensors[bucket[0]].width for bucket in plan.buckets]

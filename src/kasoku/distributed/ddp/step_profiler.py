@@ -250,11 +250,7 @@ def medians(alone: Sequence[StepMoments], beside: Sequence[StepMoments], watch: 
 def shares(alone_s: float, beside_s: float, rest_s: float, sent_s: float) -> tuple[float, float]:
     """The fractions of their speeds that compute and transfers keep beside each other.
 
-    Args:
-        alone_s: compute alone.
-        beside_s: the same compute beside transfers.
-        rest_s: what these took on alone once it had ended.
-        sent_s: these transfers alone.
+    Compute took `alone_s`, and `beside_s` beside transfers; these went on for `rest_s`, and take `sent_s` alone.
     """
     if rest_s > 0.02 * beside_s:  # transfers ran during all of the compute
         compute, link = alone_s / beside_s, (sent_s - rest_s) / beside_s

@@ -24,14 +24,9 @@ _DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDiv
 
 
 def page(runs: Sequence[RunRecord], comparisons: Sequence[str] = ()) -> str:
-    """The page of runs as HTML.
+    """The page of runs as HTML, in this order, with sentences that compare them; it names the parts that a run lacks.
 
-    Args:
-        runs: the runs in their order on the page; the page names the parts that a run lacks.
-        comparisons: sentences that compare the runs.
-
-    Raises:
-        InputError: if plotly is not installed.
+    Importing this file raises InputError if plotly or jinja2 is not installed.
     """
     bars = []
     for run in runs:
