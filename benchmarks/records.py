@@ -184,7 +184,8 @@ def append(
 
 
 def number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+    """With thousands commas, rounded to five digits, below 1 to three."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{5 if abs(value) >= 1 else 3}g}"
 
 
 def phrase(line: Line) -> str:
@@ -198,7 +199,7 @@ def judged(line: Line) -> str:
     said = []
     if "spread" in line:
         said.append(" to ".join(map(number, line["spread"])))
-    if "earlier" in line:
+    if any(abs(figure - line["figure"]) > 0.01 * abs(line["figure"]) for figure in line.get("earlier", ())):
         said.append("earlier " + " to ".join(dict.fromkeys(map(number, line["earlier"]))))
     if missed(line):
         said.append(f"**target {number(line['target'])}: missed**")
