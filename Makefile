@@ -44,9 +44,9 @@ check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# the manual as a site, build/site/index.html; a dead link fails
+# the manual as a site, build/site/index.html; a dead link fails (with --quiet, --strict would not see it)
 docs: .venv/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # mutated inputs for the decoder, recipes and files: two minutes; LONG=1: a million inputs
 fuzz: .venv/dev
