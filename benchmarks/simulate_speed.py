@@ -22,7 +22,7 @@ from kasoku.simulate import Sharing, Simulator, collectives, compressed, load, m
 from kasoku.simulate.from_recipe import sizes  # noqa: E402
 
 CLAIMS = {"simulate/speed/step": "step_s", "simulate/speed/sweep": "sweep_s"}
-CACHES = (stragglers.slowest, collectives.link, collectives.gathering, compressed.link)  # of a size
+CACHES = (stragglers.slowest, collectives.link, collectives.gather, compressed.link)  # of a size
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Draws docs/report_light.png and docs/report_dark.png: the page of a training, wide and light, narrow and dark.
+"""Draws the page of a training: docs/report_light.png (wide), report_dark.png (narrow), report_where.png (one panel).
 
 Two ranks learn the digits on this machine, the batch is tuned, and the page of that run is opened in a headless
 Chromium: some minutes. Needs `pip install -e '.[dev]'` and a Chromium.
@@ -39,6 +39,9 @@ def main() -> None:
         for theme, (width, height) in SHOTS.items():
             with browser.Opened(opened, page, width=width, height=height, dark=theme == "dark") as shown:
                 shown.page.screenshot(path=ROOT / "docs" / f"report_{theme}.png", full_page=True)
+                if theme == "light":
+                    panel = shown.page.locator(".card", has_text="Where the time went").first
+                    panel.screenshot(path=ROOT / "docs" / "report_where.png")
 
 
 if __name__ == "__main__":
