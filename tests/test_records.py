@@ -248,7 +248,7 @@ def test_what_looks_measured(line, found):
 
 RECORD = {"claim": "a/b/over", "figure": 5.087, "unit": "times", "spread": [5.022, 5.507], "target": 4,
           "text": "the images/s of PyTorch's defaults", "beside": {"images_per_s": {"ours": 16.67}}}  # fmt: skip
-SLOWER = {"claim": "a/b/slower", "figure": 1.0246, "unit": "times", "text": "a bare loop"}
+SLOWER = {"claim": "a/b/slower", "figure": 1.0246, "unit": "times", "text": "a bare loop", "earlier": [0.93, 0.93]}
 
 
 @pytest.mark.parametrize(
@@ -275,6 +275,7 @@ def test_a_figure_that_is_its_record_passes(line):
         ("5.0 times <!-- record: a/b/over -->", "5.0 times is no figure"),
         ("up to 5.5 times <!-- record: a/b/over -->", "5.5 times is no figure"),
         ("4 times the images/s <!-- record: a/b/over -->", "4 times is no figure"),
+        ("0.93 times <!-- record: a/b/slower -->", "0.93 times is no figure"),
         ("5.087 s <!-- record: a/b/over -->", "5.087 s is no figure"),
         ("5.1 times, 17.67 images/s <!-- record: a/b/over -->", "17.67 images/s is no figure"),
         ("2.4 % <!-- record: a/b/slower -->", "2.4 % is no figure"),
