@@ -20,7 +20,7 @@ from kasoku.core import Technique
 
 DOCS = Path(__file__).parent
 MARKED = re.compile(r"(<!-- generated: (\w+) ?([\w.]*) -->\n).*?(<!-- end -->)", re.DOTALL)
-FIGURE = re.compile(r"\d\.\d|\d ?(%|(us|ms|s|min|times)\b)")  # may look measured
+FIGURE = re.compile(r"\d\.\d|\d ?(%|(us|ms|s|min|times|MB)\b)")  # may look measured
 PAPER = re.compile(r"\[(00\d)\]")  # a text that the project began with
 SECTION = re.compile(r"^(?:Args|Attributes|Saves|Costs|Maths|Ref|Seen|Raises):", re.MULTILINE)
 RANKS = {  # class attribute: when its techniques communicate
@@ -58,15 +58,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def settings(thing: Callable[..., Any]) -> str:
     """The settings of a class or function as a table."""
     rows = [
-        (f"`{s.name}`", s.type, f"`{s.default}`" if s.default not in ("", "required") else s.default, chosen(s.line))
+        (
+            f"`{s.name}`",
+            s.type,
+            f"`{s.default}`" if s.default not in ("", "required") else s.default,
+            unmeasured(sentence(s.line), "a setting"),
+        )
         for s in describe.settings_of(thing)
     ]
     return table(["setting", "type", "default", "meaning"], rows)
 
 
-def chosen(line: str) -> str:
-    """The meaning of a setting, with a comment for tests/test_records.py where its examples look measured."""
-    return sentence(line) + (" <!-- not measured: a setting -->" if FIGURE.search(line) else "")
+def unmeasured(line: str, reason: str) -> str:
+    """A line, with a comment for tests/test_records.py if it has a figure that looks measured."""
+    return f"{line} <!-- not measured: {reason} -->" if FIGURE.search(line) else line
 
 
 def cited(line: str) -> str:
@@ -149,7 +154,13 @@ def names_for_use() -> str:
         out.append(f"### {title.capitalize()}")
         alike: dict[str, list[str]] = {}
         for name, thing in things.items():
-            alike.setdefault(settings(thing), []).append(f"- `{name}`: {cited(describe.summary_of(thing))}")
+            lines = [f"- `{name}`: {cited(describe.summary_of(thing))}"]
+            notes = describe.notes_of(thing).items() if title != "schedules" else ()
+            lines += [
+                f"    - **{word}:** {unmeasured(cited(note), 'published') if word == 'Ref' else cited(note)}"
+                for word, note in notes
+            ]
+            alike.setdefault(settings(thing), []).append("\n".join(lines))
         out += [part for keys, lines in alike.items() for part in ("\n".join(lines), keys)]
     return "\n\n".join(part for part in out if part)
 
@@ -174,8 +185,8 @@ def argument(field: Field[Any]) -> Argument:
     meaning = (known.get("help") or "") % {"default": known.get("default")}
     if known.get("action") == "append":
         meaning += "; may be given several times"
-    elif FIGURE.search(meaning):
-        meaning += " <!-- not measured: a setting -->"
+    else:
+        meaning = unmeasured(meaning, "a setting")
     many = f"{value}..." if known.get("nargs") in ("+", "*") else value
     free = f"[{many}]" if known.get("nargs") in ("?", "*") else many
     return Argument(f"`{written}`", meaning, written if flag and known.get("required") else "" if flag else free)
