@@ -187,11 +187,11 @@ def job(batches):
 
 def test_augment_as_a_technique_changes_the_loader_and_close_restores_it():
     batches = loader(digits(), "train", 100)
-    plain = batches.augment
+    plain = batches.pipeline.augment
     with_it = job(batches).apply(Augment(flip="random"))
-    assert batches.augment == Augment(flip="random")
+    assert batches.pipeline.augment == Augment(flip="random")
     with_it.close()
-    assert batches.augment is plain
+    assert batches.pipeline.augment is plain
 
 
 def test_augment_refuses_what_it_does_not_fit():

@@ -119,9 +119,9 @@ def test_what_configure_changed_is_undone_in_any_order():
     batches = loader(digits(), "train", 8)
     before = batches.pipeline.settings
     bigger, varied = batches.configure(batch=16, parts=2), batches.configure(augment=Augment(flip="random"))
-    assert (batches.batch, batches.parts, batches.augment.flip) == (16, 2, "random")
+    assert (batches.batch, batches.parts, batches.pipeline.augment.flip) == (16, 2, "random")
     bigger()
-    assert (batches.batch, batches.parts, batches.augment.flip) == (8, 1, "random")
+    assert (batches.batch, batches.parts, batches.pipeline.augment.flip) == (8, 1, "random")
     varied()
     assert batches.pipeline.settings == before
 
@@ -130,7 +130,7 @@ def test_an_augmentation_that_does_not_fit_changes_nothing():
     batches = loader(digits(), "train", 8)
     with pytest.raises(InputError, match="crop=random_resized: only for image files, digits is in memory"):
         batches.configure(augment=Augment(crop="random_resized"))
-    assert batches.augment == Augment()
+    assert batches.pipeline.augment == Augment()
 
 
 def test_a_job_gives_the_pipeline_back_when_it_is_closed():

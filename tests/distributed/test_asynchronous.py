@@ -472,7 +472,7 @@ def test_a_server_has_no_batches_and_the_workers_share_all():
             job.optimizer.step()
             job.optimizer.zero_grad()
         job.close()
-        assert (batches.rank, batches.size) == (comm.rank, comm.size)
+        assert (batches.pipeline.rank, batches.pipeline.size) == (comm.rank, comm.size)
         return seen
 
     server, *workers = Threads(3).run(rank)

@@ -14,7 +14,7 @@ from kasoku.core.comm import Comm
 from kasoku.core.errors import InputError
 from kasoku.core.job import Batch
 from kasoku.core.trace import Trace
-from kasoku.data.augment.basic import Augment, normalise, stored_side
+from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, GoneError, Memory
 from kasoku.data.decode.decode import read_image
 from kasoku.data.loading.bad_samples import Skipped
@@ -91,17 +91,13 @@ class Loader:
     """
 
     dataset: Dataset = _of("pipeline.dataset")
-    train: bool = _of("pipeline.train")
     own_batch: int = _of("pipeline.own_batch")
     seed: int = _of("pipeline.seed")
     images: int = _of("pipeline.images")
     batch: int = _of("pipeline.batch")
     parts: int = _of("pipeline.parts")
     shares: tuple[int, ...] = _of("pipeline.shares")
-    rank: int = _of("pipeline.rank")
-    size: int = _of("pipeline.size")
     device: torch.device = _of("pipeline.device")
-    augment: Augment = _of("pipeline.augment")
     skipped: Skipped | None = _of("executor.skipped")
     safe_batches: int = _of("executor.safe_batches")
 
@@ -169,15 +165,12 @@ class Loader:
         epoch = int(state["epoch"])
         position, within = divmod(int(state["position"]) * self.parts, int(state.get("parts", self.parts)))
         if within:
-            raise InputError(
-                f"position={state['position']} in {state['parts']} parts a batch: it lies within a batch, which cannot "
-                f"be gone on with in {self.parts} parts; resume with as many ranks as it was saved with"
-            )
+            got = f"position={state['position']} in {state['parts']} parts a batch: it lies within a batch"
+            advice = "resume with as many ranks as it was saved with"
+            raise InputError(f"{got}, which cannot be gone on with in {self.parts} parts; {advice}")
         if epoch < 0 or not 0 <= position < len(self):
-            raise InputError(
-                f"epoch={epoch}, position={position}: this loader has {len(self)} batches an epoch; "
-                "resume with the batch and data it was saved with"
-            )
+            got = f"epoch={epoch}, position={position}: this loader has {len(self)} batches an epoch"
+            raise InputError(f"{got}; resume with the batch and data it was saved with")
         self.seek(epoch, position)
         if self.skipped is not None:
             self.skipped.load_state_dict(state.get("skipped", {}))
@@ -229,7 +222,7 @@ class Loader:
             shares=(),
             parts=1,
             fill=False,
-            min_last=2 * self.size,  # no rank is left with one image, which has no variance
+            min_last=2 * self.pipeline.size,  # no rank is left with one image, which has no variance
         )
         survey = Loader(pipeline, self.executor.unshared)
         survey.trace = self.trace
