@@ -155,7 +155,8 @@ def test_a_declaration_in_a_techniques_head_is_one_of_its_class():
     class Mine(Technique, stage=Stage.MODEL, needs_whole_gradients=True):
         pass
 
-    assert Mine.stage is Stage.MODEL and Mine.needs_whole_gradients and not Technique.needs_whole_gradients
+    assert (Mine.stage, Mine.needs_whole_gradients) == (Stage.MODEL, True)
+    assert not Technique.needs_whole_gradients
 
 
 @pytest.mark.parametrize("wrong", [{"need_whole_gradients": True}, {"stage": 4}, {"refuses": "captures_graph"}])

@@ -71,10 +71,8 @@ class LossScale(Technique, stage=Stage.GRADIENT, needs_whole_gradients=True, nee
 
     def __post_init__(self) -> None:
         if not (self.start > 0 and self.factor > 1 and self.every >= 1):
-            raise InputError(
-                f"start={self.start}, factor={self.factor}, every={self.every}: "
-                "start above 0, factor above 1, every at least 1 step"
-            )
+            got = f"start={self.start}, factor={self.factor}, every={self.every}"
+            raise InputError(f"{got}: start above 0, factor above 1, every at least 1 step")
 
     def apply(self, job: Job) -> None:
         """Scales behind the loss; unscales and checks after communication, before clipping."""

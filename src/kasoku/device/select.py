@@ -91,15 +91,13 @@ def choose(settings: Device, *, local_rank: int = 0, local_size: int = 1) -> Cho
     precision, why = _precision(settings.precision, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     half = [] if precision == "fp32" else [Autocast(precision)]
-    techniques: dict[str, Technique] = {}  # by their names in the summary
-    if settings.channels_last:
-        techniques["channels_last"] = ChannelsLast()
-    if precision == "fp16":
-        techniques["loss scaling"] = LossScale()
-    if settings.compile:
-        techniques["compiled blocks"] = Compile()
-    if settings.graphs:
-        techniques["CUDA graphs"] = Graphs()
+    wanted: dict[str, tuple[bool, type[Technique]]] = {  # by their names in the summary
+        "channels_last": (settings.channels_last, ChannelsLast),
+        "loss scaling": (precision == "fp16", LossScale),
+        "compiled blocks": (settings.compile, Compile),
+        "CUDA graphs": (settings.graphs, Graphs),
+    }
+    techniques = {name: kind() for name, (is_wanted, kind) in wanted.items() if is_wanted}
     words = [f"{name} ({threads} thread{'s' * (threads > 1)})", f"{precision} ({why})", *techniques]
     if settings.malloc and device.type == "cpu" and tune_malloc():
         words.append("malloc tuned")

@@ -26,14 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
 from kasoku.core.torch_internals import module_hooks
-from kasoku.memory.graph import (
-    LayerGraph,
-    attributes_of,
-    changed_attribute,
-    decides,
-    graph_of,
-    with_own_forward,
-)
+from kasoku.memory.graph import LayerGraph, attributes_of, changed_attribute, decides, graph_of, with_own_forward
 from kasoku.memory.segment import Segment
 
 
@@ -85,11 +78,9 @@ class LayerProxy(BoundToModel):
 
     def order_changed(self) -> InputError:
         """The error if the layers of its segment, which has run, were not called one after another."""
-        return InputError(
-            f"SavedMemory: {self.segment.name if self.segment is not None else self.name} follow one another in one "
-            "forward and not in the next: a network whose forward decides (stochastic depth) cannot be planned: leave "
-            "it out"
-        )
+        name = self.segment.name if self.segment is not None else self.name
+        why = "a network whose forward decides (stochastic depth) cannot be planned: leave it out"
+        return InputError(f"SavedMemory: {name} follow one another in one forward and not in the next: {why}")
 
 
 class Call(NamedTuple):
@@ -249,10 +240,8 @@ def record_forward(model: nn.Module, proxies: Sequence[LayerProxy], x: Tensor) -
     log.outputs = tensors_in(outputs)
     if not log.outputs:
         log.clear()
-        raise InputError(
-            f"SavedMemory: {type(model).__name__} returns {type(outputs).__name__}, without a known tensor: "
-            "let it return tensors, or a tuple, list or dict of them"
-        )
+        got = f"{type(model).__name__} returns {type(outputs).__name__}, without a known tensor"
+        raise InputError(f"SavedMemory: {got}: let it return tensors, or a tuple, list or dict of them")
     return log
 
 

@@ -128,10 +128,8 @@ class InspectedNetwork:
         """The plan of the least work within a share of a budget. Raises InputError that names the least budget."""
         plan = self.within(budget * share)
         if plan is None:
-            raise InputError(
-                f"SavedMemory: {_mib(budget)} for a batch of {self.batch}: at least "
-                f"{_mib(self.least / share, up=True)} are needed: raise the budget, or lower the batch"
-            )
+            got, least = f"{_mib(budget)} for a batch of {self.batch}", _mib(self.least / share, up=True)
+            raise InputError(f"SavedMemory: {got}: at least {least} are needed: raise the budget, or lower the batch")
         return plan
 
     def choose_for(self, factor: float) -> MemoryPlan:
@@ -175,10 +173,8 @@ class InspectedNetwork:
 
     def check(self, x: Tensor) -> None:
         """Runs the planned network with NaN within segments. Raises InputError if its outputs change."""
-        refused = InputError(
-            f"SavedMemory: the forward of {type(self.job.model).__name__} reads a tensor between two of its "
-            "layers: put these layers into a block of their own"
-        )
+        reads = f"the forward of {type(self.job.model).__name__} reads a tensor between two of its layers"
+        refused = InputError(f"SavedMemory: {reads}: put these layers into a block of their own")
         tolerance = 2e-2 if any(unit.how.half is not None for unit in self.units) else 1e-3
         for proxy in self.proxies:
             proxy.checking = True

@@ -66,10 +66,9 @@ class StepInBackward:
     def before_forward(self) -> None:
         """Raises InputError if the optimizer's step after the last backward is missing."""
         if self.stand_ins:
-            raise InputError(
-                "SavedMemory: a second forward before optimizer.step(), after gradients were used as they arrived: say "
-                "accumulate=k to Job for k backwards a step, or set in_backward = false"
-            )
+            got = "a second forward before optimizer.step(), after gradients were used as they arrived"
+            advice = "say accumulate=k to Job for k backwards a step, or set in_backward = false"
+            raise InputError(f"SavedMemory: {got}: {advice}")
 
     def before_step(self) -> None:
         """Lets the optimizer skip updated parameters. Raises InputError if they would be updated otherwise now."""
@@ -79,10 +78,8 @@ class StepInBackward:
         elif self.stand_ins and self.settings != _optimizer_settings(self.job):
             changed = "a rate, or another setting of the optimizer, was changed"
         if changed:
-            raise InputError(
-                f"SavedMemory: {changed} between backward and optimizer.step(), after parameters were updated in "
-                "backward: do it before the forward, or set in_backward = false"
-            )
+            when = "between backward and optimizer.step(), after parameters were updated in backward"
+            raise InputError(f"SavedMemory: {changed} {when}: do it before the forward, or set in_backward = false")
         self.clear()
 
     def clear(self) -> None:
@@ -112,9 +109,8 @@ class LinearInBackward(BoundToModel):
         """The weight's parameter group; None unless the rule is SGD with momentum and only the job needs gradients."""
         stepper, layer = self.stepper, self.layer
         job = stepper.job
-        ours = vars(layer).get("saved_memory") is self and all(
-            getattr(hook, "__self__", None) is job for hook in gradient_hooks(layer.weight)
-        )
+        foreign = any(getattr(hook, "__self__", None) is not job for hook in gradient_hooks(layer.weight))
+        ours = vars(layer).get("saved_memory") is self and not foreign
         alone = ours and stepper.active and job.accumulate == 1 and layer.training and layer.weight.requires_grad
         if not alone or type(job.optimizer) is not torch.optim.SGD:
             return None
@@ -179,10 +175,8 @@ class _Linear(torch.autograd.Function):
         weight, bias = owner.layer.weight, owner.layer.bias
         owner.passes.discard(ctx)
         if weight in owner.stepper.stand_ins:
-            raise InputError(
-                "SavedMemory: a second backward through a Linear whose weight the first one has updated: set "
-                "in_backward = false"
-            )
+            again = "a second backward through a Linear whose weight the first one has updated"
+            raise InputError(f"SavedMemory: {again}: set in_backward = false")
         if version(weight) != ctx.version:
             raise InputError("SavedMemory: the weight of a Linear was written between forward and backward")
         flat, x_NC = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])

@@ -105,17 +105,11 @@ def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path, *, head: 
     state = {name: tensor for name, tensor in state.items() if name not in fresh}
     missing = [n for n in own if n not in state and n not in fresh and not n.endswith("num_batches_tracked")]
     unexpected = [name for name in state if name not in own]
-    misshapen = [
-        f"{name} ({_shape(tensor)}, the model has {_shape(own[name])})"
-        for name, tensor in state.items()
-        if name in own and tensor.shape != own[name].shape
-    ]
+    other = [name for name, tensor in state.items() if name in own and tensor.shape != own[name].shape]
+    misshapen = [f"{name} ({_shape(state[name])}, the model has {_shape(own[name])})" for name in other]
     kinds = {"missing": missing, "not in the model": unexpected, "of another shape": misshapen}
-    faults = [
-        f"{len(names)} {kind}: {', '.join(names[:3] + ['...'] * (len(names) > 3))}"
-        for kind, names in kinds.items()
-        if names
-    ]
+    shown = {kind: ", ".join(names[:3] + ["..."] * (len(names) > 3)) for kind, names in kinds.items() if names}
+    faults = [f"{len(kinds[kind])} {kind}: {names}" for kind, names in shown.items()]
     if faults:
         raise InputError(f"{path}: not weights of this {type(model).__name__}; {'; '.join(faults)}")
     if any(tensor.is_meta for tensor in own.values()):

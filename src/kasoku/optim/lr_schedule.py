@@ -65,10 +65,8 @@ class _Course:
     def set(self) -> None:
         groups = self.job.optimizer.param_groups
         if len(groups) != len(self.own):
-            raise InputError(
-                f"the optimizer has {len(groups)} parameter groups, it had {len(self.own)} when Rate was applied: "
-                "add groups before job.apply"
-            )
+            got = f"{len(groups)} parameter groups, it had {len(self.own)} when Rate was applied"
+            raise InputError(f"the optimizer has {got}: add groups before job.apply")
         epoch = self.job.progress
         for group, own in zip(groups, self.own, strict=True):
             group.update(self.rate.at(own, epoch))

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -81,12 +82,8 @@ def tune(
         range_ = f"of batches from {sizes[0]:,} to {sizes[1]:,} those from {least:,} to {most:,}"
         print(f"kasoku: {range_} can be shared by the ranks and trained with", file=sys.stderr)
     chosen = strategy or TimeToTarget(curve(at, least, most))
-
-    def search() -> BatchSizeResult:
-        with plainly():
-            return tune_batch_size(job, chosen, budget_s=budget_s, least=least, most=most, multiple=multiple)
-
-    result = run_on_all_ranks(comm, search)
+    search = partial(tune_batch_size, job, chosen, budget_s=budget_s, least=least, most=most, multiple=multiple)
+    result = run_on_all_ranks(comm, plainly()(search))
     job.close()
     tuned = at_once(result.batch, result.sample.parts)
     origin = ", ".join(text for text in (f"tuned by {result.strategy}", tuned.origin) if text)
@@ -181,15 +178,12 @@ def show(tuned: TunedRecipe, *, memory: str = "") -> None:
     Console(highlight=False).print(rows)
     shares = ", ".join(f"{images:,}" for images in shares_of(recipe, result.speeds))
     rates = ", ".join(f"{path} {rate * recipe.rate_scale:.4g}" for path, rate in rates_of(recipe).items())
-    print_table(
-        "",
-        {
-            "batch": f"{result.batch:,}: {result.why}",
-            "rates": f"x {recipe.rate_scale:.4g} ({recipe.scaling}, from {recipe.reference_batch:,}): {rates}"
-            if recipe.reference_batch
-            else f"{rates} ({recipe.origin})",
-            **({"memory": memory} if memory else {}),
-            **({"shares": f'{shares} images, by the speed of each rank, where batch = "auto"'} if shares else {}),
-            "tuning": f"{result.strategy}, {result.spent_s:.1f} s of {result.budget_s:g}",
-        },
-    )
+    scaled = f"x {recipe.rate_scale:.4g} ({recipe.scaling}, from {recipe.reference_batch:,}): {rates}"
+    lines = {
+        "batch": f"{result.batch:,}: {result.why}",
+        "rates": scaled if recipe.reference_batch else f"{rates} ({recipe.origin})",
+        "memory": memory,
+        "shares": shares and f'{shares} images, by the speed of each rank, where batch = "auto"',
+        "tuning": f"{result.strategy}, {result.spent_s:.1f} s of {result.budget_s:g}",
+    }
+    print_table("", {name: text for name, text in lines.items() if text})

@@ -103,10 +103,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.first > self.last:
-            raise InputError(
-                f"batches from {self.least} to {self.most}: none of them can be tried (multiples of {self.multiple}, "
-                f"at most {self.images} images); give another range"
-            )
+            got = f"batches from {self.least} to {self.most}: none of them can be tried"
+            raise InputError(f"{got} (multiples of {self.multiple}, at most {self.images} images); give another range")
 
     @property
     def first(self) -> int:
@@ -207,10 +205,8 @@ class SizeSearch:
         good = [s for s in self.samples if not s.failed and s.batch < (self.failed or math.inf)]
         if not good:
             first = self.samples[0]
-            raise InputError(
-                f"batch={first.batch}: {first.failed}: start with a smaller batch, or take a smaller model or a device "
-                "with more memory"
-            )
+            advice = "start with a smaller batch, or take a smaller model or a device with more memory"
+            raise InputError(f"batch={first.batch}: {first.failed}: {advice}")
         return sorted(good, key=lambda s: s.batch)
 
     def result(

@@ -131,10 +131,8 @@ class Sandbox:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * share
         job, parts, aside = self.job, self.parts(batch), self._aside
-        original: Iterator[Any] = (
-            old for thing, name, old in job.patches.attributes if thing is job and name == "loss"
-        )
-        loss = next(original, job.loss)  # without patches of techniques
+        patched: list[Any] = [old for thing, name, old in job.patches.attributes if thing is job and name == "loss"]
+        loss = [*patched, job.loss][0]  # without patches of techniques
         if aside is None:
             count = parts * max(1, (self.images or _DEFAULT_IMAGES) // batch)
             loader: Iterable[Batch] = Resized(job.plain_loader, batch // (job.comm.size * parts), batches=count)

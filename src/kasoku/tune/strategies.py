@@ -157,10 +157,8 @@ class TimeToTarget:
         sizes = [batch for batch, _ in self.epochs]
         good = sizes == sorted(set(sizes)) and all(b >= 1 and 0 < e < math.inf for b, e in self.epochs)
         if self.epochs and (len(sizes) < 2 or not good):
-            raise InputError(
-                f"epochs={self.epochs}: at least two pairs (batch, epochs) are wanted, the smallest batch first, all "
-                "above 0"
-            )
+            wanted = "at least two pairs (batch, epochs), the smallest batch first, all above 0"
+            raise InputError(f"epochs={self.epochs}: {wanted}")
 
     @property
     def needs(self) -> Needs:
@@ -188,10 +186,8 @@ class TimeToTarget:
         elif noise is None:
             why = f"{_most(best, tries)}; the gradient noise scale is unknown, so all images count the same"
         else:
-            why = (
-                f"{rate} at {longer:.2f} times the epochs of batch {limits.start} (gradient noise scale {noise:,.0f} "
-                f"images), the best of {count} sizes"
-            )
+            epochs_of = f"{longer:.2f} times the epochs of batch {limits.start}"
+            why = f"{rate} at {epochs_of} (gradient noise scale {noise:,.0f} images), the best of {count} sizes"
         return tries.result(best.batch, why, epochs=epochs, in_time=in_time)
 
     def epochs_at(self, batch: int, start: int, scale: float | None) -> float:

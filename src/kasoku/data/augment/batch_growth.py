@@ -52,10 +52,8 @@ class _Growing:
             return
         batch = self.first[0] * factor
         if batch > self.loader.images:
-            raise InputError(
-                f"GrowBatch: batch {batch} at epoch {self.job.progress:g}, but only {self.loader.images} images "
-                "to train on: let the schedule grow less"
-            )
+            got = f"batch {batch} at epoch {self.job.progress:g}, but only {self.loader.images} images to train on"
+            raise InputError(f"GrowBatch: {got}: let the schedule grow less")
         progress = self.job.progress
         self._apply(factor)
         self.job.set_progress(progress)

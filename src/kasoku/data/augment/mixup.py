@@ -82,10 +82,8 @@ class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
                 share, partners_N = 1.0, y_N
                 if len(y_N) > 1:
                     if self.cutmix and x_NCHW.ndim != 4:
-                        raise InputError(
-                            f"cutmix={self.cutmix}: for images (N, C, H, W), a batch here has {x_NCHW.ndim} "
-                            "dimensions: set it to 0"
-                        )
+                        got = f"a batch here has {x_NCHW.ndim} dimensions"
+                        raise InputError(f"cutmix={self.cutmix}: for images (N, C, H, W), {got}: set it to 0")
                     size = (x_NCHW.shape[2], x_NCHW.shape[3]) if x_NCHW.ndim == 4 else (1, 1)
                     seed = getattr(job.plain_loader, "seed", 0) % 2**64
                     keys = [seed, step, job.comm.rank * job.accumulate + micro]

@@ -141,10 +141,8 @@ class Items:
             got = f"an array of {image.dtype}, shape {image.shape}"
         else:
             got = f"a {type(image).__name__}"
-        raise InputError(
-            f"item {index}: {got}: the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, "
-            "or a Pillow image"
-        )
+        wanted = "the bytes or the path of an image file, uint8 pixels of 1 or 3 channels, or a Pillow image"
+        raise InputError(f"item {index}: {got}: {wanted}")
 
 
 Split = Memory | Encoded
@@ -247,10 +245,8 @@ def places(root: str, name: str, below: Sequence[str]) -> list[Path]:
     """
     home = os.environ.get("KASOKU_DATA", "")
     if not root and not home:
-        raise InputError(
-            f"{name}: no root given and $KASOKU_DATA is not set; "
-            f"give root=<folder> or set $KASOKU_DATA to the folder that holds {name}/"
-        )
+        advice = f"give root=<folder> or set $KASOKU_DATA to the folder that holds {name}/"
+        raise InputError(f"{name}: no root given and $KASOKU_DATA is not set; {advice}")
     tops = [Path(root).expanduser()] if root else [Path(home).expanduser() / name, Path(home).expanduser()]
     folders = [place for top in tops for place in (top, *(top / sub for sub in below)) if place.is_dir()]
     if not folders:
@@ -264,10 +260,8 @@ def check_labels(labels_N: np.ndarray, classes: int, where: Path) -> None:
     wrong_N = np.flatnonzero((labels_N < 0) | (labels_N >= classes))
     if len(wrong_N):
         first = int(wrong_N[0])
-        raise InputError(
-            f"{where}: image {first} has label {int(labels_N[first])}, allowed are 0 to {classes - 1}; "
-            "the file is damaged or of another data set"
-        )
+        got = f"image {first} has label {int(labels_N[first])}, allowed are 0 to {classes - 1}"
+        raise InputError(f"{where}: {got}; the file is damaged or of another data set")
 
 
 def warn_left_out(folder: str, names: list[str]) -> None:

@@ -92,10 +92,8 @@ def load(layout: Layout, root: str) -> Dataset:
         if len(missing) < len(files):
             raise InputError(f"{folder / missing[0]}: missing; {layout.name} needs {', '.join(files)}")
     names = f"{', '.join(stem + '.bin' for stem in stems)} (binary) or {', '.join(stems)} (python)"
-    raise InputError(
-        f"{layout.name}: no data in {', '.join(map(str, tried))}; looked for {names}; "
-        f"give root=<folder that holds {' or '.join(layout.folders)}>"
-    )
+    advice = f"looked for {names}; give root=<folder that holds {' or '.join(layout.folders)}>"
+    raise InputError(f"{layout.name}: no data in {', '.join(map(str, tried))}; {advice}")
 
 
 def _read_folder(layout: Layout, folder: Path, ending: str) -> Dataset:
@@ -125,10 +123,8 @@ def _read_folder(layout: Layout, folder: Path, ending: str) -> Dataset:
 def _read_binary(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np.ndarray]:
     record, have = layout.label_bytes + _PIXELS, path.stat().st_size
     if have != count * record:
-        raise InputError(
-            f"{path}: {have} bytes, expected {count * record} ({count} records of {record}); "
-            f"truncated or not a {layout.name} file, get it again"
-        )
+        got = f"{have} bytes, expected {count * record} ({count} records of {record})"
+        raise InputError(f"{path}: {got}; truncated or not a {layout.name} file, get it again")
     record_NB = np.fromfile(path, np.uint8).reshape(count, record)
     return record_NB[:, layout.label_bytes :], record_NB[:, layout.label_bytes - 1]
 
@@ -138,10 +134,8 @@ def _read_python(path: Path, layout: Layout, count: int) -> tuple[np.ndarray, np
     pixels_NP, labels = stored.get(b"data"), stored.get(layout.labels_key)
     if not isinstance(pixels_NP, np.ndarray) or pixels_NP.dtype != np.uint8 or pixels_NP.shape != (count, _PIXELS):
         got = f"{pixels_NP.dtype} {pixels_NP.shape}" if isinstance(pixels_NP, np.ndarray) else type(pixels_NP).__name__
-        raise InputError(
-            f"{path}: 'data' is {got}, expected uint8 ({count}, {_PIXELS}), {count * _PIXELS} bytes; "
-            f"truncated or not a {layout.name} file, get it again"
-        )
+        got += f", expected uint8 ({count}, {_PIXELS}), {count * _PIXELS} bytes"
+        raise InputError(f"{path}: 'data' is {got}; truncated or not a {layout.name} file, get it again")
     if not isinstance(labels, list) or len(labels) != count or not all(type(label) is int for label in labels):
         raise InputError(f"{path}: '{layout.labels_key.decode()}' is no list of {count} whole numbers; get it again")
     return pixels_NP, np.asarray(labels)

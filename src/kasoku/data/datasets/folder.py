@@ -45,10 +45,8 @@ def imagenet(root: str, size: int = 224) -> Dataset:
     """
     dataset = folder(root, size)
     if len(dataset.classes) != 1000:
-        raise InputError(
-            f"root={root}: {len(dataset.classes)} classes, ImageNet has 1,000: give its folder, or use "
-            "kasoku.data.folder for other photos"
-        )
+        advice = "give its folder, or use kasoku.data.folder for other photos"
+        raise InputError(f"root={root}: {len(dataset.classes)} classes, ImageNet has 1,000: {advice}")
     return dataset
 
 
@@ -147,10 +145,8 @@ def _train_and_test(parts: Parts, top: str, validation: float, seed: int) -> lis
         (home, first), (away, second) = parts.items()
         unknown = sorted(set(second) - set(first))
         if unknown:
-            raise InputError(
-                f"{below(top, away)}/{unknown[0]}: a class that {below(top, home)} does not have; add it there or "
-                "remove it"
-            )
+            lacking = f"a class that {below(top, home)} does not have"
+            raise InputError(f"{below(top, away)}/{unknown[0]}: {lacking}; add it there or remove it")
         return [(home, first), (away, second)]
     ((home, whole),) = parts.items()
     held = {name: held_out(name, files, validation, seed) for name, files in whole.items()}

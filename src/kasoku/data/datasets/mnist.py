@@ -48,10 +48,8 @@ def idx(root: str = "", classes: Sequence[str] = (), *, name: str = "idx") -> Da
     tried = places(root, name, ("raw", name))
     folder = next((place for place in tried if any(_file(place, stem) for stem in _STEMS)), None)
     if folder is None:
-        raise InputError(
-            f"{name}: no data in {', '.join(map(str, tried))}; looked for {', '.join(_STEMS)}, each plain or .gz; "
-            "give root=<folder that holds them>"
-        )
+        advice = f"looked for {', '.join(_STEMS)}, each plain or .gz; give root=<folder that holds them>"
+        raise InputError(f"{name}: no data in {', '.join(map(str, tried))}; {advice}")
     paths = []
     for stem in _STEMS:
         path = _file(folder, stem)
@@ -62,20 +60,16 @@ def idx(root: str = "", classes: Sequence[str] = (), *, name: str = "idx") -> Da
     for images_path, labels_path in (paths[:2], paths[2:]):
         images_NHW, labels_N = read_idx(images_path, 3), read_idx(labels_path, 1).astype(np.int64)
         if len(images_NHW) != len(labels_N):
-            raise InputError(
-                f"{images_path}: {len(images_NHW)} images, but {labels_path.name} has {len(labels_N)} labels; "
-                "the two must be of one set"
-            )
+            got = f"{len(images_NHW)} images, but {labels_path.name} has {len(labels_N)} labels"
+            raise InputError(f"{images_path}: {got}; the two must be of one set")
         if not len(labels_N) or not images_NHW.size:
             raise InputError(f"{images_path}: no images in it; get the data again")
         classes = classes or [str(number) for number in range(int(labels_N.max()) + 1)]
         check_labels(labels_N, len(classes), labels_path)
         splits.append(Memory(torch.from_numpy(images_NHW)[..., None], torch.from_numpy(labels_N)))
     if splits[0].images_NHWC.shape[1:] != splits[1].images_NHWC.shape[1:]:
-        raise InputError(
-            f"{folder}: training images are {tuple(splits[0].images_NHWC.shape[1:3])}, "
-            f"test images {tuple(splits[1].images_NHWC.shape[1:3])}; both must have one size"
-        )
+        train, test = (tuple(split.images_NHWC.shape[1:3]) for split in splits)
+        raise InputError(f"{folder}: training images are {train}, test images {test}; both must have one size")
     return in_memory(name, classes, *splits)
 
 
@@ -100,11 +94,8 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
     except (OSError, MemoryError, OverflowError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
     if len(body) != count:
-        got = f"only {len(body)}" if len(body) < count else "more"
-        raise InputError(
-            f"{path}: {got} bytes after the head, expected {count} for {shape}; "
-            f"the file is {'truncated' if len(body) < count else 'damaged'}, get it again"
-        )
+        got, how = (f"only {len(body)}", "truncated") if len(body) < count else ("more", "damaged")
+        raise InputError(f"{path}: {got} bytes after the head, expected {count} for {shape}; {how}, get it again")
     return np.frombuffer(bytearray(body), np.uint8).reshape(shape)
 
 

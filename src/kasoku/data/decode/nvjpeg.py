@@ -82,10 +82,9 @@ def decoding(device: torch.device) -> Callable[[list[torch.Tensor]], list[torch.
     except ImportError as error:
         raise InputError('decoder=nvjpeg: needs torchvision: pip install "torchvision>=0.26"') from error
     except (AttributeError, OSError, RuntimeError) as error:  # built for another torch, or without nvJPEG
-        raise InputError(
-            f"decoder=nvjpeg: this torchvision cannot decode on {device} ({str(error).partition(chr(10))[0]}); "
-            "install the build of it that belongs to your torch"
-        ) from error
+        why = str(error).partition("\n")[0]
+        got = f"this torchvision cannot decode on {device} ({why})"
+        raise InputError(f"decoder=nvjpeg: {got}; install the build of it that belongs to your torch") from error
     return decode
 
 

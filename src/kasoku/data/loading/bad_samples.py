@@ -25,10 +25,9 @@ class Skipped:
         self.met.add(index)
         most = max(1, int(self.fraction * self.images))
         if len(self.met) > most:
-            raise InputError(
-                f"more than {most} of {self.images:,} images cannot be decoded (max_bad_fraction={self.fraction:g}): "
-                f"{self.summary(self.met)}; mend them, or go on without more of them: data.max_bad_fraction=0.1"
-            )
+            got = f"more than {most} of {self.images:,} images cannot be decoded (max_bad_fraction={self.fraction:g})"
+            advice = "mend them, or go on without more of them: data.max_bad_fraction=0.1"
+            raise InputError(f"{got}: {self.summary(self.met)}; {advice}")
 
     def summary(self, images: Collection[int] | None = None) -> str:
         """The reasons of the first ten of them, in a line; all that are noted by default."""

@@ -186,10 +186,8 @@ class Pipeline:
         yield "shuffle", f"seed {self.seed}" if self.train else "none: in order"
         parts = f", in {self.parts} part{'s' * (self.parts > 1)}" if self.train else ""
         dropped = f"; the last incomplete batch is {'filled up' if self.fill else 'dropped'}" if self.train else ""
-        yield (
-            "shard",
-            f"batch {self.batch}: rank {self.rank} of {self.size} takes {self.own_batch} images{parts}{dropped}",
-        )
+        own = f"rank {self.rank} of {self.size} takes {self.own_batch} images"
+        yield "shard", f"batch {self.batch}: {own}{parts}{dropped}"
         if self.in_memory:
             yield "decode", "in memory"
         else:

@@ -75,10 +75,8 @@ class Shares(Technique, stage=Stage.DATA, in_sandbox=False):
         plain: Loader = own_loader(job, self)
         ranks, parts = job.comm.size, plain.parts
         if len(self.images) != ranks or sum(self.images) != plain.batch or any(n % parts for n in self.images):
-            raise InputError(
-                f"Shares: images={self.images} for {ranks} ranks, batch={plain.batch} in {parts} parts: a number for "
-                "each rank, a multiple of the parts, that add up to the batch"
-            )
+            got = f"images={self.images} for {ranks} ranks, batch={plain.batch} in {parts} parts"
+            raise InputError(f"Shares: {got}: a multiple of the parts for each rank, that add up to the batch")
         plain_loss = job.loss
 
         def loss(outputs: Any, y_N: Tensor) -> Tensor:

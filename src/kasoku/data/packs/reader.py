@@ -184,12 +184,11 @@ def shards(  # noqa: PLR0913
 
 def pack_facts(store: Store) -> dict[str, Any] | None:
     """The contents of pack.json; None if there is none. Raises Damaged if it cannot be used."""
-    facts: list[dict[str, Any]] = []
 
     def intact(data: bytes) -> bool:
         with suppress(Damaged):
-            facts.append(_facts(data))
-        return bool(facts)
+            return bool(_facts(data))
+        return False
 
     try:
         data = store.read("pack.json", intact=intact)
@@ -197,7 +196,7 @@ def pack_facts(store: Store) -> dict[str, Any] | None:
         raise
     except InputError:
         return None
-    return facts[0] if facts else _facts(data)
+    return _facts(data)
 
 
 def _facts(data: bytes) -> dict[str, Any]:

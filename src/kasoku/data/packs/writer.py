@@ -141,9 +141,8 @@ def verify(target: str) -> str:
         if images != sum(facts["counts"].values()):
             raise Damaged(f"pack.json: {images:,} images in its shards, packed were {facts['counts']}")
     except Damaged as damaged:
-        raise InputError(
-            f"{top}/{damaged}; fetch the pack anew, or remove this .tar and its .npz and run the same `kasoku pack`"
-        ) from damaged
+        advice = "fetch the pack anew, or remove this .tar and its .npz and run the same `kasoku pack`"
+        raise InputError(f"{top}/{damaged}; {advice}") from damaged
     finally:
         store.close()
     return f"{images:,} images in {len(facts['shards'])} shards are whole"
@@ -211,10 +210,8 @@ class _Run:
         self.bad += reasons
         most = max(1, self.images // 1000)
         if len(self.bad) > most:
-            raise InputError(
-                f"more than {most} of {self.images:,} images cannot be packed: {_named(self.bad)}; mend them and run "
-                "again, or remove them and pack into an empty folder"
-            )
+            got = f"more than {most} of {self.images:,} images cannot be packed: {_named(self.bad)}"
+            raise InputError(f"{got}; mend them and run again, or remove them and pack into an empty folder")
 
     def shard(self, split: Encoded, file: str, first: int, rows: list[int]) -> Index:
         """Writes a shard and its index if they are not complete. first: number of its first image, for the keys."""

@@ -136,11 +136,8 @@ def lars(
     """
     refuse_momentum_sgd(lr, momentum, nesterov=nesterov, weight_decay=weight_decay)
     weights, vectors = split(model)
-    groups: list[dict[str, Any]] = [
-        {"params": weights, "layerwise": True},
-        {"params": vectors, "layerwise": False, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    plain: dict[str, Any] = {"params": vectors, "layerwise": False, "weight_decay": 0.0}
+    groups = [group for group in ({"params": weights}, plain) if group["params"]]
     return LARS(groups, lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, trust=trust)
 
 

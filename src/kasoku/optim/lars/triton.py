@@ -24,12 +24,7 @@ from torch import Tensor
 from kasoku.core.hardware import is_dense
 from kasoku.optim.lars.foreach import Move, Rule
 
-_TYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+_TYPES = {getattr(torch, name): getattr(tl, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _BLOCK = {"cuda": 4096, "cpu": 1 << 17}  # elements of a program; the interpreter is slow, so it gets few programs
 _Row = tuple[int, int, int, int, int, float]  # a tensor in the table: three addresses, size, rule, keep
 
