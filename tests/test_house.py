@@ -24,17 +24,17 @@ LAYERS = [
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 1665,
-    "optim": 1190,
-    "models": 800,
-    "device": 565,
-    "data": 5300,
+    "optim": 1170,
+    "models": 790,
+    "device": 560,
+    "data": 5255,
     "distributed": 5665,
-    "memory": 2225,
+    "memory": 2195,
     "config": 1310,
-    "tune": 2105,
+    "tune": 2095,
     "simulate": 1840,
     "report": 2290,
-    "training": 1990,
+    "training": 1985,
     "commands": 1930,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
