@@ -22,9 +22,6 @@ def tune_malloc() -> bool:
     """
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
+    mallopt = ctypes.CDLL(None).mallopt
     taken = [bool(mallopt(setting, value)) for setting, value in _SETTINGS]
     return all(taken)
