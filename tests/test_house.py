@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1655,
+    "core": 1648,
     "optim": 1210,
     "models": 835,
     "device": 600,
     "data": 5400,
-    "distributed": 5665,
+    "distributed": 5470,
     "memory": 2330,
     "config": 1310,
     "tune": 2150,
-    "simulate": 1840,
-    "report": 2290,
+    "simulate": 1745,
+    "report": 2230,
     "training": 1990,
-    "commands": 1930,
+    "commands": 1895,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is
