@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 835,
     "device": 600,
     "data": 5400,
-    "distributed": 5665,
+    "distributed": 5470,
     "memory": 2330,
     "config": 1380,
     "tune": 2150,

@@ -157,13 +157,11 @@ def _show_rates(result: RangeTest, lr: float, rates: Mapping[str, float]) -> Non
         tried += f"; time was over after them, of {_STEPS}: give more with --budget"
     if result.suggested is None:
         raise InputError(f"no rate lowers the loss ({tried}): try others with --range LOW:HIGH")
-    print_table(
-        "",
-        {
-            "rates tried": tried,
-            "the loss falls fastest at": f"{lr * result.steepest:.3g}" if result.steepest else "nowhere",
-            "it diverges from": f"{lr * result.diverged:.3g}" if result.diverged else "nowhere here",
-            "suggested (the smaller of the first and a tenth of the second)": f"{lr * result.suggested:.3g}",
-        },
-    )
+    rows = {
+        "rates tried": tried,
+        "the loss falls fastest at": f"{lr * result.steepest:.3g}" if result.steepest else "nowhere",
+        "it diverges from": f"{lr * result.diverged:.3g}" if result.diverged else "nowhere here",
+        "suggested (the smaller of the first and a tenth of the second)": f"{lr * result.suggested:.3g}",
+    }
+    print_table("", rows)
     print(" ".join(f"--set {path}={value * result.suggested:.3g}" for path, value in rates.items()))

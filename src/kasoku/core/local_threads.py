@@ -182,9 +182,7 @@ def _reduced(parts: list[Tensor], op: str = "sum") -> Tensor:
 class Threads:
     """N ranks in one process that take turns: deterministic; a deadlock is named at once.
 
-    Args:
-        size: number of ranks.
-        clock: the clock of all ranks; the real one by default.
+    `clock`: of all ranks; the real one by default.
     """
 
     def __init__(self, size: int, clock: Clock | None = None) -> None:

@@ -28,7 +28,6 @@ class Start:
     """The tasks of one start-up on one rank.
 
     Args:
-        clock: the real one by default.
         overlap: False runs one task after the other, in the order they are added, on the caller's thread. By default
             they overlap, unless $KASOKU_SEQUENTIAL is 1.
         began: when the process started, on that clock; the time until now is the task "import".

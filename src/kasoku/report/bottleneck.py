@@ -82,13 +82,10 @@ def find_bottlenecks(
 ) -> list[StepBottleneck]:
     """The bottlenecks of a training, the costliest first; "compute-bound" if there is no other. Empty without a step.
 
-    Args:
-        steps: the mean step of each rank in rank order: seconds by row of the ledger.
-        facts: the facts about its steps.
-        bounds: measured by `kasoku profile`: flops and bytes of a step, flops_per_s and bytes_per_s of the device.
-        transfer_s: communication time that no rank can hide: each step's minimum wait over ranks, as a mean over steps;
-            None: the minimum over ranks of their mean waits.
-        blocks: the computing seconds a step by block of the model, for each rank in rank order, if known.
+    `steps`: the mean step of each rank in rank order: seconds by row of the ledger. `bounds`: measured by `kasoku
+    profile`: flops and bytes of a step, flops_per_s and bytes_per_s of the device. `transfer_s`: communication that no
+    rank can hide: each step's minimum wait over ranks, as a mean over steps; None: the minimum over ranks of their mean
+    waits. `blocks`: the computing seconds a step by block of the model, for each rank in rank order, if known.
     """
     if not steps or not all(steps):
         return []
@@ -254,14 +251,10 @@ def _ms(seconds: float) -> str:
 
 
 def facts_of(job: Job, batch: int, *, threads: int = 0, processes: int = 1, starved: float = 0.0) -> StepFacts:
-    """The facts of a job; measures `layer_s`, a few milliseconds.
+    """The facts of a job with its techniques applied; measures `layer_s`, a few milliseconds.
 
-    Args:
-        job: with its techniques applied and its model on the training device.
-        batch: images of one forward on one rank.
-        threads: of one rank; 0: torch's.
-        processes: ranks that share these cores.
-        starved: `Ledger.starved()`.
+    `batch`: images of one forward on one rank; `threads`: of one rank, 0: torch's; `processes`: ranks that share these
+    cores; `starved`: `Ledger.starved()`.
     """
     model = job.model
     first = next(model.parameters(), torch.zeros(0))

@@ -36,13 +36,10 @@ _MAX_TRACED = 5  # steps in the trace, which grows by megabytes a step
 
 @dataclass(frozen=True)
 class BlockTime:
-    """The time and memory of one block in a step.
+    """The median time and the memory of one block in a step.
 
     Args:
-        name: its dotted name in the model.
-        forward_s: the median seconds of its forward.
-        backward_s: the same of its backward; 0 if its output is not a tensor with a gradient.
-        parameter_bytes: of its parameters.
+        backward_s: 0 if its output is not a tensor with a gradient.
         saved_bytes: activations that its forward saves for backward and no earlier block has saved.
     """
 

@@ -52,11 +52,8 @@ def choice(base: Scenario, gpus: int) -> Choice:
 def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -> tuple[list[Recipe], str]:
     """The recipe at each batch to try, and a remark on batches that it cannot have.
 
-    Args:
-        file: the recipe.
-        settings: `path=value`; with a setting of the batch, only that batch is tried.
-        noise_scale: of the gradients, in images: tries batches around the recipe's own, each with the epochs it needs.
-            None: tries the recipe's points, or its own batch if it has none.
+    With a setting (`path=value`) of the batch, only that is tried; with a noise scale of the gradients, in images,
+    batches around the recipe's own, each with the epochs it needs; else the recipe's points, or its own batch.
 
     Maths: epochs(B) = epochs(B0) (1 + B / noise) / (1 + B0 / noise). Ref: McCandlish et al. 2018 (arXiv 1812.06162).
     """

@@ -31,7 +31,6 @@ class Sharing:
     Args:
         policy: the groups and their order.
         next_forward: the next forward waits for groups; False: the step waits.
-        algorithm: of the all-reduce.
         asynchronous: the settings of asynchronous ranks, which exchange updates; None: ranks all-reduce gradients.
         reducer: Overlap's reducer, by which fewer bytes than those of the gradients may be sent; these plan the groups.
         needs_all: the update needs all gradients, as with fp16's loss scaling, so the next forward never waits.
@@ -171,12 +170,10 @@ class Simulator:
         step, node = inputs.forecast(), self.cluster.node
         fed = batch / gpus * min(gpus, node.gpus) / node.input_images_s if node.input_images_s else 0.0
         slowest_s = _computing(slow, parts)
-        norms_s = _computing(inputs.units, parts) - slowest_s
+        norms_s, late_s = _computing(inputs.units, parts) - slowest_s, slowest_s - compute_s
         exposed = norms_s + max(0.0, step.exposed_s)  # rounding may leave a negative time
         input_s = max(0.0, fed - slowest_s - exposed)
-        return SimulatedStep(
-            gpus, batch, compute_s, slowest_s - compute_s, exposed, input_s, step.link_s, inputs, norms_s
-        )
+        return SimulatedStep(gpus, batch, compute_s, late_s, exposed, input_s, step.link_s, inputs, norms_s)
 
     def _inputs(self, units: Sequence[UnitTimes], gpus: int) -> StepInputs:
         """The inputs of the forecast: gradients, groups, link, and whether the next forward waits."""

@@ -173,8 +173,6 @@ class Exchange:
         size, rank, servers, momentum = job.comm.size, job.comm.rank, settings.servers, settings.remedies.momentum
         self.trains = rank >= servers
         self._units = LayerIndex(job.model)
-        if not self._units.named:
-            raise InputError(f"Asynchronous: {type(job.model).__name__} has no parameter that requires a gradient")
         for name, p in self._units.named:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")

@@ -137,7 +137,7 @@ def forecast(
             streams.compute(sum(shares[i] for i in plan.buckets[bucket]), "update", bucket)
         streams.compute(unit.forward_s, "forward", unit.name)
     compute_s = sum(unit.backward_s + unit.forward_s + unit.update_s for unit in units)
-    link_s = sum(seconds for _, seconds in streams.chunks)
+    link_s = sum(seconds for _, seconds, _ in streams.chunks)
     return Forecast(streams.now, compute_s, link_s, tuple(streams.spans or ()))
 
 
@@ -150,8 +150,8 @@ class _Streams:
     def __init__(
         self, link: LinkModel, sizes: Sequence[tuple[int, float]], ready_after: Sequence[int], *, timeline: bool
     ) -> None:
-        self.link, self.sizes, self.ready_after = link, sizes, ready_after
-        self.chunks = [(bucket, link.seconds(size)) for bucket, size in sizes]
+        self.link, self.ready_after = link, ready_after
+        self.chunks = [(bucket, link.seconds(size), size) for bucket, size in sizes]
         self.now, self.sent, self.ended = 0.0, 0, 0  # time, chunks arrived, backward tasks ended
         self.left = self.chunks[0][1] if self.chunks else 0.0
         self.started: float | None = None  # when the transfer under way began
@@ -179,7 +179,7 @@ class _Streams:
         self.now += span
         self.left -= done
         if self.left <= 0:
-            bucket, size = self.sizes[self.sent]
+            bucket, _, size = self.chunks[self.sent]
             self.draw("transfer", bucket, self.started, round(size))
             self.sent, self.started = self.sent + 1, None
             self.left = self.chunks[self.sent][1] if self.sent < len(self.chunks) else 0.0

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from kasoku.core import Job
+from kasoku.core import InputError, Job
 from kasoku.core.blocks import blocks, ignores_values
 from kasoku.distributed.ddp.cost_model import Sized
 
@@ -21,6 +21,8 @@ class LayerIndex:
 
     def __init__(self, model: nn.Module) -> None:
         self.named: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        if not self.named:
+            raise InputError(f"{type(model).__name__} has no parameter that requires a gradient: unfreeze some")
         self._blocks = [block for _, block in blocks(model)]  # a layer is a block or lies within one
         layers = list(_layers("", model, set()))
         self.modules = [(name, module) for name, module, _ in layers]

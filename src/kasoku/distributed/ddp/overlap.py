@@ -115,8 +115,6 @@ class Engine:
         self.hyper: Hyper = []
         self.sent = 0  # chunks of this step
         self.key_prefix = "first"  # of the reducer's keys
-        if not self.layers.named:
-            raise InputError(f"Overlap: {type(job.model).__name__} has no parameter that requires a gradient")
         self.forecast: Forecast | None = None  # of the plan that was searched, if it was
         self.link: LinkModel | None = None
         self.layout = BucketLayout(settings.buckets.plan(self.layers.tensors), self.layers)

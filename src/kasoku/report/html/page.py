@@ -75,9 +75,8 @@ def _to_json(charts: Sequence[tuple[str, Any]]) -> Markup:
 
 def _summary(run: RunRecord) -> dict[str, str]:
     result = run.result
-    state = "no result yet"
-    if result:
-        state = f"stopped by {result['stopped']}" if result.get("stopped") else ""
+    stopped = f"stopped by {result['stopped']}" if result.get("stopped") else ""
+    state = stopped if result else "no result yet"
     return {
         "run": f"{run.name} ({state})" if state else run.name,
         "seed": str(run.seed),
