@@ -148,7 +148,9 @@ class ReportArguments(CommandArguments):
     """The arguments of `kasoku report`."""
 
     runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
-    out: Path | None = option(metavar="FILE", help="the page (default: report.html; of one run or ensemble, in it)")
+    out: Path | None = option(
+        metavar="FILE", help="the page (default: report.html; of one run or ensemble, in its folder)"
+    )
     compare: bool = option(default=False, help="refuse runs that are not of two groups")
     trace: Path | None = option(
         metavar="FILE", help="write a run's timeline for Chrome or Perfetto (and --out, if given)"
