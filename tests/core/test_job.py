@@ -11,7 +11,8 @@ from torch import nn
 from contracts import Net, assert_same, judged, make, rule, through_a_file, train, weights
 from contracts import one_thread as one_thread
 from helpers.ranks import on_processes
-from kasoku.core import Comm, InputError, Job, Linear, Solo, Stage, Technique
+from kasoku.core import Comm, InputError, Job, Linear, Solo, Stage, Technique, Threads
+from kasoku.data import digits, loader
 from kasoku.optim import EMA, Lookahead, Rate, adamw, muon, sgd
 
 RULES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -249,6 +250,15 @@ def test_a_job_without_a_comm_in_a_process_group_is_refused():
     for line in on_processes(2, job_in_a_group):
         assert line.startswith("Job without comm in a process group of 2 ranks: give comm=kasoku.distributed.TorchComm")
         assert "comm=kasoku.core.Solo()" in line
+
+
+def test_a_loader_of_one_rank_is_refused_in_a_job_of_several():
+    def job(comm: Comm) -> None:
+        Job(nn.Linear(1, 1), sgd, loader=loader(digits(), "train", 64, comm=comm), comm=comm)
+        with pytest.raises(InputError, match="loader without comm beside a Job of 2 ranks: give both the same comm"):
+            Job(nn.Linear(1, 1), sgd, loader=loader(digits(), "train", 64), comm=comm)
+
+    Threads(2).run(job)
 
 
 def test_accumulate_below_one_is_refused():

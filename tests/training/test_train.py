@@ -186,7 +186,7 @@ def test_resuming_with_more_epochs_stretches_the_schedule(tmp_path, capsys):
     peak = points[0][1] / (1 - points[0][0] / 2)
     later = [(epoch, lr) for epoch, lr in points if epoch > 2]
     assert later
-    assert [lr for _, lr in later] == pytest.approx([peak * (1 - epoch / 4) for epoch, _ in later], rel=1e-3)
+    assert [lr for _, lr in later] == pytest.approx([peak * (1 - epoch / 4) for epoch, _ in later], rel=1e-2)
 
 
 def test_a_run_folder_whose_recipe_pins_the_schedule_keeps_it(tmp_path, capsys):

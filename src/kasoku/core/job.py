@@ -80,6 +80,8 @@ class Job:
         self.loss = loss
         self.loader = loader
         self.comm: Comm = comm or default_comm()
+        if self.comm.size > 1 and hasattr(loader, "trace") and getattr(loader, "size", 0) == 1:  # a loader of ours
+            raise InputError(f"loader without comm beside a Job of {self.comm.size} ranks: give both the same comm")
         self.accumulate = accumulate
         self.clock = self.comm.clock
         self.trace = Trace(self.clock, rank=self.comm.rank)
