@@ -30,7 +30,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "data": 5400,
     "distributed": 5665,
     "memory": 2330,
-    "config": 1375,
+    "config": 1380,
     "tune": 2150,
     "simulate": 1840,
     "report": 2370,

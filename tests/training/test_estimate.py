@@ -8,7 +8,8 @@ import pytest
 
 from helpers.photos import coloured_photos
 from kasoku.cli import main
-from kasoku.config.recipe import from_document
+from kasoku.config.from_folder import recipe_for
+from kasoku.config.recipe import from_document, load
 from kasoku.core import Technique
 from kasoku.data import LowResolution
 from kasoku.training import estimate
@@ -115,6 +116,28 @@ def test_the_estimate_is_near_the_time_of_the_training(photos, capsys):
     took = json.loads(Path("run/result.json").read_text())["seconds_by"]
     spent = sum(seconds for name, seconds in took.items() if name not in ("setup", "import"))
     assert spent / 2 < told < spent * 2
+
+
+def many(photos: Path, each: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that seems to have this number of photos of 3 classes."""
+    names = tuple(sorted(map(str, photos.rglob("*.jpg"))))[:3]
+    split = type("Split", (), {"paths": names * each})
+    monkeypatch.setattr("kasoku.config.from_folder.folder", lambda root: type("Data", (), {"train": split}))
+    return photos
+
+
+@pytest.mark.parametrize(("each", "epochs"), [(20, 60), (170, 60), (2000, 16), (20000, 4)])
+def test_more_photos_take_fewer_epochs_and_at_most_4000_updates(photos, monkeypatch, each, epochs):
+    recipe = recipe_for(many(photos, each, monkeypatch), None)
+    assert recipe.epochs == epochs
+    assert recipe.epochs * (3 * each // recipe.batch) <= 4000
+
+
+def test_1700_photos_have_the_settings_of_the_recipe_that_was_measured(tmp_path, monkeypatch):
+    photos = many(coloured_photos(tmp_path / "large", images=1, side=130), 567, monkeypatch)
+    ours, measured = recipe_for(photos, None), load("imagenette_resnet18")
+    for name in ("model", "optimizer", "schedule", "loss", "techniques", "epochs", "batch"):
+        assert getattr(ours, name) == getattr(measured, name), name
 
 
 def test_classes_with_too_few_images_are_named_at_the_start(photos, capsys):

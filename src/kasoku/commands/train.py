@@ -182,6 +182,7 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
     shown: dict[str, Any] = {}
     if arguments.data and not recipe.auto_batch and not arguments.show:
         training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, start=start))
+        _say_once(comm, dry_run.remark(recipe, training.dataset))
         shown = {"data": info_of(training.dataset), "model": training.job.model, "first": _photo_rows(training)}
     if comm.rank == 0 and arguments.show:
         print(dumps(recipe), end="")
@@ -228,8 +229,7 @@ def _begin(
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
-        if line := remark(recipe, training.dataset):
-            print(f"kasoku: {line}", file=sys.stderr)
+        _say_once(training.job.comm, remark(recipe, training.dataset))
         training.describe(run, trust.import_folders(arguments.recipe))
         if tuned:
             from kasoku.tune.measurement import write_tuning

@@ -86,7 +86,7 @@ def photo_rows(recipe: Recipe, data: Dataset, model: nn.Module, seconds: float) 
         "images": f"{len(data.train):,} to train, {len(data.test):,} to test ({split})",
         "image size": f"{data.image_size[0]} pixels",
         **{name: ", ".join(row) for name, row in rows.items() if row},
-        "time": f"about {seconds / unit[1]:.0f} {unit[0]} on this machine, from a few steps",
+        "time": f"about {max(1, round(seconds / unit[1]))} {unit[0]} on this machine, from a few steps",
     }
 
 
