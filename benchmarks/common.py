@@ -21,7 +21,7 @@ _shared = {"record": False}  # options that every benchmark has
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The parsed command line, with --record beside the benchmark's own options."""
-    parser.add_argument("--record", action="store_true", help="append the figures to records/*.jsonl (see records.py)")
+    parser.add_argument("--record", action="store_true", help="append the figures to records/ (whole runs only)")
     arguments = parser.parse_args()
     _shared["record"] = arguments.record
     return arguments

@@ -50,7 +50,7 @@ def read(name: str) -> list[Line]:
 
 
 def machines() -> dict[str, dict[str, str]]:
-    return json.loads((FOLDER / "machines.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((FOLDER / "machines.json").read_text())
 
 
 def newest(lines: Sequence[Line]) -> list[Line]:
@@ -137,6 +137,15 @@ def measured(figures: Mapping[str, Any], key: str) -> Line:
     return found | ({"n": n} if n else {})
 
 
+def rounded(value: Any) -> Any:
+    """The value with its floats to six digits, those inside it too."""
+    if isinstance(value, Mapping):
+        return {name: rounded(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(inner) for inner in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 def append(
     claims: Mapping[str, str | Sequence[str]], figures: Mapping[str, Any], words: Sequence[str], machine: str
 ) -> list[Line]:
@@ -161,7 +170,7 @@ def append(
         if present := {name: value for name, value in beside.items() if value is not None}:
             line["beside"] = present
         if line["figure"] is not None:
-            lines.append({k: line[k] for k in KEYS if k in line})
+            lines.append({k: rounded(line[k]) for k in KEYS if k in line})
             phrase(line)  # fails here, and not in `make records`, where a figure in the text is missing
     for line in lines:
         with (FOLDER / f"{files[line['claim']]}.jsonl").open("a") as stream:
@@ -175,7 +184,8 @@ def append(
 
 
 def number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+    """With thousands commas, rounded to five digits, below 1 to three."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{5 if abs(value) >= 1 else 3}g}"
 
 
 def phrase(line: Line) -> str:
@@ -189,7 +199,7 @@ def judged(line: Line) -> str:
     said = []
     if "spread" in line:
         said.append(" to ".join(map(number, line["spread"])))
-    if "earlier" in line:
+    if any(abs(figure - line["figure"]) > 0.01 * abs(line["figure"]) for figure in line.get("earlier", ())):
         said.append("earlier " + " to ".join(dict.fromkeys(map(number, line["earlier"]))))
     if missed(line):
         said.append(f"**target {number(line['target'])}: missed**")

@@ -84,8 +84,8 @@ def values_of(record: Mapping[str, Any], figures: Sequence[tuple[str, str]]) -> 
     """
     unit = record.get("unit", ANY)
 
-    def shown(value: float) -> bool:
-        return any(shows(number, its_unit, value, unit) for number, its_unit in figures)
+    def shown(value: float) -> set[str]:
+        return {number for number, its_unit in figures if shows(number, its_unit, value, unit)}
 
     if "figure" in record:
         figure = record["figure"]
@@ -95,7 +95,7 @@ def values_of(record: Mapping[str, Any], figures: Sequence[tuple[str, str]]) -> 
         runs = [figure, *record.get("earlier", ())]
         spans = [record[key] for key in ("spread", "earlier") if key in record]
         for low, high in (*spans, (min(runs), max(runs))):
-            if shown(low) and shown(high):
+            if shown(low) and shown(high) and len(shown(low) | shown(high)) > 1:
                 yield from ((low, unit), (high, unit))
     for key in ("text", "beside", "note", "what", "result"):
         yield from _values(record.get(key, ()), ANY)
