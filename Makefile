@@ -22,7 +22,7 @@ help:
 setup: .venv/dev
 
 demo: .venv/base
-	$(BIN)/kasoku train digits_cnn_98
+	$(BIN)/kasoku train digits_cnn_98 $(ARGS)
 
 # the fast tests, and one smoke test of every guarantee whose tests are slow
 test: .venv/dev

@@ -31,7 +31,7 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from kasoku.cli import main
 
     run = tmp_path_factory.mktemp("shared") / "digits-0"
-    short = ["epochs=4", "schedule.epochs=4", "evaluate.every=0.5", "evaluate.stop=false", "device.threads=1"]
+    short = ["epochs=4", "evaluate.every=0.5", "evaluate.stop=false", "device.threads=1"]
     settings = [part for setting in short for part in ("--set", setting)]
     assert main(["train", str(ROOT / "recipes" / "digits_cnn_98.toml"), *settings, "--quiet", "--out", str(run)]) == 0
     return run

@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1665,
-    "optim": 1170,
-    "models": 790,
+    "core": 1780,
+    "optim": 1180,
+    "models": 800,
     "device": 560,
     "data": 5255,
     "distributed": 5665,
     "memory": 2195,
-    "config": 1310,
+    "config": 1380,
     "tune": 2095,
     "simulate": 1840,
-    "report": 2290,
-    "training": 1985,
-    "commands": 1930,
+    "report": 2370,
+    "training": 2060,
+    "commands": 1980,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is
@@ -99,8 +99,8 @@ def wrong_import(file: Path, name: str) -> str:
         return "" if package != "core" or top in CORE_IMPORTS else "core imports torch and the standard library only"
     other = rest[0] if rest else "__init__"
     if other == package or (other.startswith("_") and not rest[1:]):
-        same_verb = package != "commands" or file.name == "__init__.py" or name == "kasoku.commands" or name == "kasoku"
-        return "" if same_verb else "commands do not import each other"
+        shared = name in ("kasoku", "kasoku.commands.arguments", "kasoku.commands.options")
+        return "" if package != "commands" or shared else "commands do not import each other"
     if layer_of(other) > layer_of(package):
         return f"{other} lies above {package}"
     return "packages of one layer do not import each other" if layer_of(other) == layer_of(package) else ""

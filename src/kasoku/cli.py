@@ -1,8 +1,8 @@
 """The command `kasoku`: its verbs, its exit codes, and one line for every error that a user can mend.
 
-Exit codes: 0 done, 1 a fault of kasoku's own, 2 an input that cannot be used, 3 the training diverged,
-4 another rank died or hangs, 75 stopped by SIGINT or SIGTERM with a checkpoint written (go on with --resume),
-130 interrupted at once.
+Exit codes: 0 done, 1 a fault of kasoku's own, 2 an input that cannot be used or an error in code that it names,
+3 the training diverged, 4 another rank died or hangs, 75 stopped by SIGINT or SIGTERM with a checkpoint written (go on
+with --resume), 130 interrupted at once.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from kasoku import __version__
+from kasoku.commands import arguments as options
 from kasoku.commands.options import CommandArguments, arguments_of, declare
 
 _LINE = 1200  # letters of a message, at most
@@ -40,56 +42,68 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
     """Runs one command; returns its exit code. `imported` is called once the command's packages are imported."""
     words = list(sys.argv[1:] if argv is None else argv)
     parsed = _parse(words)
-    import torch  # not above: `kasoku --help` takes 0.1 s without torch and 1.2 s with it
-
+    # not above: `kasoku --help` takes 0.1 s without torch and 1.2 s with it
     from kasoku.config import trust
-    from kasoku.core import InputError, process_start
+    from kasoku.core import process_start
     from kasoku.distributed.local_launch import attach_to_launcher
 
     arguments = arguments_of(parsed, words, attach_to_launcher() or process_start())
     trust.allow(getattr(arguments, "allow", ()))
-    run: Callable[[CommandArguments], int] = parsed.run
+    run: Callable[[CommandArguments], int] = getattr(import_module(parsed.module), parsed.function)
     try:
         imported()
         return run(arguments)
-    except InputError as error:
-        return _refused(str(error))
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        return _refused(f"{error.filename or 'input or output'}: {error.strerror or error}")
-    except torch.OutOfMemoryError as error:
-        return _refused(f"out of device memory ({str(error).partition('.')[0]}): lower batch")
     except KeyboardInterrupt:
         print(f"kasoku: interrupted at once; {arguments.if_interrupted}", file=sys.stderr)
         return 130
+    except Exception as error:
+        line = _refusal(error)
+        if line is None:
+            raise
+        if arguments.traceback:
+            traceback.print_exception(error)
+        print(f"kasoku: {line}", file=sys.stderr)
+        return 2
 
 
-def _refused(message: str) -> int:
-    from kasoku.core import one_line
+def _refusal(error: Exception) -> str | None:
+    """The line for an error that the user can mend; None for a fault of kasoku's own."""
+    import torch
 
-    line = one_line(message)  # it may repeat what was given
-    line = line if len(line) <= _LINE else f"{line[: _LINE // 2]} ... {line[-_LINE // 2 :]}"
-    print(f"kasoku: {line}", file=sys.stderr)
-    return 2
+    from kasoku.core import InputError, attributed, one_line
+
+    error = attributed(error)
+    if isinstance(error, InputError):
+        line = one_line(str(error))  # it may repeat what was given
+    elif isinstance(error, OSError):
+        line = one_line(f"{error.filename or 'input or output'}: {error.strerror or error}")
+    elif isinstance(error, torch.OutOfMemoryError):
+        line = f"out of device memory ({str(error).partition('.')[0]}): lower batch"
+    else:
+        return None
+    return line if len(line) <= _LINE else f"{line[: _LINE // 2]} ... {line[-_LINE // 2 :]}"
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line; imports the module of its verb only."""
+    """Reads the command line; imports no command, as most import torch."""
     parser = argparse.ArgumentParser(prog="kasoku", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"kasoku {__version__}")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
     for verb, (module, line) in VERBS.items():
         subparser = verbs.add_parser(verb, help=line)
         if words and words[0] == verb:
-            command = import_module(f"kasoku.commands.{module}")
+            subparser.set_defaults(module=f"kasoku.commands.{module}", function="run")
             if verb == "launch":
                 places = subparser.add_subparsers(metavar="WHERE", required=True)
-                for place, (run, place_line) in command.SUBCOMMANDS.items():
-                    declare(places.add_parser(place, help=place_line), run)
+                for place, place_line in options.PLACES.items():
+                    place_parser = places.add_parser(place, help=place_line)
+                    place_parser.set_defaults(function=f"run_{place}")
+                    declare(place_parser, getattr(options, f"{place.capitalize()}Arguments"))
             else:
-                declare(subparser, command.run)
+                declare(subparser, getattr(options, f"{module.capitalize()}Arguments"))
     return parser.parse_args(words)
 
 

@@ -9,8 +9,7 @@ import pytest
 
 import kasoku
 from kasoku.cli import VERBS, main
-from kasoku.commands.launch import SlurmArguments
-from kasoku.commands.train import TrainArguments
+from kasoku.commands.arguments import SlurmArguments, TrainArguments
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -38,10 +37,21 @@ def test_no_source_is_one_line_that_names_all(capsys):
 
 @pytest.mark.process
 @pytest.mark.smoke
-def test_the_help_of_kasoku_does_not_import_torch():
-    code = "import sys; from kasoku.__main__ import main\ntry: main()\nfinally: print('torch' in sys.modules)"
-    process = subprocess.run([sys.executable, "-c", code, "--help"], stdout=subprocess.PIPE, text=True, timeout=60)
-    assert process.stdout.rstrip().endswith("False")
+def test_the_help_of_kasoku_and_of_its_commands_does_not_import_torch():
+    code = """
+import sys
+from kasoku.__main__ import main
+for words in (["--help"], ["--version"], *([verb, "--help"] for verb in sys.argv[1:])):
+    sys.argv = ["kasoku", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 0
+print("torch" in sys.modules, "rich" in sys.modules)
+"""
+    words = [sys.executable, "-c", code, *VERBS]
+    process = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert process.stdout.rstrip().endswith("False False")
     assert all(f"    {verb} " in process.stdout for verb in VERBS)
 
 

@@ -376,3 +376,10 @@ def test_bad_input_that_only_ranks_find_is_told_once(tmp_path):
     said = ended([*KASOKU, "launch", "local", str(RECIPE), "--gpus-per-node", "2", "--out", str(run)], code=2)
     assert said.count("\n") == 1
     assert "holds a run already" in said
+
+
+@pytest.mark.parametrize("where", ["slurm", "kubernetes"])
+def test_a_recipe_without_the_place_of_its_data_is_refused_before_it_waits_in_a_queue(where, capsys):
+    recipe = ["imagenet_resnet50_81920", "--out", "run"]
+    refused(["launch", where, *recipe], r"data.root is not given.*--set data.root=", capsys)
+    assert "data.root=/on/the/cluster" in written(capsys, where, *recipe, "--set", "data.root=/on/the/cluster")

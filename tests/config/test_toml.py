@@ -186,3 +186,20 @@ def test_an_old_name_is_answered_with_the_new_one(old: str) -> None:
     with pytest.raises(InputError, match=f'^use = "{re.escape(old)}": is now "{re.escape(new)}"$'):
         resolve(old, "use")
     assert callable(resolve(new, "use"))
+
+
+def test_naming_another_thing_says_whose_the_other_arguments_are_and_how_to_replace_the_table():
+    document = {"model": {"use": "kasoku.models.cifarnet", "widths": [8], "norm_momentum": 0.1}}
+    with pytest.raises(InputError) as refused:
+        override(document, "model.use=kasoku.models.resnet18")
+    assert "widths, norm_momentum in [model] are of kasoku.models.cifarnet" in str(refused.value)
+    setting = re.search(r"--set '(.*)'$", str(refused.value))[1]
+    override(document, setting)
+    assert document == {"model": {"use": "kasoku.models.resnet18"}}
+
+
+@pytest.mark.parametrize("use", ["kasoku.models.cifarnet", "kasoku.models.cnn11"])  # itself; one with the same argument
+def test_a_table_whose_arguments_fit_keeps_them(use):
+    document = {"model": {"use": "kasoku.models.cifarnet", "widths": [8]}}
+    override(document, f"model.use={use}")
+    assert document == {"model": {"use": use, "widths": [8]}}

@@ -9,7 +9,7 @@ from torch import nn
 
 from kasoku.cli import main
 from kasoku.config import recipe as recipes
-from kasoku.config.updates import moments, updates
+from kasoku.config.updates import moments, schedule_warning, updates
 from kasoku.core import ArcCotangent, InputError
 
 FOLDER = Path(__file__).parent.parent.parent / "recipes"
@@ -78,7 +78,39 @@ def test_a_reference_recipe_scales_to_any_batch(scaling, scale, warmup):
     recipe = recipes.load(DIGITS, settings)
     assert recipe.rate_scale == scale
     assert recipe.scaled_schedule.warmup == warmup
-    assert recipe.scaled_schedule.epochs == recipe.schedule.epochs
+    assert recipe.scaled_schedule.epochs == recipe.epochs
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_schedules_of_the_recipes_end_with_the_training(path):
+    recipe = recipes.load(path)
+    assert schedule_warning(recipe) == ""
+    if path == LARGE:  # its turn is the published one
+        return
+    longer = recipes.load(path, [f"epochs={2 * recipe.epochs}"])
+    assert longer.scaled_schedule.epochs == 2 * recipe.epochs
+    assert longer.scaled_schedule(1.9 * recipe.epochs) > 1e-3
+    assert schedule_warning(longer) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "line"),
+    [
+        (DIGITS, ["schedule.epochs=20", "epochs=30"], "the rate is 0 for the last 33% of the training (30 epochs)"),
+        (DIGITS, ["schedule.epochs=30"], "still has 33% to fall at the end of the training (20 epochs)"),
+        (DIGITS, ["schedule.epochs=19.5"], ""),
+        (DIGITS, ["schedule.epochs=10", "schedule.end=0.1"], ""),  # a rate that stays
+        (MLPERF, ["epochs=60", "schedule.epochs=40"], "the rate is 0 for the last 33%"),
+        (LARGE, ["epochs=50"], "still has 97% to fall"),
+        (LARGE, ["epochs=250"], "the rate is 0 for the last"),
+        (DIGITS, ["schedule={use='kasoku.core.StepDecay', milestones=[9, 30]}"], "still has 9% to fall"),
+        (DIGITS, ["schedule={use='kasoku.core.StepDecay', milestones=[9, 18]}"], ""),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_training_is_said(path, settings, line):
+    warning = schedule_warning(recipes.load(path, settings))
+    assert line in warning
+    assert bool(warning) == bool(line)
 
 
 def test_legw_may_stretch_a_warm_up_too_far():

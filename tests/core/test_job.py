@@ -10,7 +10,8 @@ from torch import nn
 
 from contracts import Net, assert_same, judged, make, rule, through_a_file, train, weights
 from contracts import one_thread as one_thread
-from kasoku.core import InputError, Job, Linear, Stage, Technique
+from helpers.ranks import on_processes
+from kasoku.core import Comm, InputError, Job, Linear, Solo, Stage, Technique
 from kasoku.optim import EMA, Lookahead, Rate, adamw, muon, sgd
 
 RULES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -245,6 +246,23 @@ def test_state_from_another_layout_is_laid_out_as_the_weights_are():
     assert other.optimizer.state[p]["momentum_buffer"].stride() == p.stride()
     kept = job.optimizer.state[job.model.stage[1].conv.weight]["momentum_buffer"]
     assert torch.equal(other.optimizer.state[p]["momentum_buffer"], kept)
+
+
+def job_in_a_group(comm: Comm) -> str:
+    net = nn.Linear(2, 2)
+    Job(net, torch.optim.SGD(net.parameters(), lr=0.1), comm=Solo())
+    assert Job(net, torch.optim.SGD(net.parameters(), lr=0.1), comm=comm).comm.size == 2
+    with pytest.raises(InputError) as refused:
+        Job(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return str(refused.value)
+
+
+@pytest.mark.process
+@pytest.mark.smoke
+def test_a_job_without_a_comm_in_a_process_group_is_refused():
+    for line in on_processes(2, job_in_a_group):
+        assert line.startswith("Job without comm in a process group of 2 ranks: give comm=kasoku.distributed.TorchComm")
+        assert "comm=kasoku.core.Solo()" in line
 
 
 def test_accumulate_below_one_is_refused():

@@ -69,6 +69,17 @@ def test_linear_and_cosine_end_where_they_say():
     assert Constant(warmup=4)(1) == 0.25
 
 
+def test_a_schedule_without_epochs_takes_those_of_the_training():
+    assert Linear().over(8) == Linear(epochs=8)
+    assert Cosine(warmup=1, end=0.5).over(8) == Cosine(warmup=1, end=0.5, epochs=8)
+    assert Polynomial(epochs=5).over(8) == Polynomial(epochs=5)
+    assert StepDecay(milestones=(3,)).over(8) == StepDecay(milestones=(3,))
+    with pytest.raises(InputError, match=r"Linear without epochs.*as Linear\(epochs=8\)"):
+        Linear()(0.5)
+    with pytest.raises(InputError, match="beyond warmup=2"):
+        Linear(warmup=2).over(2)
+
+
 def test_a_schedule_that_ends_within_its_warm_up_is_refused():
     with pytest.raises(InputError, match=r"epochs=5.*beyond warmup=5"):
         Polynomial(warmup=5, epochs=5)

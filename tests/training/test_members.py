@@ -35,6 +35,24 @@ def test_members_differ_by_seed_and_make_an_ensemble(tmp_path, capsys):
     assert "ensemble of 2" in capsys.readouterr().out
 
 
+def test_an_ensemble_that_is_finished_says_so_and_its_report_lies_in_its_folder(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("plotly")
+    out = tmp_path / "ensemble"
+    assert main(["train", str(DIGITS), *SHORT, "--members", "2", "--quiet", "--out", str(out)]) == 0
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    capsys.readouterr()
+    assert main(["train", "--resume", str(out)]) == 0
+    shown, err = capsys.readouterr()
+    assert shown == ""
+    assert err.startswith(f"kasoku: {out}: 2 members, the first finished: 2 epochs, accuracy ")
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(out / "report.html")
+    assert main(["report", str(out), str(out / "member-1")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "report.html"
+
+
 def test_members_on_files_train_in_turns_each_as_if_alone(tmp_path, capsys):
     out, alone = tmp_path / "ensemble", tmp_path / "alone"
     vary = ["--members", "2", "--vary", "optimizer.lr=0.05,0.02", "--vary", "seed=0,0", "--set", "accumulate=2"]

@@ -1,6 +1,7 @@
 """Training on several ranks: the same result as on one, in step to the end, and one voice."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -210,6 +211,27 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_and_is_told_once(with_ow
     said = ended([*KASOKU, *local], code=3)
     assert said.count("kasoku: ") == 1
     assert "the loss is nan at step 1" in said
+
+
+@pytest.mark.process
+def test_an_error_in_the_users_code_on_all_ranks_is_told_once(with_own_loss, tmp_path):
+    recipe = with_own_loss("raise KeyError('planted')")
+    module = tmp_path / "odd_loss.py"
+    module.write_text(module.read_text().replace('== "1"', 'in "01"'))
+    local = ["launch", "local", recipe, "--gpus-per-node", "2", "--quiet", "--out", str(tmp_path / "run")]
+    said = ended([*KASOKU, *local], code=2)
+    assert said.count("\n") == 1
+    assert "kasoku: odd_loss.odd: KeyError: 'planted' (at " in said
+
+
+@pytest.mark.process
+def test_an_error_in_the_users_code_on_one_rank_ends_the_other_with_its_name(with_own_loss, tmp_path):
+    recipe = with_own_loss("raise KeyError('planted')")
+    ranks = started(["train", recipe, "--quiet", "--out", str(tmp_path / "run")], 2)
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [4, 2]
+    assert said[1].startswith("kasoku: odd_loss.odd: KeyError: 'planted' (at ")
+    assert re.match(r"kasoku: rank 1 \(.*\) failed: odd_loss\.odd: KeyError: 'planted'", said[0])
 
 
 @pytest.mark.process

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -159,12 +160,64 @@ def test_a_run_that_reached_its_target_is_over_also_when_resumed(tmp_path):
     assert (after["epochs"], after["time_to_target_s"]) == (before["epochs"], before["time_to_target_s"])
 
 
+def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert train(str(RECIPE), *SHORT, "--set", "evaluate.stop=false", "--out", str(run)) == 0
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    for more in ([], ["--quiet"], ["--set", "epochs=3"]):
+        capsys.readouterr()
+        assert train("--resume", str(run), *more) == 0
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert re.fullmatch(
+            rf"kasoku: {run}: finished: 3 epochs, accuracy \d\d\.\d\d%; to train on: .*epochs=N.*\n", err
+        )
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+
+
+def test_resuming_with_more_epochs_stretches_the_schedule(tmp_path, capsys):
+    run = tmp_path / "run"
+    settings = ["--set", "evaluate.stop=false", "--set", "device.threads=1", "--set", "epochs=2"]
+    assert train(str(RECIPE), *settings, "--out", str(run)) == 0
+    assert train("--resume", str(run), "--set", "epochs=4") == 0
+    assert "schedule" not in capsys.readouterr().err
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    points = [(line["epoch"], line["lr"]) for line in lines if "lr" in line]
+    peak = points[0][1] / (1 - points[0][0] / 2)
+    later = [(epoch, lr) for epoch, lr in points if epoch > 2]
+    assert later
+    assert [lr for _, lr in later] == pytest.approx([peak * (1 - epoch / 4) for epoch, _ in later], rel=1e-3)
+
+
+def test_a_run_folder_whose_recipe_pins_the_schedule_keeps_it(tmp_path, capsys):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    old = [
+        "--set",
+        "epochs=4",
+        "--set",
+        "schedule.epochs=4",
+        "--set",
+        "device.threads=1",
+        "--set",
+        "evaluate.stop=false",
+    ]
+    assert train(str(RECIPE), *old, "--out", str(whole)) == 0
+    new = [*old[:2], *old[4:]]
+    assert train(str(RECIPE), *new, "--out", str(run)) == 0
+    assert same(whole, run)  # the same curve, bit for bit
+    assert train("--resume", str(whole), "--set", "epochs=6") == 0
+    err = capsys.readouterr().err
+    assert "schedule Linear: the rate is 0 for the last 33% of the training (6 epochs)" in err
+    assert "--set schedule.epochs=0" in err
+
+
 def test_all_checkpoints_damaged_starts_again_and_keeps_the_new_ones(tmp_path, capsys):
     run = tmp_path / "run"
     settings = [*SHORT, "--set", "save.every_steps=20", "--set", "save.keep=1"]
     assert train(str(RECIPE), *settings, "--out", str(run)) == 0
     (first,) = run.glob("checkpoints/step-*")
     first.joinpath("state.pt").write_bytes(b"")
+    (run / "result.json").unlink()  # as of a run that was killed
     assert train("--resume", str(run), "--quiet") == 0
     assert "starting from the beginning" in capsys.readouterr().err
     assert steps_saved(run) == [66]

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,11 +14,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from helpers.photos import coloured_photos
+from helpers.ranks import on_processes
+from helpers.started import clean
 from kasoku import data, models
 from kasoku.cli import main
+from kasoku.core import Comm, Solo
 from kasoku.training.trained_run import load
 
 ROOT = Path(__file__).parent.parent.parent
@@ -145,6 +151,41 @@ def test_the_onnx_program_gives_the_logits_for_any_batch(digit_runs, tmp_path):
         np.testing.assert_allclose(out, logits[:n].numpy(), rtol=1e-3, atol=1e-4)
 
 
+FACTS = {"input": "pixels, float32, N x 1 x 8 x 8, grey from 0 to 1, not normalised",
+         "output": "logits, float32, N x 10, before softmax", "classes": json.dumps([*"0123456789"])}  # fmt: skip
+
+
+def exported(run: Path, form: str, path: Path, capsys) -> str:
+    assert main(["export", str(run), "--format", form, "--out", str(path)]) == 0
+    return capsys.readouterr().out
+
+
+def test_an_export_says_what_goes_in_and_which_classes_come_out(digit_runs, tmp_path, capsys):
+    said = exported(digit_runs[0], "torch-export", tmp_path / "p.pt2", capsys)
+    assert f"input: {FACTS['input']}\noutput: {FACTS['output']}; the file holds the names of the classes\n" in said
+    extra = {"kasoku.json": ""}
+    torch.export.load(tmp_path / "p.pt2", extra_files=extra)
+    assert json.loads(extra["kasoku.json"]).items() >= FACTS.items()
+    said = exported(digit_runs[0], "safetensors", tmp_path / "w.safetensors", capsys)
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        facts = file.metadata()
+    assert facts["classes"] == FACTS["classes"]
+    trained = load(digit_runs[0])
+    then = f"then normalised: (pixel - mean) / std, mean {list(trained.mean)}, std {list(trained.std)}"
+    assert facts["input"] == FACTS["input"].replace("not normalised", then)
+    assert facts["input"] in said
+
+
+def test_an_onnx_file_says_so_too(digit_runs, tmp_path, capsys):
+    onnxruntime = pytest.importorskip("onnxruntime", reason='needs pip install "kasoku[onnx]"')
+    exported(digit_runs[0], "onnx", tmp_path / "p.onnx", capsys)
+    session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"), providers=["CPUExecutionProvider"])
+    assert session.get_modelmeta().custom_metadata_map.items() >= FACTS.items()
+    assert (session.get_inputs()[0].name, session.get_outputs()[0].name) == ("pixels", "logits")
+    graph = pytest.importorskip("onnx").load(tmp_path / "p.onnx").graph
+    assert (graph.input[0].doc_string, graph.output[0].doc_string) == (FACTS["input"], FACTS["output"])
+
+
 def test_list_names_every_model_source_technique_and_recipe(capsys, monkeypatch):
     monkeypatch.chdir("/")  # the recipes come with the package
     monkeypatch.setenv("COLUMNS", "200")
@@ -212,6 +253,37 @@ def example(name: str):
 @pytest.mark.usefixtures("one_core")
 def test_example_plain_loop_learns_the_digits():
     assert example("plain_loop").main() > 0.95
+
+
+def adopted(_: Comm) -> dict[str, torch.Tensor]:
+    """The averaged weights of the example's loop with a small network, since resnet18 amplifies the last bit soon."""
+    torch.set_num_threads(1)
+    module = example("adopt")
+
+    def small(num_classes: int, in_channels: int) -> nn.Module:
+        convolution = nn.Conv2d(in_channels, 8, 5, stride=4, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(), nn.Linear(8 * 49, num_classes))
+
+    module.resnet18 = small
+    return module.main(epochs=2)[1]
+
+
+@pytest.mark.process
+def test_example_adopt_gives_on_two_ranks_the_weights_of_one():
+    alone = adopted(Solo())
+    first, second = on_processes(2, adopted)
+    for name, weight in alone.items():
+        assert first[name].equal(second[name]), name
+        torch.testing.assert_close(first[name], weight, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.process
+def test_example_adopt_learns_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "examples/adopt.py")]
+    done = subprocess.run(command, env=clean({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (line,) = re.findall(r"top-1 (.*)% of 360 test images on 2 ranks\n", done.stdout)
+    assert float(line) > 90
 
 
 @pytest.mark.usefixtures("one_core")

@@ -1,5 +1,1 @@
-"""The commands of kasoku, one file a verb."""
-
-from kasoku.commands.options import AllowArguments, CommandArguments, OptionalRecipe, RecipeArguments, argument, option
-
-__all__ = ["AllowArguments", "CommandArguments", "OptionalRecipe", "RecipeArguments", "argument", "option"]
+"""The commands of kasoku, one file a verb; `arguments` has the options of all."""

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
-from kasoku.commands import AllowArguments, argument, option
+from kasoku.commands.arguments import EvaluateArguments
 from kasoku.training.trained_run import evaluate_runs
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateArguments(AllowArguments):
-    """The arguments of `kasoku eval`."""
-
-    runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
-    data: Path | None = option(metavar="DIR", help="other test images: a folder with one folder a class")
 
 
 def run(arguments: EvaluateArguments) -> int:

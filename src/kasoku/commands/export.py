@@ -1,14 +1,14 @@
 """`kasoku export`: a trained network for other programs, as safetensors, torch.export or ONNX.
 
-The exported program takes pixels: float32 x_NCHW from 0 to 1, any number of images; it normalises them itself and
-returns logits_NK.
+The exported program takes pixels: float32 (N, C, H, W) from 0 to 1, any number of images; it normalises them itself and
+returns logits (N, K). Each file says so itself and holds the names of the classes: safetensors and ONNX in their
+metadata, torch.export in the extra file kasoku.json.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kasoku.commands import AllowArguments, argument, option
+from kasoku.commands.arguments import FORMATS, ExportArguments
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.training.trained_run import Trained, load
-
-SUFFIXES = {"safetensors": "safetensors", "torch-export": "pt2", "onnx": "onnx"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportArguments(AllowArguments):
-    """The arguments of `kasoku export`."""
-
-    trained: Path = argument(metavar="RUN")
-    format: str = option(choices=tuple(SUFFIXES), required=True)
-    out: Path | None = option(metavar="FILE", help="where to (default: in the run folder)")
 
 
 class _FromPixels(nn.Module):
@@ -46,27 +35,27 @@ class _FromPixels(nn.Module):
         self.register_buffer("mean", torch.tensor(trained.mean).view(1, -1, 1, 1))
         self.register_buffer("std", torch.tensor(trained.std).view(1, -1, 1, 1))
 
-    def forward(self, pixels_NCHW: Tensor) -> Tensor:
-        out: Tensor = self.network((pixels_NCHW - self.mean) / self.std)
-        return out
+    def forward(self, pixels: Tensor) -> Tensor:
+        logits: Tensor = self.network((pixels - self.mean) / self.std)
+        return logits
 
 
 def run(arguments: ExportArguments) -> int:
-    """Writes a run's best weights, or its whole network, and prints the file; returns the exit code."""
+    """Writes a run's best weights, or its whole network, and prints the file and its input; returns the exit code."""
     trained = load(arguments.trained)
     trained.job.close()  # the plain network: no autocast, plain layout
     trained.job.model.cpu()
+    facts = _facts(trained, weights_only=arguments.format == "safetensors")
     save: Callable[[Path], object]
     program = _FromPixels(trained).eval()
     example = (torch.rand(2, trained.channels, *trained.image_size),)
-    shapes: Any = {"pixels_NCHW": {0: torch.export.Dim("batch", min=1)}}
+    shapes: Any = {"pixels": {0: torch.export.Dim("batch", min=1)}}
     if arguments.format == "safetensors":
-        facts = {"classes": json.dumps(trained.classes), "model": trained.recipe.model.use}
-        facts |= {"mean": json.dumps(trained.mean), "std": json.dumps(trained.std)}
         weights = {name: w.contiguous() for name, w in trained.job.model.state_dict().items()}
         save = partial(save_file, weights, metadata=facts)
     elif arguments.format == "torch-export":
-        save = partial(torch.export.save, torch.export.export(program, example, dynamic_shapes=shapes))
+        exported = torch.export.export(program, example, dynamic_shapes=shapes)
+        save = partial(torch.export.save, exported, extra_files={"kasoku.json": json.dumps(facts)})
     else:
         try:
             import onnxscript  # noqa: F401
@@ -77,8 +66,27 @@ def run(arguments: ExportArguments) -> int:
         if written is None:
             message = "torch could not turn this network into ONNX; use --format torch-export"
             raise InputError(f"{arguments.trained}: {message}")
+        written.model.metadata_props.update(facts)
+        graph = written.model.graph
+        graph.inputs[0].doc_string, graph.outputs[0].doc_string = facts["input"], facts["output"]
         save = written.save
-    path = arguments.out or arguments.trained / f"export.{SUFFIXES[arguments.format]}"
+    path = arguments.out or arguments.trained / f"export.{FORMATS[arguments.format]}"
     write_atomically(path, save)
-    print(path)
+    print(f"{path}\ninput: {facts['input']}\noutput: {facts['output']}; the file holds the names of the classes")
     return 0
+
+
+def _facts(trained: Trained, *, weights_only: bool) -> dict[str, str]:
+    """What another program must know to use the network; the same in all formats."""
+    side = " x ".join(map(str, (trained.channels, *trained.image_size)))
+    colours = {1: "grey", 3: "RGB"}.get(trained.channels, "all channels")
+    mean, std = json.dumps(trained.mean), json.dumps(trained.std)
+    then = f"then normalised: (pixel - mean) / std, mean {mean}, std {std}" if weights_only else "not normalised"
+    return {
+        "input": f"pixels, float32, N x {side}, {colours} from 0 to 1, {then}",
+        "output": f"logits, float32, N x {len(trained.classes)}, before softmax",
+        "classes": json.dumps(trained.classes),
+        "model": trained.recipe.model.use,
+        "mean": mean,
+        "std": std,
+    }

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from kasoku.commands import CommandArguments, argument, option
+from kasoku.commands.arguments import InitArguments
 from kasoku.config import describe, toml
 from kasoku.config.recipe import Recipe, load
 from kasoku.config.shipped import locate
@@ -18,16 +17,6 @@ from kasoku.core import InputError
 from kasoku.core.files import write_text
 
 _WIDTH = 100  # of a comment
-
-
-@dataclass(frozen=True, kw_only=True)
-class InitArguments(CommandArguments):
-    """The arguments of `kasoku init`."""
-
-    source: Path = argument(
-        metavar="DIR|NAME", help="a folder of photos, one folder a class; or a recipe, as kasoku list names them"
-    )
-    out: Path | None = option(metavar="FILE", help="the recipe to write (default: NAME.toml in the current folder)")
 
 
 def run(arguments: InitArguments) -> int:

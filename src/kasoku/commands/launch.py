@@ -9,69 +9,21 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
-from kasoku.commands import RecipeArguments, option
+from kasoku.commands.arguments import PLACES, PORT, KubernetesArguments, LaunchArguments, LocalArguments, SlurmArguments
 from kasoku.config import trust
 from kasoku.config.ranks import check_share
-from kasoku.config.recipe import Recipe
+from kasoku.config.recipe import Recipe, check_data
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.core.hardware import cores
-from kasoku.distributed.cluster_jobs import CPUS_PER_GPU, TIME_LIMIT, LaunchSpec, manifest, sbatch
+from kasoku.distributed.cluster_jobs import LaunchSpec, manifest, sbatch
 from kasoku.distributed.environment import Place
 from kasoku.distributed.local_launch import spawn, train_arguments
-
-PORT = 29500
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchArguments(RecipeArguments):
-    """The arguments that `kasoku launch` has everywhere."""
-
-    nodes: int = option(default=1, metavar="N", help="machines (default: 1)")
-    gpus_per_node: int | None = option(metavar="G", help="a process each (default: all; elsewhere 8)")
-    out: Path | None = option(metavar="DIR", help="the run folder, which all nodes see")
-    if_interrupted: ClassVar[str] = "a checkpoint written before stands"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalArguments(LaunchArguments):
-    """The arguments of `kasoku launch local`."""
-
-    node: int | None = option(metavar="I", help="which of the nodes this is (default: 0)")
-    master: str | None = option(metavar="HOST", help="the host of node 0 (default: MASTER_ADDR, or this one)")
-    port: int | None = option(metavar="P", help="free on node 0 (default: MASTER_PORT, or any)")
-    go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
-    quiet: bool = option(default=False, help="no progress bar")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmArguments(LaunchArguments):
-    """The arguments of `kasoku launch slurm`."""
-
-    name: str | None = option(help="of the job (default: the recipe's)")
-    write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
-    port: int | None = option(metavar="P", help="of rank 0 (default: from the job's number)")
-    cpus_per_gpu: int = option(default=CPUS_PER_GPU, metavar="C", help="(default: %(default)s)")
-    partition: str | None = option(metavar="NAME", help="(default: the cluster's)")
-    account: str | None = option(metavar="NAME", help="(default: yours)")
-    time: str = option(default=TIME_LIMIT, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KubernetesArguments(LaunchArguments):
-    """The arguments of `kasoku launch kubernetes`."""
-
-    name: str | None = option(help="of the job (default: the recipe's)")
-    write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
-    image: str = option(default="kasoku:latest", help="a container image with kasoku in it (default: %(default)s)")
-    mount: tuple[str, ...] = option(default=(), metavar="CLAIM:DIR", help="a volume claim for the run, the data, ...")
-    port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
 
 
 def run_local(arguments: LocalArguments) -> int:
@@ -98,7 +50,8 @@ def run_local(arguments: LocalArguments) -> int:
     port = _from(arguments.port, "MASTER_PORT", PORT if arguments.nodes > 1 else 0)
     _check_port(port, 0 if arguments.nodes == 1 else 1)
     places = [Place(node * each + i, arguments.nodes * each, i, each) for i in range(each)]
-    extra = [*(["--quiet"] if arguments.quiet else []), *trust.allow_options()]
+    flags = [f"--{name}" for name in ("quiet", "traceback") if getattr(arguments, name)]
+    extra = [*flags, *trust.allow_options()]
     command = train_arguments(arguments.recipe, arguments.set, arguments.out, go_on=arguments.go_on, extra=extra)
     return spawn(command, places, address=master or "127.0.0.1", port=port, started=arguments.started)
 
@@ -146,6 +99,7 @@ def run_kubernetes(arguments: KubernetesArguments) -> int:
 def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: int) -> LaunchSpec:
     """The job. Raises InputError for a name or a port that clusters do not take."""
     recipe = arguments.load()
+    check_data(recipe)  # a job that waits for hours in a queue must not end at once
     each = _shape(arguments, recipe, 8)
     _check_port(PORT if arguments.port is None else arguments.port, 1)
     from_recipe = re.sub(r"[^a-z0-9]+", "-", arguments.recipe.stem.lower()).strip("-")
@@ -203,8 +157,5 @@ def _write(text: str, file: Path | None) -> int:
     return 0
 
 
-SUBCOMMANDS = {  # word: (function, help)
-    "local": (run_local, "start this machine's ranks, a process a GPU (or on the CPU)"),
-    "slurm": (run_slurm, "write an sbatch script"),
-    "kubernetes": (run_kubernetes, "write a manifest: Indexed Job, headless Service, recipe"),
-}
+_RUN = {"local": run_local, "slurm": run_slurm, "kubernetes": run_kubernetes}
+SUBCOMMANDS = {place: (_RUN[place], line) for place, line in PLACES.items()}  # word: (function, help)

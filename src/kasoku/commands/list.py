@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kasoku.commands import AllowArguments, argument
+from kasoku.commands.arguments import ListArguments
 from kasoku.config import describe, trust
 from kasoku.config.shipped import RECIPES
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListArguments(AllowArguments):
-    """The arguments of `kasoku list`."""
-
-    name: str | None = argument(nargs="?", help="shows the settings of this model, technique, table, ...")
 
 
 def run(arguments: ListArguments) -> int:

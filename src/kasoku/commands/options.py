@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
@@ -20,6 +20,10 @@ _RECIPE = "a recipe file (TOML), or the name of a recipe that comes with kasoku 
 class CommandArguments:
     """The arguments of a command: its options are fields. `if_interrupted`: what an interruption leaves behind."""
 
+    traceback: bool = field(  # written as `option` does, which stands below
+        default=False,
+        metadata={"flag": "--", "settings": {"action": "store_true", "help": "also show where an error came from"}},
+    )
     words: tuple[str, ...] = ()  # of the command line, after `kasoku`
     started: float = 0.0  # when the command was typed, on the clock of time.perf_counter
     if_interrupted: ClassVar[str] = "nothing was written"
@@ -80,9 +84,8 @@ class RecipeArguments(OptionalRecipe):
         return load(self.recipe, [*self.set, *settings])
 
 
-def declare(parser: argparse.ArgumentParser, run: Callable[[Any], int]) -> None:
-    """Has a parser read the fields of the dataclass that `run` takes; their annotations say of which type they are."""
-    kind = get_type_hints(run)["arguments"]
+def declare(parser: argparse.ArgumentParser, kind: type[CommandArguments]) -> None:
+    """Has a parser read the fields of a dataclass; their annotations say of which type they are."""
     types = get_type_hints(kind)
     parser.description = kind.description
     for each in fields(kind):
@@ -95,12 +98,12 @@ def declare(parser: argparse.ArgumentParser, run: Callable[[Any], int]) -> None:
         if flag == "--":
             flag += each.name.replace("_", "-")
         parser.add_argument(*([flag] if flag else []), dest=each.name, **settings)
-    parser.set_defaults(kind=kind, run=run)
+    parser.set_defaults(kind=kind)
 
 
 def arguments_of(parsed: argparse.Namespace, words: Sequence[str], started: float) -> CommandArguments:
     """The dataclass of what a parser read."""
     kind: type[CommandArguments] = parsed.kind
     read = {each.name: getattr(parsed, each.name) for each in fields(kind) if each.metadata}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
     return kind(**given, words=tuple(words), started=started)

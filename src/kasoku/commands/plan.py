@@ -11,11 +11,10 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kasoku.commands import OptionalRecipe, option
+from kasoku.commands.arguments import CPUS_PER_GPU, PlanArguments
 from kasoku.config import trust
 from kasoku.config.recipe import dumps
 from kasoku.config.updates import updates
@@ -40,20 +39,6 @@ _ITEMS = {  # item of a comparison: rows of the plan and of the run's ledger
     "evaluation": ("evaluate",),
     "the rest": ("save", "other"),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanArguments(OptionalRecipe):
-    """The arguments of `kasoku plan`."""
-
-    cluster: str | None = option(metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
-    deadline: str = option(default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
-    budget: str = option(default="", metavar="USD", help="the fastest within 100USD")
-    fastest: bool = option(default=False, help="the fastest, whatever it costs")
-    compare: Path | None = option(metavar="RUN", help="compare a run with the plan of its recipe")
-    noise_scale: float | None = option(metavar="B", help="of gradients, by kasoku tune")
-    profile: tuple[str, ...] = option(default=(), metavar="DIR:IMAGES", help="times of kasoku profile at a batch")
-    out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)")
 
 
 def run(arguments: PlanArguments) -> int:
@@ -152,7 +137,7 @@ def _write(chosen: Choice, folder: Path, original: Path) -> None:
     name = (plain if plain[:1].isalpha() else f"kasoku-{plain}")[:63].strip("-")  # a job's begins with a letter
     each, on_gpus = chosen.step.gpus // nodes, chosen.scenario.recipe.device.kind != "cpu"
     spec = LaunchSpec(name=name, recipe=file, nodes=nodes, each=each, on_gpus=on_gpus, extra=trust.allow_options())
-    script = sbatch(spec, time=limit)
+    script = sbatch(spec, time=limit, cpus_per_gpu=CPUS_PER_GPU)
     text = dumps(planned_recipe(chosen))  # raises before anything is written
     write_text(file, text)
     write_text(folder / "launch.sbatch", script)

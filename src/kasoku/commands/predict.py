@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import csv
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from kasoku.commands import AllowArguments, argument
+from kasoku.commands.arguments import PredictArguments
 from kasoku.data import find_images, normalise, read_image
 from kasoku.training.trained_run import load
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictArguments(AllowArguments):
-    """The arguments of `kasoku predict`."""
-
-    trained: Path = argument(metavar="RUN")
-    images: tuple[Path, ...] = argument(nargs="+", metavar="IMAGE|DIR")
 
 
 def run(arguments: PredictArguments) -> int:

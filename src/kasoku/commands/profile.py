@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import asdict
 
-from kasoku.commands import RecipeArguments, option
+from kasoku.commands.arguments import ProfileArguments
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 from kasoku.report import Ledger, StepBottleneck, facts_of, print_table
@@ -22,15 +20,6 @@ from kasoku.training.run_folder import create_folder, unused_folder
 from kasoku.training.trainer import build
 
 _SHOWN = 12  # rows of a table
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileArguments(RecipeArguments):
-    """The arguments of `kasoku profile`."""
-
-    steps: int = option(default=10, metavar="N", help="steps of each measurement (default: 10)")
-    out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
-    if_interrupted: ClassVar[str] = "no run was changed"
 
 
 def run(arguments: ProfileArguments) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from kasoku.commands import CommandArguments, argument, option
+from kasoku.commands.arguments import ReportArguments
 from kasoku.config import toml
 from kasoku.core import InputError
 from kasoku.core.files import check_regular, is_number, read_json, write_text
@@ -22,22 +21,6 @@ _PARTS = ("ledger", "timeline", "tuning", "classes")
 _NO_RECIPE = ("seed", "origin", "save.")  # settings that make no other recipe
 
 Group = tuple[str, Sequence[RunRecord]]  # a name, and runs of one recipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportArguments(CommandArguments):
-    """The arguments of `kasoku report`."""
-
-    runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
-    out: Path | None = option(metavar="FILE", help="the page (default: report.html; of one run, in its folder)")
-    compare: bool = option(default=False, help="refuse runs that are not of two groups")
-    trace: Path | None = option(
-        metavar="FILE", help="write a run's timeline for Chrome or Perfetto (and --out, if given)"
-    )
-    description: ClassVar[str] = (
-        "Runs of two recipes are compared over their seeds: A1 A2 A3 -- B1 B2 B3, or all of them in any order, by "
-        "recipe."
-    )
 
 
 def run(arguments: ReportArguments) -> int:
@@ -59,7 +42,7 @@ def run(arguments: ReportArguments) -> int:
     if arguments.compare and len(groups) < 2:
         raise InputError("--compare: these runs are of one recipe; give two groups, as A1 A2 A3 -- B1 B2 B3")
     lines = verdicts(_with_own_names(groups))
-    out = arguments.out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
+    out = arguments.out or ((arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html")
     from kasoku.report.html.page import page  # plotly and jinja2 take 0.4 s, and only this page needs them
 
     write_text(out, page(runs, lines), errors="replace")

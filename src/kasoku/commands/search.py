@@ -7,17 +7,14 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import ClassVar
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kasoku.commands import RecipeArguments, option
+from kasoku.commands.arguments import SearchArguments
 from kasoku.config import trust
 from kasoku.config.recipe import dumps
 from kasoku.core import InputError
@@ -29,17 +26,6 @@ from kasoku.tune.hyperparameters import STOPPED, SearchSettings, TrialResult, se
 from kasoku.tune.search_space import read_space
 
 _SHOWN = 10  # trials in the table that is printed
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchArguments(RecipeArguments):
-    """The arguments of `kasoku search`."""
-
-    space: Path = option(required=True, metavar="FILE", help="TOML: path = {low, high, log, step} or {choices}")
-    trials: int = option(required=True, metavar="N", help="the number of trials, with those of earlier parts")
-    jobs: int = option(default=1, metavar="K", help="trainings at once (default: 1)")
-    out: Path | None = option(metavar="DIR", help="the folder of the search; if it holds one, that goes on")
-    if_interrupted: ClassVar[str] = "finished trials stay, and the same command with --out goes on there"
 
 
 def run(arguments: SearchArguments) -> int:

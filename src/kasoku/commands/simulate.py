@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from kasoku.commands import RecipeArguments, option
+from kasoku.commands.arguments import SimulateArguments
 from kasoku.config import toml
 from kasoku.config.ranks import techniques_for
 from kasoku.core import InputError
@@ -28,20 +27,6 @@ from kasoku.simulate.from_recipe import Scenario, efficiency, scenario, sizes, s
 from kasoku.training.run_folder import create_folder, unused_folder
 
 _MS = 1e3
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulateArguments(RecipeArguments):
-    """The arguments of `kasoku simulate`."""
-
-    cluster: str = option(required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
-    gpus: int | None = option(metavar="N", help="how many (default: all of a node)")
-    batch: int | None = option(metavar="B", help="of the recipe, over all GPUs (default: the recipe's)")
-    allreduce: str = option(default="", metavar="NAME", help="ring, tree, ... (default: the fastest)")
-    profile: tuple[str, ...] = option(default=(), metavar="DIR:IMAGES", help="times of kasoku profile at a batch")
-    sweep: str = option(default="", metavar="gpus=A:B", help="draw scaling curves")
-    what_if: tuple[str, ...] = option(default=(), metavar="CHANGES", help="such as network*2,latency/2")
-    out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
 
 
 def run(arguments: SimulateArguments) -> int:

@@ -10,17 +10,18 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kasoku.commands import OptionalRecipe, option
+from kasoku.commands.arguments import TrainArguments
 from kasoku.config import trust
 from kasoku.config.recipe import Recipe, dumps, load
+from kasoku.config.updates import info_of
 from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import raise_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
@@ -33,25 +34,6 @@ if TYPE_CHECKING:
 
 DIVERGED, STOPPED = 3, 75  # exit codes
 CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root")  # of a run that is resumed
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainArguments(OptionalRecipe):
-    """The arguments of `kasoku train`."""
-
-    out: Path | None = option(metavar="DIR", help="the run folder (default: runs/NAME-N)")
-    resume: Path | None = option(metavar="DIR", help="go on with the run in DIR")
-    go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
-    data: Path | None = option(metavar="DIR", help="without a recipe: a folder with one folder a class")
-    weights: Path | None = option(metavar="FILE", help="with --data: published weights to start from")
-    freeze: int = option(default=0, metavar="K", help="with --weights: do not train the first K blocks")
-    members: int = option(default=0, metavar="K", help="train K members of an ensemble")
-    vary: tuple[str, ...] = option(default=(), metavar="PATH=V1,V2,...", help="with --members: a value for each")
-    dry_run: bool = option(default=False, help="only print what the recipe would do")
-    show: bool = option("--print", default=False, help="only print the resolved recipe (TOML)")
-    plot: Path | None = option(metavar="FILE", help="draw rate, weight decay, momentum over epochs (HTML)")
-    quiet: bool = option(default=False, help="no progress bar")
-    if_interrupted: ClassVar[str] = "a checkpoint written before stands"
 
 
 def run(arguments: TrainArguments) -> int:
@@ -144,8 +126,9 @@ def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> in
 def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
     from kasoku.config.ranks import check_same, shares_of
+    from kasoku.config.updates import schedule_warning
     from kasoku.data.datasets.folder_index import scanned_once
-    from kasoku.report import dry_run, print_table
+    from kasoku.report import print_table
     from kasoku.training import run_folder, trainer
 
     run_on_all_ranks(comm, lambda: _check(arguments))
@@ -155,17 +138,16 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     read = partial(_recipe_and_folder, arguments)
     recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
     check_same(recipe, comm)
-    if arguments.show:
-        if comm.rank == 0:
-            print(dumps(recipe), end="")
-        return 0
+    _say_once(comm, schedule_warning(recipe))
     resume = arguments.resume is not None
     if _has_members(arguments, folder):
         return _train_members(arguments, folder, comm)
-    if arguments.dry_run:
-        if comm.rank == 0:
-            dry_run.preview(recipe, plot=arguments.plot)
+    if arguments.dry_run or arguments.show:
+        return _preview(arguments, recipe, comm, start)
+    if resume and (over := run_on_all_ranks(comm, lambda: run_folder.finished(folder, recipe))):
+        _say_once(comm, f"{folder}: {over}")
         return 0
+    announced = arguments.data and not arguments.quiet and not resume
     arguments = replace(arguments, quiet=arguments.quiet or comm.rank > 0)
     tuned = start.do("tuning", partial(_tune, arguments, recipe, comm)) if recipe.auto_batch else None
     recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
@@ -174,8 +156,9 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     if resume and not tuned and not recipe.device.graphs:
         shares = run_folder.shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
+    rows = _photo_rows(training) if announced else {}
     with run_folder.run_folder(comm, folder, resume=resume) as run:
-        run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned) if run else None)
+        run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned, rows) if run else None)
         with _advised(folder):
             result = trainer.fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
     if comm.rank == 0 and not result.stopped and not arguments.quiet:
@@ -184,6 +167,28 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         _print_stopped(result.stopped, folder)
     run_on_all_ranks(comm, lambda: None)  # a launcher ends all ranks once one ends: rank 0 prints first
     return STOPPED if result.stopped else 0
+
+
+def _say_once(comm: Comm, line: str) -> None:
+    if line and comm.rank == 0:
+        print(f"kasoku: {line}", file=sys.stderr)
+
+
+def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start) -> int:
+    """Prints the recipe, or what it would do; of a folder of photos also how long that would take."""
+    from kasoku.report import dry_run
+    from kasoku.training import trainer
+
+    shown: dict[str, Any] = {}
+    if arguments.data and not recipe.auto_batch and not arguments.show:
+        training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, start=start))
+        _say_once(comm, dry_run.remark(recipe, training.dataset))
+        shown = {"data": info_of(training.dataset), "model": training.job.model, "first": _photo_rows(training)}
+    if comm.rank == 0 and arguments.show:
+        print(dumps(recipe), end="")
+    elif comm.rank == 0:
+        dry_run.preview(recipe, plot=arguments.plot, **shown)
+    return 0
 
 
 def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
@@ -208,13 +213,23 @@ def _tune(arguments: TrainArguments, recipe: Recipe, comm: Comm) -> TunedRecipe:
     return tuned
 
 
-def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned: TunedRecipe | None) -> None:
+def _photo_rows(training: Training) -> dict[str, str]:
+    """What was chosen for a folder of photos, and how long that takes. Collective."""
+    from kasoku.report.dry_run import photo_rows
+    from kasoku.training.estimate import estimated_s
+
+    return photo_rows(training.recipe, training.dataset, training.job.model, estimated_s(training))
+
+
+def _begin(
+    arguments: TrainArguments, training: Training, run: RunFolder, tuned: TunedRecipe | None, rows: dict[str, str]
+) -> None:
     """Writes the files of a new run, and prints what is about to happen."""
-    from kasoku.config.updates import info_of
-    from kasoku.report.dry_run import preview
+    from kasoku.report.dry_run import preview, remark
 
     recipe, ranks = training.recipe, training.job.comm.size
     if not arguments.resume:
+        _say_once(training.job.comm, remark(recipe, training.dataset))
         training.describe(run, trust.import_folders(arguments.recipe))
         if tuned:
             from kasoku.tune.measurement import write_tuning
@@ -225,17 +240,17 @@ def _begin(arguments: TrainArguments, training: Training, run: RunFolder, tuned:
     if not arguments.quiet:
         each = f"{ranks} ranks, each on " if ranks > 1 else ""
         print(f"{each}{training.device_setup.summary}\n{training.total_steps} steps, run folder {run.path}", flush=True)
-    other_epochs = getattr(recipe.schedule, "epochs", recipe.epochs) != recipe.epochs
-    derived = recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch or other_epochs
+    derived = rows or recipe.origin or recipe.rate_scale != 1 or recipe.norm_batch
     if arguments.plot or (derived and not arguments.quiet):
         data = info_of(training.dataset)
-        preview(recipe, data=data, model=training.job.model, show=not arguments.quiet, plot=arguments.plot)
+        model, show = training.job.model, not arguments.quiet
+        preview(recipe, data=data, model=model, show=show, plot=arguments.plot, first=rows)
 
 
 def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     from kasoku.report.dry_run import preview
     from kasoku.training import ensemble, trained_run
-    from kasoku.training.run_folder import load_recipe, members_of
+    from kasoku.training.run_folder import finished, load_recipe, members_of
 
     if comm.size > 1:
         message = f"--members on {comm.size} ranks: members train on one device, by turns; start one process"
@@ -243,9 +258,14 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     if arguments.resume:
         paths = members_of(folder)
         recipes = [load_recipe(path, arguments.set) for path in paths]
+        over = [finished(path, recipe) for path, recipe in zip(paths, recipes, strict=True)]
+        if all(over):
+            print(f"kasoku: {folder}: {len(paths)} members, the first {over[0]}", file=sys.stderr)
+            return 0
     else:
         recipes = ensemble.varied(lambda more: _load(arguments, *more), arguments.members, arguments.vary)
         paths = [folder / f"member-{i + 1}" for i in range(len(recipes))]
+        over = [""] * len(paths)
     if arguments.plot or arguments.dry_run:
         preview(recipes[0], plot=arguments.plot, show=arguments.dry_run)
     if arguments.dry_run:
@@ -254,7 +274,9 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
         return 0
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
     with _advised(folder):
-        results = ensemble.train(recipes, paths, started=arguments.started, own_modules=own, quiet=arguments.quiet)
+        left = [i for i in range(len(paths)) if not over[i]]
+        training, at = [recipes[i] for i in left], [paths[i] for i in left]
+        results = ensemble.train(training, at, started=arguments.started, own_modules=own, quiet=arguments.quiet)
     stopped = [result.stopped for result in results if result.stopped]
     if stopped:
         _print_stopped(stopped[0], folder)

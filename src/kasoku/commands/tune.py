@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from kasoku.commands import RecipeArguments, option
+from kasoku.commands.arguments import STRATEGIES, TuneArguments
 from kasoku.config.ranks import check_same, gpus_for
 from kasoku.config.recipe import Recipe
 from kasoku.config.toml import nearest, read
@@ -21,29 +19,14 @@ from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
 from kasoku.memory import SavedMemory, larger
 from kasoku.report import print_table
-from kasoku.training.auto_batch import BUDGET_S, TunedRecipe, plainly, show, tune
+from kasoku.training.auto_batch import TunedRecipe, plainly, show, tune
 from kasoku.training.trainer import build
 from kasoku.tune import Strategy, strategies
 from kasoku.tune.lr_range_test import RangeTest, range_test, rates_of, reference_rate, try_alone
 from kasoku.tune.measurement import write_tuning
 
-_STRATEGIES = ("TimeToTarget", "Throughput", "EpochTimeMinimize", "GpuUsageMaximize")
 _LOW, _HIGH = 1e-3, 1e2  # of the range test: times the recipe's rates
 _STEPS = 100  # of the range test
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneArguments(RecipeArguments):
-    """The arguments of `kasoku tune`."""
-
-    what: str = option(choices=("minibatch", "lr"), default="minibatch", help="(default: %(default)s)")
-    strategy: str = option(
-        default=_STRATEGIES[0], metavar="NAME", help=f"{', '.join(_STRATEGIES)} (default: the first)"
-    )
-    budget: float = option(default=BUDGET_S, metavar="SECONDS", help="(default: %(default)g)")
-    range: str | None = option(metavar="LOW:HIGH", help="of the batch, or of the optimizer's lr")
-    out: Path | None = option(metavar="DIR", help="write tuning.json there")
-    if_interrupted: ClassVar[str] = "nothing was changed"
 
 
 def run(arguments: TuneArguments) -> int:
@@ -107,10 +90,10 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
 
 def _strategy(name: str) -> Strategy | None:
     """The strategy of a name; None for the default, which depends on the recipe."""
-    if name not in _STRATEGIES:
-        raise InputError(f"--strategy {name}: no such strategy{nearest(name, _STRATEGIES)}")
+    if name not in STRATEGIES:
+        raise InputError(f"--strategy {name}: no such strategy{nearest(name, STRATEGIES)}")
     strategy: Strategy = getattr(strategies, name)()
-    return None if name == _STRATEGIES[0] else strategy
+    return None if name == STRATEGIES[0] else strategy
 
 
 def _twice(tuned: TunedRecipe, comm: Comm) -> str:

@@ -40,6 +40,7 @@ _SECTIONS = {  # title: what a function returns, or a class is a subclass of; th
 }
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", tuple: "list", list: "list"}
 _GIVEN_BY_KASOKU = (nn.Module, Tensor)  # types of parameters that no recipe sets
+_ARGS = re.compile(r"^Args:\n((?:(?: .*)?\n)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^    (\w+): (.*(?:\n     .*)*)", re.MULTILINE)
 _NOTE = re.compile(r"^(Saves|Costs|Maths|Ref|Seen): (.*(?:\n    .*)*)", re.MULTILINE)
 
@@ -86,7 +87,7 @@ def name_of(thing: Callable[..., Any], otherwise: str = "") -> str:
 
 def settings_of(thing: Callable[..., Any]) -> list[Setting]:
     """The keys that a table with this `use` can have, in order."""
-    lines = {name: " ".join(line.split()) for doc in _docs(thing) for name, line in _ENTRY.findall(_section(doc))}
+    lines = {name: " ".join(line.split()) for args in _args_of(thing) for name, line in _ENTRY.findall(args)}
     made = {f.name: f.default_factory for f in dataclasses.fields(thing)} if dataclasses.is_dataclass(thing) else {}
     hints = toml.hints_of(thing)
     settings = []
@@ -138,17 +139,13 @@ def _is(thing: Any, kind: type) -> bool:
     return dataclasses.is_dataclass(thing) and issubclass(thing, kind) and thing is not kind  # type: ignore[arg-type]
 
 
-def _docs(thing: Any) -> Iterator[str]:
-    """The docstrings that may explain its settings, its own last: of its base classes, or of the class it returns."""
+def _args_of(thing: Any) -> Iterator[str]:
+    """The `Args:` that may explain its settings, its own last: of its base classes, or of the class that it returns."""
     result = typing.get_type_hints(thing).get("return") if inspect.isfunction(thing) else None
     classes = (result or thing).__mro__ if isinstance(result or thing, type) else ()
     docs = [vars(each).get("__doc__") for each in reversed(classes)]
-    yield from (inspect.cleandoc(doc) for doc in [*docs, thing.__doc__] if doc)
-
-
-def _section(doc: str) -> str:
-    found = re.search(r"^(?:Args|Attributes):\n((?:(?: .*)?\n)*)", doc + "\n", re.MULTILINE)
-    return found[1] if found else ""
+    for doc in [*docs, thing.__doc__]:
+        yield from _ARGS.findall(inspect.cleandoc(doc or "") + "\n")
 
 
 def _as_toml(value: Any) -> str:

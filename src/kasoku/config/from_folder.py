@@ -18,6 +18,8 @@ from kasoku.data import Files, folder
 
 _FROM_SCRATCH_UPDATES = 4_000  # about where small networks on small sets stop gaining; epochs follow from it
 _FINE_TUNE_UPDATES = 400
+_MUON_BATCH = 64  # with fewer images a step, its matrix products take longer than the images
+_MUON_EPOCHS, _MUON_UPDATES = 16, 400  # at most, and at least, where there are many or few photos
 
 
 def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: Sequence[str] = ()) -> Recipe:
@@ -30,24 +32,37 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
     n = len(paths)
     side = _usual_side(paths)
     batch = min(n, max(8, min(64, n // 8)))
+    steps = max(1, n // batch)  # of an epoch
+    augment: dict[str, Any] = {"use": "kasoku.data.Augment", "flip": "random", "crop": "random_resized"}
+    techniques, curve, warmup = [augment], "Cosine", 1 / 10  # of the epochs
+    optimizer: dict[str, Any] = {"use": "kasoku.optim.sgd", "nesterov": True}
     if weights is not None:
-        size = min(224, max(64, side // 32 * 32))
-        updates, lr, decay = _FINE_TUNE_UPDATES, 0.01 * batch / 64, 1e-4
-        network = _network_of(weights)
-        start = [{"use": "kasoku.models.Pretrained", "weights": str(weights.resolve()), "freeze": freeze}]
+        size, network, epochs = min(224, max(64, side // 32 * 32)), _network_of(weights), _FINE_TUNE_UPDATES / steps
+        start = {"use": "kasoku.models.Pretrained", "weights": str(weights.resolve()), "freeze": freeze}
+        techniques = [start, augment]
+        optimizer |= {"lr": 0.01 * batch / 64, "weight_decay": 1e-4}
     else:
         size = min(128, max(32, side // 32 * 32))
-        updates, lr, decay = _FROM_SCRATCH_UPDATES, 0.1 * batch / 128, 5e-4
         network = "resnet18" if size > 48 else "cifar_resnet18"
-        start = []
-    epochs = float(max(3, min(60, round(updates / max(1, n // batch)))))
+        epochs = _FROM_SCRATCH_UPDATES / steps
+        if batch < _MUON_BATCH:
+            optimizer |= {"lr": 0.1 * batch / 128, "weight_decay": 5e-4}
+        else:  # the settings of the recipe imagenette_resnet18, which was measured
+            epochs = max(min(_MUON_EPOCHS, epochs), _MUON_UPDATES / steps)
+            curve, warmup = "Linear", 1 / 16
+            rest = {"bias_lr": 0.1, "head_lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+            optimizer = {"use": "kasoku.optim.muon", "lr": 0.08, "momentum": 0.8, "rest": rest}
+            augment["scale_min"] = 0.35
+            if size > 64:
+                techniques.append({"use": "kasoku.data.LowResolution", "side": size * 3 // 4})
+    epochs = float(max(3, min(60, round(epochs))))
     document: dict[str, Any] = {
         "batch": batch,
         "epochs": epochs,
         "data": {"use": "kasoku.data.folder", "root": str(data.resolve()), "size": size},
         "model": {"use": f"kasoku.models.{network}"},
-        "techniques": [*start, {"use": "kasoku.data.Augment", "flip": "random", "crop": "random_resized"}],
-        "optimizer": {"use": "kasoku.optim.sgd", "lr": lr, "nesterov": True, "weight_decay": decay},
+        "techniques": techniques,
+        "optimizer": optimizer,
         "loss": {"use": "kasoku.optim.cross_entropy", "smoothing": 0.1},
     }
     for setting in settings:
@@ -56,8 +71,10 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
     if document["batch"] == AUTO:
         document["reference_batch"] = batch  # of the rates above; tuning begins there
     if isinstance(document["epochs"], int | float):
-        epochs = document["epochs"]  # the schedule follows them
-    document["schedule"] = {"use": "kasoku.core.Cosine", "epochs": epochs, "warmup": epochs / 10}
+        epochs = document["epochs"]  # the warm-up follows them, and the epochs of fewer pixels
+    document["schedule"] = {"use": f"kasoku.core.{curve}", "warmup": epochs * warmup}
+    if "side" in techniques[-1]:
+        techniques[-1]["until"] = epochs * 5 / 8
     return from_document(document, settings)
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tomli_w
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from kasoku.config.batch_points import at_batch, batches_of_points
 from kasoku.config.shipped import locate
-from kasoku.config.toml import Factory, override, parse, read, table
+from kasoku.config.toml import Factory, override, parameters_of, parse, read, resolve, table
 from kasoku.core import Constant, InputError, Schedule, Technique, summary
 from kasoku.device import Device
 
@@ -145,12 +146,12 @@ class Recipe:
             )
         if not 0 <= self.norm_average < math.inf:
             raise InputError(f"norm_average={self.norm_average}: epochs above 0, or 0 for each module's own momentum")
-        warmup = self.scaled_schedule.warmup
-        if warmup > self.epochs:
+        if self._warmup > self.epochs:
             raise InputError(
-                f"schedule.warmup: {warmup:g} epochs, longer than the training (epochs={self.epochs:g}): shorten it or "
-                "train longer"
+                f"schedule.warmup: {self._warmup:g} epochs, longer than the training (epochs={self.epochs:g}): shorten "
+                "it or train longer"
             )
+        _ = self.scaled_schedule  # raises where it cannot be that long
 
     @property
     def auto_batch(self) -> bool:
@@ -173,10 +174,13 @@ class Recipe:
 
     @property
     def scaled_schedule(self) -> Schedule:
-        """The schedule at this batch: with `scaling = "legw"` the warm-up grows with it."""
-        if self.scaling != "legw" or self.batch_scale == 1:
-            return self.schedule
-        return replace(self.schedule, warmup=self.schedule.warmup * self.batch_scale)
+        """The schedule over `epochs`, if it has no length of its own; `scaling = "legw"` stretches its warm-up."""
+        changed = self._warmup != self.schedule.warmup
+        return (replace(self.schedule, warmup=self._warmup) if changed else self.schedule).over(self.epochs)
+
+    @property
+    def _warmup(self) -> float:
+        return self.schedule.warmup * (self.batch_scale if self.scaling == "legw" else 1.0)
 
     def parts(self, ranks: int) -> int:
         """The number of parts in which each rank takes its share of a batch."""
@@ -199,11 +203,23 @@ def checked(thing: Any, kind: type[T], path: str) -> T:
     return thing
 
 
+def check_data(recipe: Recipe) -> None:
+    """Raises InputError where the data source lacks an argument that it must have; reads no data."""
+    for name, p in parameters_of(resolve(recipe.data.use, "data.use")).items():
+        variable = p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if p.default is p.empty and not variable and recipe.data.keys.get(name, "") == "":
+            raise InputError(f"data.{name} is not given, and {recipe.data.use} needs it: --set data.{name}=...")
+
+
 def network(recipe: Recipe, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """The recipe's network. Raises InputError if its `use` gives no Module, or one that does not fit into memory."""
     shape = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
     try:
-        return checked(recipe.model(**shape), nn.Module, "model")
+        model = checked(recipe.model(**shape), nn.Module, "model")
+        if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):  # of LazyLinear and its like
+            with torch.no_grad():
+                model.eval()(torch.zeros(2, in_channels, image_size, image_size))
+        return model.train()
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(text in str(error) for text in _TOO_LARGE):
             raise

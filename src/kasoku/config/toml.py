@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from kasoku.config import trust
 from kasoku.config.shipped import RECIPES
+from kasoku.core.attribution import attributed
 from kasoku.core.errors import InputError
 
 T = TypeVar("T")
@@ -66,7 +67,8 @@ class Factory:
         except InputError:
             raise
         except ValueError as error:  # torch's way to refuse a setting
-            raise InputError(f"{self.use}: {error}") from error
+            failure = attributed(error)
+            raise failure if failure is not error else InputError(f"{self.use}: {error}") from error
 
 
 def resolve(dotted: str, path: str) -> Callable[..., Any]:
@@ -190,7 +192,25 @@ def override(document: dict[str, Any], setting: str) -> None:
         at = at[_index(at, key, path)] if isinstance(at, list) else at.setdefault(key, [] if following == "0" else {})
         if not isinstance(at, dict | list):
             raise InputError(f"--set {setting}: {key} is a value, not a table")
+    if isinstance(at, dict) and keys[-1] == "use":
+        _check_replaced(at, value, path.strip())
     at[_index(at, keys[-1], path) if isinstance(at, list) else keys[-1]] = value
+
+
+def _check_replaced(table: Mapping[str, Any], use: Any, path: str) -> None:
+    """Raises InputError where a table would name something else, and keep arguments that only the old one has."""
+    if not isinstance(use, str) or table.get("use", use) == use:
+        return
+    parameters = parameters_of(resolve(use, path))
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    old = [name for name in table if name != "use" and name not in parameters]
+    if old:
+        whole = path.removesuffix(".use")
+        raise InputError(
+            f"--set {path}={use}: {', '.join(old)} in [{whole}] {'is' if len(old) == 1 else 'are'} of {table['use']}: "
+            f"replace the whole table, with the arguments that you want: --set '{whole}={{use = \"{use}\"}}'"
+        )
 
 
 def _index(items: list[Any], key: str, path: str) -> int:

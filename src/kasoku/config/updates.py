@@ -12,6 +12,7 @@ from kasoku.data import PUBLISHED, Dataset, Facts
 from kasoku.optim import Rate
 
 _POINTS = 1000  # of a curve
+_MISFIT, _NO_RATE, _PARTS = 0.05, 1e-5, 200  # the share of a training, and of the top rate, that do not matter
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,27 @@ def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
             out.append(Moment(epoch + i / count, recipe.batch * _growth(recipe, epoch), at["lr"], decay, momentum))
         done, before = done + count, epoch + (count - 1) / count  # where the epoch's last update begins
     return out
+
+
+def schedule_warning(recipe: Recipe) -> str:
+    """How a schedule of ours with a length of its own does not fit that of the training; empty where it does."""
+    schedule, epochs, kind = recipe.schedule, recipe.epochs, type(recipe.schedule)
+    if schedule.over(2 * epochs) != schedule or not kind.__module__.startswith("kasoku."):
+        return ""
+    idle = next((i for i in range(_PARTS) if schedule(epochs * (1 - (i + 1) / _PARTS)) > _NO_RATE), _PARTS) / _PARTS
+    left = schedule(epochs) - schedule(100 * epochs)
+    if idle <= _MISFIT >= left:
+        return ""
+    wrong = f"still has {left:.0%} to fall at the end" if left > _MISFIT else f"is 0 for the last {idle:.0%}"
+    mend = "--set schedule.epochs=0" if hasattr(schedule, "epochs") else "change the epochs in its settings"
+    return f"schedule {kind.__name__}: the rate {wrong} of the training ({epochs:g} epochs); to mend it: {mend}"
+
+
+def evaluations(recipe: Recipe) -> int:
+    """The number of evaluations of a training, the one at the end included."""
+    every, start = recipe.evaluate.every, recipe.evaluate.start
+    inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
+    return len(inside) + 1
 
 
 def info_of(dataset: Dataset) -> Facts:

@@ -1,5 +1,6 @@
 """The five nouns of kasoku and what serves them: torch, safetensors and the standard library only."""
 
+from kasoku.core.attribution import attributed, described
 from kasoku.core.clock import Clock, Wall, process_start
 from kasoku.core.comm import Comm, Solo, Work
 from kasoku.core.errors import InputError, one_line, summary
@@ -34,6 +35,8 @@ __all__ = [
     "Trace",
     "Wall",
     "Work",
+    "attributed",
+    "described",
     "one_line",
     "process_start",
     "summary",

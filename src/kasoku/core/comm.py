@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kasoku.core.clock import Clock, Wall
@@ -125,3 +126,14 @@ class Solo(Comm):
 
     def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
         return self
+
+
+def default_comm() -> Comm:
+    """`Solo`. Raises InputError in a process group of several ranks, since each would silently train alone."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1:
+        raise InputError(
+            f"Job without comm in a process group of {ranks} ranks: give comm=kasoku.distributed.TorchComm() (also to "
+            "kasoku's loader), or comm=kasoku.core.Solo() if each rank is to train a model of its own"
+        )
+    return Solo()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kasoku.core.comm import Comm, Solo
+from kasoku.core.comm import Comm, default_comm
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
 from kasoku.core.job_state import EpochProgress, KeptState, Patches, Stateful
@@ -56,7 +56,7 @@ class Job:
         optimizer: a torch optimizer, or a function model -> optimizer (called on first use, after MODEL techniques).
         loader: yields (x, y) on the device; one pass is one epoch.
         loss: (outputs, y) -> scalar.
-        comm: the collectives between ranks; one rank by default.
+        comm: the collectives between ranks; one rank by default, where no process group has several.
         accumulate: backward passes before each `optimizer.step()`.
 
     Attributes:
@@ -79,7 +79,7 @@ class Job:
         self.model = model
         self.loss = loss
         self.loader = loader
-        self.comm: Comm = comm or Solo()
+        self.comm: Comm = comm or default_comm()
         self.accumulate = accumulate
         self.clock = self.comm.clock
         self.trace = Trace(self.clock, rank=self.comm.rank)

@@ -5,7 +5,7 @@ rates. Every schedule starts with an optional linear warm-up of `warmup` epochs 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kasoku.core.errors import InputError
 
@@ -39,6 +39,10 @@ class Schedule:
         """The curve once the warm-up is over; `epoch` counts from the start of training."""
         raise NotImplementedError
 
+    def over(self, epochs: float) -> "Schedule":
+        """The schedule of a training of this length: itself, unless its own settings leave its length open."""
+        return self
+
 
 @dataclass(frozen=True)
 class Constant(Schedule):
@@ -71,7 +75,7 @@ class _Until(Schedule):
     """A curve that ends.
 
     Args:
-        epochs: where the curve ends, any number above warmup.
+        epochs: where the curve ends, 0 or more and beyond the warm-up; 0: with the training, in a recipe.
         end: the factor from there on, any number.
     """
 
@@ -80,14 +84,20 @@ class _Until(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.epochs > self.warmup:
+        if self.epochs and not self.epochs > self.warmup:
             raise InputError(
                 f"{type(self).__name__}: epochs={self.epochs} is where it ends and must lie beyond "
                 f"warmup={self.warmup}: raise epochs or shorten the warm-up"
             )
 
+    def over(self, epochs: float) -> Schedule:
+        return self if self.epochs else replace(self, epochs=epochs)
+
     def passed(self, epoch: float) -> float:
         """How much of the way from the end of the warm-up to `epochs` lies behind, 0 to 1."""
+        if not self.epochs:
+            name = type(self).__name__
+            raise InputError(f"{name} without epochs: give the epochs of the training, as {name}(epochs=8)")
         return min(1.0, max(0.0, (epoch - self.warmup) / (self.epochs - self.warmup)))
 
 

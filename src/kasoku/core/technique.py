@@ -93,6 +93,10 @@ class Technique:
         """The batch of an update in this epoch, as a multiple of the recipe's."""
         return 1
 
+    def pixel_share(self, epoch: int, side: int) -> float:
+        """The share of the pixels of square images of this side that a step computes with in this epoch."""
+        return 1.0
+
     @classmethod
     def conflict(cls, other: Technique | type[Technique]) -> str:
         """Why this technique cannot be combined with another; empty where it can."""

@@ -12,7 +12,6 @@ from typing import Any
 from kasoku.distributed.local_launch import train_arguments
 
 _RECIPE = Path("/run/kasoku/recipe.toml")  # in a pod
-TIME_LIMIT, CPUS_PER_GPU = "1-00:00:00", 8  # of a Slurm job, unless others are given
 _GRACE_S = 180  # between SIGTERM and the end: enough for a step and a checkpoint
 
 _SBATCH = """\
@@ -72,8 +71,8 @@ class LaunchSpec:
 def sbatch(
     spec: LaunchSpec,
     *,
-    time: str = TIME_LIMIT,
-    cpus_per_gpu: int = CPUS_PER_GPU,
+    time: str,
+    cpus_per_gpu: int,
     partition: str | None = None,
     account: str | None = None,
 ) -> str:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from kasoku.core import Comm, InputError
+from kasoku.core import Comm, InputError, attributed
 
 T = TypeVar("T")
 _NAMED = 3  # ranks and differences named one by one
@@ -41,8 +41,10 @@ def run_on_all_ranks(comm: Comm, f: Callable[[], T]) -> T:
     failure: Exception | None = None
     try:
         result = f()
-    except (InputError, OSError) as error:
-        failure = error
+    except Exception as error:
+        failure = attributed(error)
+        if not isinstance(failure, InputError | OSError):
+            raise
     raise_on_all_ranks(comm, failure)
     return result
 
@@ -76,11 +78,13 @@ def iterate_on_all_ranks(comm: Comm, batches: Iterable[T]) -> Iterator[T]:
 
     Collective at the end only, so the ranks must not communicate in between.
     """
-    failure: InputError | None = None
+    failure: Exception | None = None
     try:
         yield from batches
-    except InputError as error:
-        failure = error
+    except Exception as error:
+        failure = attributed(error)
+        if not isinstance(failure, InputError):
+            raise
     raise_on_all_ranks(comm, failure)
 
 

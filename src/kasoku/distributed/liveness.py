@@ -157,7 +157,7 @@ class StoreHeartbeat:
         self.rank, self.clock = comm.rank, comm.clock
         name = f"kasoku/{comm.broadcast_object(uuid.uuid4().hex)}"  # a store may outlive a training
         self.keys = [f"{name}/{rank}" for rank in range(comm.size)]
-        self.verdict = f"{name}/verdict"
+        self.verdict, self.failure = f"{name}/verdict", f"{name}/failure"
         patience = round(settings.dead_s / settings.beat_s)
         watched = range(1, comm.size) if self.rank == 0 else [0]
         self.detector = Detector(watched, patience, grouped=True)
@@ -167,6 +167,7 @@ class StoreHeartbeat:
         self.closing, self.over, self.reported = threading.Event(), threading.Event(), threading.Lock()
         if self.rank == 0:
             self.store.set(self.verdict, _NO_VERDICT.decode())
+            self.store.set(self.failure, _NO_VERDICT.decode())
         self.write(activity.state())
         # from here on all keys are there
         self.processes = comm.gather_objects(f"host {socket.gethostname()}, pid {os.getpid()}")
@@ -287,6 +288,16 @@ class StoreHeartbeat:
             keys = [key for key, heartbeat in zip(keys, heartbeats, strict=True) if heartbeat[:1] not in last]
             if keys:
                 yield self.settings.beat_s / 20
+
+    def reports(self, line: str) -> bool:
+        """Whether this rank reports its failure; not if another one reports the same. Rank 0 goes first."""
+        if self.rank:
+            time.sleep(self.settings.beat_s / 2)
+        first = f"{self.rank} {line}"
+        with suppress(RuntimeError):  # the store is gone
+            first = self.store.compare_set(self.failure, _NO_VERDICT.decode(), first).decode()
+        rank, _, reported = first.partition(" ")
+        return rank == str(self.rank) or not (line.startswith(reported) or reported.startswith(line))
 
     def end(self, failed: str) -> None:
         """Announces that this rank has ended, or failed."""

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -56,7 +57,9 @@ def on_ranks(
         start = Start(began=started)
         with process_group(here, start, packages) as comm:
             return run(comm, start)
-    except ReportedElsewhereError:
+    except ReportedElsewhereError as error:
+        if "--traceback" in words:
+            traceback.print_exception(error)
         return 2
     except LostRankError as error:
         print(f"kasoku: {error}", file=sys.stderr)

@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from kasoku.core import Comm, InputError, Solo, summary
 from kasoku.distributed import TorchComm
-from kasoku.distributed.consensus import SHARED_ERRORS
+from kasoku.distributed.consensus import SHARED_ERRORS, ReportedElsewhereError
 from kasoku.distributed.environment import Place
 from kasoku.distributed.liveness import LostRankError, Watchdog
 from kasoku.distributed.startup import Start
@@ -74,7 +74,10 @@ def process_group(here: Place, start: Start, packages: Callable[[], object]) -> 
         line, lost = summary(error), is_lost_rank(error)
         if lost:
             comm.activity.wait_for_verdict()  # usually another rank is the cause
+        elsewhere = isinstance(error, InputError) and not comm.activity.heartbeat.reports(line)
         comm.activity.close(failed=line)
+        if elsewhere:
+            raise ReportedElsewhereError(line) from error
         if lost:
             raise LostRankError(f"rank {here.rank}: lost another rank ({line}); resume from a checkpoint") from error
         raise

@@ -10,6 +10,8 @@ from kasoku.core.errors import InputError
 
 USUAL_SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 160, 192, 224, 256, 299, 384, 512)
 
+_TOO_FEW = "too few outputs"
+
 
 def check_counts(**counts: int) -> None:
     """Raise InputError for a count (classes, channels) below 1."""
@@ -24,20 +26,24 @@ def check_option(name: str, value: str, allowed: Sequence[str]) -> None:
         raise InputError(f"{name}={value!r}: one of {', '.join(allowed)}")
 
 
-def check_fits(model: nn.Module, image_shape_CHW: Sequence[int], model_name: str) -> None:
+def check_fits(model: nn.Module, image_shape_CHW: Sequence[int], model_name: str, *, classes: int = 0) -> None:
     """Run the model once on the meta device; if that fails, raise an error that names the size it needs.
+
+    With `classes`, also if it has fewer outputs.
 
     Nothing is computed and the model does not change: meta tensors replace its parameters and buffers during the
     run. A model that cannot run on the meta device (it reads values, or creates tensors on a fixed device) passes
     unchecked. Call this before hooks are registered, since they would run too.
 
     Raises:
-        InputError: the model does not take images of this size or of this number of channels.
+        InputError: the model does not take images of this size or of this number of channels, or has too few outputs.
     """
     channels, height, width = image_shape_CHW
-    why = _failure(model, channels, height, width)
+    why = _failure(model, channels, height, width, classes)
     if why is None:
         return
+    if why == _TOO_FEW:
+        raise InputError(f"{model_name} has fewer outputs than the data has classes ({classes}): give it num_classes")
     got = f"{model_name} does not fit images of {channels}x{height}x{width}"
     wanted = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels)
     if wanted != channels:
@@ -53,7 +59,7 @@ def check_fits(model: nn.Module, image_shape_CHW: Sequence[int], model_name: str
     raise InputError(f"{got}: it needs at least {least}x{least}; enlarge the images or choose another model")
 
 
-def _failure(model: nn.Module, channels: int, height: int, width: int) -> str | None:
+def _failure(model: nn.Module, channels: int, height: int, width: int, classes: int = 0) -> str | None:
     """The error of a run with this image size, in one line; None if it runs or cannot run on the meta device."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
@@ -61,10 +67,10 @@ def _failure(model: nn.Module, channels: int, height: int, width: int) -> str | 
     images_NCHW = torch.empty(2, channels, height, width, device="meta", dtype=dtype)
     try:
         with torch.no_grad():
-            torch.func.functional_call(model, state, (images_NCHW,))
+            out = torch.func.functional_call(model, state, (images_NCHW,))
     except NotImplementedError:
         return None
     except (RuntimeError, ValueError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         return None if "meta" in line else line
-    return None
+    return _TOO_FEW if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] < classes else None

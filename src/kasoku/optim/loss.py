@@ -1,9 +1,19 @@
 """The loss of a classifier."""
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional
 
+from kasoku.core import InputError
 from kasoku.optim.param_groups import refuse_outside
+
+
+def logits_of(outputs_NK: Any) -> Tensor:
+    """A network's outputs in float32. Raises InputError unless they are one tensor."""
+    if not isinstance(outputs_NK, Tensor):
+        raise InputError(f"the model returns a {type(outputs_NK).__name__}: one tensor of logits, (N, K), is wanted")
+    return outputs_NK.float()
 
 
 def cross_entropy(outputs_NK: Tensor, labels_N: Tensor, *, smoothing: float = 0.0) -> Tensor:
@@ -20,4 +30,4 @@ def cross_entropy(outputs_NK: Tensor, labels_N: Tensor, *, smoothing: float = 0.
     Ref: Szegedy et al. 2016 (arXiv 1512.00567), 7.
     """
     refuse_outside(smoothing=(smoothing, 0, 1))
-    return functional.cross_entropy(outputs_NK.float(), labels_N, label_smoothing=smoothing)
+    return functional.cross_entropy(logits_of(outputs_NK), labels_N, label_smoothing=smoothing)

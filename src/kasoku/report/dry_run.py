@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 
+import torch
 from torch import nn
 
 from kasoku.config.recipe import Recipe, network, optimizer
 from kasoku.config.updates import Moment, data_info, moments, updates, updates_in_epoch
-from kasoku.data import Facts
+from kasoku.core import Technique
+from kasoku.data import Dataset, Facts, Files
 from kasoku.distributed.batchnorm.virtual_ranks import momentum
 from kasoku.report.html import Panel
 from kasoku.report.progress_bar import print_table
 
+_NAMES = 5  # of classes that are shown
+
 
 def preview(
-    recipe: Recipe, *, data: Facts | None = None, model: nn.Module | None = None, show: bool = True, plot: Path | None
+    recipe: Recipe,
+    *,
+    data: Facts | None = None,
+    model: nn.Module | None = None,
+    show: bool = True,
+    plot: Path | None,
+    first: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Prints what a training will do, and draws it.
 
@@ -26,6 +39,7 @@ def preview(
         model: its network, where it has been built.
         show: print the table.
         plot: the HTML page to draw; None: none.
+        first: rows above the others.
     """
     remark = ""
     if data is None:
@@ -33,7 +47,7 @@ def preview(
     model = model or network(recipe, data.classes, data.channels, data.side)
     curve = moments(recipe, data.images, optimizer(recipe, model).param_groups[0])
     if show:
-        print_table("", _table(recipe, data, curve))
+        print_table("", {**first, **_table(recipe, data, curve)})
     if remark:
         print(f"kasoku: {remark}", file=sys.stderr)
     if plot is None:
@@ -51,6 +65,57 @@ def preview(
     draw(plot, f"batch {recipe.batch:,}, {recipe.epochs:g} epochs", panels, x_label="epoch")
 
 
+def photo_rows(recipe: Recipe, data: Dataset, model: nn.Module, seconds: float) -> dict[str, str]:
+    """What a training on a folder of photos has chosen, and about how long it will take."""
+    homes = [  # of the folders of the classes
+        each.paths[0].rpartition(f"/{data.classes[int(each.labels_N[0])]}/")[0]
+        for each in (data.train, data.test)
+        if isinstance(each, Files)
+    ]
+    split = f"{recipe.data.keys.get('validation', 0.1):.0%} of each class"
+    if len(set(homes)) > 1:
+        split = f"those of {Path(homes[1]).name}/"
+    rows: dict[str, list[str]] = {"augmentation": [], "techniques": []}
+    for technique in recipe.techniques:
+        row = rows["augmentation" if technique.changes_pixels else "techniques"]
+        row.append(f"{type(technique).__name__}({_changed(technique)})")
+    unit = next(((name, s) for name, s in (("s", 1), ("min", 60)) if seconds < 120 * s), ("h", 3600))
+    return {
+        "network": f"{recipe.model.use}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters",
+        "classes": f"{len(data.classes)}: {_some(data.classes)}",
+        "images": f"{len(data.train):,} to train, {len(data.test):,} to test ({split})",
+        "image size": f"{data.image_size[0]} pixels",
+        **{name: ", ".join(row) for name, row in rows.items() if row},
+        "time": f"about {max(1, round(seconds / unit[1]))} {unit[0]} on this machine, from a few steps",
+    }
+
+
+def remark(recipe: Recipe, data: Dataset) -> str:
+    """The classes with too few images, and outputs of the network without a class; empty if there are none."""
+    found = []
+    for split, few, line in ((data.train, 1, "one image to train with"), (data.test, 0, "no image to test with")):
+        counts = torch.bincount(split.labels_N, minlength=len(data.classes)).tolist()
+        names = [name for name, count in zip(data.classes, counts, strict=True) if count <= few]
+        if names:
+            found.append(f"{len(names)} of {len(data.classes)} classes with {line} ({_some(names)})")
+    outputs = recipe.model.keys.get("num_classes", 0)
+    if outputs > len(data.classes):
+        found.append(
+            f"model.num_classes = {outputs}, and the data has {len(data.classes)} classes: leave num_classes out"
+        )
+    return "; ".join(found)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES]) + (", ..." if len(names) > _NAMES else "")
+
+
+def _changed(technique: Technique) -> str:
+    """The settings of a technique that differ from its defaults."""
+    values = ((f.name, getattr(technique, f.name), f.default) for f in fields(technique))
+    return ", ".join(f"{name}={value}" for name, value, default in values if value != default)
+
+
 def _table(recipe: Recipe, data: Facts, curve: list[Moment]) -> dict[str, str]:
     per_epoch, total = updates_in_epoch(recipe, data.images, 0), updates(recipe, data.images)
     top = max(curve, key=lambda m: m.lr)
@@ -63,9 +128,7 @@ def _table(recipe: Recipe, data: Facts, curve: list[Moment]) -> dict[str, str]:
     rows["updates"] = f"{total:,} in {recipe.epochs:g} epochs, {per_epoch:,} in the first, of {data.images:,} images"
     schedule = type(recipe.scaled_schedule).__name__
     warmup = f", after a warm-up of {recipe.scaled_schedule.warmup:g} epochs" if recipe.scaled_schedule.warmup else ""
-    until = getattr(recipe.scaled_schedule, "epochs", recipe.epochs)
-    ends = f", made for {until:g} epochs" if until != recipe.epochs else ""
-    rows["rate"] = f"{top.lr:.5g} at epoch {top.epoch:.1f} ({schedule}{warmup}{ends}), {curve[-1].lr:.3g} at the end"
+    rows["rate"] = f"{top.lr:.5g} at epoch {top.epoch:.1f} ({schedule}{warmup}), {curve[-1].lr:.3g} at the end"
     decays = max(m.weight_decay for m in curve), curve[-1].weight_decay
     rows["weight decay"] = f"{decays[0]:.3g}" + (f", {decays[1]:.3g} at the end" if decays[0] != decays[1] else "")
     if top.momentum is not None:

@@ -13,7 +13,7 @@ import torch
 from kasoku.config.ranks import TEST_PASSES, can_share, check_share, is_asynchronous, techniques_for
 from kasoku.config.recipe import Recipe
 from kasoku.config.toml import Factory
-from kasoku.config.updates import data_info, updates
+from kasoku.config.updates import data_info, evaluations, updates
 from kasoku.core import InputError
 from kasoku.data import Facts
 from kasoku.device import Graphs
@@ -259,13 +259,6 @@ def sweep(
         last = list(simulators)[-1]
         simulators[f"{last}; {changed[0]}"] = replace(simulators[last], cluster=changed[1])
     return {name: [each.step(n, n * images, parts=parts) for n in gpus] for name, each in simulators.items()}
-
-
-def evaluations(recipe: Recipe) -> int:
-    """The number of evaluations of a training, the one at the end included."""
-    every, start = recipe.evaluate.every, recipe.evaluate.start
-    inside = [k for k in range(1, int(recipe.epochs / every) + 1) if start <= k * every < recipe.epochs]
-    return len(inside) + 1
 
 
 def sizes(

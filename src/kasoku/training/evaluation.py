@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kasoku.config.ranks import UNSURE
 from kasoku.core import Batch, Comm
+from kasoku.optim.loss import logits_of
 
 Views = Literal["plain", "mirror", "crops"]
 
@@ -84,7 +85,7 @@ def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) ->
     Ref: crops: Jordan 2024 (arXiv 2404.00498); only uncertain images: Hiverge 2025 (cifar10-speedrun).
     """
     if views == "plain":
-        return model(x_NCHW).float()
+        return logits_of(model(x_NCHW))
     logits_NK = _mirrored(model, x_NCHW)
     unsure = int(UNSURE * len(x_NCHW))
     if views == "crops" and unsure and logits_NK.shape[1] > 1:
@@ -100,4 +101,4 @@ def averaged(model: Callable[[Tensor], Tensor], x_NCHW: Tensor, views: Views) ->
 def _mirrored(model: Callable[[Tensor], Tensor], x_NCHW: Tensor) -> Tensor:
     x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
     mirrored = x_NCHW.flip(3).contiguous(memory_format=torch.channels_last)
-    return (model(x_NCHW).float() + model(mirrored).float()) / 2
+    return (logits_of(model(x_NCHW)) + logits_of(model(mirrored))) / 2

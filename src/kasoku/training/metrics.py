@@ -37,7 +37,7 @@ class Metrics:
         training, run, resume_step = state.training, state.run, state.job.steps if resumed else None
         comm = self.job.comm
         self.log = run_on_all_ranks(comm, lambda: Log(run.path if run else None, resume_step=resume_step))
-        self.bar = Bar(training.total_steps, state.recipe.epochs, quiet=quiet or run is None)
+        self.bar = Bar(training.total_steps, state.recipe.epochs, quiet=quiet or run is None, clock=comm.clock)
         self.log.mlperf("global_batch_size", state.recipe.batch)
         self.log.mlperf("seed", state.recipe.seed)
         self.log.mlperf("train_samples", len(training.dataset.train))

@@ -26,7 +26,9 @@ from kasoku.core.files import (
     checked_file,
     digest,
     digests_in,
+    is_number,
     locked_folder,
+    read_json,
     write_atomically,
     write_text,
 )
@@ -105,6 +107,22 @@ def free_folder(name: str, parent: Path = Path("runs")) -> Path:
     while (parent / f"{name}-{number}").exists():
         number += 1
     return parent / f"{name}-{number}"
+
+
+def finished(folder: Path, recipe: Recipe) -> str:
+    """What a run has reached that this recipe takes no further, and how to train on; empty if it is not over."""
+    result: dict[str, Any] = {}
+    with suppress(InputError):  # damaged: only a record
+        result = read_json(folder / "result.json")
+    numbers = [result.get(name) for name in ("epochs", "steps", "top1")]
+    if result.get("stopped") or not all(map(is_number, numbers)) or not (folder / "model.safetensors").exists():
+        return ""
+    epochs, steps, top1 = map(float, numbers)  # type: ignore[arg-type]
+    on_target = recipe.evaluate.stop and is_number(result.get("time_to_target_s"))
+    if not on_target and epochs + epochs / max(1.0, steps) <= recipe.epochs:
+        return ""
+    more = "evaluate.stop=false" if on_target else f"epochs=N, N above {recipe.epochs:g}"
+    return f"finished: {epochs:g} epochs, accuracy {top1:.2%}; to train on: --set {more}"
 
 
 def unused_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:

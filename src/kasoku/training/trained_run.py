@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
-from kasoku.core import InputError, Job, summary
+from kasoku.core import InputError, Job, Solo, summary
 from kasoku.core.files import checked_file, is_number, load_weights, read_json
 from kasoku.data import Dataset, Files, folder, loader
 from kasoku.device import choose
@@ -73,7 +73,7 @@ def load(path: Path, *, precision: Precision | None = None) -> Trained:
     load_weights(model, weights)
     device = dataclasses.replace(recipe.device, kind="auto", compile=False, graphs=False)
     chosen = choose(dataclasses.replace(device, precision=precision) if precision else device)
-    job = Job(model.eval().to(chosen.device), recipe.optimizer).apply(*chosen.techniques)
+    job = Job(model.eval().to(chosen.device), recipe.optimizer, comm=Solo()).apply(*chosen.techniques)
     return Trained(path, recipe, job, chosen.device, channels=channels, **shown)
 
 

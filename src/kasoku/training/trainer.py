@@ -17,8 +17,10 @@ from torch import nn
 from kasoku.config import recipe as recipes
 from kasoku.config.ranks import check_share, derived_techniques, is_asynchronous, techniques_for
 from kasoku.config.recipe import Recipe, checked, optimizer
+from kasoku.config.toml import resolve
 from kasoku.config.updates import updates
-from kasoku.core import Comm, InputError, Job, Solo
+from kasoku.core import Comm, InputError, Job, attributed
+from kasoku.core.comm import default_comm
 from kasoku.data import Dataset, Loader, Shares, loader, sample
 from kasoku.data.datasets.folder_index import OneScan
 from kasoku.device import Chosen, Seeded, choose
@@ -152,12 +154,14 @@ def fit(
             for _ in trainer.steps(caught):
                 pass
             return trainer.finish()
-        except InputError as error:
-            on_all_ranks = training.job.comm.size == 1 or isinstance(error, SHARED_ERRORS)
-            if error.gone and on_all_ranks:
-                trainer.checkpointing.save()
-            error.resumable = trainer.resumable
-            raise
+        except Exception as error:
+            failure = attributed(error)
+            if isinstance(failure, InputError):
+                on_all_ranks = training.job.comm.size == 1 or isinstance(failure, SHARED_ERRORS)
+                if failure.gone and on_all_ranks:
+                    trainer.checkpointing.save()
+                failure.resumable = trainer.resumable
+            raise failure  # noqa: B904 - has its cause
 
 
 def build(
@@ -182,7 +186,7 @@ def build(
     Raises:
         InputError: if the parts do not fit each other.
     """
-    comm = comm or Solo()
+    comm = comm or default_comm()
     start = start or Start(comm.clock, overlap=None if comm.thread_safe or comm.size == 1 else False)
     if recipe.auto_batch:
         raise InputError('batch = "auto": tuned for a single training only; give the number that kasoku tune finds')
@@ -219,7 +223,7 @@ def build(
     start.do("comparison", lambda: assert_same_on_all_ranks(comm, facts))
     job = Job(model, lambda m: optimizer(recipe, m), loader=train, loss=recipe.loss, comm=comm, accumulate=parts)
     start.do("techniques", lambda: _apply_techniques(job, recipe, device_setup, shares))
-    _try_loss(job, len(dataset.classes))
+    _try_loss(job, recipe.loss.use, len(dataset.classes))
     total = updates(recipe, train.images)
     if total < 1:
         raise InputError(f"epochs={recipe.epochs}, batch={recipe.batch}: not one step in it; raise epochs")
@@ -265,7 +269,7 @@ def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Da
 
 def _model(data: Dataset, network: nn.Module, *, recipe: Recipe, device: torch.device) -> nn.Module:
     """The network on the device: it fits the shape of the images, and its `prepare`, if any, has seen some of them."""
-    check_fits(network, (data.channels, *data.image_size), recipe.model.use)
+    check_fits(network, (data.channels, *data.image_size), recipe.model.use, classes=len(data.classes))
     prepare: Any = getattr(network, "prepare", None)
     if prepare is not None:
         prepare(sample(data, 5000))
@@ -282,11 +286,14 @@ def _apply_techniques(job: Job, recipe: Recipe, device_setup: Chosen, shares: Se
     job.apply(*device_setup.techniques, *own, *techniques_for(recipe, job.comm.size), Timed())
 
 
-def _try_loss(job: Job, classes: int) -> None:
+def _try_loss(job: Job, use: str, classes: int) -> None:
     """Raises InputError for a loss with a wrong setting or result, before anything is written."""
+    wanted = "a function (outputs, labels) -> one number is wanted, such as torch.nn.functional.cross_entropy"
+    if isinstance(resolve(use, "loss.use"), type):
+        raise InputError(f'loss.use = "{use}": {wanted}; this is a class')
     try:
         loss = job.loss(torch.zeros(2, classes), torch.zeros(2, dtype=torch.long))
     except InputError as error:
         raise InputError(f"loss: {error}") from error
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise InputError("loss.use: a function (outputs, labels) -> one number is wanted")
+        raise InputError(f'loss.use = "{use}": {wanted}')

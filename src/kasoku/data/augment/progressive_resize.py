@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -57,6 +58,9 @@ class LowResolution(Technique, stage=Stage.DATA, changes_pixels=True, changes_re
                 wanted = self.side if epoch < (self.until or 0) else extent
             shown.append(min(wanted, extent))
         return shown[0], shown[1]
+
+    def pixel_share(self, epoch: int, side: int) -> float:
+        return math.prod(self.size(epoch, (side, side))) / side**2
 
     def apply(self, job: Job) -> None:
         """Puts the shrinking between the loader and the loop."""

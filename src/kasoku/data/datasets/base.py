@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kasoku.core.attribution import described
 from kasoku.core.errors import InputError, one_line
 from kasoku.core.files import open_regular
 from kasoku.data.decode import native
@@ -131,7 +132,7 @@ class Items:
             elif hasattr(image, "convert"):
                 image = upright(image)
         except Exception as error:  # the user's own code
-            raise InputError(f"item {index}: {type(error).__name__}: {error}; mend or leave it out") from error
+            raise InputError(f"item {index}: {described(error)}; mend or leave it out") from error
         if isinstance(image, bytes):
             return image
         if isinstance(image, np.ndarray):

@@ -1,0 +1,229 @@
+"""The options of every command: a frozen dataclass each. Nothing here imports torch, so help is there at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from kasoku.commands.options import AllowArguments, CommandArguments, OptionalRecipe, RecipeArguments, argument, option
+
+PORT = 29500
+TIME_LIMIT, CPUS_PER_GPU = "1-00:00:00", 8  # of a Slurm job
+STRATEGIES = ("TimeToTarget", "Throughput", "EpochTimeMinimize", "GpuUsageMaximize")
+FORMATS = {"safetensors": "safetensors", "torch-export": "pt2", "onnx": "onnx"}  # name: suffix of the file
+PLACES = {
+    "local": "start this machine's ranks, a process a GPU (or on the CPU)",
+    "slurm": "write an sbatch script",
+    "kubernetes": "write a manifest: Indexed Job, headless Service, recipe",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(OptionalRecipe):
+    """The arguments of `kasoku train`."""
+
+    out: Path | None = option(metavar="DIR", help="the run folder (default: runs/NAME-N)")
+    resume: Path | None = option(metavar="DIR", help="go on with the run in DIR")
+    go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
+    data: Path | None = option(metavar="DIR", help="without a recipe: a folder with one folder a class")
+    weights: Path | None = option(metavar="FILE", help="with --data: published weights to start from")
+    freeze: int = option(default=0, metavar="K", help="with --weights: do not train the first K blocks")
+    members: int = option(default=0, metavar="K", help="train K members of an ensemble")
+    vary: tuple[str, ...] = option(default=(), metavar="PATH=V1,V2,...", help="with --members: a value for each")
+    dry_run: bool = option(default=False, help="only print what the recipe would do")
+    show: bool = option("--print", default=False, help="only print the resolved recipe (TOML)")
+    plot: Path | None = option(metavar="FILE", help="draw rate, weight decay, momentum over epochs (HTML)")
+    quiet: bool = option(default=False, help="no progress bar")
+    if_interrupted: ClassVar[str] = "a checkpoint written before stands"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchArguments(RecipeArguments):
+    """The arguments that `kasoku launch` has everywhere."""
+
+    nodes: int = option(default=1, metavar="N", help="machines (default: 1)")
+    gpus_per_node: int | None = option(metavar="G", help="a process each (default: all; elsewhere 8)")
+    out: Path | None = option(metavar="DIR", help="the run folder, which all nodes see")
+    if_interrupted: ClassVar[str] = "a checkpoint written before stands"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalArguments(LaunchArguments):
+    """The arguments of `kasoku launch local`."""
+
+    node: int | None = option(metavar="I", help="which of the nodes this is (default: 0)")
+    master: str | None = option(metavar="HOST", help="the host of node 0 (default: MASTER_ADDR, or this one)")
+    port: int | None = option(metavar="P", help="free on node 0 (default: MASTER_PORT, or any)")
+    go_on: bool = option("--continue", default=False, help="go on with the run in --out, as it is, if any")
+    quiet: bool = option(default=False, help="no progress bar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmArguments(LaunchArguments):
+    """The arguments of `kasoku launch slurm`."""
+
+    name: str | None = option(help="of the job (default: the recipe's)")
+    write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
+    port: int | None = option(metavar="P", help="of rank 0 (default: from the job's number)")
+    cpus_per_gpu: int = option(default=CPUS_PER_GPU, metavar="C", help="(default: %(default)s)")
+    partition: str | None = option(metavar="NAME", help="(default: the cluster's)")
+    account: str | None = option(metavar="NAME", help="(default: yours)")
+    time: str = option(default=TIME_LIMIT, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesArguments(LaunchArguments):
+    """The arguments of `kasoku launch kubernetes`."""
+
+    name: str | None = option(help="of the job (default: the recipe's)")
+    write: Path | None = option(metavar="FILE", help="where to (default: standard output)")
+    image: str = option(default="kasoku:latest", help="a container image with kasoku in it (default: %(default)s)")
+    mount: tuple[str, ...] = option(default=(), metavar="CLAIM:DIR", help="a volume claim for the run, the data, ...")
+    port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneArguments(RecipeArguments):
+    """The arguments of `kasoku tune`."""
+
+    what: str = option(choices=("minibatch", "lr"), default="minibatch", help="(default: %(default)s)")
+    strategy: str = option(default=STRATEGIES[0], metavar="NAME", help=f"{', '.join(STRATEGIES)} (default: the first)")
+    budget: float = option(default=60.0, metavar="SECONDS", help="(default: %(default)g)")
+    range: str | None = option(metavar="LOW:HIGH", help="of the batch, or of the optimizer's lr")
+    out: Path | None = option(metavar="DIR", help="write tuning.json there")
+    if_interrupted: ClassVar[str] = "nothing was changed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchArguments(RecipeArguments):
+    """The arguments of `kasoku search`."""
+
+    space: Path = option(required=True, metavar="FILE", help="TOML: path = {low, high, log, step} or {choices}")
+    trials: int = option(required=True, metavar="N", help="the number of trials, with those of earlier parts")
+    jobs: int = option(default=1, metavar="K", help="trainings at once (default: 1)")
+    out: Path | None = option(metavar="DIR", help="the folder of the search; if it holds one, that goes on")
+    if_interrupted: ClassVar[str] = "finished trials stay, and the same command with --out goes on there"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileArguments(RecipeArguments):
+    """The arguments of `kasoku profile`."""
+
+    steps: int = option(default=10, metavar="N", help="steps of each measurement (default: 10)")
+    out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
+    if_interrupted: ClassVar[str] = "no run was changed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateArguments(RecipeArguments):
+    """The arguments of `kasoku simulate`."""
+
+    cluster: str = option(required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
+    gpus: int | None = option(metavar="N", help="how many (default: all of a node)")
+    batch: int | None = option(metavar="B", help="of the recipe, over all GPUs (default: the recipe's)")
+    allreduce: str = option(default="", metavar="NAME", help="ring, tree, ... (default: the fastest)")
+    profile: tuple[str, ...] = option(default=(), metavar="DIR:IMAGES", help="times of kasoku profile at a batch")
+    sweep: str = option(default="", metavar="gpus=A:B", help="draw scaling curves")
+    what_if: tuple[str, ...] = option(default=(), metavar="CHANGES", help="such as network*2,latency/2")
+    out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(OptionalRecipe):
+    """The arguments of `kasoku plan`."""
+
+    cluster: str | None = option(metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
+    deadline: str = option(default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
+    budget: str = option(default="", metavar="USD", help="the fastest within 100USD")
+    fastest: bool = option(default=False, help="the fastest, whatever it costs")
+    compare: Path | None = option(metavar="RUN", help="compare a run with the plan of its recipe")
+    noise_scale: float | None = option(metavar="B", help="of gradients, by kasoku tune")
+    profile: tuple[str, ...] = option(default=(), metavar="DIR:IMAGES", help="times of kasoku profile at a batch")
+    out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments(CommandArguments):
+    """The arguments of `kasoku report`."""
+
+    runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
+    out: Path | None = option(
+        metavar="FILE", help="the page (default: report.html; of one run or ensemble, in its folder)"
+    )
+    compare: bool = option(default=False, help="refuse runs that are not of two groups")
+    trace: Path | None = option(
+        metavar="FILE", help="write a run's timeline for Chrome or Perfetto (and --out, if given)"
+    )
+    description: ClassVar[str] = (
+        "Runs of two recipes are compared over their seeds: A1 A2 A3 -- B1 B2 B3, or all of them in any order, by "
+        "recipe."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateArguments(AllowArguments):
+    """The arguments of `kasoku eval`."""
+
+    runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
+    data: Path | None = option(metavar="DIR", help="other test images: a folder with one folder a class")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictArguments(AllowArguments):
+    """The arguments of `kasoku predict`."""
+
+    trained: Path = argument(metavar="RUN")
+    images: tuple[Path, ...] = argument(nargs="+", metavar="IMAGE|DIR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArguments(AllowArguments):
+    """The arguments of `kasoku export`."""
+
+    trained: Path = argument(metavar="RUN")
+    format: str = option(choices=tuple(FORMATS), required=True)
+    out: Path | None = option(metavar="FILE", help="where to (default: in the run folder)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataArguments(CommandArguments):
+    """The arguments of `kasoku data`."""
+
+    name: str = argument(metavar="NAME", help="cifar10, cifar100, mnist, fashion-mnist or imagenette")
+    to: str = option(required=True, metavar="DIR", help="the folder for the data")
+    source: str = option(default="", metavar="URL", help="another address of the same files")
+    quiet: bool = option(default=False, help="no progress bar")
+    if_interrupted: ClassVar[str] = "what was downloaded so far stays, and the same command goes on there"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackArguments(CommandArguments):
+    """The arguments of `kasoku pack`."""
+
+    source: str | None = argument(nargs="?", metavar="SRC", help="a folder of images, or tar shards; or their address")
+    target: str | None = argument(nargs="?", metavar="DST", help="the folder for the pack")
+    side: int = option(default=256, help="shorter side in pixels; 0: as it is (default: 256)")
+    format: Literal["jpeg", "raw"] = option(choices=("jpeg", "raw"), default="jpeg", help="raw: pixels (default: jpeg)")
+    quality: int = option(default=90, help="of JPEG (default: 90)")
+    workers: int = option(default=0, help="threads (default: one a core)")
+    verify: str | None = option(metavar="DIR", help="check that a pack is whole, by its checksums")
+    quiet: bool = option(default=False, help="no progress bar")
+    if_interrupted: ClassVar[str] = "the shards that are whole stay, and the same command goes on there"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitArguments(CommandArguments):
+    """The arguments of `kasoku init`."""
+
+    source: Path = argument(
+        metavar="DIR|NAME", help="a folder of photos, one folder a class; or a recipe, as kasoku list names them"
+    )
+    out: Path | None = option(metavar="FILE", help="the recipe to write (default: NAME.toml in the current folder)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListArguments(AllowArguments):
+    """The arguments of `kasoku list`."""
+
+    name: str | None = argument(nargs="?", help="shows the settings of this model, technique, table, ...")

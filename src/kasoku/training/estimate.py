@@ -1,0 +1,45 @@
+"""How long a training will take, from a few steps on a copy of its job."""
+
+import math
+
+from kasoku.config.ranks import TEST_PASSES
+from kasoku.config.updates import evaluations, updates_in_epoch
+from kasoku.training.run_state import Training
+from kasoku.tune import BatchSizeResult, tune_batch_size
+from kasoku.tune.measurement import BRIEF, Limits, Measure, Needs
+from kasoku.tune.memory_forecast import extrapolate
+
+_BUDGET_S = 4.0
+_FORWARD = 1 / 3  # of the computing of a step
+
+
+class _TwoSizes:
+    """Times the smallest batch, and one of four times its size, or twice where that would take long."""
+
+    needs = Needs(brief=True)
+
+    def search(self, measure: Measure, limits: Limits) -> BatchSizeResult:
+        small = measure(limits.first)
+        factor = 4 if 4 * BRIEF * small.step_s < 2 * _BUDGET_S else 2
+        larger = [measure(batch) for batch in {min(factor * limits.first, limits.last)} - {limits.first}]
+        return BatchSizeResult(small.batch, (small, *larger), "the smallest", limits.clock.now())
+
+
+def estimated_s(training: Training) -> float:
+    """The seconds of training and evaluations, if the target does not end them; nothing in the job changes.
+
+    The time of a step lies on the line through those of an eighth and of half a batch. Collective; drains.
+    """
+    recipe, data, ranks = training.recipe, training.dataset, training.job.comm.size
+    least = max(2 * ranks, recipe.batch // 8)
+    result = tune_batch_size(training.job, _TwoSizes(), budget_s=_BUDGET_S, least=least, most=recipe.batch)
+    costs = sorted((sample.batch, sample.step_s) for sample in result.samples if not sample.failed)
+    costs = costs if len(costs) > 1 else [(0, 0.0), *costs]
+    fixed_s = max(0.0, extrapolate(costs, 0))
+    image_s = (extrapolate(costs, recipe.batch) - fixed_s) / recipe.batch
+    seconds = evaluations(recipe) * len(data.test) * TEST_PASSES[recipe.evaluate.views] * _FORWARD * image_s
+    for epoch in range(math.ceil(recipe.epochs)):
+        pixels = math.prod(technique.pixel_share(epoch, data.image_size[0]) for technique in recipe.techniques)
+        whole_s = updates_in_epoch(recipe, len(data.train), epoch) * fixed_s + len(data.train) * image_s * pixels
+        seconds += min(1.0, recipe.epochs - epoch) * whole_s
+    return seconds
