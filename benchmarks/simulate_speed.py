@@ -29,6 +29,7 @@ def main() -> None:
     def forget() -> None:
         stragglers.slowest.cache_clear()
         collectives.link.cache_clear()
+        collectives.gather.cache_clear()
 
     def step_once() -> None:
         forget()
