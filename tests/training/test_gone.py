@@ -331,7 +331,7 @@ def test_the_command_says_so_once_and_ends_with_2_on_every_rank(tmp_path: Path) 
     run, flag, recipe = tmp_path / "run", tmp_path / "gone", tmp_path / "recipe.toml"
     (tmp_path / "own_photos.py").write_text(OWN.format(flag=str(flag)))
     recipe.write_text(RECIPE.read_text().replace("kasoku.data.digits", "own_photos.made"))
-    options = [part for setting in (*SETTINGS, "epochs=10000") for part in ("--set", setting)]
+    options = [part for setting in (*SETTINGS, "epochs=10000", "schedule.epochs=0") for part in ("--set", setting)]
     ranks = started(["train", str(recipe), *options, "--quiet", "--out", str(run)], 2)
     try:
         deadline = time.monotonic() + 120
