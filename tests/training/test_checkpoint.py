@@ -136,7 +136,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(run: RunFolder, tmp_path: 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path):
     save_model(torch.nn.Linear(2, 2), str(tmp_path / "w.safetensors"))
-    with pytest.raises(InputError, match="weights of another model, not of Net"):
+    with pytest.raises(InputError, match="weights of another model, not of ToyNet"):
         load_weights(Net(), tmp_path / "w.safetensors")
     (tmp_path / "bad.safetensors").write_bytes(b"no such thing")
     with pytest.raises(InputError, match="cannot be read as safetensors"):
