@@ -21,7 +21,7 @@ import torch
 from kasoku.commands.arguments import TrainArguments
 from kasoku.config import trust
 from kasoku.config.recipe import Recipe, dumps, load
-from kasoku.config.updates import info_of
+from kasoku.config.updates import info_of, schedule_warning
 from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import raise_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
@@ -126,7 +126,6 @@ def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> in
 def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
     from kasoku.config.ranks import check_same, shares_of
-    from kasoku.config.updates import schedule_warning
     from kasoku.data.datasets.folder_index import scanned_once
     from kasoku.report import print_table
     from kasoku.training import run_folder, trainer
@@ -138,7 +137,6 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     read = partial(_recipe_and_folder, arguments)
     recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
     check_same(recipe, comm)
-    _say_once(comm, schedule_warning(recipe))
     resume = arguments.resume is not None
     if _has_members(arguments, folder):
         return _train_members(arguments, folder, comm)
@@ -187,6 +185,7 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
     if comm.rank == 0 and arguments.show:
         print(dumps(recipe), end="")
     elif comm.rank == 0:
+        _say_once(comm, schedule_warning(recipe))
         dry_run.preview(recipe, plot=arguments.plot, **shown)
     return 0
 
@@ -228,6 +227,7 @@ def _begin(
     from kasoku.report.dry_run import preview, remark
 
     recipe, ranks = training.recipe, training.job.comm.size
+    _say_once(training.job.comm, schedule_warning(recipe))
     if not arguments.resume:
         _say_once(training.job.comm, remark(recipe, training.dataset))
         training.describe(run, trust.import_folders(arguments.recipe))
@@ -273,6 +273,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
             preview(recipe, plot=None)
         return 0
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
+    _say_once(comm, schedule_warning(recipes[0]))
     with _advised(folder):
         left = [i for i in range(len(paths)) if not over[i]]
         training, at = [recipes[i] for i in left], [paths[i] for i in left]
