@@ -5,8 +5,6 @@ Exit codes: 0 done, 1 a fault of kasoku's own, 2 an input that cannot be used or
 with --resume), 130 interrupted at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

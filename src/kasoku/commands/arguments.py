@@ -1,7 +1,5 @@
 """The options of every command: a frozen dataclass each. Nothing here imports torch, so help is there at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """`kasoku data`: downloads the official files of a data set."""
 
-from __future__ import annotations
-
 from kasoku.commands.arguments import DataArguments
 from kasoku.data.datasets.download import download
 

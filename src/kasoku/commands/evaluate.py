@@ -1,7 +1,5 @@
 """`kasoku eval`: top-1 and top-5 of runs, alone and as an ensemble."""
 
-from __future__ import annotations
-
 from kasoku.commands.arguments import EvaluateArguments
 from kasoku.training.trained_run import print_scores, score_runs
 

@@ -5,8 +5,6 @@ returns logits (N, K). Each file says so itself and holds the names of the class
 metadata, torch.export in the extra file kasoku.json.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`kasoku init`: writes a recipe to start from, with a comment on each key."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Note: one road. `local` starts this machine's ranks and is all that a Kubernetes
 A script or manifest says `--continue`: submitted or started again it goes on from the last checkpoint.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

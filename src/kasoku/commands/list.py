@@ -1,7 +1,5 @@
 """`kasoku list`: what a recipe can name, a line each; `kasoku list NAME`: its settings."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table

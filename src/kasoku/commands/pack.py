@@ -1,7 +1,5 @@
 """`kasoku pack`: packs images into tar shards, or checks a pack."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kasoku.commands.arguments import PackArguments

@@ -1,7 +1,5 @@
 """`kasoku predict`: the five likeliest classes of images, as CSV."""
 
-from __future__ import annotations
-
 import csv
 import sys
 

@@ -1,7 +1,5 @@
 """`kasoku report`: reads run folders, and writes a page of them, a verdict over seeds, or a trace for Perfetto."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

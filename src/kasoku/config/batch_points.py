@@ -1,7 +1,5 @@
 """Recipes with `points`: settings that are known at some batches, and interpolated between them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

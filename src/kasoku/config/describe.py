@@ -1,7 +1,5 @@
 """The names that a recipe can use, and the settings of each: read from signatures and from docstrings' `Args:`."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -1,7 +1,5 @@
 """How a number of ranks trains a recipe: which part of the batch each rank takes, and with which techniques."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Its other keys are that thing's signature. In a field typed `Factory` the thing 
 later with what only the run knows; in a field typed as a class (Technique, Schedule) it is built now.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib

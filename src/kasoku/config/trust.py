@@ -7,8 +7,6 @@ script may import them. A run folder may not: `--allow NAME` names a module or p
 its import folders searched.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """The updates of a training, and its rates, weight decay and momentum over the epochs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

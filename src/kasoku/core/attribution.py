@@ -1,7 +1,5 @@
 """Whose error it is: kasoku's, or that of a model, data source, loss, technique or import that the user named."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from types import FrameType

@@ -1,7 +1,5 @@
 """The blocks of a model: its parts in order, which are compiled, timed and frozen one by one; hooks on them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

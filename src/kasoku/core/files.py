@@ -1,7 +1,5 @@
 """Files and weights that are written whole or not at all, and files that one process locks."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The parts of a job: its progress, its changes to other objects, and the state that its checkpoints hold."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Private attributes of torch without a public equivalent, each with the torch version it was checked on."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -7,8 +7,6 @@ every gradient hook at the end of backward. The class's function is compiled and
 share code and a deep copy of the model runs its own weights.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import types

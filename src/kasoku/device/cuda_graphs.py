@@ -1,7 +1,5 @@
 """CUDA graphs: a step's kernels launched at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

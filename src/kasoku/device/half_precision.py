@@ -1,7 +1,5 @@
 """Half precision: torch.autocast around the model's forward, and dynamic loss scaling, which fp16 needs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which device a run uses, in which precision, with which techniques: the fast ones by default."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Literal

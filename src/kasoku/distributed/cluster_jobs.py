@@ -1,7 +1,5 @@
 """The files that `kasoku launch` writes for a cluster: an sbatch script or a Kubernetes manifest."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence

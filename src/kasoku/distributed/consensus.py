@@ -3,8 +3,6 @@
 Only one rank prints the message of a shared error; the other ranks raise ReportedElsewhereError.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -18,8 +18,6 @@ Note: the rank that is named. If one rank dies, the collectives of all ranks fai
 it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -5,8 +5,6 @@ rest end because they lost it, or would wait for it for ever: after a grace peri
 The code is that of the rank that crashed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ Note: two backends. Tensors on a CPU travel by gloo, tensors on a GPU by NCCL. S
 a file's name) do not wait for the GPU.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence

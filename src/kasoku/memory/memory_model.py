@@ -1,7 +1,5 @@
 """Memory model: bytes and work of a program, summed over the same instructions that the segment executes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A network as the solver sees it: chains of units, and the bytes outside them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Note: the same kernels. Forward and backward of an operation are the calls that 
 are the same; only the time of the calls and the tensors held between them differ.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 

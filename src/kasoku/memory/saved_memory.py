@@ -1,7 +1,5 @@
 """The technique: it inspects the network once, plans under a memory budget, and puts the plan in place."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ Note: one bf16 for two segments. The output of a segment is the input of the nex
 bf16 of such a tensor is remembered as long as the tensor lives, and shared unless the tensor has been written since.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise

@@ -6,8 +6,6 @@ it is enough to remember the Pareto front of (bytes kept so far, work so far). A
 the peak of the best plan never rises as the budget falls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

@@ -8,8 +8,6 @@ gradient is never stored by itself. Ref: [003], fully connected layers: the grad
 weights' over the area of the weights.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 from weakref import WeakSet

@@ -6,8 +6,6 @@ once a step. An average starts as a copy of the weights at its first round, so i
 after `apply`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

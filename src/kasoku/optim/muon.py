@@ -5,8 +5,6 @@ So `job.update` on some parameters gives the same bits as a whole step. On other
 batched products, which saves kernel launches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf

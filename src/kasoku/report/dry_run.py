@@ -1,7 +1,5 @@
 """A training before it starts: its batch, updates and rates as a table, and drawn over the epochs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Classes of pytest tests that run once for each row, and are collected where somebody subclasses them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 

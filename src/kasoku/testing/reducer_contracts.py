@@ -1,7 +1,5 @@
 """The contracts of reducers, which average chunks of gradients over ranks: `Overlap(reducer=...)`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar

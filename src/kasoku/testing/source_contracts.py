@@ -1,7 +1,5 @@
 """The contracts of data sources."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The contracts of techniques."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import tomllib

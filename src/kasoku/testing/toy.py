@@ -1,7 +1,5 @@
 """A toy problem on which techniques are tried: a network with dropout and BatchNorm, four batches, the plain loop."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Train, evaluate and predict from Python: the functions that `import kasoku` gives. The commands do the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from os import PathLike

@@ -1,7 +1,5 @@
 """The batch of a recipe, chosen by trying sizes: the sizes that can be tried, and the recipe at the best one."""
 
-from __future__ import annotations
-
 import math
 import sys
 from bisect import bisect_left

@@ -5,8 +5,6 @@ file of their checksums, and the folder is renamed last, so a checkpoint with it
 detect later damage; a damaged checkpoint is reported and skipped in favour of the one before it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -6,8 +6,6 @@ the random numbers of their models. Images in memory cost nothing to read again,
 other, each with its own data order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path

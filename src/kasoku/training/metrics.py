@@ -1,7 +1,5 @@
 """The losses, the images per second, the ledger, the logs and the progress bar of a training."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import nullcontext

@@ -6,8 +6,6 @@ Before a new version replaces a file, its digest is added to that of the old one
 kill between the two writes does no harm. Afterwards the old digest goes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress

@@ -1,7 +1,5 @@
 """The state of a training: what it trains, how far it is, and its result."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """When a training is evaluated, and what follows from its scores: the best weights, the target, the logs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ measured once, separately, and added. So a rank that runs out of memory delays n
 the same size.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import statistics

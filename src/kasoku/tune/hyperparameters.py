@@ -5,8 +5,6 @@ output of each trial, and a table. The same command resumes the search: a trial 
 killed, continues from its checkpoint, because its settings are proposed again.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The learning-rate range test: which rates lower the loss, and from which one on it diverges."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence

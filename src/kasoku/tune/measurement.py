@@ -1,7 +1,5 @@
 """The measurement of one batch size, the limits of a search, its state and its result."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Predicts the memory that a batch size needs from the peaks of smaller sizes, before it is tried."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path

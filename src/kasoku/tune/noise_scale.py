@@ -1,7 +1,5 @@
 """The gradient noise scale: the number of images in a gradient beyond which more images add little."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

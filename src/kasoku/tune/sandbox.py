@@ -10,8 +10,6 @@ Note: micro-batches. Where VirtualRanks groups the images (`may_split`), a devic
 with the same result. It does so for every share at least as large as one that did not fit in memory.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -1,7 +1,5 @@
 """The search space: settings of a recipe by path, each a range of numbers or a list of choices."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

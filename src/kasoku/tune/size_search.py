@@ -16,8 +16,6 @@ it has taken as long as the first measurements (for steps that stall at times). 
 trusted: every size has at least the typical spread.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Strategies of the batch-size search. Each depends on the measurements alone, so all ranks agree."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Times a few steps of one batch size in the sandbox."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -1,7 +1,5 @@
 """Augmentation and normalisation of whole batches on the training device."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

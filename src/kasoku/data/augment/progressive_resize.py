@@ -1,7 +1,5 @@
 """Fewer pixels while the network still learns what is coarse."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

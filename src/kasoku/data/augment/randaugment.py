@@ -8,8 +8,6 @@ Note: who waits. On a CPU each kind runs on its own images alone. Another device
 and the host to wait for it, so there each kind runs on all images and those of another kind are left as they were.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Types of data sets, in memory or as files, and the digits that come with the package."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

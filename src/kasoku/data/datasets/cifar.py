@@ -1,7 +1,5 @@
 """CIFAR-10 and CIFAR-100 in the official binary and python formats."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import pickle

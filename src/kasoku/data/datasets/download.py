@@ -1,7 +1,5 @@
 """Downloads official data sets: resumes, verifies, and lays out the files as the readers expect them."""
 
-from __future__ import annotations
-
 import difflib
 import gzip
 import http.client

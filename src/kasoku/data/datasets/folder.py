@@ -1,7 +1,5 @@
 """Image folders with one folder for each class, local or remote."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable

@@ -7,8 +7,6 @@ a second change within one; and those with links (except to images), whose targe
 always equals that of listing everything.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """IDX files, the format of MNIST and Fashion-MNIST, plain or gz."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """From the bytes of an image to RGB pixels: of the whole image, or of one part of it at the size that is wanted."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import os

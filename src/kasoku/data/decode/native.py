@@ -4,8 +4,6 @@ Note: it is optional. `pip install` needs no compiler: without the library, and 
 (progressive, CMYK, turned by EXIF, damaged), Pillow and torch do the same more slowly.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

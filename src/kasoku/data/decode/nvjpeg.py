@@ -5,8 +5,6 @@ Pillow (progressive, CMYK, turned by EXIF, cut off, no JPEG), a very large one, 
 fails go through `crop` on the CPU.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import io

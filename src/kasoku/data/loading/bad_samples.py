@@ -1,7 +1,5 @@
 """Images that cannot be decoded: which, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from kasoku.core.errors import InputError

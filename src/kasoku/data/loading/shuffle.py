@@ -6,8 +6,6 @@ on the rank or the thread that makes it, or on what was drawn before; a resumed 
 The hash is the finaliser of splitmix64 (Steele, Lea, Flood 2014) in wrapping int64 arithmetic, alike on every device.
 """
 
-from __future__ import annotations
-
 import torch
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -1,7 +1,5 @@
 """Ranks that take unequal shares of a batch: the faster, the more images; the mean over all images stays exact."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ estimated once and kept in pack.json. A shard gets its name when it is complete 
 so a shard with an index is not written again. The bytes depend neither on the number of workers nor on interruptions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -13,8 +13,6 @@ Note: norms in float32. On a CPU, torch.linalg.vector_norm of 10^7 random values
 1.3e-4, since each vector lane keeps one running sum. Summing rows of 2,048 first is right to 1e-7 at the same speed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple

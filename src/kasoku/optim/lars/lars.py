@@ -1,7 +1,5 @@
 """LARS: scales each layer's step to the norm of its weights, for batches of tens of thousands of images."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

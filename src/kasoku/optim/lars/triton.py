@@ -11,8 +11,6 @@ The kernels have not yet run on a GPU: they ran in Triton's interpreter and were
 
 # mypy: disable-error-code="import-untyped, import-not-found, misc, no-untyped-def, no-untyped-call, untyped-decorator"
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import lru_cache
 
