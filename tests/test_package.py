@@ -18,7 +18,7 @@ from helpers.clean import CleanEnvironment
 ROOT = Path(__file__).parent.parent
 SOURCES = {str(p.relative_to(ROOT / "src")) for p in (ROOT / "src" / "kasoku").rglob("*") if p.is_file()}
 SOURCES = {name for name in SOURCES if not name.endswith((".pyc", ".so"))}
-DOCUMENTS = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
+DOCUMENTS = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "NOTICE", "README.md", "SECURITY.md"}
 BUILD = {"Containerfile", "MANIFEST.in", "PKG-INFO", "constraints.txt", "pyproject.toml", "setup.cfg", "setup.py"}
 DECODER = "from kasoku.data.decode import native; print(native.decoder(), native.__file__)"
 
@@ -53,7 +53,7 @@ def test_the_wheel_is_one_for_every_python_and_holds_all(dist):
     ours = {name for name in names if name.startswith("kasoku/")}
     assert ours == {name for name in SOURCES if not name.endswith(".c")} | {"kasoku/data/decode/_native.so"}
     assert {Path(name).suffix for name in ours} >= {".toml", ".j2", ".npz", ".typed"}
-    assert f"{info}/licenses/LICENSE" in names
+    assert {f"{info}/licenses/LICENSE", f"{info}/licenses/NOTICE"} <= set(names)
     with tarfile.open(sdist) as archive:
         held = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     held = {name for name in held if ".egg-info/" not in name}
