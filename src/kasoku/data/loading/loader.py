@@ -91,6 +91,7 @@ class Loader:
     """
 
     dataset: Dataset = _of("pipeline.dataset")
+    size: int = _of("pipeline.size")
     own_batch: int = _of("pipeline.own_batch")
     seed: int = _of("pipeline.seed")
     images: int = _of("pipeline.images")
