@@ -23,18 +23,18 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1780,
+    "core": 1790,
     "optim": 1180,
-    "models": 800,
+    "models": 830,
     "device": 560,
     "data": 5260,
     "distributed": 5490,
     "memory": 2190,
-    "config": 1380,
+    "config": 1400,
     "tune": 2090,
     "simulate": 1740,
     "report": 2310,
-    "training": 2175,
+    "training": 2190,
     "commands": 1940,
     "testing": 660,
 }

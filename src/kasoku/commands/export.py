@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kasoku.commands.arguments import FORMATS, ExportArguments
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
+from kasoku.data.augment.basic import stored_side
 from kasoku.training.trained_run import Trained, load
 
 
@@ -70,8 +71,17 @@ def run(arguments: ExportArguments) -> int:
         save = written.save
     path = arguments.out or arguments.trained / f"export.{FORMATS[arguments.format]}"
     write_atomically(path, save)
-    print(f"{path}\ninput: {facts['input']}\noutput: {facts['output']}; the file holds the names of the classes")
+    print(f"{path}\ninput: {facts['input']}\nfrom a photo: {facts['resize']}")
+    print(f"output: {facts['output']}; the file holds the names of the classes")
     return 0
+
+
+def _resize(size: tuple[int, int]) -> str:
+    """How a photo becomes the input, in the words of other programs."""
+    shape = " x ".join(map(str, size))
+    if size[0] != size[1]:
+        return f"the middle 7/8 of the photo in the shape of {shape}, bilinear, antialiased"
+    return f"shorter side to {stored_side(size[0])}, bilinear, antialiased; then the middle {shape}"
 
 
 def _facts(trained: Trained, *, weights_only: bool) -> dict[str, str]:
@@ -82,6 +92,7 @@ def _facts(trained: Trained, *, weights_only: bool) -> dict[str, str]:
     then = f"then normalised: (pixel - mean) / std, mean {mean}, std {std}" if weights_only else "not normalised"
     return {
         "input": f"pixels, float32, N x {side}, {colours} from 0 to 1, {then}",
+        "resize": _resize(trained.image_size),
         "output": f"logits, float32, N x {len(trained.classes)}, before softmax",
         "classes": json.dumps(trained.classes),
         "model": trained.recipe.model.use,

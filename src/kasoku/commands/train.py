@@ -20,7 +20,7 @@ import torch
 
 from kasoku.commands.arguments import TrainArguments
 from kasoku.config import trust
-from kasoku.config.recipe import Recipe, dumps, load
+from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
 from kasoku.core import Comm, InputError
 from kasoku.distributed.consensus import raise_on_all_ranks, run_on_all_ranks
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kasoku.training.run_state import Training
 
 DIVERGED, STOPPED = 3, 75  # exit codes
-CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root")  # of a run that is resumed
 
 
 def run(arguments: TrainArguments) -> int:
@@ -154,7 +153,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     if resume and not tuned and not recipe.device.graphs:
         shares = run_folder.shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
-    rows = _photo_rows(training) if announced else {}
+    rows = start.do("estimate", lambda: _photo_rows(training)) if announced else {}
     with run_folder.run_folder(comm, folder, resume=resume) as run:
         run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned, rows) if run else None)
         with _advised(folder):

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from kasoku import core, data, device, distributed, memory, models, optim
 from kasoku.config import toml
 from kasoku.config.recipe import Evaluate, Recipe, Save
+from kasoku.config.shipped import RECIPES
 from kasoku.core import InputError
 
 TABLES: dict[str, Callable[..., Any]] = {
@@ -74,6 +75,8 @@ def find(name: str) -> tuple[str, Callable[..., Any]]:
             return full, thing
     if "." in name:
         return name, toml.resolve(name, "NAME")
+    if name in RECIPES:
+        raise InputError(f'"{name}" is a recipe: kasoku train {name} --print shows it')
     short = sorted(full.rpartition(".")[2] for full in _names())
     raise InputError(f'"{name}": no such name{toml.nearest(name, short) or ": kasoku list shows all"}')
 

@@ -1,7 +1,7 @@
 """A recipe: what to train, to which accuracy. Read from strict TOML, written back resolved beside every result."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,6 +20,7 @@ from kasoku.device import Device
 T = TypeVar("T")
 _MOST_EPOCHS = 100_000  # a preview loops over them
 _TOO_LARGE = ("allocate memory", "Storage size calculation overflowed")  # of torch's errors
+CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root")  # of a run that is resumed
 AUTO = "auto"  # in the place of a batch: tuned before training
 _AUTO_ORIGIN = "auto: tuning begins here"  # of the batch that a recipe then has
 
@@ -267,6 +268,19 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
     if first:
         document = {**document, "batch": first, "origin": _AUTO_ORIGIN}
     return parse(Recipe, document)
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe, flat: {"optimizer.lr": 0.1, ...}."""
+
+    def flat(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(thing, dict):
+            for key, value in thing.items():
+                yield from flat(value, f"{path}.{key}" if path else key)
+        else:
+            yield path, thing
+
+    return dict(flat(table(recipe), ""))
 
 
 def dumps(recipe: Recipe) -> str:

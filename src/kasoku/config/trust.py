@@ -10,8 +10,8 @@ its import folders searched.
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,21 @@ def forget() -> None:
 def allow(names: Iterable[str]) -> None:
     """Lets recipes of this process name these modules and packages, and what is in them."""
     _allowed.update(names)
+
+
+@contextmanager
+def only(names: Iterable[str]) -> Iterator[None]:
+    """Allows these modules and packages, and forgets the rest until the end: for a run folder of anybody's."""
+    before = set(_allowed), set(_folders), set(_own_used)
+    forget()
+    allow(names)
+    try:
+        yield
+    finally:
+        forget()
+        _allowed.update(before[0])
+        _folders.update(before[1])
+        _own_used.update(before[2])
 
 
 def allow_beside(recipe: Path | None) -> None:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from kasoku.core.errors import InputError, summary
 
-# Packages that kasoku calls itself: an error that is raised in one of them is its caller's.
+# Packages that kasoku calls itself, and those that they call: an error that is raised in one of them is its caller's.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "PIL", "safetensors", "rich", "tomli_w", "tensorboard"}
 _LIBRARIES |= {"fsspec", "aiohttp", "onnx", "onnxscript", "onnx_ir", "plotly", "jinja2", "optuna", "triton", "pynvml"}
+_LIBRARIES |= {"torchvision", "sympy", "mpmath", "networkx", "google", "grpc", "absl", "werkzeug", "narwhals", "yarl"}
+_LIBRARIES |= {"sqlalchemy", "alembic", "colorlog", "packaging", "s3fs", "gcsfs", "botocore", "aiobotocore", "pygments"}
 
 
 def attributed(error: Exception) -> Exception:

@@ -12,6 +12,7 @@ communicate are applied last, and have finished before one that reads all gradie
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from kasoku.core.comm import Comm, default_comm
@@ -183,6 +185,9 @@ class Job:
 
     def apply(self, *techniques: Technique) -> Job:
         """Applies techniques, sorted by stage. Raises InputError for two that cannot be combined."""
+        for technique in techniques:
+            if isinstance(technique, type):
+                raise InputError(f"{technique.__name__} is a class: give {technique.__name__}(...), with its settings")
         ordered = sorted(techniques, key=lambda t: t.stage)
         for i, technique in enumerate(ordered):
             for other in [*self.applied, *ordered[:i]]:
@@ -346,6 +351,7 @@ class Job:
             raise InputError("optimizer.step(closure) is not supported: call backward() in the loop, then step()")
         self._depth += 1
         if self._depth == 1:
+            self._warn_if_alone()
             self._backwards.clear()
             try:
                 for f in reversed(self._hooks["before_step"]):
@@ -354,6 +360,13 @@ class Job:
                 self._depth = 0
                 raise
             self._stepping = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+
+    def _warn_if_alone(self) -> None:
+        """Warns at the first step if nothing averages the gradients of several ranks."""
+        averages = any(technique.exchanges_gradients for technique in self.applied)
+        if self.comm.size > 1 and not (self.steps or averages or isinstance(self.model, DistributedDataParallel)):
+            message = f"nothing averages the gradients of the {self.comm.size} ranks, so each trains a model of its own"
+            warnings.warn(f"{message}: apply kasoku.distributed.Overlap() or AllReduce()", stacklevel=4)
 
     def _end_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth -= 1

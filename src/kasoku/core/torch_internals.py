@@ -62,6 +62,12 @@ def recompile_limit(forms: int) -> AbstractContextManager[None]:
     return manager
 
 
+def compiled_forms() -> int:
+    """How many compiled forms of a function torch.compile keeps (2.13)."""
+    config: Any = torch._dynamo.config
+    return int(config.recompile_limit)
+
+
 def remove_step_hooks(optimizer: Optimizer) -> None:
     """Leaves an optimizer without hooks around its step (2.13)."""
     optimizer._optimizer_step_pre_hooks = OrderedDict()

@@ -1,7 +1,5 @@
 """ResNet v1.5 (He et al. 2015; the stride sits in the 3x3 convolution), with torchvision's names and keys."""
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from kasoku.models.check import check_counts, check_option
@@ -122,24 +120,39 @@ def _stage(block: Block, channels_in: int, channels: int, depth: int, *, stride:
     return nn.Sequential(first, *(block(out, channels, 1, None) for _ in range(depth - 1)))
 
 
-def _of_depths(name: str, block: Block, depths: tuple[int, int, int, int], doc: str) -> Callable[..., ResNet]:
-    """The function of recipes that builds the network with so many blocks in its stages."""
-
-    def build(
-        num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
-    ) -> ResNet:
-        return ResNet(block, depths, num_classes, in_channels, stem, zero_init_residual)
-
-    build.__name__ = build.__qualname__ = name
-    build.__doc__ = doc
-    return build
+def resnet18(
+    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
+) -> ResNet:
+    """ResNet-18: 11.7 M parameters, made for 224x224."""
+    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, stem, zero_init_residual)
 
 
-resnet18 = _of_depths("resnet18", BasicBlock, (2, 2, 2, 2), "ResNet-18: 11.7 M parameters, made for 224x224.")
-resnet34 = _of_depths("resnet34", BasicBlock, (3, 4, 6, 3), "ResNet-34: 21.8 M parameters, made for 224x224.")
-resnet50 = _of_depths("resnet50", Bottleneck, (3, 4, 6, 3), "ResNet-50 v1.5: 25.6 M parameters, made for 224x224.")
-resnet101 = _of_depths("resnet101", Bottleneck, (3, 4, 23, 3), "ResNet-101 v1.5: 44.5 M parameters, made for 224x224.")
-resnet152 = _of_depths("resnet152", Bottleneck, (3, 8, 36, 3), "ResNet-152 v1.5: 60.2 M parameters, made for 224x224.")
+def resnet34(
+    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
+) -> ResNet:
+    """ResNet-34: 21.8 M parameters, made for 224x224."""
+    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, in_channels, stem, zero_init_residual)
+
+
+def resnet50(
+    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
+) -> ResNet:
+    """ResNet-50 v1.5: 25.6 M parameters, made for 224x224."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, stem, zero_init_residual)
+
+
+def resnet101(
+    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
+) -> ResNet:
+    """ResNet-101 v1.5: 44.5 M parameters, made for 224x224."""
+    return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, in_channels, stem, zero_init_residual)
+
+
+def resnet152(
+    num_classes: int = 1000, in_channels: int = 3, *, stem: str = "imagenet", zero_init_residual: bool = False
+) -> ResNet:
+    """ResNet-152 v1.5: 60.2 M parameters, made for 224x224."""
+    return ResNet(Bottleneck, (3, 8, 36, 3), num_classes, in_channels, stem, zero_init_residual)
 
 
 def cifar_resnet18(num_classes: int = 10, in_channels: int = 3, *, zero_init_residual: bool = False) -> ResNet:

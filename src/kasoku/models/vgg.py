@@ -1,7 +1,5 @@
 """VGG (Simonyan and Zisserman 2014), with torchvision's names and keys."""
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from kasoku.models.check import check_counts, check_option
@@ -71,22 +69,44 @@ class VGG(nn.Module):
         return logits_NK
 
 
-def _of_depth(depth: int, millions: float, *, batch_norm: bool = False) -> Callable[..., VGG]:
-    """The function of recipes that builds the network of this depth."""
-
-    def build(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
-        return VGG(depth, num_classes, in_channels, batch_norm=batch_norm, dropout=dropout)
-
-    name, norm = ("_bn", " with BatchNorm") if batch_norm else ("", "")
-    build.__name__ = build.__qualname__ = f"vgg{depth}{name}"
-    build.__doc__ = f"VGG-{depth}{norm}: {millions} M parameters, made for 224x224."
-    return build
+def vgg11(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-11: 132.9 M parameters, made for 224x224."""
+    return VGG(11, num_classes, in_channels, dropout=dropout)
 
 
-vgg11, vgg11_bn = _of_depth(11, 132.9), _of_depth(11, 132.9, batch_norm=True)
-vgg13, vgg13_bn = _of_depth(13, 133.0), _of_depth(13, 133.1, batch_norm=True)
-vgg16, vgg16_bn = _of_depth(16, 138.4), _of_depth(16, 138.4, batch_norm=True)
-vgg19, vgg19_bn = _of_depth(19, 143.7), _of_depth(19, 143.7, batch_norm=True)
+def vgg11_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-11 with BatchNorm: 132.9 M parameters, made for 224x224."""
+    return VGG(11, num_classes, in_channels, batch_norm=True, dropout=dropout)
+
+
+def vgg13(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-13: 133.0 M parameters, made for 224x224."""
+    return VGG(13, num_classes, in_channels, dropout=dropout)
+
+
+def vgg13_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-13 with BatchNorm: 133.1 M parameters, made for 224x224."""
+    return VGG(13, num_classes, in_channels, batch_norm=True, dropout=dropout)
+
+
+def vgg16(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-16: 138.4 M parameters, made for 224x224."""
+    return VGG(16, num_classes, in_channels, dropout=dropout)
+
+
+def vgg16_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-16 with BatchNorm: 138.4 M parameters, made for 224x224."""
+    return VGG(16, num_classes, in_channels, batch_norm=True, dropout=dropout)
+
+
+def vgg19(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-19: 143.7 M parameters, made for 224x224."""
+    return VGG(19, num_classes, in_channels, dropout=dropout)
+
+
+def vgg19_bn(num_classes: int = 1000, in_channels: int = 3, *, dropout: float = 0.5) -> VGG:
+    """VGG-19 with BatchNorm: 143.7 M parameters, made for 224x224."""
+    return VGG(19, num_classes, in_channels, batch_norm=True, dropout=dropout)
 
 
 def cifar_vgg16(num_classes: int = 10, in_channels: int = 3) -> VGG:

@@ -10,9 +10,10 @@ from kasoku.optim.param_groups import refuse_outside
 
 
 def logits_of(outputs_NK: Any) -> Tensor:
-    """A network's outputs in float32. Raises InputError unless they are one tensor."""
-    if not isinstance(outputs_NK, Tensor):
-        raise InputError(f"the model returns a {type(outputs_NK).__name__}: one tensor of logits, (N, K), is wanted")
+    """A network's outputs in float32. Raises InputError unless they are one tensor (N, K)."""
+    if not isinstance(outputs_NK, Tensor) or outputs_NK.ndim != 2:
+        got = f"{list(outputs_NK.shape)}" if isinstance(outputs_NK, Tensor) else f"a {type(outputs_NK).__name__}"
+        raise InputError(f"the model returns {got}: one tensor of logits, (N, K), is wanted")
     return outputs_NK.float()
 
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from kasoku.config import trust
 from kasoku.config.toml import parse, table
 from kasoku.core import Comm, Technique, Threads
-from kasoku.core.torch_internals import gradient_hooks
+from kasoku.core.torch_internals import compiled_forms, gradient_hooks
 from kasoku.device import Compile, Seeded
 from kasoku.distributed import AllReduce
 from kasoku.testing.contracts import Contracts, for_rows
@@ -93,6 +93,7 @@ def _traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, obj
         "modules": {name: (attributes(m), getattr(m.forward, "__func__", None)) for name, m in model.named_modules()},
         "parameters": [(n, id(p), p.stride(), p.dtype, p.requires_grad, gradient_hooks(p)) for n, p in parameters],
         "optimizer": {name: n for name, n in attributes(optimizer).items() if name.endswith("hooks")},
+        "recompile limit": compiled_forms(),
         "hyper": [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups],
     }
 

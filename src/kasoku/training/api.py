@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 
 from kasoku.config import trust
-from kasoku.config.recipe import Recipe, load
+from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.config.shipped import locate
 from kasoku.core import Comm, Wall
 from kasoku.core.comm import default_comm
@@ -14,8 +14,8 @@ from kasoku.data import find_images
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training import trained_run
 from kasoku.training.evaluation import Scores
-from kasoku.training.run_folder import run_folder, shares_in
-from kasoku.training.run_state import Result
+from kasoku.training.run_folder import RunFolder, check_same_training, finished, run_folder, shares_in
+from kasoku.training.run_state import Result, Training
 from kasoku.training.trainer import build, fit
 
 Where = str | PathLike[str]
@@ -46,22 +46,36 @@ def train(
         recipe: what to train.
         out: the run folder, a new one. None: nothing is written, and only the result stays.
         comm: the ranks, `kasoku.distributed.TorchComm()` in a process group; one rank by default.
-        resume: go on with the run in `out` from its last checkpoint, to the same bits.
+        resume: go on with the run in `out` from its last checkpoint, to the same bits. A finished run is left as it is.
         quiet: no progress bar.
 
     Returns: accuracies from 0 to 1, images a second, and seconds from this call on, by what they were spent on.
 
     Raises:
-        InputError: for parts that do not fit each other, or a folder that holds a run already (without `resume`).
+        InputError: for parts that do not fit each other; a folder that holds a run already (without `resume`); a recipe
+            that is not the run's in more than a resumed run may change (kasoku.config.recipe.CHANGEABLE).
         DivergedError: when the loss is not finite any more (kasoku.training.run_state).
     """
     started, comm = Wall().now(), comm or default_comm()
-    shares = shares_in(Path(out), comm, recipe.batch) if out and resume else ()
+    shares: Sequence[int] = ()
+    if out and resume:
+        folder = Path(out)
+        run_on_all_ranks(comm, lambda: check_same_training(folder, recipe))
+        if run_on_all_ranks(comm, lambda: finished(folder, recipe)):
+            return Result.read(folder)
+        shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: build(recipe, comm, shares=shares))
     with run_folder(comm, Path(out), resume=resume) if out else nullcontext() as run:
         folders = trust.import_folders(None)
-        run_on_all_ranks(comm, lambda: training.describe(run, folders) if run and not resume else None)
+        run_on_all_ranks(comm, lambda: _describe(training, run, folders, resume=resume) if run else None)
         return fit(training, run, started=started, resume=resume, quiet=quiet)
+
+
+def _describe(training: Training, run: RunFolder, folders: list[str], *, resume: bool) -> None:
+    if resume:
+        run.write("recipe.toml", dumps(training.recipe))
+    else:
+        training.describe(run, folders)
 
 
 def evaluate(run: Where | Sequence[Where], data: Where | None = None, *, allow: Sequence[str] = ()) -> Scores:
@@ -75,9 +89,9 @@ def evaluate(run: Where | Sequence[Where], data: Where | None = None, *, allow: 
     Raises:
         InputError: if there is no run or no weights, if a file of it was changed, and for other classes.
     """
-    trust.allow(allow)
     runs = [run] if isinstance(run, str | PathLike) else run
-    return trained_run.score_runs([Path(each) for each in runs], Path(data) if data else None)[-1][1]
+    with trust.only(allow):
+        return trained_run.score_runs([Path(each) for each in runs], Path(data) if data else None)[-1][1]
 
 
 def predict(
@@ -96,7 +110,7 @@ def predict(
     Raises:
         InputError: if there is no run, and for a file that is missing, damaged, or no image.
     """
-    trust.allow(allow)
-    trained = trained_run.load(Path(run), precision="fp32")
+    with trust.only(allow):
+        trained = trained_run.load(Path(run), precision="fp32")
     given = [images] if isinstance(images, str | PathLike) else images
     return dict(trained.classified([file for image in given for file in find_images(Path(image))], top))

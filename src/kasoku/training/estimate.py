@@ -31,7 +31,7 @@ def estimated_s(training: Training) -> float:
     The time of a step lies on the line through those of an eighth and of half a batch. Collective; drains.
     """
     recipe, data, ranks = training.recipe, training.dataset, training.job.comm.size
-    least = max(2 * ranks, recipe.batch // 8)
+    least = min(recipe.batch, max(2 * ranks, recipe.batch // 8))
     result = tune_batch_size(training.job, _TwoSizes(), budget_s=_BUDGET_S, least=least, most=recipe.batch)
     costs = sorted((sample.batch, sample.step_s) for sample in result.samples if not sample.failed)
     costs = costs if len(costs) > 1 else [(0, 0.0), *costs]

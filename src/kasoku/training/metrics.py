@@ -143,9 +143,10 @@ class Metrics:
         starved = self.ledger.starved()
         if starved > _STARVED:
             self._starved_said = True
+            fewer = ", or take fewer threads (--set device.threads=1)" if torch.get_num_threads() > 1 else ""
             self.bar.say(
                 f"{starved:.0%} of the time this process waited for a core, because other programs use it: stop them, "
-                "reserve cores with taskset, or take fewer threads (--set device.threads=1)"
+                f"reserve cores with taskset{fewer}"
             )
 
     # ---- time

@@ -16,7 +16,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from kasoku.config import trust
-from kasoku.config.recipe import Recipe, load
+from kasoku.config.recipe import CHANGEABLE, Recipe, load, settings_of
 from kasoku.core import Comm, InputError
 from kasoku.core.files import (
     MANIFEST,
@@ -116,11 +116,23 @@ def finished(folder: Path, recipe: Recipe) -> str:
     if result.get("stopped") or not all(map(is_number, numbers)) or not (folder / "model.safetensors").exists():
         return ""
     epochs, steps, top1 = map(float, numbers)  # type: ignore[arg-type]
-    on_target = recipe.evaluate.stop and is_number(result.get("time_to_target_s"))
+    goal, best = recipe.evaluate.target, result.get("best_top1", 0.0)
+    on_target = recipe.evaluate.stop and is_number(best) and 0 < goal <= best
     if not on_target and epochs + epochs / max(1.0, steps) <= recipe.epochs:
         return ""
     more = "evaluate.stop=false" if on_target else f"epochs=N, N above {recipe.epochs:g}"
     return f"finished: {epochs:g} epochs, accuracy {top1:.2%}; to train on: --set {more}"
+
+
+def check_same_training(folder: Path, recipe: Recipe) -> None:
+    """Raises InputError where a recipe is not the run's in more than a resumed run may change."""
+    old, new = settings_of(load_recipe(folder)), settings_of(recipe)
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name) and not name.startswith(CHANGEABLE):
+            raise InputError(
+                f"{folder}: its recipe has {name} = {old.get(name)}, this one {new.get(name)}: that would be another "
+                f"training; only {', '.join(CHANGEABLE)} may change"
+            )
 
 
 def unused_folder(out: Path | None, recipe: Path, word: str, *, written: Sequence[str] = ()) -> Path:

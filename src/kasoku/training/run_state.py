@@ -3,11 +3,12 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import Job
+from kasoku.core.files import read_json
 from kasoku.data import Dataset, Loader
 from kasoku.device import Chosen
 from kasoku.distributed.consensus import run_on_all_ranks
@@ -126,6 +127,12 @@ class Result:
     images_per_s: float
     epochs: float
     stopped: str | None  # the signal that ended it early
+
+    @classmethod
+    def read(cls, folder: Path) -> "Result":
+        """The result of a run that has ended."""
+        stored = read_json(folder / "result.json")
+        return cls(**{each.name: stored[each.name] for each in fields(cls)})
 
     @property
     def seconds(self) -> float:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from kasoku.core import Job, Stage, Technique
+from kasoku.core import InputError, Job, Stage, Technique
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class AllReduce(Technique):
 
 
 def start_equal(job: Job) -> None:
-    """Copies rank 0's parameters and buffers to all ranks."""
+    """Copies rank 0's parameters and buffers to all ranks. Raises InputError for a model that DDP wraps."""
+    if isinstance(job.model, DistributedDataParallel):
+        raise InputError("Overlap and AllReduce take the place of DistributedDataParallel: give Job the plain model")
     mine = [*job.model.parameters(), *job.model.buffers()]
     sent = [x.detach().to("cpu" if x.is_cuda else x.device, copy=True) for x in mine] if job.comm.rank == 0 else []
     first = job.comm.broadcast_object(sent)  # from a GPU they would arrive on rank 0's everywhere
