@@ -124,3 +124,37 @@ def test_bad_input_is_one_line(digits_run, tmp_path):
         with pytest.raises(kasoku.InputError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+def test_a_strangers_run_may_name_only_what_this_call_allows(digits_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(digits_run, tmp_path / "runs" / "stranger")
+    (run / "evil.py").write_text("raise SystemExit('ran')")
+    recipe = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(recipe.replace("kasoku.models.cifarnet", "runs.stranger.evil.f"))
+    (run / "manifest.json").unlink()
+    kasoku.load_recipe("digits_cnn_98")  # which lets recipes name modules in the current folder
+    for call in (lambda: kasoku.evaluate(run), lambda: kasoku.predict(run, tmp_path)):
+        with pytest.raises(kasoku.InputError, match=r"runs\.stranger\.evil\.f"):
+            call()
+    with pytest.raises(SystemExit, match="ran"):
+        kasoku.evaluate(run, allow=["runs"])
+    with pytest.raises(kasoku.InputError, match=r"runs\.stranger\.evil\.f"):
+        kasoku.evaluate(run)
+
+
+def test_train_resumes_only_the_runs_own_recipe_and_leaves_a_finished_run(digits_run, tmp_path):
+    run = shutil.copytree(digits_run, tmp_path / "run")
+    own = kasoku.load_recipe(run / "recipe.toml")
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    other = kasoku.load_recipe(run / "recipe.toml", ["optimizer.lr=0.5"])
+    with pytest.raises(
+        kasoku.InputError, match=r"optimizer\.lr = 0\.05, this one 0\.5: that would be another training"
+    ):
+        kasoku.train(other, run, resume=True, quiet=True)
+    result = kasoku.train(own, run, resume=True, quiet=True)
+    assert result.top1 == read_json(run / "result.json")["top1"]
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    longer = kasoku.load_recipe(run / "recipe.toml", ["epochs=5", "schedule.epochs=5"])
+    assert kasoku.train(longer, run, resume=True, quiet=True).epochs == 5
+    assert load_recipe(run) == longer

@@ -34,6 +34,10 @@ def _runs(block: Block) -> bool:
     return block.language in ("console", "python") and not block.title
 
 
+def test_no_page_holds_the_marks_of_a_merge():
+    assert [page.name for page in LINKED if "\n<<<<<<< " in page.read_text() or "\n>>>>>>> " in page.read_text()] == []
+
+
 def test_links_within_the_project_lead_somewhere():
     dead = [line for page in LINKED for line in dead_links(page)]
     assert not dead, "\n".join(dead)

@@ -227,6 +227,14 @@ def test_too_few_outputs_are_said_before_the_start(trained, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("library", ["sympy", "sqlalchemy", "torchvision.io"])
+def test_an_error_in_a_library_of_a_library_is_not_the_users(library):
+    with pytest.raises(KeyError) as caught:
+        exec(compile("raise KeyError('inside')", "lib.py", "exec"), {"__name__": library})
+    error = caught.value.with_traceback(caught.tb.tb_next)  # without the frame of this test
+    assert attributed(error) is error
+
+
 def test_a_network_with_lazy_layers_trains(trained, tmp_path):
     code, err = trained("nn.Linear(64, num_classes)", "nn.LazyLinear(num_classes)")
     assert (code, err) == (0, "")

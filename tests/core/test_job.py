@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from contracts import Net, assert_same, judged, make, rule, through_a_file, train, weights
 from contracts import one_thread as one_thread
 from helpers.ranks import on_processes
 from kasoku.core import Comm, InputError, Job, Linear, Solo, Stage, Technique, Threads
 from kasoku.data import digits, loader
+from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.optim import EMA, Lookahead, Rate, adamw, muon, sgd
 
 RULES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -274,6 +277,23 @@ def test_a_loader_of_one_rank_is_refused_in_a_job_of_several():
             Job(nn.Linear(1, 1), sgd, loader=loader(digits(), "train", 64), comm=comm)
 
     Threads(2).run(job)
+
+
+def test_ranks_that_train_apart_are_warned_of_once():
+    with pytest.warns(UserWarning, match=r"averages the gradients of the 2 ranks.*Overlap\(\)") as warned:
+        Threads(2).run(lambda comm: train(make(comm=comm), 2))
+    assert len(warned) == 2
+
+
+def test_a_model_that_ddp_wraps_is_refused_where_gradients_are_averaged():
+    job: Any = SimpleNamespace(model=object.__new__(DistributedDataParallel))
+    with pytest.raises(InputError, match="take the place of DistributedDataParallel: give Job the plain model"):
+        start_equal(job)
+
+
+def test_a_class_in_place_of_a_technique_is_refused():
+    with pytest.raises(InputError, match=r"EMA is a class: give EMA\(\.\.\.\)"):
+        make().apply(EMA)
 
 
 def test_accumulate_below_one_is_refused():

@@ -18,6 +18,8 @@ from kasoku.distributed import Fixed, Graded, LowRank, OneBucket, Overlap, PerLa
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.optim import EMA, Clip, Rate, Trust, lars, sgd
 
+BY_HAND = pytest.mark.filterwarnings("ignore:nothing averages")  # the plain side averages gradients by hand
+
 STEPS = 6
 POLICIES = [OneBucket(), Fixed(2000, 500), Graded(first=1, power=1.5, least_bytes=1000), PerLayer(0)]
 
@@ -92,6 +94,7 @@ def check_bits(ranks: list[list[dict[str, Tensor]]]) -> None:
         contracts.assert_same(plain, barrier)
 
 
+@BY_HAND
 @pytest.mark.parametrize(
     ("size", "rule", "accumulate"), [(2, "sgd", 2), (4, "lars", 1), (2, "lars", 2), (4, "adamw", 1)]
 )
@@ -115,6 +118,7 @@ def test_overlap_is_bit_identical_on_processes(size: int, rule: str, accumulate:
     check_bits(on_processes(size, both, rule, policy, accumulate))
 
 
+@BY_HAND
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
 def test_every_policy_trains_to_the_same_bits_in_threads(policy: Any) -> None:
     check_bits(Threads(3).run(lambda comm: both(comm, "sgd", policy, 1)))
@@ -487,6 +491,7 @@ def test_a_reducers_unsent_rest_is_in_the_checkpoint_for_every_rank(reducer: Red
 # ---- gradients that come by another way
 
 
+@BY_HAND
 @pytest.mark.parametrize("used_in", [(0,), (1,), (0, 1)])
 def test_a_block_left_out_by_some_accumulated_passes_keeps_its_gradient(used_in: tuple[int, ...]) -> None:
     def run(comm: Comm, buckets: Any) -> dict[str, Tensor]:

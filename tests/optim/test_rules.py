@@ -212,3 +212,8 @@ def test_a_group_whose_time_is_over_is_frozen_and_thawed_by_close():
     assert seen == [(True, True), (True, False), (False, False), (False, False)]
     job.close()
     assert model[0].weight.requires_grad
+
+
+def test_outputs_that_are_no_logits_are_named_by_their_shape():
+    with pytest.raises(InputError, match=r"returns \[2, 10, 4, 4\]: one tensor of logits, \(N, K\), is wanted"):
+        cross_entropy(torch.zeros(2, 10, 4, 4), torch.zeros(2, dtype=torch.long))

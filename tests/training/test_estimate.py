@@ -66,6 +66,12 @@ def test_an_estimate_changes_no_bit_of_the_training(photos, capsys):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_batch_of_few_photos_is_estimated_too(photos, capsys, batch):
+    assert main(["train", "--data", str(photos), *SHORT, "--set", f"batch={batch}", "--dry-run"]) == 0
+    assert rows(capsys.readouterr().out)["time"].startswith("about ")
+
+
 def test_a_validation_part_is_named(photos, tmp_path, capsys):
     for part in ("train", "val"):
         coloured_photos(tmp_path / "parts" / part, images=8)

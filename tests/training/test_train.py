@@ -160,6 +160,16 @@ def test_a_run_that_reached_its_target_is_over_also_when_resumed(tmp_path):
     assert (after["epochs"], after["time_to_target_s"]) == (before["epochs"], before["time_to_target_s"])
 
 
+def test_a_run_that_reached_its_target_trains_on_to_a_higher_one(tmp_path):
+    run = tmp_path / "run"
+    settings = ["--set", "evaluate.target=0.3", "--set", "evaluate.every=0.5", "--set", "device.threads=1", "--quiet"]
+    assert train(str(RECIPE), *settings, "--out", str(run)) == 0
+    before = json.loads((run / "result.json").read_text())
+    assert train("--resume", str(run), "--quiet", "--set", "evaluate.target=1", "--set", "epochs=2") == 0
+    after = json.loads((run / "result.json").read_text())
+    assert after["epochs"] > before["epochs"]
+
+
 def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, capsys):
     run = tmp_path / "run"
     assert train(str(RECIPE), *SHORT, "--set", "evaluate.stop=false", "--out", str(run)) == 0

@@ -151,8 +151,12 @@ def test_the_onnx_program_gives_the_logits_for_any_batch(digit_runs, tmp_path):
         np.testing.assert_allclose(out, logits[:n].numpy(), rtol=1e-3, atol=1e-4)
 
 
-FACTS = {"input": "pixels, float32, N x 1 x 8 x 8, grey from 0 to 1, not normalised",
-         "output": "logits, float32, N x 10, before softmax", "classes": json.dumps([*"0123456789"])}  # fmt: skip
+FACTS = {
+    "input": "pixels, float32, N x 1 x 8 x 8, grey from 0 to 1, not normalised",
+    "resize": "shorter side to 9, bilinear, antialiased; then the middle 8 x 8",
+    "output": "logits, float32, N x 10, before softmax",
+    "classes": json.dumps([*"0123456789"]),
+}
 
 
 def exported(run: Path, form: str, path: Path, capsys) -> str:
@@ -162,7 +166,9 @@ def exported(run: Path, form: str, path: Path, capsys) -> str:
 
 def test_an_export_says_what_goes_in_and_which_classes_come_out(digit_runs, tmp_path, capsys):
     said = exported(digit_runs[0], "torch-export", tmp_path / "p.pt2", capsys)
-    assert f"input: {FACTS['input']}\noutput: {FACTS['output']}; the file holds the names of the classes\n" in said
+    assert (
+        f"input: {FACTS['input']}\nfrom a photo: {FACTS['resize']}\noutput: {FACTS['output']}; the file holds" in said
+    )
     extra = {"kasoku.json": ""}
     torch.export.load(tmp_path / "p.pt2", extra_files=extra)
     assert json.loads(extra["kasoku.json"]).items() >= FACTS.items()

@@ -97,6 +97,8 @@ def resume_from_checkpoint(state: RunState) -> None:
     state.mark_position()
     if job.steps:
         state.last_checkpoint = f"step {job.steps}"
+    if state.progress.best < state.recipe.evaluate.target:  # a higher target than before
+        state.progress.reached_s = None
     state.target_reached = state.recipe.evaluate.stop and state.progress.reached_s is not None
     say(f"going on from step {job.steps} of {state.training.total_steps}")
 
