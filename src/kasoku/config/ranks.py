@@ -27,10 +27,8 @@ def check_share(recipe: Recipe, ranks: int) -> None:
     if not can_share(recipe, ranks):
         parts = f" x {recipe.parts(ranks)} parts" if recipe.parts(ranks) > 1 else ""
         groups = f", in groups of norm_batch={recipe.norm_batch}" if recipe.norm_batch else ""
-        raise InputError(
-            f"batch={recipe.batch}: {ranks} ranks{parts} cannot share it evenly{groups}; {most_ranks(recipe, ranks)} "
-            "could, or choose another batch"
-        )
+        advice = f"{most_ranks(recipe, ranks)} could, or choose another batch"
+        raise InputError(f"batch={recipe.batch}: {ranks} ranks{parts} cannot share it evenly{groups}; {advice}")
 
 
 def most_ranks(recipe: Recipe, limit: int) -> int:
@@ -45,9 +43,8 @@ def gpus_for(recipe: Recipe) -> int:
     available = torch.cuda.device_count()
     used = most_ranks(recipe, available)
     if used < available:
-        print(
-            f"kasoku: {used} of {available} GPUs used: batch={recipe.batch} cannot be shared by more", file=sys.stderr
-        )
+        reason = f"batch={recipe.batch} cannot be shared by more"
+        print(f"kasoku: {used} of {available} GPUs used: {reason}", file=sys.stderr)
     return used
 
 

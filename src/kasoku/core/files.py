@@ -196,10 +196,8 @@ def checked_file(folder: Path, name: str) -> Path:
             return file
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}): bring it back, or train again") from error
-    raise InputError(
-        f"{file}: its bytes, or those of {MANIFEST}, have changed since the training wrote them: bring both back, or "
-        "train again; to change settings of a run, use --resume with --set"
-    )
+    advice = "bring both back, or train again; to change settings of a run, use --resume with --set"
+    raise InputError(f"{file}: its bytes, or those of {MANIFEST}, have changed since the training wrote them: {advice}")
 
 
 def digests_in(folder: Path) -> dict[str, list[str]]:

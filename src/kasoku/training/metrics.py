@@ -143,10 +143,9 @@ class Metrics:
         starved = self.ledger.starved()
         if starved > _STARVED:
             self._starved_said = True
-            self.bar.say(
-                f"{starved:.0%} of the time this process waited for a core, because other programs use it: stop them, "
-                "reserve cores with taskset, or take fewer threads (--set device.threads=1)"
-            )
+            advice = "stop them, reserve cores with taskset, or take fewer threads (--set device.threads=1)"
+            got = f"{starved:.0%} of the time this process waited for a core, because other programs use it"
+            self.bar.say(f"{got}: {advice}")
 
     # ---- time
 

@@ -127,9 +127,8 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
     if data is None:
         dataset = recipes.checked(trained.recipe.data(), Dataset, "data")
     elif trained.channels != 3:
-        raise InputError(
-            f"--data {data}: {trained.path} was trained on grey images, a folder gives colour: leave it out"
-        )
+        got = f"{trained.path} was trained on grey images, a folder gives colour"
+        raise InputError(f"--data {data}: {got}: leave it out")
     else:
         photos = folder(str(data), size=trained.image_size[0])
         if not (data / "train").is_dir():  # no test split: all images are tested
@@ -139,8 +138,6 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
         dataset = dataclasses.replace(photos, mean=trained.mean, std=trained.std)
     if dataset.classes != trained.classes:
         unlike = sorted(set(dataset.classes) ^ set(trained.classes))[:3]
-        raise InputError(
-            f"{data or trained.recipe.data.use}: other classes than {trained.path} was trained on "
-            f"({', '.join(unlike)}): the same class folders are wanted"
-        )
+        got = f"other classes than {trained.path} was trained on ({', '.join(unlike)})"
+        raise InputError(f"{data or trained.recipe.data.use}: {got}: the same class folders are wanted")
     return dataset
