@@ -105,10 +105,8 @@ class TechniqueContracts(Contracts):
     @for_rows(lambda row: row.neutral)
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_neutral_setting_is_identity_bit_for_bit(self, row: Row, accumulate: int) -> None:
-        plain, neutral = (
-            toy_job(*techniques, model=ToyNet(dropout=0), accumulate=accumulate)
-            for techniques in ((), [row.neutral] if row.neutral else ())
-        )
+        setting = [row.neutral] if row.neutral else []
+        plain, neutral = (toy_job(*t, model=ToyNet(dropout=0), accumulate=accumulate) for t in ((), setting))
         train_toy(plain, 6)
         train_toy(neutral, 6)
         assert_same(weights(plain), weights(neutral))
@@ -211,9 +209,8 @@ class TechniqueContracts(Contracts):
 
     @for_rows(lambda row: row.compiles)
     def test_survives_blockwise_compile(self, row: Row) -> None:
-        plain, compiled = (
-            toy_job(row.technique, *more, model=ToyNet(dropout=0)) for more in ((), [Compile(backend="aot_eager")])
-        )
+        block = Compile(backend="aot_eager")
+        plain, compiled = (toy_job(row.technique, *more, model=ToyNet(dropout=0)) for more in ((), (block,)))
         train_toy(plain, 3)
         train_toy(compiled, 3)
         assert_near(weights(plain), weights(compiled), max(1e-5, row.tolerance))
