@@ -59,9 +59,7 @@ class CommandArguments:
 class AllowArguments(CommandArguments):
     """The arguments of a command that builds what a recipe or a run names."""
 
-    allow: tuple[str, ...] = option(
-        default=(), metavar="NAME", help="a module or package of yours that the recipe may use"
-    )
+    allow: tuple[str, ...] = option(default=(), metavar="NAME", help="your module or package that the recipe may use")
 
 
 class OptionalRecipe(AllowArguments):
