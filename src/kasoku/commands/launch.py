@@ -6,7 +6,6 @@ A script or manifest says `--continue`: submitted or started again it goes on fr
 
 import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from kasoku.commands.arguments import PLACES, PORT, KubernetesArguments, LaunchA
 from kasoku.config import trust
 from kasoku.config.ranks import check_share
 from kasoku.config.recipe import Recipe, check_data
-from kasoku.core import InputError
+from kasoku.core import InputError, say
 from kasoku.core.files import write_text
 from kasoku.core.hardware import cores
 from kasoku.distributed.cluster_jobs import LaunchSpec, manifest, sbatch
@@ -85,8 +84,7 @@ def run_kubernetes(arguments: KubernetesArguments) -> int:
             raise InputError(f"--mount {mount}: CLAIM:DIR is wanted, a claim's name and an absolute folder")
     out = arguments.out or Path("/runs") / job.name
     if not any(out.is_relative_to(mount.partition(":")[2]) for mount in arguments.mount):
-        advice = f"give a volume claim, as --mount CLAIM:{out.parent}"
-        print(f"kasoku: {out} is lost with its pod: {advice}", file=sys.stderr)
+        say(f"{out} is lost with its pod: give a volume claim, as --mount CLAIM:{out.parent}")
     return _write(manifest(replace(job, out=out), image=arguments.image, mount=arguments.mount), arguments.write)
 
 

@@ -7,7 +7,6 @@ imports it, and nothing here does before.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from kasoku.config import trust
 from kasoku.config.ranks import check_same, gpus_for, shares_of
 from kasoku.config.recipe import Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
-from kasoku.core import Comm, InputError
+from kasoku.core import Comm, InputError, say
 from kasoku.distributed.consensus import raise_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
@@ -164,7 +163,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
 
 def _say_once(comm: Comm, line: str) -> None:
     if line and comm.rank == 0:
-        print(f"kasoku: {line}", file=sys.stderr)
+        say(line)
 
 
 def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start) -> int:

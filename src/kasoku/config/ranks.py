@@ -1,13 +1,12 @@
 """How a number of ranks trains a recipe: which part of the batch each rank takes, and with which techniques."""
 
-import sys
 import tomllib
 from collections.abc import Sequence
 
 import torch
 
 from kasoku.config.recipe import Recipe, dumps
-from kasoku.core import Comm, InputError, Technique
+from kasoku.core import Comm, InputError, Technique, say
 from kasoku.data import by_speed
 from kasoku.distributed import AllReduce, Overlap, VirtualRanks
 from kasoku.distributed.consensus import assert_same_on_all_ranks, version_facts
@@ -43,8 +42,7 @@ def gpus_for(recipe: Recipe) -> int:
     available = torch.cuda.device_count()
     used = most_ranks(recipe, available)
     if used < available:
-        reason = f"batch={recipe.batch} cannot be shared by more"
-        print(f"kasoku: {used} of {available} GPUs used: {reason}", file=sys.stderr)
+        say(f"{used} of {available} GPUs used: batch={recipe.batch} cannot be shared by more")
     return used
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import nn
 
-from kasoku.core.errors import InputError, summary
+from kasoku.core.errors import InputError, say, summary
 
 try:
     import fcntl
@@ -76,7 +76,7 @@ def lock(file: IO[Any], in_use: Callable[[], str]) -> None:
         file.close()
         raise InputError(message) from error
     except OSError as error:
-        print(f"kasoku: {file.name}: not locked ({error.strerror}); let no other process use it", file=sys.stderr)
+        say(f"{file.name}: not locked ({error.strerror}); let no other process use it")
 
 
 def locked_folder(folder: Path, work: str, *, below: str = "") -> IO[str]:

@@ -1,6 +1,5 @@
 """A training before it starts: its batch, updates and rates as a table, and drawn over the epochs."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import nn
 
 from kasoku.config.recipe import Recipe, network, optimizer
 from kasoku.config.updates import Moment, data_info, moments, updates, updates_in_epoch
-from kasoku.core import Technique
+from kasoku.core import Technique, say
 from kasoku.data import Dataset, Facts, Files
 from kasoku.distributed.batchnorm.virtual_ranks import momentum
 from kasoku.report.html import Panel
@@ -47,7 +46,7 @@ def preview(
     if show:
         print_table("", {**first, **_table(recipe, data, curve)})
     if remark:
-        print(f"kasoku: {remark}", file=sys.stderr)
+        say(remark)
     if plot is None:
         return
     from kasoku.report.html.page import draw  # plotly and jinja2 take 0.4 s, and only this page needs them
