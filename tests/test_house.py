@@ -23,20 +23,20 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1780,
-    "optim": 1180,
-    "models": 800,
-    "device": 560,
-    "data": 5260,
-    "distributed": 5490,
-    "memory": 2190,
-    "config": 1380,
-    "tune": 2090,
+    "core": 1770,
+    "optim": 1170,
+    "models": 795,
+    "device": 550,
+    "data": 5215,
+    "distributed": 5460,
+    "memory": 2170,
+    "config": 1350,
+    "tune": 2065,
     "simulate": 1740,
-    "report": 2310,
-    "training": 2175,
-    "commands": 1940,
-    "testing": 660,
+    "report": 2290,
+    "training": 2145,
+    "commands": 1870,
+    "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is
