@@ -24,19 +24,19 @@ LAYERS = [
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 1790,
-    "optim": 1180,
+    "optim": 1170,
     "models": 830,
-    "device": 560,
-    "data": 5260,
-    "distributed": 5490,
-    "memory": 2190,
-    "config": 1400,
-    "tune": 2090,
+    "device": 550,
+    "data": 5215,
+    "distributed": 5465,
+    "memory": 2170,
+    "config": 1380,
+    "tune": 2065,
     "simulate": 1740,
-    "report": 2310,
-    "training": 2190,
-    "commands": 1940,
-    "testing": 660,
+    "report": 2290,
+    "training": 2180,
+    "commands": 1885,
+    "testing": 630,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is

@@ -1,6 +1,5 @@
 """The options of every command: a frozen dataclass each. Nothing here imports torch, so help is there at once."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -17,7 +16,6 @@ PLACES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainArguments(OptionalRecipe):
     """The arguments of `kasoku train`."""
 
@@ -36,7 +34,6 @@ class TrainArguments(OptionalRecipe):
     if_interrupted: ClassVar[str] = "a checkpoint written before stands"
 
 
-@dataclass(frozen=True, kw_only=True)
 class LaunchArguments(RecipeArguments):
     """The arguments that `kasoku launch` has everywhere."""
 
@@ -46,7 +43,6 @@ class LaunchArguments(RecipeArguments):
     if_interrupted: ClassVar[str] = "a checkpoint written before stands"
 
 
-@dataclass(frozen=True, kw_only=True)
 class LocalArguments(LaunchArguments):
     """The arguments of `kasoku launch local`."""
 
@@ -57,7 +53,6 @@ class LocalArguments(LaunchArguments):
     quiet: bool = option(default=False, help="no progress bar")
 
 
-@dataclass(frozen=True, kw_only=True)
 class SlurmArguments(LaunchArguments):
     """The arguments of `kasoku launch slurm`."""
 
@@ -70,7 +65,6 @@ class SlurmArguments(LaunchArguments):
     time: str = option(default=TIME_LIMIT, metavar="D-HH:MM:SS", help="limit (default: %(default)s)")
 
 
-@dataclass(frozen=True, kw_only=True)
 class KubernetesArguments(LaunchArguments):
     """The arguments of `kasoku launch kubernetes`."""
 
@@ -83,7 +77,6 @@ class KubernetesArguments(LaunchArguments):
     port: int = option(default=PORT, metavar="P", help="of rank 0 (default: %(default)s)")
 
 
-@dataclass(frozen=True, kw_only=True)
 class TuneArguments(RecipeArguments):
     """The arguments of `kasoku tune`."""
 
@@ -95,7 +88,6 @@ class TuneArguments(RecipeArguments):
     if_interrupted: ClassVar[str] = "nothing was changed"
 
 
-@dataclass(frozen=True, kw_only=True)
 class SearchArguments(RecipeArguments):
     """The arguments of `kasoku search`."""
 
@@ -106,7 +98,6 @@ class SearchArguments(RecipeArguments):
     if_interrupted: ClassVar[str] = "finished trials stay, and the same command with --out goes on there"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ProfileArguments(RecipeArguments):
     """The arguments of `kasoku profile`."""
 
@@ -115,7 +106,6 @@ class ProfileArguments(RecipeArguments):
     if_interrupted: ClassVar[str] = "no run was changed"
 
 
-@dataclass(frozen=True, kw_only=True)
 class SimulateArguments(RecipeArguments):
     """The arguments of `kasoku simulate`."""
 
@@ -129,7 +119,6 @@ class SimulateArguments(RecipeArguments):
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanArguments(OptionalRecipe):
     """The arguments of `kasoku plan`."""
 
@@ -143,25 +132,19 @@ class PlanArguments(OptionalRecipe):
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReportArguments(CommandArguments):
     """The arguments of `kasoku report`."""
 
     runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
-    out: Path | None = option(
-        metavar="FILE", help="the page (default: report.html; of one run or ensemble, in its folder)"
-    )
+    out: Path | None = option(metavar="FILE", help="(default: report.html; of one run or ensemble, in its folder)")
     compare: bool = option(default=False, help="refuse runs that are not of two groups")
-    trace: Path | None = option(
-        metavar="FILE", help="write a run's timeline for Chrome or Perfetto (and --out, if given)"
-    )
+    trace: Path | None = option(metavar="FILE", help="write a timeline for Chrome or Perfetto (and --out, if given)")
     description: ClassVar[str] = (
         "Runs of two recipes are compared over their seeds: A1 A2 A3 -- B1 B2 B3, or all of them in any order, by "
         "recipe."
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluateArguments(AllowArguments):
     """The arguments of `kasoku eval`."""
 
@@ -169,7 +152,6 @@ class EvaluateArguments(AllowArguments):
     data: Path | None = option(metavar="DIR", help="other test images: a folder with one folder a class")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PredictArguments(AllowArguments):
     """The arguments of `kasoku predict`."""
 
@@ -177,7 +159,6 @@ class PredictArguments(AllowArguments):
     images: tuple[Path, ...] = argument(nargs="+", metavar="IMAGE|DIR")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExportArguments(AllowArguments):
     """The arguments of `kasoku export`."""
 
@@ -186,7 +167,6 @@ class ExportArguments(AllowArguments):
     out: Path | None = option(metavar="FILE", help="where to (default: in the run folder)")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataArguments(CommandArguments):
     """The arguments of `kasoku data`."""
 
@@ -197,7 +177,6 @@ class DataArguments(CommandArguments):
     if_interrupted: ClassVar[str] = "what was downloaded so far stays, and the same command goes on there"
 
 
-@dataclass(frozen=True, kw_only=True)
 class PackArguments(CommandArguments):
     """The arguments of `kasoku pack`."""
 
@@ -212,7 +191,6 @@ class PackArguments(CommandArguments):
     if_interrupted: ClassVar[str] = "the shards that are whole stay, and the same command goes on there"
 
 
-@dataclass(frozen=True, kw_only=True)
 class InitArguments(CommandArguments):
     """The arguments of `kasoku init`."""
 
@@ -222,7 +200,6 @@ class InitArguments(CommandArguments):
     out: Path | None = option(metavar="FILE", help="the recipe to write (default: NAME.toml in the current folder)")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ListArguments(AllowArguments):
     """The arguments of `kasoku list`."""
 

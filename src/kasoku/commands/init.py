@@ -10,7 +10,6 @@ import tomli_w
 from kasoku.commands.arguments import InitArguments
 from kasoku.config import describe, toml
 from kasoku.config.recipe import Recipe, load
-from kasoku.config.shipped import locate
 from kasoku.core import InputError
 from kasoku.core.files import write_text
 
@@ -28,7 +27,7 @@ def run(arguments: InitArguments) -> int:
 
         recipe = recipe_for(source, None)
     else:
-        recipe = load(locate(source))
+        recipe = load(source)
     write_text(out, "\n".join([f"# Train it: kasoku train {out}", *_commented(toml.table(recipe), Recipe), ""]))
     print(f"{out}: written; train it with: kasoku train {out}")
     return 0
@@ -46,18 +45,14 @@ def _commented(table: Mapping[str, Any], thing: Callable[..., Any], path: str = 
         if isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict)):
             below.append((setting, value))
         elif name in table and name != "origin":
-            yield from _comment(setting.line)
-            yield tomli_w.dumps({name: value}).rstrip()
+            yield from (*_comment(setting.line), tomli_w.dumps({name: value}).rstrip())
         elif name not in table and setting.default not in ("", "required"):
-            yield from _comment(setting.line)
-            yield f"# {name} = {setting.default}"
+            yield from (*_comment(setting.line), f"# {name} = {setting.default}")
     for setting, value in below:
         known = {each.__name__: each for each in describe.TABLES.values()}
         head = f"[{path}{setting.name}]" if isinstance(value, dict) else f"[[{path}{setting.name}]]"
         for each in [value] if isinstance(value, dict) else value:
-            yield ""
-            yield from _comment(setting.line)
-            yield head
+            yield from ("", *_comment(setting.line), head)
             yield from _commented(each, known.get(setting.type.removeprefix("table: "), dict), f"{path}{setting.name}.")
 
 

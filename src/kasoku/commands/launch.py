@@ -6,7 +6,6 @@ A script or manifest says `--continue`: submitted or started again it goes on fr
 
 import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from kasoku.commands.arguments import PLACES, PORT, KubernetesArguments, LaunchA
 from kasoku.config import trust
 from kasoku.config.ranks import check_share
 from kasoku.config.recipe import Recipe, check_data
-from kasoku.core import InputError
+from kasoku.core import InputError, say
 from kasoku.core.files import write_text
 from kasoku.core.hardware import cores
 from kasoku.distributed.cluster_jobs import LaunchSpec, manifest, sbatch
@@ -33,10 +32,8 @@ def run_local(arguments: LocalArguments) -> int:
         raise InputError(f"--gpus-per-node {each}: this machine has {gpus} GPUs: give at most {gpus}")
     limit = max(2, cores())
     if not gpus and each > limit and recipe.device.kind != "cpu":
-        raise InputError(
-            f"--gpus-per-node {each}: this machine has no GPU, and {cores()} cores: give at most {limit} processes, or "
-            "--set device.kind=cpu for more"
-        )
+        advice = f"give at most {limit} processes, or --set device.kind=cpu for more"
+        raise InputError(f"--gpus-per-node {each}: this machine has no GPU, and {cores()} cores: {advice}")
     if arguments.go_on and not arguments.out:
         raise InputError("--continue without --out: where the run is, or will be, is wanted; give --out DIR")
     node = _from(arguments.node, "JOB_COMPLETION_INDEX", 0)
@@ -81,16 +78,13 @@ def run_kubernetes(arguments: KubernetesArguments) -> int:
     for mount in arguments.mount:
         claim, _, path = mount.partition(":")
         # a claim has the name of a DNS subdomain (RFC 1123), as all objects of Kubernetes
-        is_name = len(claim) <= 253 and all(
-            map(re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?").fullmatch, claim.split("."))
-        )
+        label = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+        is_name = len(claim) <= 253 and re.fullmatch(rf"{label}(\.{label})*", claim)
         if not (is_name and path.startswith("/") and ":" not in path):
             raise InputError(f"--mount {mount}: CLAIM:DIR is wanted, a claim's name and an absolute folder")
     out = arguments.out or Path("/runs") / job.name
     if not any(out.is_relative_to(mount.partition(":")[2]) for mount in arguments.mount):
-        print(
-            f"kasoku: {out} is lost with its pod: give a volume claim, as --mount CLAIM:{out.parent}", file=sys.stderr
-        )
+        say(f"{out} is lost with its pod: give a volume claim, as --mount CLAIM:{out.parent}")
     return _write(manifest(replace(job, out=out), image=arguments.image, mount=arguments.mount), arguments.write)
 
 
@@ -103,10 +97,10 @@ def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: 
     from_recipe = re.sub(r"[^a-z0-9]+", "-", arguments.recipe.stem.lower()).strip("-")
     name = arguments.name if arguments.name is not None else from_recipe
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > longest_name:
-        raise InputError(
-            f'--name "{name}": lowercase letters, digits and "-", from a letter to a letter or digit, at most '
-            f"{longest_name} characters (RFC 1123); give such a name"
+        wanted = (
+            f'lowercase letters, digits and "-", from a letter to a letter or digit, at most {longest_name} characters'
         )
+        raise InputError(f'--name "{name}": {wanted} (RFC 1123); give such a name')
     return LaunchSpec(
         name=name,
         recipe=arguments.recipe,

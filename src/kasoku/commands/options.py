@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform, get_args, get_type_hints
 
 from kasoku.config.shipped import locate
 
@@ -14,20 +14,6 @@ if TYPE_CHECKING:
     from kasoku.config.recipe import Recipe
 
 _RECIPE = "a recipe file (TOML), or the name of a recipe that comes with kasoku (kasoku list)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommandArguments:
-    """The arguments of a command: its options are fields. `if_interrupted`: what an interruption leaves behind."""
-
-    traceback: bool = field(  # written as `option` does, which stands below
-        default=False,
-        metadata={"flag": "--", "settings": {"action": "store_true", "help": "also show where an error came from"}},
-    )
-    words: tuple[str, ...] = ()  # of the command line, after `kasoku`
-    started: float = 0.0  # when the command was typed, on the clock of time.perf_counter
-    if_interrupted: ClassVar[str] = "nothing was written"
-    description: ClassVar[str | None] = None  # at the head of its help
 
 
 def argument(**settings: Any) -> Any:
@@ -52,16 +38,30 @@ def option(flag: str = "", *, default: Any = None, **settings: Any) -> Any:
     return field(default=default, metadata={"flag": flag or "--", "settings": settings})
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
+class CommandArguments:
+    """The arguments of a command: its options are fields. `if_interrupted`: what an interruption leaves behind.
+
+    It and all classes below it are frozen dataclasses, whose fields are given by name.
+    """
+
+    traceback: bool = option(default=False, help="also show where an error came from")
+    words: tuple[str, ...] = ()  # of the command line, after `kasoku`
+    started: float = 0.0  # when the command was typed, on the clock of time.perf_counter
+    if_interrupted: ClassVar[str] = "nothing was written"
+    description: ClassVar[str | None] = None  # at the head of its help
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
 class AllowArguments(CommandArguments):
     """The arguments of a command that builds what a recipe or a run names."""
 
-    allow: tuple[str, ...] = option(
-        default=(), metavar="NAME", help="a module or package of yours that the recipe may use"
-    )
+    allow: tuple[str, ...] = option(default=(), metavar="NAME", help="your module or package that the recipe may use")
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptionalRecipe(AllowArguments):
     """The arguments of a command that can do without a recipe."""
 
@@ -69,7 +69,6 @@ class OptionalRecipe(AllowArguments):
     set: tuple[str, ...] = option(default=(), metavar="PATH=VALUE", help="change a setting of the recipe")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RecipeArguments(OptionalRecipe):
     """The arguments of a command that reads a recipe."""
 

@@ -7,7 +7,6 @@ times that are expected, item by item. `kasoku plan --compare RUN` compares them
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from kasoku.commands.arguments import CPUS_PER_GPU, PlanArguments
 from kasoku.config import trust
 from kasoku.config.recipe import dumps
 from kasoku.config.updates import updates
-from kasoku.core import InputError
+from kasoku.core import InputError, say
 from kasoku.core.files import check_regular, is_number, read_json, write_text
 from kasoku.distributed import Hierarchical, Mean
 from kasoku.distributed.cluster_jobs import LaunchSpec, sbatch
@@ -57,16 +56,16 @@ def run(arguments: PlanArguments) -> int:
     budget_usd = _amount("--budget", arguments.budget, {"USD": 1.0}, "an amount is wanted, as 100USD")
     recipes, remark = plan_search.candidates(recipe, arguments.set, arguments.noise_scale)
     if remark:
-        print(f"kasoku: {remark}", file=sys.stderr)
+        say(remark)
     cluster = load_cluster(cluster_name)
     tried = plan_search.choices(recipes, cluster, [profile_of(profile) for profile in arguments.profile])
     chosen = plan_search.with_searched_groups(plan_search.best(tried, deadline_s, budget_usd))
     folder = unused_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
     create_folder(folder)
     for line in chosen.scenario.remarks(chosen.step):
-        print(f"kasoku: {line}", file=sys.stderr)
+        say(line)
     if cluster.costs == Costs():
-        print(f"kasoku: {cluster.name} has no [costs]: 0 s are expected before the first step", file=sys.stderr)
+        say(f"{cluster.name} has no [costs]: 0 s are expected before the first step")
     print_table(f"the best of {len(tried)} ways", _rows(chosen))
     _write(chosen, folder, recipe)
     return 0

@@ -175,6 +175,5 @@ def _trace_of(run: RunRecord) -> str:
     try:
         return json.dumps(chrome_trace(timeline))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"--trace: timeline.json of {run.name} is damaged ({type(error).__name__}: {error}); train it anew"
-        ) from error
+        got = f"timeline.json of {run.name} is damaged ({type(error).__name__}: {error})"
+        raise InputError(f"--trace: {got}; train it anew") from error

@@ -15,7 +15,7 @@ from rich.table import Table
 from kasoku.commands.arguments import SearchArguments
 from kasoku.config import trust
 from kasoku.config.recipe import dumps
-from kasoku.core import InputError
+from kasoku.core import InputError, say
 from kasoku.core.hardware import cores
 from kasoku.distributed.local_launch import STARTED, train_arguments
 from kasoku.training.control import signals
@@ -61,7 +61,7 @@ def run(arguments: SearchArguments) -> int:
         results = search(plan, caught=caught, say=lambda line: print(line, flush=True))
     _show(results)
     if caught:
-        print(f"kasoku: stopped by {caught[0]}; go on with the same command and --out {folder}", file=sys.stderr)
+        say(f"stopped by {caught[0]}; go on with the same command and --out {folder}")
         return STOPPED
     return 0
 

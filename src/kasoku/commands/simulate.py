@@ -6,14 +6,13 @@ sweep.html (throughput and efficiency over the number of GPUs).
 
 import json
 import re
-import sys
 from dataclasses import replace
 from typing import Any
 
 from kasoku.commands.arguments import SimulateArguments
 from kasoku.config import toml
 from kasoku.config.ranks import techniques_for
-from kasoku.core import InputError
+from kasoku.core import InputError, say
 from kasoku.core.files import write_text
 from kasoku.distributed import Asynchronous
 from kasoku.distributed.ddp.bucket_plan import table
@@ -42,7 +41,7 @@ def run(arguments: SimulateArguments) -> int:
     techniques_for(recipe, max(over, default=1))  # raises for settings that asynchronous ranks refuse
     step = case.step(gpus)
     for line in case.remarks(step):
-        print(f"kasoku: {line}", file=sys.stderr)
+        say(line)
     document = case.document(step)
     _show(case, step, document, title=cluster.name)
     if changed:
@@ -73,7 +72,7 @@ def run(arguments: SimulateArguments) -> int:
             draw(folder / "sweep.html", title, panels, x_label="GPUs", x_log=True)
             files.append("sweep.html")
     except InputError as error:
-        print(f"kasoku: no page: {error}", file=sys.stderr)
+        say(f"no page: {error}")
     print(f"{folder}: {', '.join(files)}")
     return 0
 

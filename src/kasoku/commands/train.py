@@ -7,7 +7,6 @@ imports it, and nothing here does before.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,16 +19,17 @@ import torch
 
 from kasoku.commands.arguments import TrainArguments
 from kasoku.config import trust
+from kasoku.config.ranks import check_same, gpus_for, shares_of
 from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
-from kasoku.core import Comm, InputError
+from kasoku.core import Comm, InputError, say
 from kasoku.distributed.consensus import raise_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
+from kasoku.training.run_folder import RunFolder, finished, free_folder, load_recipe, members_of, run_folder, shares_in
 
 if TYPE_CHECKING:
     from kasoku.training.auto_batch import TunedRecipe
-    from kasoku.training.run_folder import RunFolder
     from kasoku.training.run_state import Training
 
 DIVERGED, STOPPED = 3, 75  # exit codes
@@ -75,8 +75,6 @@ def _check(arguments: TrainArguments) -> None:
 
 def _gpus(arguments: TrainArguments) -> int:
     """The number of processes to train on this machine."""
-    from kasoku.config.ranks import gpus_for
-
     if torch.cuda.device_count() < 2 or arguments.members or arguments.dry_run or arguments.show:
         return 1
     _check(arguments)
@@ -90,8 +88,6 @@ def _has_members(arguments: TrainArguments, folder: Path) -> bool:
 
 def _recipe_and_folder(arguments: TrainArguments) -> tuple[Recipe, Path]:
     """The recipe and the run folder; without --out and --resume a new one."""
-    from kasoku.training.run_folder import free_folder, load_recipe, members_of
-
     if arguments.resume:
         run = next(iter(members_of(arguments.resume)), arguments.resume)
         if not (run / "recipe.toml").is_file():
@@ -117,17 +113,15 @@ def _train_or_diverge(arguments: TrainArguments, comm: Comm, start: Start) -> in
     try:
         return _train_on_rank(arguments, comm, start)
     except DivergedError as error:
-        if comm.rank == 0:
-            print(f"kasoku: {error}", file=sys.stderr)
+        _say_once(comm, str(error))
         return DIVERGED
 
 
 def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     """Trains on one of the ranks, or as the only one."""
-    from kasoku.config.ranks import check_same, shares_of
     from kasoku.data.datasets.folder_index import scanned_once
     from kasoku.report import print_table
-    from kasoku.training import run_folder, trainer
+    from kasoku.training import trainer
 
     run_on_all_ranks(comm, lambda: _check(arguments))
     if arguments.go_on and arguments.out and comm.broadcast_object((arguments.out / "recipe.toml").is_file()):
@@ -141,7 +135,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
         return _train_members(arguments, folder, comm)
     if arguments.dry_run or arguments.show:
         return _preview(arguments, recipe, comm, start)
-    if resume and (over := run_on_all_ranks(comm, lambda: run_folder.finished(folder, recipe))):
+    if resume and (over := run_on_all_ranks(comm, lambda: finished(folder, recipe))):
         _say_once(comm, f"{folder}: {over}")
         return 0
     announced = arguments.data and not arguments.quiet and not resume
@@ -151,24 +145,24 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     # before the folder is written: a start that fails leaves nothing behind
     shares = shares_of(recipe, tuned.result.speeds) if tuned else ()
     if resume and not tuned and not recipe.device.graphs:
-        shares = run_folder.shares_in(folder, comm, recipe.batch)
+        shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
     rows = start.do("estimate", lambda: _photo_rows(training)) if announced else {}
-    with run_folder.run_folder(comm, folder, resume=resume) as run:
+    with run_folder(comm, folder, resume=resume) as run:
         run_on_all_ranks(comm, lambda: _begin(arguments, training, run, tuned, rows) if run else None)
         with _advised(folder):
             result = trainer.fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
     if comm.rank == 0 and not result.stopped and not arguments.quiet:
         print_table("", result.rows(folder))
-    if result.stopped and comm.rank == 0:
-        _print_stopped(result.stopped, folder)
+    if result.stopped:
+        _say_once(comm, f"stopped by {result.stopped}; {_go_on(folder)}")
     run_on_all_ranks(comm, lambda: None)  # a launcher ends all ranks once one ends: rank 0 prints first
     return STOPPED if result.stopped else 0
 
 
 def _say_once(comm: Comm, line: str) -> None:
     if line and comm.rank == 0:
-        print(f"kasoku: {line}", file=sys.stderr)
+        say(line)
 
 
 def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start) -> int:
@@ -249,7 +243,6 @@ def _begin(
 def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     from kasoku.report.dry_run import preview
     from kasoku.training import ensemble, trained_run
-    from kasoku.training.run_folder import finished, load_recipe, members_of
 
     if comm.size > 1:
         message = f"--members on {comm.size} ranks: members train on one device, by turns; start one process"
@@ -259,7 +252,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
         recipes = [load_recipe(path, arguments.set) for path in paths]
         over = [finished(path, recipe) for path, recipe in zip(paths, recipes, strict=True)]
         if all(over):
-            print(f"kasoku: {folder}: {len(paths)} members, the first {over[0]}", file=sys.stderr)
+            _say_once(comm, f"{folder}: {len(paths)} members, the first {over[0]}")
             return 0
     else:
         recipes = ensemble.varied(lambda more: _load(arguments, *more), arguments.members, arguments.vary)
@@ -269,7 +262,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
         preview(recipes[0], plot=arguments.plot, show=arguments.dry_run)
     if arguments.dry_run:
         for recipe in recipes[1:]:
-            preview(recipe, plot=None)
+            preview(recipe)
         return 0
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
     _say_once(comm, schedule_warning(recipes[0]))
@@ -279,7 +272,7 @@ def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
         results = ensemble.train(training, at, started=arguments.started, own_modules=own, quiet=arguments.quiet)
     stopped = [result.stopped for result in results if result.stopped]
     if stopped:
-        _print_stopped(stopped[0], folder)
+        _say_once(comm, f"stopped by {stopped[0]}; {_go_on(folder)}")
         return STOPPED
     if not arguments.quiet:
         trained_run.print_scores(trained_run.score_runs(paths))
@@ -295,10 +288,6 @@ def _advised(folder: Path) -> Iterator[None]:
         if not error.resumable:
             raise
         raise type(error)(f"{error}; {_go_on(folder)}") from error
-
-
-def _print_stopped(signal: str, folder: Path) -> None:
-    print(f"kasoku: stopped by {signal}; {_go_on(folder)}", file=sys.stderr)
 
 
 def _go_on(folder: Path) -> str:

@@ -24,19 +24,16 @@ def at_batch(document: dict[str, Any], points: Any) -> dict[str, Any]:
     batch = document.get("batch")
     valid = isinstance(points, list) and all(isinstance(p, dict) and type(p.get("batch")) is int for p in points)
     if not valid or any(p["batch"] < 1 for p in points) or len({p["batch"] for p in points}) < len(points):
-        raise InputError(
-            "points: [[points]] tables are wanted, each of another batch (at least 1) and its own settings"
-        )
+        raise InputError("points: [[points]] tables are wanted, each of another batch (at least 1), with its settings")
     ordered = sorted(points, key=lambda point: int(point["batch"]))
     if not ordered or type(batch) is not int:
         return document
     below = [p for p in ordered if p["batch"] <= batch]
     above = [p for p in ordered if p["batch"] >= batch]
     if not below or not above:
-        raise InputError(
-            f"batch={batch}: this recipe has settings for {ordered[0]['batch']} to {ordered[-1]['batch']}; choose one "
-            "of these, or --set points=[] and give the settings yourself"
-        )
+        advice = "choose one of these, or --set points=[] and give the settings yourself"
+        smallest, largest = ordered[0]["batch"], ordered[-1]["batch"]
+        raise InputError(f"batch={batch}: this recipe has settings for {smallest} to {largest}; {advice}")
     low, high = below[-1], above[0]
     if low is high:
         return _merged(document, {**low, "origin": f"the point {batch:,}"})

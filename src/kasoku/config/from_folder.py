@@ -107,6 +107,5 @@ def _network_of(weights: Path) -> str:
         except InputError:
             continue
         return name
-    raise InputError(
-        f"{weights}: weights of none of our networks (kasoku list): write a recipe with a model of your own"
-    )
+    advice = "write a recipe with a model of your own"
+    raise InputError(f"{weights}: weights of none of our networks (kasoku list): {advice}")

@@ -1,13 +1,12 @@
 """How a number of ranks trains a recipe: which part of the batch each rank takes, and with which techniques."""
 
-import sys
 import tomllib
 from collections.abc import Sequence
 
 import torch
 
 from kasoku.config.recipe import Recipe, dumps
-from kasoku.core import Comm, InputError, Technique
+from kasoku.core import Comm, InputError, Technique, say
 from kasoku.data import by_speed
 from kasoku.distributed import AllReduce, Overlap, VirtualRanks
 from kasoku.distributed.consensus import assert_same_on_all_ranks, version_facts
@@ -27,10 +26,8 @@ def check_share(recipe: Recipe, ranks: int) -> None:
     if not can_share(recipe, ranks):
         parts = f" x {recipe.parts(ranks)} parts" if recipe.parts(ranks) > 1 else ""
         groups = f", in groups of norm_batch={recipe.norm_batch}" if recipe.norm_batch else ""
-        raise InputError(
-            f"batch={recipe.batch}: {ranks} ranks{parts} cannot share it evenly{groups}; {most_ranks(recipe, ranks)} "
-            "could, or choose another batch"
-        )
+        advice = f"{most_ranks(recipe, ranks)} could, or choose another batch"
+        raise InputError(f"batch={recipe.batch}: {ranks} ranks{parts} cannot share it evenly{groups}; {advice}")
 
 
 def most_ranks(recipe: Recipe, limit: int) -> int:
@@ -45,9 +42,7 @@ def gpus_for(recipe: Recipe) -> int:
     available = torch.cuda.device_count()
     used = most_ranks(recipe, available)
     if used < available:
-        print(
-            f"kasoku: {used} of {available} GPUs used: batch={recipe.batch} cannot be shared by more", file=sys.stderr
-        )
+        say(f"{used} of {available} GPUs used: batch={recipe.batch} cannot be shared by more")
     return used
 
 

@@ -141,17 +141,14 @@ class Recipe:
             raise InputError(f"norm_batch={self.norm_batch}: a divisor of batch={self.batch}, or 0")
         once = self.batch // max(1, self.accumulate)
         if self.accumulate and once < self.norm_batch:
-            raise InputError(
-                f"norm_batch={self.norm_batch}: with accumulate={self.accumulate} a part of the batch has {once} "
-                f"images, and a group cannot span parts: accumulate at most {self.batch // self.norm_batch}"
-            )
+            got = f"with accumulate={self.accumulate} a part of the batch has {once} images"
+            advice = f"a group cannot span parts: accumulate at most {self.batch // self.norm_batch}"
+            raise InputError(f"norm_batch={self.norm_batch}: {got}, and {advice}")
         if not 0 <= self.norm_average < math.inf:
             raise InputError(f"norm_average={self.norm_average}: epochs above 0, or 0 for each module's own momentum")
         if self._warmup > self.epochs:
-            raise InputError(
-                f"schedule.warmup: {self._warmup:g} epochs, longer than the training (epochs={self.epochs:g}): shorten "
-                "it or train longer"
-            )
+            got = f"{self._warmup:g} epochs, longer than the training (epochs={self.epochs:g})"
+            raise InputError(f"schedule.warmup: {got}: shorten it or train longer")
         _ = self.scaled_schedule  # raises where it cannot be that long
 
     @property
@@ -255,10 +252,8 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
         known = [reference] if reference else batches_of_points(document)
         first = min((batch for batch in known if type(batch) is int and batch > 0), default=None)
         if first is None:
-            raise InputError(
-                'batch = "auto": the rates follow the batch that tuning chooses: give reference_batch, the batch they '
-                "are for"
-            )
+            advice = "give reference_batch, the batch they are for"
+            raise InputError(f'batch = "auto": the rates follow the batch that tuning chooses: {advice}')
         document["batch"] = first
     if "points" in document:
         document = at_batch(document, document.pop("points"))

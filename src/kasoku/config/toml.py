@@ -205,10 +205,9 @@ def _check_replaced(table: Mapping[str, Any], use: Any, path: str) -> None:
     old = [name for name in table if name != "use" and name not in parameters]
     if old:
         whole = path.removesuffix(".use")
-        raise InputError(
-            f"--set {path}={use}: {', '.join(old)} in [{whole}] {'is' if len(old) == 1 else 'are'} of {table['use']}: "
-            f"replace the whole table, with the arguments that you want: --set '{whole}={{use = \"{use}\"}}'"
-        )
+        got = f"{', '.join(old)} in [{whole}] {'is' if len(old) == 1 else 'are'} of {table['use']}"
+        advice = f"with the arguments that you want: --set '{whole}={{use = \"{use}\"}}'"
+        raise InputError(f"--set {path}={use}: {got}: replace the whole table, {advice}")
 
 
 def _index(items: list[Any], key: str, path: str) -> int:

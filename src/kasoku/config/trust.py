@@ -117,10 +117,8 @@ def check_keys(thing: Any, keys: Iterable[str], path: str) -> None:
     if _within(module, ("timm",)) and not _within(module, _allowed):
         for key in keys:
             if key.startswith("pretrained_") or key == "checkpoint_path":
-                raise InputError(
-                    f"{path}.{key}: makes timm load a file that can run code: use pretrained = true or "
-                    "kasoku.models.Pretrained; if you trust the file, add --allow timm"
-                )
+                advice = "use pretrained = true or kasoku.models.Pretrained; if you trust the file, add --allow timm"
+                raise InputError(f"{path}.{key}: makes timm load a file that can run code: {advice}")
 
 
 def _refusal(dotted: str, path: str) -> InputError:

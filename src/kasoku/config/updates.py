@@ -103,9 +103,8 @@ def updates_in_epoch(recipe: Recipe, images: int, epoch: int) -> int:
     """The updates of one epoch."""
     batch = recipe.batch * _growth(recipe, epoch)
     if batch > images:
-        raise InputError(
-            f"batch={batch} in epoch {epoch}: at most {images} images, the whole training set; choose another batch"
-        )
+        limit = f"at most {images} images, the whole training set"
+        raise InputError(f"batch={batch} in epoch {epoch}: {limit}; choose another batch")
     return -(-images // batch) if recipe.last_batch == "fill" else images // batch
 
 

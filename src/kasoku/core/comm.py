@@ -132,8 +132,7 @@ def default_comm() -> Comm:
     """`Solo`. Raises InputError in a process group of several ranks, since each would silently train alone."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1:
-        raise InputError(
-            f"Job without comm in a process group of {ranks} ranks: give comm=kasoku.distributed.TorchComm() (also to "
-            "kasoku's loader), or comm=kasoku.core.Solo() if each rank is to train a model of its own"
-        )
+        together = "give comm=kasoku.distributed.TorchComm() (also to kasoku's loader)"
+        alone = "comm=kasoku.core.Solo() if each rank is to train a model of its own"
+        raise InputError(f"Job without comm in a process group of {ranks} ranks: {together}, or {alone}")
     return Solo()

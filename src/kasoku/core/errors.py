@@ -1,5 +1,7 @@
 """The one exception a user's mistake raises, and what others say in one line."""
 
+import sys
+
 
 class InputError(ValueError):
     """Something the user gave cannot be used: one line that says what we got, what is allowed, what to do.
@@ -19,3 +21,8 @@ def summary(error: BaseException) -> str:
 def one_line(text: str) -> str:
     """The text, with a question mark for each unprintable character, such as the end of a line."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def say(line: str) -> None:
+    """Prints a line to standard error, as the command `kasoku` does."""
+    print(f"kasoku: {line}", file=sys.stderr)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import nn
 
-from kasoku.core.errors import InputError, summary
+from kasoku.core.errors import InputError, say, summary
 
 try:
     import fcntl
@@ -76,7 +76,7 @@ def lock(file: IO[Any], in_use: Callable[[], str]) -> None:
         file.close()
         raise InputError(message) from error
     except OSError as error:
-        print(f"kasoku: {file.name}: not locked ({error.strerror}); let no other process use it", file=sys.stderr)
+        say(f"{file.name}: not locked ({error.strerror}); let no other process use it")
 
 
 def locked_folder(folder: Path, work: str, *, below: str = "") -> IO[str]:
@@ -196,10 +196,8 @@ def checked_file(folder: Path, name: str) -> Path:
             return file
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}): bring it back, or train again") from error
-    raise InputError(
-        f"{file}: its bytes, or those of {MANIFEST}, have changed since the training wrote them: bring both back, or "
-        "train again; to change settings of a run, use --resume with --set"
-    )
+    advice = "bring both back, or train again; to change settings of a run, use --resume with --set"
+    raise InputError(f"{file}: its bytes, or those of {MANIFEST}, have changed since the training wrote them: {advice}")
 
 
 def digests_in(folder: Path) -> dict[str, list[str]]:

@@ -230,10 +230,9 @@ class Job:
         changed += [f"param_groups[{k!r}]" for g, h in groups for k in g if k != "params" and g[k] is not h[k]]
         if changed or not all(isinstance(key, Tensor) for key in optimizer.state):
             what = f"self.{changed[0]}" if changed else "state of its own"
-            raise InputError(
-                f"optimizer {type(optimizer).__name__} keeps {what} outside state[p], so a part of the model cannot be "
-                "updated alone: use a rule that keeps its state per parameter, or leave the technique out"
-            )
+            got = f"optimizer {type(optimizer).__name__} keeps {what} outside state[p]"
+            advice = "use a rule that keeps its state per parameter, or leave the technique out"
+            raise InputError(f"{got}, so a part of the model cannot be updated alone: {advice}")
         self.run_after_update([p for group in optimizer.param_groups for p in group["params"] if p in part])
 
     def backward(self, loss: Tensor) -> None:

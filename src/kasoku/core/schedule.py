@@ -85,10 +85,8 @@ class _Until(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.epochs and not self.epochs > self.warmup:
-            raise InputError(
-                f"{type(self).__name__}: epochs={self.epochs} is where it ends and must lie beyond "
-                f"warmup={self.warmup}: raise epochs or shorten the warm-up"
-            )
+            got = f"epochs={self.epochs} is where it ends and must lie beyond warmup={self.warmup}"
+            raise InputError(f"{type(self).__name__}: {got}: raise epochs or shorten the warm-up")
 
     def over(self, epochs: float) -> Schedule:
         return self if self.epochs else replace(self, epochs=epochs)

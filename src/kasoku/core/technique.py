@@ -55,9 +55,8 @@ class Technique:
         super().__init_subclass__()
         for name, value in declared.items():
             if type(value) is not type(vars(Technique).get(name)):
-                raise TypeError(
-                    f"{cls.__name__}: {name}={value!r}: no declaration of Technique, or one of another type"
-                )
+                reason = "no declaration of Technique, or one of another type"
+                raise TypeError(f"{cls.__name__}: {name}={value!r}: {reason}")
             setattr(cls, name, value)
 
     def apply(self, job: Any) -> None:

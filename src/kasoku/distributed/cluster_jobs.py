@@ -68,12 +68,7 @@ class LaunchSpec:
 
 
 def sbatch(
-    spec: LaunchSpec,
-    *,
-    time: str,
-    cpus_per_gpu: int,
-    partition: str | None = None,
-    account: str | None = None,
+    spec: LaunchSpec, *, time: str, cpus_per_gpu: int, partition: str | None = None, account: str | None = None
 ) -> str:
     """A Slurm script: srun starts the ranks of each node. The arguments are the options of Slurm."""
     quoted = shlex.join(train_arguments(spec.recipe, spec.set, spec.out, go_on=True, extra=spec.extra))

@@ -130,10 +130,9 @@ class Watchdog:
             try:
                 connected = client(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
             except RuntimeError as error:
-                raise InputError(
-                    f"the store at {host}:{port} does not answer ({summary(error)}): "
-                    "give host and port of rank 0's TCPStore (MASTER_ADDR, MASTER_PORT)"
-                ) from error
+                advice = "give host and port of rank 0's TCPStore (MASTER_ADDR, MASTER_PORT)"
+                line = f"the store at {host}:{port} does not answer ({summary(error)}): {advice}"
+                raise InputError(line) from error
             activity.heartbeat = StoreHeartbeat(self, activity, comm, connected, f"{host}:{port}")
             activity.heartbeat.start()
         return CountingComm(comm, activity)

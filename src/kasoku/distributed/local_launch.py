@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kasoku.core import Comm
+from kasoku.core import Comm, say
 from kasoku.distributed.consensus import ReportedElsewhereError
 from kasoku.distributed.environment import Place, place
 from kasoku.distributed.liveness import LOST_RANK_EXIT_CODE, LostRankError
@@ -60,7 +60,7 @@ def on_ranks(
             traceback.print_exception(error)
         return 2
     except LostRankError as error:
-        print(f"kasoku: {error}", file=sys.stderr)
+        say(str(error))
         return LOST_RANK_EXIT_CODE
 
 

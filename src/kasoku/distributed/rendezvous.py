@@ -47,10 +47,8 @@ def process_group(here: Place, start: Start, packages: Callable[[], object]) -> 
         return
     address = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
     if None in address:
-        raise InputError(
-            f"{here.size} ranks without MASTER_ADDR and MASTER_PORT: set them to rank 0's host and a free port there, "
-            "or start with kasoku launch, which does"
-        )
+        advice = "set them to rank 0's host and a free port there, or start with kasoku launch, which does"
+        raise InputError(f"{here.size} ranks without MASTER_ADDR and MASTER_PORT: {advice}")
     _was_rank.append(here)
     cuda = torch.cuda.is_available()
     if cuda:  # NCCL takes the current device
@@ -100,10 +98,9 @@ def _connect(here: Place, backend: str, address: Sequence[str | None]) -> None:
         url = f"{_SCHEME}://"
         dist.init_process_group(backend, url, timeout=TIMEOUT, rank=here.rank, world_size=here.size)
     except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"rank {here.rank} of {here.size} does not find the other ranks at {':'.join(map(str, address))} "
-            f"({summary(error)}): check MASTER_ADDR and MASTER_PORT, and that all ranks were started"
-        ) from error
+        line = f"rank {here.rank} of {here.size} does not find the other ranks at {':'.join(map(str, address))}"
+        advice = "check MASTER_ADDR and MASTER_PORT, and that all ranks were started"
+        raise InputError(f"{line} ({summary(error)}): {advice}") from error
 
 
 def _attempt(url: str, **more: Any) -> Iterator[tuple[Store, int, int]]:

@@ -239,10 +239,9 @@ def _traced(module: nn.Module, *, training: bool) -> LayerGraph | None:
 
 def decides(what: str) -> InputError:
     """The error for a forward that may take another path next time."""
-    return InputError(
-        f"SavedMemory: the forward of {what}, so it may compute something else at the next step (stochastic depth), "
-        "and a plan cannot hold: leave SavedMemory out, or make this forward a fixed sequence of layers"
-    )
+    reason = "so it may compute something else at the next step (stochastic depth), and a plan cannot hold"
+    advice = "leave SavedMemory out, or make this forward a fixed sequence of layers"
+    return InputError(f"SavedMemory: the forward of {what}, {reason}: {advice}")
 
 
 def _random_states() -> bytes:

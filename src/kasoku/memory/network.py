@@ -136,10 +136,9 @@ class InspectedNetwork:
         if plan is None:
             smaller = (n / 100 for n in range(math.floor(100 * factor), 100, -1))
             most = next((f for f in smaller if self.plain_bytes(self.batch / f) >= self.least), 1)
-            raise InputError(
-                f"SavedMemory: factor={factor:g} for a batch of {self.batch}: at least {_mib(self.least, up=True)} are "
-                f"needed, more than plain PyTorch takes for 1/{factor:g} of it: set factor={most:g}"
-            )
+            got = f"factor={factor:g} for a batch of {self.batch}: at least {_mib(self.least, up=True)} are needed"
+            limit = f"more than plain PyTorch takes for 1/{factor:g} of it"
+            raise InputError(f"SavedMemory: {got}, {limit}: set factor={most:g}")
         return plan
 
     @cached_property

@@ -68,11 +68,7 @@ def backward_reads(node: GraphNode, at: int) -> tuple[int, ...]:
 
 
 def build_program(
-    graph: LayerGraph,
-    kept: Iterable[int],
-    *,
-    input_gradient: bool,
-    bf16: frozenset[int] = frozenset(),
+    graph: LayerGraph, kept: Iterable[int], *, input_gradient: bool, bf16: frozenset[int] = frozenset()
 ) -> Program:
     """The instructions for a choice of kept values.
 

@@ -7,14 +7,4 @@ from kasoku.report.loggers import Log
 from kasoku.report.phase_timer import Timed
 from kasoku.report.progress_bar import Bar, print_table
 
-__all__ = [
-    "Bar",
-    "Ledger",
-    "Log",
-    "StepBottleneck",
-    "StepFacts",
-    "Timed",
-    "environment",
-    "facts_of",
-    "print_table",
-]
+__all__ = ["Bar", "Ledger", "Log", "StepBottleneck", "StepFacts", "Timed", "environment", "facts_of", "print_table"]

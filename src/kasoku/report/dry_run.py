@@ -1,6 +1,5 @@
 """A training before it starts: its batch, updates and rates as a table, and drawn over the epochs."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import nn
 
 from kasoku.config.recipe import Recipe, network, optimizer
 from kasoku.config.updates import Moment, data_info, moments, updates, updates_in_epoch
-from kasoku.core import Technique
+from kasoku.core import Technique, say
 from kasoku.data import Dataset, Facts, Files
 from kasoku.distributed.batchnorm.virtual_ranks import momentum
 from kasoku.report.html import Panel
@@ -26,7 +25,7 @@ def preview(
     data: Facts | None = None,
     model: nn.Module | None = None,
     show: bool = True,
-    plot: Path | None,
+    plot: Path | None = None,
     first: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Prints what a training will do, and draws it.
@@ -47,19 +46,18 @@ def preview(
     if show:
         print_table("", {**first, **_table(recipe, data, curve)})
     if remark:
-        print(f"kasoku: {remark}", file=sys.stderr)
+        say(remark)
     if plot is None:
         return
     from kasoku.report.html.page import draw  # plotly and jinja2 take 0.4 s, and only this page needs them
 
-    panels = [
-        Panel("rate", {"rate": [(m.epoch, m.lr) for m in curve]}),  # as [000] Fig. 5 draws it
-        Panel("weight decay", {"weight decay": [(m.epoch, m.weight_decay) for m in curve]}),
-    ]
+    values = {"rate": [m.lr for m in curve], "weight decay": [m.weight_decay for m in curve]}  # as [000] Fig. 5
     if curve[0].momentum is not None:
-        panels.append(Panel("momentum", {"momentum": [(m.epoch, m.momentum or 0.0) for m in curve]}))
+        values["momentum"] = [m.momentum or 0.0 for m in curve]
     if len({m.batch for m in curve}) > 1:
-        panels.append(Panel("batch", {"batch": [(m.epoch, float(m.batch)) for m in curve]}))
+        values["batch"] = [float(m.batch) for m in curve]
+    epochs = [m.epoch for m in curve]
+    panels = [Panel(name, {name: list(zip(epochs, line, strict=True))}) for name, line in values.items()]
     draw(plot, f"batch {recipe.batch:,}, {recipe.epochs:g} epochs", panels, x_label="epoch")
 
 
@@ -98,9 +96,8 @@ def remark(recipe: Recipe, data: Dataset) -> str:
             found.append(f"{len(names)} of {len(data.classes)} classes with {line} ({_some(names)})")
     outputs = recipe.model.keys.get("num_classes", 0)
     if outputs > len(data.classes):
-        found.append(
-            f"model.num_classes = {outputs}, and the data has {len(data.classes)} classes: leave num_classes out"
-        )
+        got = f"model.num_classes = {outputs}, and the data has {len(data.classes)} classes"
+        found.append(f"{got}: leave num_classes out")
     return "; ".join(found)
 
 

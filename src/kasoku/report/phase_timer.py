@@ -13,7 +13,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ _BLOCK_STRIDE = 4  # on several ranks, every fourth step is timed block by block
 
 
 @dataclass(frozen=True)
-class Timed(Technique):
+class Timed(Technique, stage=Stage.COMM):  # applied last: the hooks of other techniques at the step lie within it
     """Times the parts of each step: input, copy, forward, backward, exposed communication, update.
 
     Forward is the model's forward in training. Backward lasts from its end to `optimizer.step()`, and includes the
@@ -43,8 +43,6 @@ class Timed(Technique):
     Costs: about ten readings of the clock a step; on CUDA as many events, without waiting for them. On several ranks
         three more for each block in every fourth step, to find the block in which a late rank is slow.
     """
-
-    stage: ClassVar[Stage] = Stage.COMM  # applied last, so that the hooks of other techniques at the step lie within it
 
     def apply(self, job: Job) -> None:
         """Follows the job's trace and reports the phases of the loop to it."""

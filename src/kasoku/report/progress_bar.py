@@ -24,7 +24,6 @@ class Bar:
     def __init__(self, total_steps: int, epochs: float, *, quiet: bool = False, clock: Clock | None = None) -> None:
         self._console = Console(file=sys.stdout, highlight=False, quiet=quiet)
         self._epochs, self._clock = epochs, clock or Wall()
-        self._accuracy = "-"
         text = "epoch {task.fields[epoch]} · {task.fields[rate]} images/s · loss {task.fields[loss]}"
         self._progress = Progress(
             TextColumn(text + " · accuracy {task.fields[accuracy]}"),
@@ -41,14 +40,14 @@ class Bar:
 
     def step(self, step: int, epoch: float, *, loss: float, images_per_s: float) -> None:
         shown: dict[str, Any] = {"epoch": self._at(epoch), "rate": f"{images_per_s:,.0f}", "loss": f"{loss:.3f}"}
-        self._progress.update(self._task, completed=step, accuracy=self._accuracy, **shown)
+        self._progress.update(self._task, completed=step, **shown)
         left_s = self._progress.tasks[0].time_remaining
         if left_s and self._clock.now() - self._line_s >= _LINE_S:
             self._line(epoch, f"{timedelta(seconds=round(left_s))} left", loss=loss, images_per_s=images_per_s)
 
     def accuracy(self, epoch: float, top1: float, *, loss: float, images_per_s: float) -> None:
         """Reports the accuracy of an evaluation, from 0 to 1."""
-        self._accuracy = f"{top1:.2%}"
+        self._progress.update(self._task, accuracy=f"{top1:.2%}")
         self._line(epoch, f"accuracy {top1:.2%}", loss=loss, images_per_s=images_per_s)
 
     def _line(self, epoch: float, end: str, *, loss: float, images_per_s: float) -> None:

@@ -9,12 +9,4 @@ from kasoku.testing.reducer_contracts import ReducerContracts, ReducerRow
 from kasoku.testing.source_contracts import SourceContracts, SourceRow
 from kasoku.testing.technique_contracts import Row, TechniqueContracts
 
-__all__ = [
-    "Contracts",
-    "ReducerContracts",
-    "ReducerRow",
-    "Row",
-    "SourceContracts",
-    "SourceRow",
-    "TechniqueContracts",
-]
+__all__ = ["Contracts", "ReducerContracts", "ReducerRow", "Row", "SourceContracts", "SourceRow", "TechniqueContracts"]

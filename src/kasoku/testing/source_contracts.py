@@ -27,23 +27,17 @@ class SourceRow:
     pickles: bool = True
 
 
-def _splits(dataset: Dataset) -> tuple[Split, Split]:
-    return dataset.train, dataset.test
+def _pixels(dataset: Dataset, *, threads: int = 1) -> list[torch.Tensor]:
+    """The images of both splits as test images: pixels_NHWC (uint8)."""
 
+    def image(split: Split, index: int) -> torch.Tensor:
+        if isinstance(split, Memory):
+            return split.images_NHWC[index]
+        return read_image(split.read(index), dataset.image_size, dataset.channels, name=split.name(index))
 
-def _pixels(dataset: Dataset, split: Split, index: int) -> torch.Tensor:
-    """An image as a test image: pixels_HWC (uint8)."""
-    if isinstance(split, Memory):
-        return split.images_NHWC[index]
-    return read_image(split.read(index), dataset.image_size, dataset.channels, name=split.name(index))
-
-
-def _all_pixels(dataset: Dataset, *, threads: int = 1) -> list[torch.Tensor]:
+    splits = (dataset.train, dataset.test)
     with ThreadPoolExecutor(threads) as pool:
-        return [
-            torch.stack(list(pool.map(partial(_pixels, dataset, split), range(len(split)))))
-            for split in _splits(dataset)
-        ]
+        return [torch.stack(list(pool.map(partial(image, split), range(len(split))))) for split in splits]
 
 
 class SourceContracts(Contracts):
@@ -53,7 +47,7 @@ class SourceContracts(Contracts):
         dataset = row.open()
         assert all(isinstance(name, str) and name for name in dataset.classes)
         assert len(set(dataset.classes)) == len(dataset.classes)
-        for split in _splits(dataset):
+        for split in (dataset.train, dataset.test):
             assert len(split) > 0
             assert split.labels_N.shape == (len(split),)
             assert split.labels_N.dtype == torch.int64
@@ -63,32 +57,29 @@ class SourceContracts(Contracts):
         dataset = row.open()
         assert len(dataset.mean) == len(dataset.std) == dataset.channels
         assert min(dataset.std) > 0
-        for split in _splits(dataset):
+        for split in (dataset.train, dataset.test):
             if isinstance(split, Memory):
                 assert split.images_NHWC.is_contiguous()
             else:
                 assert all(isinstance(split.name(index), str) for index in range(len(split)))
-        for pixels_NHWC in _all_pixels(dataset):
+        for pixels_NHWC in _pixels(dataset):
             assert pixels_NHWC.dtype == torch.uint8
             assert pixels_NHWC.shape[1:] == (*dataset.image_size, dataset.channels)
 
     def test_an_index_reads_the_same_image_each_time_in_any_thread(self, row: SourceRow) -> None:
         dataset = row.open()
-        for once, again in zip(_all_pixels(dataset), _all_pixels(dataset, threads=4), strict=True):
-            assert torch.equal(once, again)
+        assert all(map(torch.equal, _pixels(dataset), _pixels(dataset, threads=4)))
 
     def test_opened_again_it_is_equal(self, row: SourceRow) -> None:
         first, second = row.open(), row.open()
         assert first.index() == second.index()
-        for a, b in zip(_all_pixels(first), _all_pixels(second), strict=True):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, _pixels(first), _pixels(second)))
 
     @for_rows(lambda row: row.pickles)
     def test_in_another_process_it_reads_the_same_images(self, row: SourceRow) -> None:
         dataset = row.open()
         sent = pickle.loads(pickle.dumps(dataset))
-        for a, b in zip(_all_pixels(dataset), _all_pixels(sent), strict=True):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, _pixels(dataset), _pixels(sent)))
 
     def test_an_epoch_has_every_image_once_in_an_order_of_the_seed(self, row: SourceRow) -> None:
         dataset = row.open()

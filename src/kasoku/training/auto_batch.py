@@ -1,7 +1,6 @@
 """The batch of a recipe, chosen by trying sizes: the sizes that can be tried, and the recipe at the best one."""
 
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from rich.table import Column, Table
 from kasoku.config.ranks import shares_of
 from kasoku.config.recipe import Recipe
 from kasoku.config.updates import updates
-from kasoku.core import Comm, InputError, summary
+from kasoku.core import Comm, InputError, say, summary
 from kasoku.data import Dataset
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.rendezvous import is_lost_rank
@@ -78,7 +77,7 @@ def tune(
     least, most = limits(at_once, sizes, images=images, multiple=multiple, begin=begin, few=few)
     if comm.rank == 0 and sizes[0] and least <= most and (least, most) != sizes:
         range_ = f"of batches from {sizes[0]:,} to {sizes[1]:,} those from {least:,} to {most:,}"
-        print(f"kasoku: {range_} can be shared by the ranks and trained with", file=sys.stderr)
+        say(f"{range_} can be shared by the ranks and trained with")
     chosen = strategy or TimeToTarget(curve(at, least, most))
     search = partial(tune_batch_size, job, chosen, budget_s=budget_s, least=least, most=most, multiple=multiple)
     result = run_on_all_ranks(comm, plainly()(search))

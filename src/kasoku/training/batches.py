@@ -146,9 +146,8 @@ class AsyncSource:
         document = {"mean": round(mean, 3), "updates": {str(staleness): n for staleness, n in sorted(counts.items())}}
         self.state.write(lambda run: run.write("staleness.json", json.dumps(document) + "\n"))
         most = max(counts, default=0)
-        self.metrics.bar.say(
-            f"staleness: an update lacked {mean:.1f} updates of other ranks on average, at most {most}"
-        )
+        lacked = f"{mean:.1f} updates of other ranks on average, at most {most}"
+        self.metrics.bar.say(f"staleness: an update lacked {lacked}")
         self._channel.close()
 
     def _end(self) -> int:

@@ -8,7 +8,6 @@ detect later damage; a damaged checkpoint is reported and skipped in favour of t
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import nn
 
-from kasoku.core import InputError, summary
+from kasoku.core import InputError, say, summary
 from kasoku.core.files import digest, flush, load_weights, read_json, write_error
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training.metrics import Metrics
@@ -72,9 +71,9 @@ def resume_from_checkpoint(state: RunState) -> None:
     """Resumes from the newest good checkpoint: rank 0 chooses it, every rank reads it. Collective."""
     comm, job, run = state.job.comm, state.job, state.run
 
-    def say(line: str) -> None:
+    def say_once(line: str) -> None:
         if comm.rank == 0:
-            print(f"kasoku: {line}", file=sys.stderr)
+            say(line)
 
     def load(checkpoint: Path) -> Progress:
         load_weights(job.model, checkpoint / "model.safetensors")
@@ -88,10 +87,10 @@ def resume_from_checkpoint(state: RunState) -> None:
             what = f"{checkpoint}: state.pt has unexpected contents ({type(error).__name__}: {summary(error)})"
             raise InputError(f"{what}: resume with the version of kasoku that wrote it") from error
 
-    found = run_on_all_ranks(comm, lambda: newest(run.path, warn=say, clean=True) if run else None)
+    found = run_on_all_ranks(comm, lambda: newest(run.path, warn=say_once, clean=True) if run else None)
     checkpoint = comm.broadcast_object(found)
     if checkpoint is None:
-        say("no good checkpoint there: starting from the beginning")
+        say_once("no good checkpoint there: starting from the beginning")
         return
     state.progress = run_on_all_ranks(comm, lambda: load(checkpoint))
     state.mark_position()
@@ -100,7 +99,7 @@ def resume_from_checkpoint(state: RunState) -> None:
     if state.progress.best < state.recipe.evaluate.target:  # a higher target than before
         state.progress.reached_s = None
     state.target_reached = state.recipe.evaluate.stop and state.progress.reached_s is not None
-    say(f"going on from step {job.steps} of {state.training.total_steps}")
+    say_once(f"going on from step {job.steps} of {state.training.total_steps}")
 
 
 def save(path: Path, step: int, model: nn.Module, state: dict[str, Any], *, keep: int = 2) -> None:

@@ -67,10 +67,8 @@ def train(
         trainings = [first, *(build(other, dataset=dataset) for other in recipes[1:])]
     else:
         if any(_batch_settings(other) != _batch_settings(recipe) for other in recipes):
-            raise InputError(
-                "--vary: members share decoded batches, so batch, accumulate, norm_batch, last_batch and the "
-                "techniques of kasoku.data must be the same for all"
-            )
+            alike = "batch, accumulate, norm_batch, last_batch and the techniques of kasoku.data"
+            raise InputError(f"--vary: members share decoded batches, so {alike} must be the same for all")
         first.job.close()
         loaders = first.job.plain_loader.members(len(recipes))
         trainings = [build(r, dataset=dataset, train_loader=own) for r, own in zip(recipes, loaders, strict=True)]

@@ -144,10 +144,8 @@ class Metrics:
         if starved > _STARVED:
             self._starved_said = True
             fewer = ", or take fewer threads (--set device.threads=1)" if torch.get_num_threads() > 1 else ""
-            self.bar.say(
-                f"{starved:.0%} of the time this process waited for a core, because other programs use it: stop them, "
-                f"reserve cores with taskset{fewer}"
-            )
+            got = f"{starved:.0%} of the time this process waited for a core, because other programs use it"
+            self.bar.say(f"{got}: stop them, reserve cores with taskset{fewer}")
 
     # ---- time
 

@@ -9,6 +9,7 @@ kill between the two writes does no harm. Afterwards the old digest goes.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +100,9 @@ def run_folder(comm: Comm, path: Path, *, resume: bool) -> Iterator[RunFolder | 
         yield run
 
 
-def free_folder(name: str, parent: Path = Path("runs")) -> Path:
+def free_folder(name: str) -> Path:
     """The first of runs/NAME-1, runs/NAME-2, ... that does not exist."""
-    number = 1
-    while (parent / f"{name}-{number}").exists():
-        number += 1
-    return parent / f"{name}-{number}"
+    return next(folder for folder in (Path("runs", f"{name}-{number}") for number in count(1)) if not folder.exists())
 
 
 def finished(folder: Path, recipe: Recipe) -> str:

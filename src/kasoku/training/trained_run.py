@@ -1,7 +1,6 @@
 """Trained runs, read back and evaluated."""
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
-from kasoku.core import InputError, Job, Solo, summary
+from kasoku.core import InputError, Job, Solo, say, summary
 from kasoku.core.files import checked_file, is_number, load_weights, read_json
 from kasoku.data import Dataset, Files, folder, loader, normalise, read_image
 from kasoku.device import choose
@@ -76,7 +75,7 @@ def load(path: Path, *, precision: Precision | None = None) -> Trained:
     model = recipes.network(recipe, len(shown["classes"]), channels, shown["image_size"][0])
     weights = checked_file(path, "best.safetensors")
     if not weights.exists():
-        saved = newest(path, warn=lambda line: print(f"kasoku: {line}", file=sys.stderr))
+        saved = newest(path, warn=say)
         if saved is None:
             raise InputError(f"{path}: no weights yet: let the training write a checkpoint first")
         weights = saved / "model.safetensors"
@@ -108,7 +107,7 @@ def score_runs(paths: Sequence[Path], data: Path | None = None) -> list[tuple[st
         totals += torch.stack([tally(logits_NK, y_N) for logits_NK in [*logits, ensemble]]).cpu()
         images += len(y_N)
     if batches.skipped and batches.skipped.reasons:
-        print(f"kasoku: {len(batches.skipped.reasons)} images skipped: {batches.skipped.summary()}", file=sys.stderr)
+        say(f"{len(batches.skipped.reasons)} images skipped: {batches.skipped.summary()}")
     names = [str(member.path) for member in members] + [f"ensemble of {len(members)}"] * (len(members) > 1)
     means = zip(names, (totals / images).tolist(), strict=False)
     return [(name, Scores(top1, top5, loss, images)) for name, (top1, top5, loss) in means]
@@ -127,9 +126,8 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
     if data is None:
         dataset = recipes.checked(trained.recipe.data(), Dataset, "data")
     elif trained.channels != 3:
-        raise InputError(
-            f"--data {data}: {trained.path} was trained on grey images, a folder gives colour: leave it out"
-        )
+        got = f"{trained.path} was trained on grey images, a folder gives colour"
+        raise InputError(f"--data {data}: {got}: leave it out")
     else:
         photos = folder(str(data), size=trained.image_size[0])
         if not (data / "train").is_dir():  # no test split: all images are tested
@@ -139,8 +137,6 @@ def _test_images(trained: Trained, data: Path | None) -> Dataset:
         dataset = dataclasses.replace(photos, mean=trained.mean, std=trained.std)
     if dataset.classes != trained.classes:
         unlike = sorted(set(dataset.classes) ^ set(trained.classes))[:3]
-        raise InputError(
-            f"{data or trained.recipe.data.use}: other classes than {trained.path} was trained on "
-            f"({', '.join(unlike)}): the same class folders are wanted"
-        )
+        got = f"other classes than {trained.path} was trained on ({', '.join(unlike)})"
+        raise InputError(f"{data or trained.recipe.data.use}: {got}: the same class folders are wanted")
     return dataset

@@ -38,13 +38,7 @@ T = TypeVar("T")
 
 
 def tune_batch_size(
-    job: Job,
-    strategy: Strategy = _DEFAULT,
-    *,
-    budget_s: float = 60.0,
-    least: int = 0,
-    most: int = 0,
-    multiple: int = 0,
+    job: Job, strategy: Strategy = _DEFAULT, *, budget_s: float = 60.0, least: int = 0, most: int = 0, multiple: int = 0
 ) -> BatchSizeResult:
     """Finds the best batch (images of a step, over all ranks and parts) for this job. Collective; drains the job.
 

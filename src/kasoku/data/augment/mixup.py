@@ -96,10 +96,9 @@ class Mix(Technique, stage=Stage.DATA, changes_pixels=True):
         def loss(outputs: Any, labels_N: Tensor) -> Tensor:
             mixed_with = getattr(labels_N, "mixed_with", None)
             if mixed_with is None and getattr(outputs, "requires_grad", False):
-                raise InputError(
-                    "Mix: job.loss was given labels that job.loader did not hand out, so their partners are not known: "
-                    "train on the labels of job.loader as they come, whole and not copied"
-                )
+                got = "job.loss was given labels that job.loader did not hand out, so their partners are not known"
+                advice = "train on the labels of job.loader as they come, whole and not copied"
+                raise InputError(f"Mix: {got}: {advice}")
             own = plain_loss(outputs, labels_N)
             share, partners_N = mixed_with or (1.0, labels_N)
             return own if share == 1 else share * own + (1 - share) * plain_loss(outputs, partners_N)

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from kasoku.core.attribution import described
-from kasoku.core.errors import InputError, one_line
+from kasoku.core.errors import InputError, one_line, say
 from kasoku.core.files import open_regular
 from kasoku.data.decode import native
 from kasoku.data.decode.decode import upright
@@ -267,4 +266,4 @@ def warn_left_out(folder: str, names: list[str]) -> None:
     """Prints that these entries are left out: the first three by name, then how many more."""
     lines = [f"{folder}/{name}: not a regular file; left out" for name in names[:3]]
     for line in lines + [f"{folder}: {len(names) - 3} more are left out"] * (len(names) > 3):
-        print(f"kasoku: {one_line(line)}", file=sys.stderr)
+        say(one_line(line))

@@ -80,10 +80,9 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             head = file.read(4 + 4 * dims)
             if len(head) < 4 + 4 * dims or head[:4] != bytes((0, 0, 8, dims)):
-                raise InputError(
-                    f"{path}: starts with {head[:4].hex() or 'nothing'}, expected {bytes((0, 0, 8, dims)).hex()} "
-                    f"(IDX, unsigned bytes, dimensions: {dims}) and the sizes; truncated or another type of file"
-                )
+                got = f"starts with {head[:4].hex() or 'nothing'}, expected {bytes((0, 0, 8, dims)).hex()}"
+                wanted = f"(IDX, unsigned bytes, dimensions: {dims}) and the sizes"
+                raise InputError(f"{path}: {got} {wanted}; truncated or another type of file")
             shape = tuple(int(size) for size in np.frombuffer(head, ">u4", offset=4))
             count = int(np.prod(shape, dtype=object))
             body = file.read(count + 1)  # one more than expected: also makes gzip check its sum

@@ -189,10 +189,8 @@ def result(chunk: Future[Chunk]) -> Chunk:
     try:
         return chunk.result()
     except (BrokenProcessPool, pickle.PicklingError) as error:
-        raise InputError(
-            f"processes: one that reads the data set ended ({error}); it must be picklable, fit in memory, and be made "
-            'in a script below `if __name__ == "__main__":`'
-        ) from error
+        wanted = 'it must be picklable, fit in memory, and be made in a script below `if __name__ == "__main__":`'
+        raise InputError(f"processes: one that reads the data set ended ({error}); {wanted}") from error
 
 
 class Autotuner:

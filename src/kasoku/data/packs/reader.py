@@ -9,7 +9,6 @@ import json
 import mmap
 import os
 import re
-import sys
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kasoku.core.errors import InputError, one_line, summary
+from kasoku.core.errors import InputError, one_line, say, summary
 from kasoku.data.datasets.base import Dataset, GoneError
 from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, held_out
 from kasoku.data.decode.decode import is_image
@@ -290,9 +289,9 @@ def _foreign(store: Store, cache: str) -> tuple[Shards, tuple[str, ...]]:
     wrong = [f"{file}: {', '.join(index.left_out)}" for file, index in zip(files, known, strict=True) if index.left_out]
     if wrong:
         more = [f"and {len(wrong) - 3} more shards"] if len(wrong) > 3 else []
-        print("kasoku: " + "; ".join([one_line(text) for text in wrong[:3]] + more), file=sys.stderr)
+        say("; ".join([one_line(text) for text in wrong[:3]] + more))
     advice = "these shards have no checksums, so damage may go unnoticed; `kasoku pack` writes shards with checksums"
-    print(f"kasoku: {store.shown}: {advice}", file=sys.stderr)
+    say(f"{store.shown}: {advice}")
     whole = _joined(store, files, known)
     count = int(whole.labels_N.max()) + 1
     if "classes.txt" not in listed:

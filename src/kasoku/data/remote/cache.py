@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
 import threading
 import zlib
@@ -20,6 +19,8 @@ from array import array
 from bisect import bisect_left, bisect_right
 from contextlib import suppress
 from pathlib import Path
+
+from kasoku.core.errors import say
 
 _PIECE_BYTES = 256 * 2**10  # maximum for one crc: to check a few bytes, the whole piece is read
 _BLOCK_BYTES = 4096
@@ -150,6 +151,5 @@ class Room:
         """Stops the cache from growing, and prints that once."""
         with self._lock:
             if not self._closed:
-                line = f"{self.folder} takes no more ({reason}); the rest is read from {self._shown} each time"
-                print(f"kasoku: {line}", file=sys.stderr)
+                say(f"{self.folder} takes no more ({reason}); the rest is read from {self._shown} each time")
             self._closed = True

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from kasoku.distributed.consensus import iterate_on_all_ranks
 
 
 @dataclass(frozen=True)
-class Recalibrate(Technique):
+class Recalibrate(Technique, stage=Stage.COMM, renews_statistics=True):
     """Measures BatchNorm's statistics for the current weights before evaluation, in a pass over training images.
 
     Running averages lag behind the weights, and more so if an epoch has few updates. The pass runs without dropout.
@@ -35,9 +34,6 @@ class Recalibrate(Technique):
     Ref: Akiba et al. 2017 (arXiv 1711.04325), 3.3; Wu and Johnson 2021 (arXiv 2105.07576), 3; no augmentation: Touvron
         et al. 2019 (arXiv 1906.06423).
     """
-
-    stage: ClassVar[Stage] = Stage.COMM
-    renews_statistics: ClassVar[bool] = True
 
     images: int = 8192
 

@@ -1,7 +1,6 @@
 """Averages gradients after backward, without overlap: the baseline of `Overlap`."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -10,7 +9,7 @@ from kasoku.core import InputError, Job, Stage, Technique
 
 
 @dataclass(frozen=True)
-class AllReduce(Technique):
+class AllReduce(Technique, stage=Stage.COMM, refuses=("exchanges_gradients",), exchanges_gradients=True):
     """Averages each gradient over all ranks at the step, one collective a parameter, in parameter order.
 
     At `apply` all ranks copy rank 0's parameters and buffers.
@@ -19,10 +18,6 @@ class AllReduce(Technique):
     Costs: the whole communication, once backward is over.
     Maths: g = mean over ranks of g.
     """
-
-    stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[tuple[str, ...]] = ("exchanges_gradients",)
-    exchanges_gradients: ClassVar[bool] = True
 
     def apply(self, job: Job) -> None:
         """Starts all ranks equal and averages before each step."""
