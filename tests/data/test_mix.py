@@ -140,6 +140,7 @@ def batches_of(mix: Mix, comm: Comm | None = None, parts: int = 1, steps: int = 
     return out
 
 
+@pytest.mark.filterwarnings("ignore:nothing averages")
 def test_accumulated_parts_are_mixed_as_ranks_would():
     alone = batches_of(BOTH, parts=2)
     ranks = Threads(2).run(lambda comm: batches_of(BOTH, comm))

@@ -125,6 +125,7 @@ def test_clipping_sees_unscaled_gradients_in_whatever_order_they_are_given(order
     assert norms == pytest.approx([0.01, 0.01], rel=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:nothing averages")
 def test_an_overflow_on_one_rank_leaves_the_step_out_on_all():
     def rank(comm):
         job = make(LossScale(start=4.0), comm=comm)
@@ -151,6 +152,7 @@ def draws(job: Job, batches: int, *, step_every: int = 1) -> list[float]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:nothing averages")
 def test_seeded_draws_depend_on_seed_step_batch_and_rank_alone():
     whole = draws(make(Seeded(seed=1)), 9)
     assert len(set(whole)) == 9

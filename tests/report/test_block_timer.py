@@ -51,6 +51,7 @@ def run(job: Job, clock: VirtualClock) -> None:
         job.optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:nothing averages")
 def test_each_block_has_its_own_forward_and_backward_without_waits():
     job, clock = job_of(ranks=2)
     run(job, clock)

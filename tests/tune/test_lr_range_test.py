@@ -156,6 +156,7 @@ def test_gradients_that_wait_for_their_step_are_kept():
     assert torch.equal(before, after)
 
 
+@pytest.mark.filterwarnings("ignore:nothing averages")
 def test_all_ranks_get_the_same_and_stop_together():
     def rank_main(comm):
         found = range_test(planted(loader=noisy(comm.rank), comm=comm), low=1e-4, high=100.0)
