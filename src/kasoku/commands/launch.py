@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kasoku.commands.arguments import PLACES, PORT, KubernetesArguments, LaunchArguments, LocalArguments, SlurmArguments
+from kasoku.commands.arguments import PORT, KubernetesArguments, LaunchArguments, LocalArguments, SlurmArguments
 from kasoku.config import trust
 from kasoku.config.ranks import check_share
 from kasoku.config.recipe import Recipe, check_data
@@ -147,7 +147,3 @@ def _write(text: str, file: Path | None) -> int:
     else:
         write_text(file, text)
     return 0
-
-
-_RUN = {"local": run_local, "slurm": run_slurm, "kubernetes": run_kubernetes}
-SUBCOMMANDS = {place: (_RUN[place], line) for place, line in PLACES.items()}  # word: (function, help)

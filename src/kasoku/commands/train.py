@@ -171,7 +171,9 @@ def _preview(arguments: TrainArguments, recipe: Recipe, comm: Comm, start: Start
     from kasoku.training import trainer
 
     shown: dict[str, Any] = {}
-    if arguments.data and not recipe.auto_batch and not arguments.show:
+    if arguments.data and recipe.auto_batch and not arguments.show:
+        _say_once(comm, "the time is known once the batch is tuned; --set batch=N shows the choices for N images")
+    elif arguments.data and not arguments.show:
         training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, start=start))
         _say_once(comm, dry_run.remark(recipe, training.dataset))
         shown = {"data": info_of(training.dataset), "model": training.job.model, "first": _photo_rows(training)}
