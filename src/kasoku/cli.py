@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
     parsed = _parse(words)
     # not above: `kasoku --help` takes 0.1 s without torch and 1.2 s with it
     from kasoku.config import trust
-    from kasoku.core import process_start
+    from kasoku.core import process_start, say
     from kasoku.distributed.local_launch import attach_to_launcher
 
     arguments = arguments_of(parsed, words, attach_to_launcher() or process_start())
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print(f"kasoku: interrupted at once; {arguments.if_interrupted}", file=sys.stderr)
+        say(f"interrupted at once; {arguments.if_interrupted}")
         return 130
     except Exception as error:
         line = _refusal(error)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
             raise
         if arguments.traceback:
             traceback.print_exception(error)
-        print(f"kasoku: {line}", file=sys.stderr)
+        say(line)
         return 2
 
 

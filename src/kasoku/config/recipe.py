@@ -265,7 +265,7 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
     return parse(Recipe, document)
 
 
-def settings_of(recipe: Recipe) -> dict[str, Any]:
+def flat_settings(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe, flat: {"optimizer.lr": 0.1, ...}."""
 
     def flat(thing: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -350,7 +350,8 @@ class Job:
             raise InputError("optimizer.step(closure) is not supported: call backward() in the loop, then step()")
         self._depth += 1
         if self._depth == 1:
-            self._warn_if_alone()
+            if self.steps == 0 and self.comm.size > 1:
+                self._warn_if_alone()
             self._backwards.clear()
             try:
                 for f in reversed(self._hooks["before_step"]):
@@ -361,9 +362,9 @@ class Job:
             self._stepping = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
 
     def _warn_if_alone(self) -> None:
-        """Warns at the first step if nothing averages the gradients of several ranks."""
+        """Warns if nothing averages the gradients of the ranks."""
         averages = any(technique.exchanges_gradients for technique in self.applied)
-        if self.comm.size > 1 and not (self.steps or averages or isinstance(self.model, DistributedDataParallel)):
+        if not (averages or isinstance(self.model, DistributedDataParallel)):
             message = f"nothing averages the gradients of the {self.comm.size} ranks, so each trains a model of its own"
             warnings.warn(f"{message}: apply kasoku.distributed.Overlap() or AllReduce()", stacklevel=4)
 

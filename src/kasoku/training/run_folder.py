@@ -17,7 +17,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from kasoku.config import trust
-from kasoku.config.recipe import CHANGEABLE, Recipe, load, settings_of
+from kasoku.config.recipe import CHANGEABLE, Recipe, flat_settings, load
 from kasoku.core import Comm, InputError
 from kasoku.core.files import (
     MANIFEST,
@@ -124,7 +124,7 @@ def finished(folder: Path, recipe: Recipe) -> str:
 
 def check_same_training(folder: Path, recipe: Recipe) -> None:
     """Raises InputError where a recipe is not the run's in more than a resumed run may change."""
-    old, new = settings_of(load_recipe(folder)), settings_of(recipe)
+    old, new = flat_settings(load_recipe(folder)), flat_settings(recipe)
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name) and not name.startswith(CHANGEABLE):
             raise InputError(
