@@ -195,20 +195,24 @@ def with_own_loss(tmp_path):
     return recipe
 
 
+def launched_on_two(recipe: str, tmp_path: Path, *, code: int) -> str:
+    """What `kasoku launch local` prints as an error on two ranks that end with this code."""
+    local = ["launch", "local", recipe, "--gpus-per-node", "2", "--quiet", "--out", str(tmp_path / "run")]
+    return ended([*KASOKU, *local], code=code)
+
+
 @pytest.mark.process
 def test_a_rank_that_dies_ends_all_and_its_code_comes_back(with_own_loss, tmp_path):
     recipe = with_own_loss("os._exit(7)")
-    local = ["launch", "local", recipe, "--gpus-per-node", "2", "--quiet", "--out", str(tmp_path / "run")]
     began = time.monotonic()
-    assert "Traceback" not in ended([*KASOKU, *local], code=7)
+    assert "Traceback" not in launched_on_two(recipe, tmp_path, code=7)
     assert time.monotonic() - began < 100
 
 
 @pytest.mark.process
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all_and_is_told_once(with_own_loss, tmp_path):
     recipe = with_own_loss("return nn.functional.cross_entropy(outputs, labels) * float('nan')")
-    local = ["launch", "local", recipe, "--gpus-per-node", "2", "--quiet", "--out", str(tmp_path / "run")]
-    said = ended([*KASOKU, *local], code=3)
+    said = launched_on_two(recipe, tmp_path, code=3)
     assert said.count("kasoku: ") == 1
     assert "the loss is nan at step 1" in said
 
@@ -218,8 +222,7 @@ def test_an_error_in_the_users_code_on_all_ranks_is_told_once(with_own_loss, tmp
     recipe = with_own_loss("raise KeyError('planted')")
     module = tmp_path / "odd_loss.py"
     module.write_text(module.read_text().replace('== "1"', 'in "01"'))
-    local = ["launch", "local", recipe, "--gpus-per-node", "2", "--quiet", "--out", str(tmp_path / "run")]
-    said = ended([*KASOKU, *local], code=2)
+    said = launched_on_two(recipe, tmp_path, code=2)
     assert said.count("\n") == 1
     assert "kasoku: odd_loss.odd: KeyError: 'planted' (at " in said
 
