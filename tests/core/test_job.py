@@ -1,6 +1,6 @@
 """The moments of a job, and the twin step on a part of a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -181,13 +181,14 @@ def test_what_cannot_be_combined_is_refused_in_a_sentence():
 
     @dataclass(frozen=True)
     class B(A):
-        refuses: ClassVar[tuple[str, ...]] = ("averages_weights",)
+        refuses: ClassVar[Mapping[str, str]] = {"averages_weights": "B needs the last weights; leave A out"}
 
     @dataclass(frozen=True)
     class First(A):
         stage: ClassVar[Stage] = Stage.MODEL
 
-    with pytest.raises(InputError, match="techniques A and B cannot be combined: leave one of them out"):
+    reason = "B needs the last weights; leave A out"
+    with pytest.raises(InputError, match=f"techniques A and B cannot be combined: {reason}"):
         make(A(), B())
     with pytest.raises(InputError, match="technique A is given twice"):
         make(A(), A())

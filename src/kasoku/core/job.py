@@ -63,6 +63,7 @@ class Job:
 
     Attributes:
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
+        step_comm: the ranks that make each step together: those of `comm`, unless a technique lets ranks run ahead.
         patches: what techniques changed in other objects.
     """
 
@@ -82,6 +83,7 @@ class Job:
         self.loss = loss
         self.loader = loader
         self.comm: Comm = comm or default_comm()
+        self.step_comm = self.comm
         if self.comm.size > 1 and hasattr(loader, "trace") and getattr(loader, "size", 0) == 1:  # a loader of ours
             raise InputError(f"loader without comm beside a Job of {self.comm.size} ranks: give both the same comm")
         self.accumulate = accumulate
@@ -197,6 +199,8 @@ class Job:
                 name, late = type(technique).__name__, type(self.applied[-1]).__name__
                 raise InputError(f"technique {name} comes before {late}: give both to one call of apply")
         for technique in ordered:
+            self.step_comm = technique.ranks_in_step(self.step_comm)
+        for technique in ordered:
             self.needs_whole_gradients |= technique.needs_whole_gradients
             technique.apply(self)
             self.applied.append(technique)
@@ -304,6 +308,7 @@ class Job:
         self._around_evaluation.clear()
         self.applied.clear()
         self.needs_whole_gradients = False
+        self.step_comm = self.comm
 
     # ---- checkpoints
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from kasoku.core.comm import Comm
 
 
 class Stage(IntEnum):
@@ -27,12 +31,12 @@ class Technique:
     """Base class of techniques. A subclass has its settings as fields, a `stage`, and `apply`.
 
     Other code reads these class attributes instead of a technique's class or name; your own techniques declare them in
-    the same way, in the head of the class: `class Mine(Technique, needs_whole_gradients=True)`. `refuses` names the
-    attributes that another technique must not have beside this one.
+    the same way, in the head of the class: `class Mine(Technique, needs_whole_gradients=True)`. `refuses` maps an
+    attribute that another technique must not have beside this one to the reason and the remedy, which the error says.
     """
 
     stage: ClassVar[Stage] = Stage.STEP
-    refuses: ClassVar[tuple[str, ...]] = ()
+    refuses: ClassVar[Mapping[str, str]] = {}
 
     exchanges_gradients: ClassVar[bool] = False  # sends gradients or updates to the other ranks
     overlaps_backward: ClassVar[bool] = False  # sends gradients in buckets while backward runs
@@ -79,6 +83,10 @@ class Technique:
         """
         return self
 
+    def ranks_in_step(self, comm: Comm) -> Comm:
+        """Those of the ranks in `comm` that make each step together with this one. Collective."""
+        return comm
+
     @property
     def images_per_group(self) -> int:
         """How many images share BatchNorm statistics, of which a rank takes whole groups at once; 0: no groups."""
@@ -102,7 +110,7 @@ class Technique:
         theirs = other if isinstance(other, type) else type(other)
         if theirs is cls:
             return f"technique {cls.__name__} is given twice: leave one of them out"
-        refused = any(getattr(theirs, name) for name in cls.refuses)
-        if refused or any(getattr(cls, name) for name in theirs.refuses):
-            return f"techniques {theirs.__name__} and {cls.__name__} cannot be combined: leave one of them out"
+        for one, another in ((cls, theirs), (theirs, cls)):
+            if reason := next((line for name, line in one.refuses.items() if getattr(another, name)), ""):
+                return f"techniques {theirs.__name__} and {cls.__name__} cannot be combined: {reason}"
         return ""

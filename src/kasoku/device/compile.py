@@ -21,10 +21,11 @@ from kasoku.core.blocks import blocks
 from kasoku.core.torch_internals import recompile_limit
 
 _LIMIT = 64  # compiled forms a function may have: blocks of one class, in training and in evaluation
+_REFUSED = {"captures_graph": "each replaces the calls of a forward by one; leave one of them out"}
 
 
 @dataclass(frozen=True)
-class Compile(Technique, stage=Stage.COMPILE, refuses=("captures_graph",), compiles_model=True):
+class Compile(Technique, stage=Stage.COMPILE, refuses=_REFUSED, compiles_model=True):
     """Compiles the forward of each block (torch.compile).
 
     Args:

@@ -16,7 +16,11 @@ from kasoku.memory.solver import MemoryPlan
 from kasoku.memory.step_in_backward import StepInBackward, install_linears
 
 BUDGET_SHARE = 0.98  # that is planned for: the smallest ratio of predicted to measured bytes was 0.983
-_REFUSED = ("compiles_model", "captures_graph", "replaces_batchnorm")  # they run or replay layers themselves
+_REFUSED = {
+    "compiles_model": "both replace the forward of layers; leave one of them out",
+    "captures_graph": "a graph keeps the memory of its whole step; leave one of them out",
+    "replaces_batchnorm": "both replace the forward of BatchNorm; leave one of them out",
+}
 _UNITS = {None: 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 

@@ -18,9 +18,11 @@ from torch import Tensor
 from kasoku.core import InputError, Job, Technique
 from kasoku.optim.param_groups import refuse_outside
 
+_REFUSED = {"averages_weights": "both evaluate with averaged weights; leave one of them out"}
+
 
 @dataclass(frozen=True)
-class EMA(Technique, refuses=("averages_weights",), averages_weights=True):
+class EMA(Technique, refuses=_REFUSED, averages_weights=True):
     """Evaluates an exponential moving average of the weights; training itself is not changed.
 
     Args:
@@ -51,7 +53,7 @@ class EMA(Technique, refuses=("averages_weights",), averages_weights=True):
 
 
 @dataclass(frozen=True)
-class Lookahead(Technique, refuses=("averages_weights",), averages_weights=True):
+class Lookahead(Technique, refuses=_REFUSED, averages_weights=True):
     """Every few steps sets the weights back to a slow average of themselves.
 
     Args:

@@ -19,7 +19,7 @@ the joining rank. It gets rank 0's weights from `apply`, and may load rank 0's `
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -34,7 +34,7 @@ from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import Momentum, SyncPhases
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
 from kasoku.distributed.async_sgd.worker import WorkerGroup, most_local_steps
-from kasoku.distributed.ddp.all_reduce import start_equal
+from kasoku.distributed.ddp.all_reduce import TWO_EXCHANGES, start_equal
 from kasoku.distributed.ddp.bucket_plan import Graded, Policy
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.distributed.ddp.overlap import Overlap, SingleRank
@@ -99,7 +99,12 @@ class Asynchronous(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses = ("exchanges_gradients", "captures_graph", "needs_ranks_in_step", "averages_weights")
+    refuses: ClassVar[Mapping[str, str]] = {
+        **TWO_EXCHANGES,
+        "captures_graph": "the weights change between two steps; leave one of them out",
+        "needs_ranks_in_step": "ranks that run ahead share nothing within a step; leave one of them out",
+        "averages_weights": "each rank has its own weights between sync points; leave one of them out",
+    }
     exchanges_gradients: ClassVar[bool] = True
     channels: ClassVar[int] = 1
 

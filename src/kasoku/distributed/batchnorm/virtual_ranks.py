@@ -1,6 +1,7 @@
 """Trains with the numerics of many ranks on fewer devices."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -37,7 +38,9 @@ class VirtualRanks(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[tuple[str, ...]] = ("captures_graph",)
+    refuses: ClassVar[Mapping[str, str]] = {
+        "captures_graph": "a graph runs no Python that could group the images; leave norm_batch or the graphs out"
+    }
     replaces_batchnorm: ClassVar[bool] = True
     needs_ranks_in_step: ClassVar[bool] = True
     groups_span_ranks: ClassVar[bool] = True

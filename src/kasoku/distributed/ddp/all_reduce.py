@@ -7,9 +7,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kasoku.core import InputError, Job, Stage, Technique
 
+TWO_EXCHANGES = {"exchanges_gradients": "both average gradients over the ranks; leave one of them out"}
+
 
 @dataclass(frozen=True)
-class AllReduce(Technique, stage=Stage.COMM, refuses=("exchanges_gradients",), exchanges_gradients=True):
+class AllReduce(Technique, stage=Stage.COMM, refuses=TWO_EXCHANGES, exchanges_gradients=True):
     """Averages each gradient over all ranks at the step, one collective a parameter, in parameter order.
 
     At `apply` all ranks copy rank 0's parameters and buffers.

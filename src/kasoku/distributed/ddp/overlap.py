@@ -8,6 +8,7 @@ Note: changes are detected. A gradient is copied into its bucket, and `p.grad` b
 version counter of its own. A write to it (clipping by hand, a second backward) changes the counter.
 """
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kasoku.core import Hyper, InputError, Job, Stage, Technique
 from kasoku.core.torch_internals import version
-from kasoku.distributed.ddp.all_reduce import start_equal
+from kasoku.distributed.ddp.all_reduce import TWO_EXCHANGES, start_equal
 from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
 from kasoku.distributed.ddp.bucket_plan import Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reducer
@@ -51,7 +52,10 @@ class Overlap(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[tuple[str, ...]] = ("exchanges_gradients", "captures_graph")
+    refuses: ClassVar[Mapping[str, str]] = {
+        **TWO_EXCHANGES,
+        "captures_graph": "a graph has no layers whose forward could wait for its bucket; use AllReduce",
+    }
     exchanges_gradients: ClassVar[bool] = True
     overlaps_backward: ClassVar[bool] = True
     channels: ClassVar[int] = 1
