@@ -116,17 +116,13 @@ class AsyncSource:
         except InputError as error:
             self._failure, self._request = error, Request(failed=True)
             if not self._synchronous:
-                self._deal()
-                exchange.end_shares()
+                exchange.deal(self._first, self._end())
+                exchange.share_of_data(last=True)
         finally:
             barrier.close()
 
-    def _deal(self) -> None:
-        if not self._exchange.deals:
-            self._exchange.deal(self._first, self._end())
-
     def _next_share(self) -> int | None:
-        self._deal()
+        self._exchange.deal(self._first, self._end())  # not earlier: a growing batch grows with the first one
         return self._exchange.share_of_data(any(self._update_request()))
 
     def images(self, y_N: Tensor) -> int:

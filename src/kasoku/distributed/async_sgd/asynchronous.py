@@ -30,11 +30,11 @@ import torch
 
 from kasoku.core import Comm, InputError, Job, Solo, Stage, Technique
 from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.nodes import copy_from_first, ranks_of_node
+from kasoku.distributed.async_sgd.nodes import ranks_of_node
 from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.shared_memory import Segments
-from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
+from kasoku.distributed.async_sgd.survivors import Table, copy_buffers, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import Momentum, Remedies, SyncPhases
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
 from kasoku.distributed.async_sgd.worker import WorkerGroup, most_local_steps
@@ -182,8 +182,7 @@ class Exchange:
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
         self.segments = Segments(self.comm)
         in_turn = not self.comm.thread_safe  # ranks in one process
-        node_of = [[other for other in range(size) if leaders[other] == leader] for leader in leaders]
-        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, self.segments, node_of)
+        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, self.segments, leaders)
         self.dead: dict[int, str] = self.transport.dead
         training = dict(enumerate(leaders[servers:], servers))
         self.weights = self._divide(training, range(servers) or sorted({*leaders}))
@@ -249,38 +248,25 @@ class Exchange:
         """Starts the transport after a sync point."""
         if self._started:
             return
-        bits = torch.int32  # NaN is not equal to itself
-        pairs = ((group.current.load().view(bits), group.base.flat.view(bits)) for group in self.weights.groups)
-        if not self.step and not all(torch.equal(present, begun) for present, begun in pairs):
+        if not self.step and not self.weights.unchanged:
             changed = "Asynchronous: the weights were changed since the last sync point"
             raise InputError(f"{changed}: load them before apply, or by job.load_state_dict")
         self.transport.start()
         self._started = True
 
-    @property
-    def deals(self) -> bool:
-        """Whether `deal` was called since the last sync point."""
-        return self.weights.server.dealt is not None
-
     def deal(self, first: int, end: int) -> None:
-        """Starts to deal these batches until the next sync point; all ranks call it after the last one."""
-        workers = len(self.weights.workers)
-        self.weights.server.deal(first * workers, end * workers)
+        """Starts to deal these batches until the next sync point, unless it has begun; all ranks call it."""
+        self.weights.server.deal(first, end)
 
-    def share_of_data(self, stop: bool = False) -> int | None:
+    def share_of_data(self, stop: bool = False, *, last: bool = False) -> int | None:
         """The number of this rank's next share, as a loader's `deal_from` counts; None: the sync point is reached.
 
-        `stop` requests a sync point as soon as a whole batch is dealt.
+        `stop` requests a sync point as soon as a whole batch is dealt; so does `last`, from a rank that takes no more.
         """
         self._start()
-        share = self._ask_first_owner(SHARE, int(stop), self._shares)
+        share = self._ask_first_owner(SHARE, int(stop or last), -1 if last else self._shares)
         self._shares += 1
         return share * self.node.size + self.node.rank if share >= 0 else None
-
-    def end_shares(self) -> None:
-        """Requests a sync point as soon as a whole batch is dealt, by a rank that takes no further share."""
-        self._start()
-        self._ask_first_owner(SHARE, 1, -1)
 
     def _send_clock(self, clock: int) -> None:
         """Sends this worker's clock, and waits while it is too far ahead of the slowest worker."""
@@ -303,8 +289,12 @@ class Exchange:
             return
         if self._momentum is not None:
             self._momentum.restore()
-        settings, weights, groups = self.settings, self.weights, self.weights.groups
-        due = self._due()
+        settings, weights, groups, due = self.settings, self.weights, self.weights.groups, list[int]()
+        if not settings.every or self.step % settings.every == 0:
+            self._start()
+            due = [self._turn] if settings.stream else list(range(len(groups)))
+            most = most_local_steps(settings.max_staleness) * (len(groups) if settings.stream else 1)
+            due = due if settings.every else weights.due(due, self.step, most)
         for g in due:
             self._turn = (g + 1) % len(groups)
             weights.receive(groups[g], self.job.trace)
@@ -315,19 +305,6 @@ class Exchange:
         for group in groups:
             group.prediction.add()
 
-    def _due(self) -> list[int]:
-        """The groups to exchange after this step; the same on all ranks of a node."""
-        settings, groups = self.settings, self.weights.groups
-        if settings.every and self.step % settings.every:
-            return []
-        self._start()
-        candidates = [self._turn] if settings.stream else list(range(len(groups)))
-        if settings.every:
-            return candidates
-        most = most_local_steps(settings.max_staleness) * (len(groups) if settings.stream else 1)
-        due = torch.tensor([self.leads and groups[g].due(self.step, most) for g in candidates], dtype=torch.uint8)
-        return [g for g, now in zip(candidates, copy_from_first(self.node, due).tolist(), strict=True) if now]
-
     # ---- sync points and checkpoints
 
     @torch.no_grad()
@@ -335,13 +312,11 @@ class Exchange:
         """A sync point: finishes all exchanges; all ranks have equal weights then."""
         model, weights = self.job.model, self.weights
         if self.sync_phases.active:
-            means = mean_buffers(model, Table(self.comm), trains=True, workers=self.comm.size)
-            for x, mean in zip(model.buffers(), means, strict=True):
-                x.copy_(mean)
+            copy_buffers(model, mean_buffers(model, Table(self.comm), trains=True, workers=self.comm.size))
             self._begin()
             return
         self._start()
-        self.weights.remove_predictions()
+        weights.remove_predictions()
         for g, group in enumerate(weights.groups if self.trains else ()):
             weights.receive(group, self.job.trace)
             if self.step > group.sent_at:
@@ -350,16 +325,15 @@ class Exchange:
         self._send_clock(RESTS)
         self.transport.finish_requests()
         result = self.transport.at_sync_point(lambda x: weights.sums(x, model, self.step))
-        living, self.batches_dealt = result.living, result.shares_dealt // max(1, len(weights.workers))
         self.staleness += result.staleness  # keeps those above 0
+        self.batches_dealt = result.batches_dealt
         for group in weights.groups:
             group.current.store()
-        for x, mean in zip(model.buffers(), result.means, strict=True):
-            x.copy_(mean)
+        copy_buffers(model, result.means)
         self.transport.stop()
-        if not {*weights.owners, *weights.leaders} <= {*living}:
-            leaders = {rank: leader for rank, leader in weights.leaders.items() if rank in living}
-            owners = [rank for rank in weights.owners if rank in living]
+        if not {*weights.owners, *weights.leaders} <= {*result.living}:
+            leaders = {rank: leader for rank, leader in weights.leaders.items() if rank in result.living}
+            owners = [rank for rank in weights.owners if rank in result.living]
             self.weights = self._divide(leaders, owners or sorted(leaders))
         self._begin()
         self._started, self._entered, self.weights.server.dealt, self._shares = False, False, None, 0

@@ -95,9 +95,10 @@ class ParameterServer:
         self._shares: dict[int, list[int]] = {}  # by worker
 
     def deal(self, first: int, end: int) -> None:
-        """Starts to deal these shares, which all workers together take of each batch."""
-        self._shares = {worker: [] for worker in self.clocks}
-        self.dealt = (first, end)
+        """Starts to deal these batches, of which each worker takes a share, unless it has begun."""
+        if self.dealt is None:
+            self._shares = {worker: [] for worker in self.clocks}
+            self.dealt = (first * len(self.clocks), end * len(self.clocks))
 
     def rank_died(self, rank: int) -> None:
         """Takes a dead worker out of the bound on clocks."""
@@ -137,12 +138,12 @@ class ParameterServer:
 
 
 class SyncResult(NamedTuple):
-    """The result of a sync point; the new weights are in each group's `current`."""
+    """The result of a sync point. `steps`: of a worker, since the last one; `means`: of the model's buffers."""
 
     staleness: Counter[int]
-    shares_dealt: int
-    steps: float  # of a worker, since the last one
-    means: list[Tensor]  # of the model's buffers
+    batches_dealt: int
+    steps: float
+    means: list[Tensor]
     living: list[int]
 
 
@@ -187,6 +188,18 @@ class SharedWeights:
         for group in self.groups:
             group.prediction.remove()
 
+    @property
+    def unchanged(self) -> bool:
+        """Whether the parameters are the last known weights, bit for bit: NaN is not equal to itself."""
+        pairs = ((group.current.load(), group.base.flat) for group in self.groups)
+        return all(torch.equal(now.view(torch.int32), base.view(torch.int32)) for now, base in pairs)
+
+    def due(self, candidates: Sequence[int], step: int, most: int) -> list[int]:
+        """The groups to exchange now, by `WorkerGroup.due` of the worker; the same on all ranks of its node."""
+        flags = [self.rank in self.workers and self.groups[g].due(step, most) for g in candidates]
+        flags = copy_from_first(self.node, torch.tensor(flags)).tolist()
+        return [g for g, due in zip(candidates, flags, strict=True) if due]
+
     def send(self, g: int, step: int, transport: Any, momentum: Momentum | None) -> None:
         """Sends this rank's update of group g to the owners."""
         group = self.groups[g]
@@ -225,7 +238,7 @@ class SharedWeights:
             owned = {self.rank: shard.weights} if shard else {}
             table.all_reduce(group.contribution(owned, table.ranks, workers if works else 0))
         staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
-        dealt = server.dealt[0] if server.dealt and self.rank == self.owners[0] else 0
+        dealt = server.dealt[0] // max(1, workers) if server.dealt and self.rank == self.owners[0] else 0
         largest = torch.tensor([max(staleness, default=0), dealt])
         table.all_reduce(largest, op="max")
         counts = torch.tensor([step * works, *(staleness[steps] for steps in range(int(largest[0]) + 1))])

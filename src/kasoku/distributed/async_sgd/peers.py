@@ -114,7 +114,7 @@ class Peers:
 
     Args:
         comm: sends the heartbeats, on channels of its own. Its policy (liveness.py) decides what a death does.
-        node_of: for each rank, the ranks that step together with it, and die with it.
+        leaders: for each rank, the first rank of its node: ranks of one node step together, and die together.
         on_death: called once for each dead rank that is removed.
         pause: waits for an event or a number of seconds, as `threading.Event.wait` does; tests advance it themselves.
 
@@ -123,13 +123,9 @@ class Peers:
     """
 
     def __init__(
-        self,
-        comm: Comm,
-        node_of: Sequence[Sequence[int]],
-        on_death: Callable[[int], object],
-        pause: Pause = threading.Event.wait,
+        self, comm: Comm, leaders: Sequence[int], on_death: Callable[[int], object], pause: Pause = threading.Event.wait
     ) -> None:
-        self.comm, self.node_of, self.on_death, self._pause = comm, node_of, on_death, pause
+        self.comm, self.leaders, self.on_death, self._pause = comm, leaders, on_death, pause
         self.small = comm.channel(patient=True)
         self.dead: dict[int, str] = {}
         self.changed = threading.Condition(threading.RLock())
@@ -244,12 +240,13 @@ class Peers:
             self.on_death(rank)
             self.changed.notify_all()
         self.send_heartbeat(also=rank)
-        if self.comm.rank in self.node_of[rank]:
+        if self.leaders[rank] == self.leaders[self.comm.rank]:
             self.fail(LostRankError(f"rank {rank}, which steps together with this one, died: {why}"))
             return
         warnings.warn(f"rank {rank} died: {why}; the other ranks go on without it", RuntimeWarning, stacklevel=2)
-        for other in self.node_of[rank]:
-            self.lose(other, f"rank {rank} of its node died")
+        for other, leader in enumerate(self.leaders):
+            if leader == self.leaders[rank]:
+                self.lose(other, f"rank {rank} of its node died")
 
     def _end_by_verdict(self, watched: Any, rank: int, why: str) -> None:
         watched.wait_for_verdict()  # usually it ends the process; nothing recovers meanwhile

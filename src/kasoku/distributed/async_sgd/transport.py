@@ -65,10 +65,10 @@ class InProcess:
 class NetworkTransport:
     """Ranks in processes of their own, on a channel of its own; see Note: progress."""
 
-    def __init__(self, comm: Comm, segments: Segments, node_of: Sequence[Sequence[int]]) -> None:
+    def __init__(self, comm: Comm, segments: Segments, leaders: Sequence[int]) -> None:
         self._comm, self._segments = comm, segments
         self._threads: list[tuple[int, threading.Thread]] = []
-        self.peers = Peers(comm, node_of, lambda rank: self._server.rank_died(rank))
+        self.peers = Peers(comm, leaders, lambda rank: self._server.rank_died(rank))
         self.dead = self.peers.dead
 
     def set_server(self, server: ParameterServer, owners: Sequence[int]) -> None:
