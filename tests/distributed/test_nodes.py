@@ -67,8 +67,11 @@ def _equal_in_nodes(ranks: list[tuple[list[Tensor], Tensor, int]]) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.smoke
-@pytest.mark.parametrize("technique", [nodes(wire="bf16"), nodes(hidden=False)], ids=["bf16", "at once"])
+@pytest.mark.parametrize(
+    "technique",
+    [nodes(wire="bf16"), pytest.param(nodes(hidden=False), marks=pytest.mark.smoke)],
+    ids=["bf16", "at once"],
+)
 def test_nodes_of_processes_step_together_too(technique: Asynchronous):
     _equal_in_nodes(on_processes(SIZE, stepped, technique, Overlap(GROUPS)))
 

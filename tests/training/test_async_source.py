@@ -293,20 +293,23 @@ def test_no_rank_waits_for_another_between_sync_points(tmp_path, monkeypatch):
     assert inside == [False, False]
 
 
-def test_a_signal_to_one_rank_stops_all_and_resuming_goes_on(tmp_path, monkeypatch):
-    own_request, run, asked = Trainer.own_request, tmp_path / "run", recipe("epochs=1")
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_signal_to_one_rank_stops_all_and_resuming_goes_on(tmp_path, monkeypatch, size: int):
+    """Four are two nodes of two."""
+    nodes = [beside(f"{{use='{OVERLAP}'}}", node=2)] * (size > 2)
+    own_request, run, asked = Trainer.own_request, tmp_path / "run", recipe("epochs=1", *nodes)
 
     def signalled(self: Trainer) -> Request:
-        late = self.job.comm.rank == 1 and self.job.plain_loader.last_share >= 10
+        late = self.job.comm.rank == size - 1 and self.job.plain_loader.last_share >= 5 * size
         return Request(stop=signal.SIGTERM) if late else own_request(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "own_request", signalled)
-        stopped, first = fitted(asked, run)
-    assert [result.stopped for result in stopped] == ["SIGTERM"] * 2
+        stopped, first = fitted(asked, run, size=size)
+    assert [result.stopped for result in stopped] == ["SIGTERM"] * size
     (run / "recipe.toml").write_text(dumps(asked))
-    results, rest = fitted(asked, run, resume=True)
-    assert [result.epochs for result in results] == [1.0] * 2
+    results, rest = fitted(asked, run, size=size, resume=True)
+    assert [result.epochs for result in results] == [1.0] * size
     every = [index for rank in (*first, *rest) for index in rank]
     assert 5 * 64 <= sum(map(len, first)) < 22 * 64
     assert len(every) == len(set(every)) == 22 * 64
@@ -342,6 +345,25 @@ def test_a_signal_to_the_process_of_one_rank_stops_all(tmp_path):
             rank.kill()
     assert [rank.returncode for rank in again] == [0, 0], said
     assert json.loads((run / "result.json").read_text())["steps"] == step + 22
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("size", "techniques"), [(2, beside("{use='kasoku.optim.EMA'}")), (4, beside(f"{{use='{OVERLAP}'}}", node=2))]
+)
+def test_the_command_trains_groups_in_parts_on_processes_and_resumes(size: int, techniques: str, tmp_path):
+    run, asked = tmp_path / "run", (*SETTINGS, techniques, "norm_batch=8", "norm_average=1", "epochs=1")
+    settings = [s for setting in asked for s in ("--set", setting)]
+    for arguments in (["train", str(RECIPE), *settings, "--out", str(run)], ["train", "--resume", str(run)]):
+        more = ["--set", "epochs=1.5"] * ("--resume" in arguments)
+        ranks = started([*arguments, *more, "--quiet"], size)
+        try:
+            said = [rank.communicate(timeout=120)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert [rank.returncode for rank in ranks] == [0] * size, said
+    assert json.loads((run / "result.json").read_text())["steps"] == 33
 
 
 def test_steps_together_may_begin_off_the_grid_of_batches(tmp_path):
@@ -381,8 +403,10 @@ def test_losses_are_written_at_every_sync_point(tmp_path):
     assert [line["step"] for line in lines if "loss" in line] == [11, 22, 33, 44]
 
 
-@pytest.mark.parametrize("warmup", [0.0, 1.0])
-def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup: float):
+@pytest.mark.parametrize(
+    ("size", "technique"), [(3, ""), (3, ", warmup=1.0"), (4, ", node=2"), (4, ", node=2, warmup=1.0")]
+)
+def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, size: int, technique: str):
     data = f"data={{use='kasoku.data.folder', root='{images(tmp_path / 'images', 36)}', size=16}}"
     monkeypatch.setattr(FileExecutor, "safe_batches", property(lambda _: 0, lambda *_: None), raising=False)
 
@@ -391,11 +415,12 @@ def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup
         raise InputError("the source is gone")
 
     def rank(comm: Comm) -> None:
-        training = build(recipe(data, "batch=12", warmup=warmup), comm)
+        inside = f", {{use='{OVERLAP}'}}" if "node" in technique else ""
+        training = build(recipe(data, "batch=12", f"techniques=[{{use='{OURS}'{technique}}}{inside}]"), comm)
         if comm.rank == 1:
             training.job.around_loader(failing)
         with run_folder(comm, tmp_path / "run", resume=False) as run:
             fit(training, run, started=process_start(), quiet=True)
 
     with pytest.raises(InputError, match="rank 1: the source is gone"):
-        Threads(3).run(rank)
+        Threads(size).run(rank)
