@@ -104,32 +104,26 @@ class _Average:
         self.names = {p: n for n, p in self.params.items()}
         self.averages: dict[str, Tensor] = {}
         self.updates: dict[str, int] = {}
-        job.after_update(lambda params: self.count((self.names[p], p) for p in params if p in self.names))
-        job.after_step(lambda: self.count(self.buffers().items()))
-        job.at_sync_point(lambda steps: self.average({**self.params, **self.buffers()}.items(), steps))
+        job.after_update(lambda params: self.advance((self.names[p], p) for p in params if p in self.names))
+        job.after_step(lambda: self.advance(self.buffers().items()))
+        job.at_sync_point(lambda steps: self.advance({**self.params, **self.buffers()}.items(), steps))
         job.keep(name, self)
         job.around_evaluation(self.stepped_in)
 
     def buffers(self) -> dict[str, Tensor]:
         return {n: b for n, b in self.job.model.named_buffers() if b.is_floating_point()}
 
-    def count(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Counts one more update of each of these tensors, and averages those that are due, if all ranks have them."""
-        due = []
-        for name, x in named if self.job.step_comm is self.job.comm else ():
-            self.updates[name] = n = self.updates.get(name, 0) + 1
-            if n % self.every == 0:
-                due.append((name, x))
-        self.average(due, 0)
-
     @torch.no_grad()
-    def average(self, named: Iterable[tuple[str, Tensor]], steps: float) -> None:
-        """A round of these tensors, after so many steps that were not counted; 0: `every` steps were."""
-        rounds: dict[int, list[tuple[str, Tensor]]] = {}
+    def advance(self, named: Iterable[tuple[str, Tensor]], steps: float = 0.0) -> None:
+        """Counts an update of each of these tensors, or `steps` at a sync point, and averages those that are due."""
+        if not steps and self.job.step_comm is not self.job.comm:
+            return  # until the next sync point ranks have different weights
+        due: dict[int, list[tuple[str, Tensor]]] = {}
         for name, x in named:
-            self.updates[name] = n = self.updates.get(name, 0) + round(steps)
-            rounds.setdefault(n, []).append((name, x))
-        for n, items in rounds.items():
+            self.updates[name] = n = self.updates.get(name, 0) + (round(steps) or 1)
+            if steps or n % self.every == 0:
+                due.setdefault(n, []).append((name, x))
+        for n, items in due.items():
             for name, x in items:
                 if name not in self.averages:
                     self.averages[name] = x.detach().clone()

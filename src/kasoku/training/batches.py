@@ -84,9 +84,8 @@ class AsyncSource:
 
     @property
     def _in_epoch(self) -> int:
-        """The batches of an epoch. A growing batch changes it with the epoch's first one."""
-        loader = self.job.plain_loader
-        return len(loader) // int(loader.parts)
+        """The batches of an epoch."""
+        return len(self.job.plain_loader) // int(self.job.plain_loader.parts)
 
     def batches(self) -> Iterator[Batch]:
         """This rank's batches, in parts, up to the next sync point."""
@@ -188,7 +187,7 @@ class AsyncSource:
 def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Batch]:
     """The rest of an epoch. If the input of one rank fails, all ranks raise before that batch. Collective.
 
-    `barrier`: of the ranks that step together. Those of one node raise alone: the failing rank, and the others beside.
+    `barrier`: of the ranks that step together; those of a node raise without the other nodes.
     """
     loader = job.plain_loader
     if barrier.comm.size == 1 or loader.skipped is None:  # memory does not fail

@@ -19,16 +19,14 @@ def ranks_of_node(comm: Comm, size: int, beside: str) -> Comm:
     nodes: defaultdict[object, list[int]] = defaultdict(list)
     for rank, host in enumerate(comm.gather_objects(socket.gethostname())):
         nodes[rank // size if size else host].append(rank)
-    sizes = [len(ranks) for ranks in nodes.values()]
-    if len({*sizes}) > 1:
-        advice = "start as many on each, or give node, a divisor of all these numbers"
-        raise InputError(f"Asynchronous beside {beside}: hosts of {sizes} ranks; {advice}")
+    if len({*map(len, nodes.values())}) > 1:
+        got = f"Asynchronous beside {beside}: hosts of {[*map(len, nodes.values())]} ranks"
+        raise InputError(f"{got}; start as many on each, or give node, a divisor of all these numbers")
     if len(nodes) > 1:
         own = comm.sub([*nodes.values()])
         return own if own.size > 1 else Solo(comm.clock)
     if comm.rank == 0:
-        advice = "Asynchronous(node=...) would divide them"
-        say(f"Asynchronous: all ranks share a host, so that {beside} has them all step together; {advice}")
+        say(f"Asynchronous: all ranks share a host, so that {beside} has them all step together; node=... divides them")
     return comm
 
 

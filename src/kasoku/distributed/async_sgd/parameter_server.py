@@ -238,7 +238,7 @@ class SharedWeights:
             owned = {self.rank: shard.weights} if shard else {}
             table.all_reduce(group.contribution(owned, table.ranks, workers if works else 0))
         staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
-        dealt = server.dealt[0] // max(1, workers) if server.dealt and self.rank == self.owners[0] else 0
+        dealt = server.dealt[0] // max(1, len(self.workers)) if server.dealt and self.rank == self.owners[0] else 0
         largest = torch.tensor([max(staleness, default=0), dealt])
         table.all_reduce(largest, op="max")
         counts = torch.tensor([step * works, *(staleness[steps] for steps in range(int(largest[0]) + 1))])
