@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "core": 1805,
     "optim": 1180,
     "models": 830,
-    "device": 555,
+    "device": 610,
     "data": 5215,
     "distributed": 5480,
     "memory": 2175,
