@@ -23,18 +23,18 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1805,
+    "core": 1825,
     "optim": 1180,
     "models": 830,
-    "device": 610,
+    "device": 635,
     "data": 5215,
-    "distributed": 5480,
+    "distributed": 5540,
     "memory": 2175,
     "config": 1380,
     "tune": 2065,
-    "simulate": 1740,
+    "simulate": 1755,
     "report": 2290,
-    "training": 2180,
+    "training": 2190,
     "commands": 1885,
     "testing": 630,
 }

@@ -26,7 +26,7 @@ class Graphs(Technique, stage=Stage.COMPILE, captures_graph=True):
 
     Saves: time for small models and small batches: one launch for hundreds of kernels.
     Costs: the memory of a graph's buffers; three batches of warm-up before the first step; a copy of the gradients with
-        accumulation.
+        accumulation; on several ranks a small collective a step, for the mean of BatchNorm's running statistics.
     Ref: torch.cuda.make_graphed_callables.
     """
 
@@ -40,6 +40,8 @@ class Graphs(Technique, stage=Stage.COMPILE, captures_graph=True):
                 hook: Any = p.register_hook
                 job.on_close(hook(functools.partial(_keep, job, p)).remove)
         job.patch(job.model, "forward", _Graphed(job.model, job.model.forward))
+        if job.comm.size > 1:
+            job.before_step(functools.partial(_average_statistics, job))
 
 
 def _keep(job: Job, p: Tensor, gradient: Tensor) -> Tensor | None:
@@ -52,6 +54,17 @@ def _keep(job: Job, p: Tensor, gradient: Tensor) -> Tensor | None:
             f"{got}: call optimizer.zero_grad() after each step; for k backwards a step, Job(accumulate=k)"
         )
     return None
+
+
+@torch.no_grad()
+def _average_statistics(job: Job) -> None:
+    """BatchNorm's running statistics become their means over ranks, whose graphs take those of their own batches."""
+    running = [x for name, x in job.model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+    if running and job.step_comm.size > 1:
+        flat = torch.cat([x.flatten() for x in running])
+        job.step_comm.all_reduce(flat, op="mean").wait()
+        for x, mean in zip(running, torch.split(flat, [x.numel() for x in running]), strict=True):
+            x.copy_(mean.view_as(x))
 
 
 class _Shell(nn.Module):
