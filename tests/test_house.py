@@ -23,14 +23,14 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1805,
+    "core": 1855,
     "optim": 1180,
     "models": 830,
     "device": 555,
-    "data": 5215,
+    "data": 5230,
     "distributed": 5480,
     "memory": 2175,
-    "config": 1380,
+    "config": 1395,
     "tune": 2065,
     "simulate": 1740,
     "report": 2290,

@@ -90,7 +90,7 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "batch": f"{recipe.batch:,}, {step.images / step.gpus:g} a GPU"
         + (f" ({recipe.origin})" if recipe.origin else ""),
         "epochs": f"{recipe.epochs:g}, {updates(recipe, case.facts.images):,} updates",
-        "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup:g} epochs",
+        "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup_epochs:g} epochs",
         "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy})",
         sent: step.inputs.choice() + _reducer(chosen),
         "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",

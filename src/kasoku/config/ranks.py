@@ -85,7 +85,7 @@ def techniques_for(recipe: Recipe, ranks: int) -> list[Technique]:
     Raises:
         InputError: for settings that asynchronous ranks cannot have.
     """
-    techniques = [technique.for_ranks(ranks) for technique in recipe.techniques]
+    techniques = [technique.for_ranks(ranks) for technique in recipe.scaled_techniques]
     refusals = {
         f"norm_batch={recipe.norm_batch}: ranks that do not wait share no statistics": recipe.norm_batch,
         f"norm_average={recipe.norm_average:g}: needs the statistics of all ranks": recipe.norm_average,
