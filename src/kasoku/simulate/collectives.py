@@ -259,29 +259,40 @@ def hierarchical(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     return torus(cluster, gpus, min(gpus, cluster.node.gpus), trees=True)
 
 
-def torus(
-    cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False, across: float = 1.0, exchanged: bool = False
-) -> list[AlgorithmCost]:
+def torus(cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False) -> list[AlgorithmCost]:
     """A reduce-scatter, all-reduce and all-gather on a grid of GPUs, whose rows have `width`; 0: about square.
 
-    `width` is a divisor of `gpus`. Columns use rings, with `trees` also trees, or (`exchanged`) an all-to-all and an
-    all-gather; `across` is the share of the remaining bytes that is sent along them.
+    `width` is a divisor of `gpus`. Columns use rings, with `trees` also trees.
     """
     width = width or square(gpus, min(gpus, cluster.node.gpus))
-    once, high = gather(cluster, gpus, width), gpus // width
-    row = once + once if width > 1 else AlgorithmCost(starts=0)
-    if high == 1:
-        return [row]
-    columns = [[first + width * i for i in range(high)] for first in range(width)]
-    flows = [flow for column in columns for flow in _circle(column, across / gpus)]
+    along = rows(cluster, gpus, width)
+    return [along + across for across in columns(cluster, gpus, width, trees=trees)] if width < gpus else [along]
+
+
+def rows(cluster: Cluster, gpus: int, width: int) -> AlgorithmCost:
+    """The reduce-scatter and the all-gather along rows of `width` GPUs."""
+    once = gather(cluster, gpus, width)
+    return once + once if width > 1 else AlgorithmCost(starts=0)
+
+
+def columns(
+    cluster: Cluster, gpus: int, width: int, *, trees: bool = False, exchanged: bool = False
+) -> list[AlgorithmCost]:
+    """The all-reduce of each part of a row by the GPUs at its place of all rows, for each byte of the whole.
+
+    By rings, with `trees` also trees; `exchanged`: by an all-to-all and an all-gather.
+    """
+    high = gpus // width
+    along = [[first + width * i for i in range(high)] for first in range(width)]
+    flows = [flow for column in along for flow in _circle(column, 1 / gpus)]
     once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, gpus, flows))
     if exchanged:
-        return [row + exchange(cluster, gpus, width).of(across / width) + once]
-    costs = [row + once.twice()]
+        return [exchange(cluster, gpus, width).of(1 / width) + once]
+    costs = [once.twice()]
     if trees:
-        flows = [flow for column in columns for flow in _two_trees(column, 0.5 * across / width)]
+        flows = [flow for column in along for flow in _two_trees(column, 0.5 / width)]
         byte_s, depth = contended_s(cluster, gpus, flows), high.bit_length() - 1
-        costs.append(row + AlgorithmCost(trees_between=2 * depth, byte_s=byte_s, trees=1))
+        costs.append(AlgorithmCost(trees_between=2 * depth, byte_s=byte_s, trees=1))
     return costs
 
 
