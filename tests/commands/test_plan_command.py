@@ -125,7 +125,7 @@ def test_all_points_are_tried_and_a_noise_scale_gives_more_epochs(
     [
         (
             "schedule.warmup=15",
-            "without batches of 8, 16, 32 (the first: schedule.warmup: 15 epochs, longer than the training",
+            "without batches of 8, 16, 32 (the first: Linear: epochs=11.25 is where it ends and must",
         ),
         ("accumulate=64", "without batches of 8, 16, 32 (the first: accumulate=64: a divisor of batch=8"),
         ("norm_batch=16", "without batches of 8 (the first: norm_batch=16: a divisor of batch=8"),

@@ -49,7 +49,7 @@ def test_a_batch_that_grows_is_the_sum_of_the_steps_of_each_batch() -> None:
     assert steps_s(case) == pytest.approx(expected, rel=1e-9)
     fixed = case_of(LARGE.name, "norm_batch=0", "batch=2560")
     assert steps_s(case) < steps_s(fixed)  # fewer updates, so less communication
-    stretches = case.document(case.step(GPUS))["stretches"]
+    stretches = case.document(case.step(GPUS))["steps"]
     assert [(s["batch"], round(s["updates"])) for s in stretches] == [(2560 * f, n) for f, n in made.items()]
 
 

@@ -171,16 +171,12 @@ class Recipe:
 
     @property
     def scaled_schedule(self) -> Schedule:
-        """The schedule over `epochs`, if its times follow them; `scaling = "legw"` stretches its warm-up."""
-        schedule, length = self.schedule, self.schedule.epochs or self.epochs
-        by = self.batch_scale if self.scaling == "legw" else 1.0
-        warmup = by * epoch_of(schedule.warmup, length, "schedule")
-        if warmup > self.epochs:
-            got = f"{warmup:g} epochs, longer than the training (epochs={self.epochs:g})"
-            raise InputError(f"schedule.warmup: {got}: shorten it or train longer")
-        if warmup and by != 1:
-            return replace(schedule, warmup=warmup if warmup >= 1 else warmup / length, epochs=length)
-        return schedule.over(self.epochs)
+        """The schedule over `epochs`, unless it has its own; `scaling = "legw"` stretches its warm-up."""
+        warmup, epochs = self.schedule.warmup, self.schedule.epochs or self.epochs
+        if self.scaling == "legw":
+            longer = self.batch_scale * epoch_of(warmup, epochs, "schedule")
+            warmup = longer if longer >= 1 else longer / epochs
+        return replace(self.schedule, warmup=warmup, epochs=epochs)
 
     @cached_property
     def scaled_techniques(self) -> tuple[Technique, ...]:

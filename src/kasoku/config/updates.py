@@ -62,21 +62,20 @@ def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
 
 def schedule_warning(recipe: Recipe) -> str:
     """How a schedule of ours with times of its own does not fit the training; empty where it does."""
-    schedule, epochs, kind = recipe.schedule.over(recipe.epochs), recipe.epochs, type(recipe.schedule)
+    schedule, epochs, kind = recipe.scaled_schedule, recipe.epochs, type(recipe.schedule)
     if not kind.__module__.startswith("kasoku."):
         return ""
     if 0.25 <= recipe.schedule.warmup < 1:
         share = f"a share of the training, {schedule.warmup_epochs:g} of {schedule.epochs:g} epochs"
         return f"schedule.warmup={recipe.schedule.warmup:g}: {share}; for part of an epoch give a smaller share"
-    curve = replace(recipe.schedule, warmup=0.0)
-    if curve.over(epochs) != curve:
+    if not recipe.schedule.epochs and hasattr(schedule, "passed"):  # its curve ends with the training
         return ""
     idle = next((i for i in range(_PARTS) if schedule(epochs * (1 - (i + 1) / _PARTS)) > _NO_RATE), _PARTS) / _PARTS
     left = schedule(epochs) - schedule(100 * epochs)
     if idle <= _MISFIT >= left:
         return ""
     wrong = f"still has {left:.0%} to fall at the end" if left > _MISFIT else f"is 0 for the last {idle:.0%}"
-    mend = "--set schedule.epochs=0" if recipe.schedule.epochs else "give its times as shares of the training, below 1"
+    mend = "--set schedule.epochs=0" if recipe.schedule.epochs else "change its times (below 1: shares of it)"
     return f"schedule {kind.__name__}: the rate {wrong} of the training ({epochs:g} epochs); to mend it: {mend}"
 
 

@@ -44,6 +44,9 @@ class Schedule:
         if self.warmup < 0 or self.start < 0 or self.epochs < 0:
             given = f"warmup={self.warmup}, start={self.start}, epochs={self.epochs}"
             raise InputError(f"{given}: none of them may be below 0")
+        if self.epochs and not self.epochs > self.warmup_epochs:
+            got = f"epochs={self.epochs:g} is where it ends and must lie beyond warmup={self.warmup:g}"
+            raise InputError(f"{type(self).__name__}: {got}: raise epochs or shorten the warm-up")
 
     def __call__(self, epoch: float) -> float:
         """The factor after `epoch` epochs (fractions allowed)."""
@@ -58,11 +61,6 @@ class Schedule:
         raise NotImplementedError
 
     @property
-    def times(self) -> tuple[float, ...]:
-        """All times of the schedule, of which some may be shares of the training."""
-        return (self.warmup,)
-
-    @property
     def warmup_epochs(self) -> float:
         return self.epoch_of(self.warmup)
 
@@ -71,12 +69,8 @@ class Schedule:
         return epoch_of(time, self.epochs, type(self).__name__)
 
     def over(self, epochs: float) -> "Schedule":
-        """The schedule of a training of this length; itself, if it has its `epochs` or no share of a training."""
-        return replace(self, epochs=epochs) if self._is_open else self
-
-    @property
-    def _is_open(self) -> bool:
-        return not self.epochs and any(0 < time < 1 for time in self.times)
+        """The schedule in a training of this length; itself, if it has its own `epochs`."""
+        return self if self.epochs else replace(self, epochs=epochs)
 
 
 @dataclass(frozen=True)
@@ -101,10 +95,6 @@ class StepDecay(Schedule):
     milestones: tuple[float, ...] = ()
     gamma: float = 0.1
 
-    @property
-    def times(self) -> tuple[float, ...]:
-        return (self.warmup, *self.milestones)
-
     def after(self, epoch: float) -> float:
         return float(self.gamma ** sum(epoch >= self.epoch_of(m) for m in self.milestones))
 
@@ -118,16 +108,6 @@ class _Until(Schedule):
     """
 
     end: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.epochs and not self.epochs > self.warmup_epochs:
-            got = f"epochs={self.epochs} is where it ends and must lie beyond warmup={self.warmup}"
-            raise InputError(f"{type(self).__name__}: {got}: raise epochs or shorten the warm-up")
-
-    @property
-    def _is_open(self) -> bool:
-        return not self.epochs
 
     def passed(self, epoch: float) -> float:
         """How much of the way from the end of the warm-up to `epochs` lies behind, 0 to 1."""
@@ -188,10 +168,6 @@ class ArcCotangent(Schedule):
 
     turn: float = 70 / 90
     decay: float = 5.0
-
-    @property
-    def times(self) -> tuple[float, ...]:
-        return (self.warmup, self.turn)
 
     def after(self, epoch: float) -> float:
         d = epoch - self.epoch_of(self.turn)

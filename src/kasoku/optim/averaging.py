@@ -8,7 +8,7 @@ after `apply`.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -60,7 +60,7 @@ class Lookahead(Technique, refuses=_REFUSED, averages_weights=True):
         every: steps between rounds, at least 1.
         decay: share of the slow weights kept at a round, from 0 to below 1; 0 changes nothing.
         power: 0 or more; 0 keeps the decay constant, else it grows as decay * (progress / epochs)^power.
-        epochs: the epoch at which a growing decay reaches its full value, 0 or more; 0: at the end of the recipe's.
+        epochs: the epoch at which a growing decay reaches its full value, above 0 for one.
 
     Saves: steps: less noise at high rates.
     Costs: a copy of the weights, and a pass over them each round.
@@ -75,15 +75,12 @@ class Lookahead(Technique, refuses=_REFUSED, averages_weights=True):
 
     def __post_init__(self) -> None:
         refuse_outside(decay=(self.decay, 0, 1), every=(self.every, 1, inf))
-        refuse_outside(power=(self.power, 0, inf), epochs=(self.epochs, 0, inf))
-
-    def over(self, epochs: float) -> Technique:
-        return replace(self, epochs=self.epochs or epochs)
+        if self.power < 0 or (self.power > 0 and not self.epochs > 0):
+            wanted = "a decay that grows needs a power above 0 and the epochs it grows over"
+            raise InputError(f"power={self.power}, epochs={self.epochs}: {wanted}")
 
     def apply(self, job: Job) -> None:
         """At every `every`-th update, averages and writes the average back; evaluation uses the slow weights."""
-        if self.power and not self.epochs:
-            raise InputError(f"Lookahead power={self.power}: a decay that grows needs the epochs of the training")
 
         def share(updates: int) -> float:
             if not self.power:

@@ -254,11 +254,6 @@ def halving_doubling(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     return [total]
 
 
-def hierarchical(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
-    """Reduce-scatter within each node, an all-reduce of each part between nodes (ring or trees), all-gather."""
-    return torus(cluster, gpus, min(gpus, cluster.node.gpus), trees=True)
-
-
 def torus(cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False) -> list[AlgorithmCost]:
     """A reduce-scatter, all-reduce and all-gather on a grid of GPUs, whose rows have `width`; 0: about square.
 
@@ -326,6 +321,7 @@ ALGORITHMS: dict[str, Callable[[Cluster, int], list[AlgorithmCost]]] = {
     "ring": ring,
     "tree": tree,
     "halving-doubling": halving_doubling,
-    "hierarchical": hierarchical,
+    # reduce-scatter within each node, an all-reduce of each part between nodes (ring or trees), all-gather
+    "hierarchical": lambda cluster, gpus: torus(cluster, gpus, min(gpus, cluster.node.gpus), trees=True),
     "torus": torus,
 }

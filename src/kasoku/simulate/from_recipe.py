@@ -51,15 +51,6 @@ class FixedPlan(Policy):
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Steps of a training that are alike: the growth of the batch, the share of the pixels, synchronous or not."""
-
-    growth: int = 1
-    pixels: float = 1.0
-    synchronous: bool = False  # of ranks that are asynchronous otherwise
-
-
-@dataclass(frozen=True)
 class Scenario:
     """A recipe on a cluster. `notes`: remarks on its data."""
 
@@ -85,43 +76,36 @@ class Scenario:
         """Images a GPU of a step, at least one for each of its parts."""
         return max(self.recipe.parts(step.gpus), step.images // step.gpus)
 
-    def stretches(self) -> dict[Stretch, float]:
-        """The updates of the training by how they are made."""
-        recipe, pace = self.recipe, self.simulator.sharing.asynchronous
-        found: dict[Stretch, float] = defaultdict(float)
-        within = pace or any(technique.changes_resolution for technique in recipe.techniques)
-        slices = _SLICES if within else 1
+    def steps(self, step: SimulatedStep) -> list[tuple[SimulatedStep, float]]:
+        """The kinds of steps of the training, and their numbers; `step` is one of the recipe's batch."""
+        recipe, shared, parts = self.recipe, self.simulator.sharing, self.recipe.parts(step.gpus)
+        counts: dict[tuple[int, float, bool], float] = defaultdict(float)
+        pace, plain = shared.asynchronous, (1, 1.0, False)
+        slices = _SLICES if pace or any(technique.changes_resolution for technique in recipe.techniques) else 1
         for epoch in range(math.ceil(recipe.epochs)):
             part, grown = min(1.0, recipe.epochs - epoch), growth(recipe, epoch)  # the last epoch may be a part
             count = round(part * updates_in_epoch(recipe, self.facts.images, epoch)) / slices
             for at in (epoch + part * (i + 0.5) / slices for i in range(slices)):
                 synchronous = bool(pace and (at < pace.warmup or 0 < pace.finish <= at))
-                found[Stretch(grown, pixel_share(recipe, at, self.facts.side), synchronous)] += count
-        return found
+                counts[grown, pixel_share(recipe, at, self.facts.side), synchronous] += count
+        if not pace:
+            shared = replace(shared, policy=FixedPlan(step.inputs.plan), next_forward=step.inputs.late)
 
-    def steps(self, step: SimulatedStep) -> list[tuple[Stretch, float, SimulatedStep]]:
-        """The stretches of the training, their updates, and a step of each; `step` is one of the recipe's batch."""
-        found: list[tuple[Stretch, float, SimulatedStep]] = []
-        for stretch, count in self.stretches().items():
-            simulator, shared, parts = self.simulator, self.simulator.sharing, self.recipe.parts(step.gpus)
-            if stretch.synchronous and shared.asynchronous:  # as its own Overlap does
-                simulator = replace(simulator, sharing=Sharing(shared.asynchronous.buckets))
-            elif not shared.asynchronous:
-                shared = replace(shared, policy=FixedPlan(step.inputs.plan), next_forward=step.inputs.late)
-                simulator = replace(simulator, sharing=shared)
-            batch, parts = stretch.growth * step.images, stretch.growth * parts
-            own = step if stretch == Stretch() else simulator.step(step.gpus, batch, parts=parts, pixels=stretch.pixels)
-            found.append((stretch, count, own))
-        return found
+        def simulated(grown: int, pixels: float, synchronous: bool) -> SimulatedStep:
+            own = Sharing(pace.buckets) if pace and synchronous else shared  # as Asynchronous' own Overlap
+            simulator = replace(self.simulator, sharing=own)
+            return simulator.step(step.gpus, grown * step.images, parts=grown * parts, pixels=pixels)
+
+        return [(step if kind == plain else simulated(*kind), count) for kind, count in counts.items()]
 
     def described(self, step: SimulatedStep) -> dict[str, str]:
         """A row of a table about steps that are not all alike; empty if they are."""
         kinds = [
             f"{count:,.0f} of {own.images:,} images"
-            + (f" at {stretch.pixels:.0%} of their pixels" if stretch.pixels < 1 else "")
-            + (", synchronous" if stretch.synchronous else "")
+            + (f" at {own.pixels:.0%} of their pixels" if own.pixels < 1 else "")
+            + (", synchronous" if step.inputs.asynchronous and not own.inputs.asynchronous else "")
             + f": {1e3 * own.step_s:.2f} ms"
-            for stretch, count, own in self.steps(step)
+            for own, count in self.steps(step)
         ]
         return {"steps": "; ".join(kinds[:_SHOWN]) + ("; ..." if len(kinds) > _SHOWN else "")} if kinds[1:] else {}
 
@@ -134,7 +118,7 @@ class Scenario:
             renewing: list[Any] = [t for t in self.recipe.techniques if t.renews_statistics]
             passes += min(sum(t.images or self.facts.images for t in renewing), self.facts.images)
         rows = dict.fromkeys(("input", "forward", "backward", "exposed"), 0.0)
-        for _, count, own in self.steps(step):
+        for own, count in self.steps(step):
             forward, compute_s = own.inputs.forward_share, own.compute_s + own.straggler_s
             rows["input"] += count * own.input_s
             rows["forward"] += count * forward * compute_s
@@ -156,10 +140,9 @@ class Scenario:
             "jitter_s": step.straggler_s,
             "exchange_s" if step.inputs.asynchronous else "all_reduce_s": step.link_s,
             "efficiency": step.images_per_s / step.gpus / alone.images_per_s,
-            "stretches": [
-                {"batch": own.images, "pixels": stretch.pixels, "updates": count, "step_s": own.step_s}
-                | ({"synchronous": stretch.synchronous} if step.inputs.asynchronous else {})
-                for stretch, count, own in self.steps(step)
+            "steps": [
+                {"batch": own.images, "pixels": own.pixels, "updates": count, "step_s": own.step_s}
+                for own, count in self.steps(step)
             ],
             "rows": rows,
             "training_s": training_s,

@@ -23,6 +23,7 @@ from kasoku.simulate.from_recipe import Scenario, scenario, sharing, sizes
 # were tried (RECORDS.md): too wide to help with a deadline, and one of these runs lay outside
 LEAST, MOST = 0.97, 1.19
 _TIMES = ("epochs", "milestones", "turn")  # of schedules, other than their warm-ups
+_ROUNDS = 20  # of the search for epochs; one is enough if the batch does not grow
 _SIZES = 24  # numbers of GPUs tried with each batch
 _OUTPUTS = 22_228_968  # layer outputs of an image of ResNet-50 at 224 pixels, with which GPUs were measured
 _WORTH = 0.99  # searched groups, or an all-reduce by nodes, must take less than this share of the step's time
@@ -87,22 +88,19 @@ def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -
 
 def _epochs_worth(recipe: Recipe, batch: int, noise_scale: float) -> float:
     """The epochs at another batch, which grows as the recipe's does, that are worth those of the recipe."""
-    longer = (1 + batch / noise_scale) / (1 + recipe.batch / noise_scale)
-    if not any(technique.changes_batch for technique in recipe.techniques):
-        return recipe.epochs * longer
 
     def worth(batch: int, epochs: float) -> float:
         techniques = [technique.over(epochs) for technique in recipe.techniques]
         growths = (math.prod(t.batch_factor(e) for t in techniques) for e in range(math.ceil(epochs)))
         return sum(min(1.0, epochs - e) / (1 + batch * grown / noise_scale) for e, grown in enumerate(growths))
 
-    wanted, low, high = worth(recipe.batch, recipe.epochs), 0.0, recipe.epochs * longer
-    while worth(batch, high) < wanted:
-        high *= 2
-    while high - low > 1e-7 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if worth(batch, middle) < wanted else (low, middle)
-    return high
+    wanted, epochs, change = worth(recipe.batch, recipe.epochs), recipe.epochs, 0.0
+    for _ in range(_ROUNDS):
+        if abs(change - 1) < 1e-9:
+            break
+        change = wanted / worth(batch, epochs)
+        epochs *= change
+    return epochs
 
 
 def _stretched(schedule: Schedule, longer: float) -> list[str]:

@@ -104,6 +104,7 @@ class SimulatedStep:
         link_s: all communication, hidden or not.
         inputs: of the forecast; with several micro-batches, of the last one, which can hide communication.
         norms_s: the part of `exposed_s` in which BatchNorms wait for the statistics of other ranks.
+        pixels: the share of the images' pixels that is computed with.
     """
 
     gpus: int
@@ -115,6 +116,7 @@ class SimulatedStep:
     link_s: float
     inputs: StepInputs = field(repr=False)
     norms_s: float = 0.0
+    pixels: float = 1.0
 
     @property
     def step_s(self) -> float:
@@ -180,7 +182,7 @@ class Simulator:
         exposed = norms_s + max(0.0, step.exposed_s)  # rounding may leave a negative time
         input_s = max(0.0, fed - slowest_s - exposed)
         late_s = slowest_s - compute_s
-        return SimulatedStep(gpus, batch, compute_s, late_s, exposed, input_s, step.link_s, inputs, norms_s)
+        return SimulatedStep(gpus, batch, compute_s, late_s, exposed, input_s, step.link_s, inputs, norms_s, pixels)
 
     def _inputs(self, units: Sequence[UnitTimes], gpus: int) -> StepInputs:
         """The inputs of the forecast: gradients, groups, link, and whether the next forward waits."""
