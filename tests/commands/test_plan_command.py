@@ -16,6 +16,7 @@ import pytest
 from helpers.inspected import remember_networks
 from kasoku.cli import main
 from kasoku.config.recipe import dumps, load
+from kasoku.data import LowResolution
 from kasoku.distributed import Asynchronous, Graded, Hierarchical, Mean, Overlap, PerLayer, Planned, Reducer, Wire
 from kasoku.simulate.plan_search import candidates
 
@@ -162,6 +163,9 @@ def test_a_noise_scale_makes_schedules_for_the_epochs_of_each_batch(
     planned(tmp_path / "turn", DIGITS, *options, "--set", "schedule={use='kasoku.core.ArcCotangent'}")
     recipe = load(tmp_path / "turn" / DIGITS.name)
     assert recipe.scaled_schedule(recipe.epochs * 70 / 90) == pytest.approx(0.5)  # a share, which follows by itself
+    small = ["--set", "techniques=[{use='kasoku.data.LowResolution', side=6, until=0.5}]"]
+    planned(tmp_path / "small", DIGITS, *options, *small)
+    assert load(tmp_path / "small" / DIGITS.name).techniques[0] == LowResolution(6, until=0.5)
 
 
 def test_a_noise_scale_sums_the_epochs_of_a_batch_that_grows(tmp_path: Path) -> None:

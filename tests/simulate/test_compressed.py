@@ -124,7 +124,7 @@ def test_a_search_is_that_of_fp32_gradients_over_a_link_that_halves_them(net: Mo
     linear = replace(slow(), protocols=("Simple",))
     sharing = Sharing(Planned(), next_forward=True, algorithm="ring", reducer=Wire(sums="wire"))
     course = Simulator(linear, net, sharing).step(GPUS, GPUS * 200).inputs
-    one = allreduce.link(linear, GPUS, "ring")
+    ((_, one),) = allreduce.link(linear, GPUS, "ring").choices
     twice = LinkModel(one.latency_s, 2 * one.bytes_per_s)
     plan, seen, late = search(course.units, net.tensors, twice, next_forward=True)
     assert (course.plan.buckets, course.plan.order, course.late) == (plan.buckets, plan.order, late)

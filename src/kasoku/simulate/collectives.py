@@ -17,6 +17,7 @@ millisecond; single packets are not simulated.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
@@ -60,12 +61,12 @@ class AlgorithmCost:
         hops = zip(astuple(self)[:4], (*protocol.ring_us, *protocol.tree_us), strict=True)
         starts_us = self.starts * protocol.start_us + self.trees * protocol.tree_more_us
         latency_us = starts_us + sum(n * us for n, us in hops)
-        return LinkModel(1e-6 * latency_us, protocol.share / self.byte_s if self.byte_s else float("inf"))
+        return LinkModel(1e-6 * latency_us, protocol.share / self.byte_s if self.byte_s else math.inf)
 
 
 @dataclass(frozen=True)
 class Fastest(LinkModel):
-    """The fastest of several algorithms of a collective, which depends on the number of bytes."""
+    """The fastest of several algorithms of a collective, which depends on the number of bytes; it has no one rate."""
 
     choices: tuple[tuple[str, LinkModel], ...] = ()
 
@@ -77,7 +78,7 @@ class Fastest(LinkModel):
         return min(self.choices, key=lambda named: named[1].seconds(size))[0]
 
 
-ALONE = Fastest(0.0, float("inf"), choices=(("none", LinkModel(0.0, float("inf"))),))  # one GPU has nothing to send
+ALONE = Fastest(0.0, math.inf, choices=(("none", LinkModel(0.0, math.inf)),))  # one GPU has nothing to send
 
 
 @lru_cache(maxsize=1024)
@@ -102,9 +103,7 @@ def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fa
     choices = tuple(
         (f"{name}, {protocol.name}", shape.link(protocol)) for name, shape in shapes for protocol in cluster.table
     )
-    least = min(choices, key=lambda named: named[1].seconds(1.0))[1]
-    most = min(choices, key=lambda named: named[1].seconds(1e12))[1]
-    return Fastest(least.latency_s, most.bytes_per_s, choices=choices)
+    return Fastest(0.0, math.inf, choices=choices)
 
 
 def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
@@ -153,11 +152,6 @@ def seconds(routes: Sequence[Sequence[int]], sizes: Sequence[float], capacity: F
         going = left > negligible
         left, links = left[going], links[going]
     return now
-
-
-def ring(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
-    """A ring for each NIC with its part of the bytes; each ring enters and leaves a node once."""
-    return [gather(cluster, gpus).twice()]
 
 
 @lru_cache(maxsize=1024)
@@ -318,7 +312,8 @@ def square(gpus: int, each: int) -> int:
 
 
 ALGORITHMS: dict[str, Callable[[Cluster, int], list[AlgorithmCost]]] = {
-    "ring": ring,
+    # a ring for each NIC with its part of the bytes; each ring enters and leaves a node once
+    "ring": lambda cluster, gpus: [gather(cluster, gpus).twice()],
     "tree": tree,
     "halving-doubling": halving_doubling,
     # reduce-scatter within each node, an all-reduce of each part between nodes (ring or trees), all-gather

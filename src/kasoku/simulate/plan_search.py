@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.config.batch_points import batches_of_points
-from kasoku.config.ranks import can_share, techniques_for
+from kasoku.config.ranks import can_share
 from kasoku.config.recipe import Recipe, load
 from kasoku.config.toml import read
 from kasoku.config.updates import growth, updates
@@ -220,7 +220,7 @@ def planned_recipe(chosen: Choice) -> Recipe:
     recipe, shared = chosen.scenario.recipe, chosen.scenario.simulator.sharing
     if not _has_groups(chosen.scenario):
         return recipe
-    techniques = techniques_for(recipe, 1)
+    techniques = [technique.for_ranks(1) for technique in recipe.techniques]  # whose shares follow other epochs
     own: Any = next((t for t in techniques if t.overlaps_backward), Overlap())
     own = replace(own, buckets=shared.policy, next_forward=shared.next_forward, reducer=shared.reducer)
     local = tuple(t for t in techniques if not t.exchanges_gradients)

@@ -81,14 +81,11 @@ class StepInputs:
         """The algorithm and protocol of the largest piece."""
         return self.link.choice(max(self.sizes(), default=0.0))
 
-    def timed(self) -> list[tuple[float, float]]:
-        """Seconds and bytes of each piece."""
-        return [(self.link.seconds(size), size) for size in self.sizes()]
-
     def forecast(self, *, timeline: bool = False) -> Forecast:
         """The step in the steady state."""
         if self.asynchronous:
-            return async_exchange.forecast(self.asynchronous, self.units, self.timed(), timeline=timeline)
+            groups = [(self.link.seconds(size), size) for size in self.sizes()]
+            return async_exchange.forecast(self.asynchronous, self.units, groups, timeline=timeline)
         return forecast(self.units, self.tensors, self.plan, self.link, next_forward=self.late, timeline=timeline)
 
 
@@ -193,7 +190,8 @@ class Simulator:
             sizes = [sum(self.net.defined[i].elements for i in bucket) for bucket in plan.buckets]
             plan = replace(plan, order=tuple(Chunk(i, 0, size) for i, size in enumerate(sizes)))  # each sent whole
             inputs = StepInputs(units, tensors, plan, async_exchange.link(self.cluster, gpus), False, asynchronous)
-            return replace(inputs, asynchronous=async_exchange.settled(asynchronous, units, inputs.timed()))
+            times_s = [inputs.link.seconds(size) for size in inputs.sizes()]
+            return replace(inputs, asynchronous=async_exchange.settled(asynchronous, units, times_s))
         link = compressed.link(self.cluster, gpus, sharing.reducer, sharing.algorithm)
         tensors = self.net.tensors
         if isinstance(sharing.policy, Planned) and gpus > 1:
