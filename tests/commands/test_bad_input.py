@@ -74,7 +74,7 @@ def refused(tmp_path, capsys):
         ("scaling=cubic", r'scaling = "cubic".*linear'),
         ("last_batch=keep", r'last_batch = "keep".*drop'),
         ("evaluate.stale=true", r"evaluate\.stale = true.*Recalibrate"),
-        ("schedule={use='kasoku.core.Constant', warmup=30}", r"Constant: epochs=20 .* must lie beyond warmup=30"),
+        ("schedule={use='kasoku.core.Constant', warmup=30}", r"schedule\.warmup: 30 epochs, longer than the training"),
         ("optimizer={use='kasoku.optim.lars', weight_decay=-1}", r"weight_decay=-1"),
         ("optimizer={use='kasoku.optim.lars', trust={eta=-1}}", r"eta=-1"),
     ],

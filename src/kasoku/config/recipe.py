@@ -176,7 +176,11 @@ class Recipe:
         if self.scaling == "legw":
             longer = self.batch_scale * epoch_of(warmup, epochs, "schedule")
             warmup = longer if longer >= 1 else longer / epochs
-        return replace(self.schedule, warmup=warmup, epochs=epochs)
+        schedule = replace(self.schedule, warmup=warmup, epochs=epochs)
+        if schedule.warmup_epochs > self.epochs:
+            got = f"{warmup:g} epochs, longer than the training (epochs={self.epochs:g})"
+            raise InputError(f"schedule.warmup: {got}: shorten it or train longer")
+        return schedule
 
     @cached_property
     def scaled_techniques(self) -> tuple[Technique, ...]:

@@ -44,9 +44,6 @@ class Schedule:
         if self.warmup < 0 or self.start < 0 or self.epochs < 0:
             given = f"warmup={self.warmup}, start={self.start}, epochs={self.epochs}"
             raise InputError(f"{given}: none of them may be below 0")
-        if self.epochs and not self.epochs > self.warmup_epochs:
-            got = f"epochs={self.epochs:g} is where it ends and must lie beyond warmup={self.warmup:g}"
-            raise InputError(f"{type(self).__name__}: {got}: raise epochs or shorten the warm-up")
 
     def __call__(self, epoch: float) -> float:
         """The factor after `epoch` epochs (fractions allowed)."""
@@ -108,6 +105,12 @@ class _Until(Schedule):
     """
 
     end: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.epochs and not self.epochs > self.warmup_epochs:
+            got = f"epochs={self.epochs:g} is where it ends and must lie beyond warmup={self.warmup:g}"
+            raise InputError(f"{type(self).__name__}: {got}: raise epochs or shorten the warm-up")
 
     def passed(self, epoch: float) -> float:
         """How much of the way from the end of the warm-up to `epochs` lies behind, 0 to 1."""
