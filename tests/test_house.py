@@ -23,18 +23,18 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1830,
+    "core": 1845,
     "optim": 1180,
     "models": 830,
     "device": 555,
     "data": 5230,
-    "distributed": 5485,
+    "distributed": 5640,
     "memory": 2175,
     "config": 1380,
     "tune": 2065,
     "simulate": 1850,
     "report": 2290,
-    "training": 2180,
+    "training": 2200,
     "commands": 1885,
     "testing": 630,
 }

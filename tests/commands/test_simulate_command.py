@@ -142,16 +142,9 @@ def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
         (["--cluster", "abci", "--what-if", "network*1e-310"], "network, latency, nvlink or gpu"),
         (["--cluster", "abci", "--sweep", "gpus=8:4"], "from at least 1 up to more"),
         (["--cluster", "abci", "--profile", "nowhere:40"], "nowhere: no profile there"),
-        (["--cluster", "abci", *asynchronous(), "--set", "accumulate=2"], "accumulate=2: each rank takes its share at"),
-        (["--cluster", "abci", *asynchronous(), "--set", "norm_batch=40"], "norm_batch=40: ranks that do not wait"),
         (["--cluster", "abci", *asynchronous("servers=1")], "servers=1: kasoku train has all ranks train"),
-        (["--cluster", "abci", *asynchronous("", "{use='kasoku.distributed.Overlap'}")], "Overlap and Asynchronous"),
-        (["--cluster", "abci", *asynchronous(), "--set", "device.graphs=true"], "Graphs and Asynchronous"),
+        (["--cluster", "abci", *asynchronous("", "{use='kasoku.distributed.Overlap'}")], "nodes are not simulated"),
         (["--cluster", "abci", *asynchronous(), "--allreduce", "ring"], "send no all-reduces: leave it out"),
-        (
-            ["--cluster", "abci", *asynchronous(), "--set", "accumulate=2", "--gpus", "1", "--sweep", "gpus=1:8"],
-            "accumulate=2: each rank takes its share at",
-        ),
     ],
 )
 def test_what_cannot_be_simulated_is_one_clear_line(

@@ -63,7 +63,8 @@ class Job:
 
     Attributes:
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
-        step_comm: the ranks that make each step together: those of `comm`, unless a technique lets ranks run ahead.
+        step_comm: the ranks that make each step together: those of `comm`, unless a technique lets ranks run ahead of
+            each other; it may change at sync points.
         patches: what techniques changed in other objects.
     """
 
@@ -179,6 +180,10 @@ class Job:
         """Calls f() before parameters are read from outside; f finishes pending updates."""
         self._hooks["on_drain"].append(f)
 
+    def at_sync_point(self, f: Callable[[float], None]) -> None:
+        """Calls f(steps) where ranks that ran ahead have equal weights again; `steps`: the mean number since then."""
+        self._hooks["at_sync_point"].append(f)
+
     def on_close(self, f: Callable[[], object]) -> None:
         """Calls f() at `close()`; what was registered last comes first."""
         self.patches.callback(f)
@@ -198,12 +203,12 @@ class Job:
             if self.applied and technique.stage < self.applied[-1].stage:
                 name, late = type(technique).__name__, type(self.applied[-1]).__name__
                 raise InputError(f"technique {name} comes before {late}: give both to one call of apply")
+        self.applied += ordered
         for technique in ordered:
-            self.step_comm = technique.ranks_in_step(self.step_comm)
+            self.step_comm = technique.ranks_in_step(self.step_comm, self.applied)
         for technique in ordered:
             self.needs_whole_gradients |= technique.needs_whole_gradients
             technique.apply(self)
-            self.applied.append(technique)
         return self
 
     def update(self, params: Iterable[Tensor], hyper: Hyper | None = None) -> None:
@@ -248,6 +253,11 @@ class Job:
         if params:
             for f in self._hooks["after_update"]:
                 f(params)
+
+    def run_at_sync_point(self, steps: float) -> None:
+        """Runs the `at_sync_point` hooks."""
+        for f in self._hooks["at_sync_point"]:
+            f(steps)
 
     def hyper(self) -> Hyper:
         """The settings of each parameter group as they are now: rate, momentum, weight decay."""

@@ -51,7 +51,8 @@ class LossScale(Technique, stage=Stage.GRADIENT, needs_whole_gradients=True, nee
     """Scales the gradient up through the backward pass, so that fp16 does not round small ones to zero.
 
     The loss itself is not changed. A step whose gradients are not all finite is left out, on every rank, and the scale
-    is divided by `factor`; after `every` good steps it is multiplied by it.
+    is divided by `factor`; after `every` good steps it is multiplied by it. Beside Asynchronous each rank (or node) has
+    a scale of its own.
 
     Args:
         start: first scale, above 0.
@@ -85,10 +86,14 @@ class _Scaler:
         self.job, self.settings = job, settings
         self.inner: Callable[[Any, Tensor], Tensor] = job.loss
         self.scale, self.good = settings.start, 0
+        self.ranks = job.step_comm  # with one scale; ranks that run ahead of each other have their own
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
         loss = self.inner(outputs, labels)
         if loss.requires_grad:
+            if self.ranks is not self.job.step_comm:
+                self.ranks = self.job.step_comm
+                self.scale, self.good = min(self.ranks.gather_objects((self.scale, self.good)))
             scale = self.scale
             loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
         return loss
@@ -103,7 +108,7 @@ class _Scaler:
         overflow = torch.zeros(1, device=device)
         inverse = torch.full((1,), 1 / self.scale, device=device)
         unscale_and_check(grads, overflow, inverse)
-        self.job.comm.all_reduce(overflow, op="max").wait()
+        self.job.step_comm.all_reduce(overflow, op="max").wait()
         if overflow.item():
             for p in params:
                 p.grad = None  # the optimizer then leaves them where they are

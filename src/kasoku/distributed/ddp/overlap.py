@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kasoku.core import Hyper, InputError, Job, Stage, Technique
+from kasoku.core import Comm, Hyper, InputError, Job, Stage, Technique
 from kasoku.core.torch_internals import version
-from kasoku.distributed.ddp.all_reduce import TWO_EXCHANGES, start_equal
+from kasoku.distributed.ddp.all_reduce import TWO_AVERAGES, start_equal
 from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
 from kasoku.distributed.ddp.bucket_plan import Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reducer
@@ -34,7 +34,7 @@ class Overlap(Technique):
     A gradient is copied into its bucket as it arrives. A bucket is sent when it is whole, and its parameters are
     updated when its mean has arrived: at the latest before the next forward of a layer with one of them. At `apply`
     all ranks copy rank 0's parameters and buffers. Call `job.drain()` before you read parameters; `state_dict()`,
-    evaluation and `close()` drain themselves.
+    evaluation and `close()` drain themselves. Beside Asynchronous it averages within a node, and the step waits for it.
 
     Args:
         buckets: the policy that assigns gradients to buckets: Planned, OneBucket, Fixed, Graded, PerLayer.
@@ -53,10 +53,11 @@ class Overlap(Technique):
 
     stage: ClassVar[Stage] = Stage.COMM
     refuses: ClassVar[Mapping[str, str]] = {
-        **TWO_EXCHANGES,
+        **TWO_AVERAGES,
         "captures_graph": "a graph has no layers whose forward could wait for its bucket; use AllReduce",
     }
     exchanges_gradients: ClassVar[bool] = True
+    averages_gradients: ClassVar[bool] = True
     overlaps_backward: ClassVar[bool] = True
     channels: ClassVar[int] = 1
     buckets: Policy = field(default_factory=Planned)
@@ -70,11 +71,11 @@ class Overlap(Technique):
             raise InputError(f'unused="{self.unused}": "refuse" or "skip"')
 
     def apply(self, job: Job) -> None:
-        if job.comm.size == 1:
+        if job.step_comm.size == 1:
             job.keep("overlap", SingleRank({"plan": {}, "reduce": []}))
             return
-        start_equal(job)
-        engine = Engine(job, self)
+        start_equal(job, job.step_comm)
+        engine = Engine(job, self, job.step_comm)
         job.gradient_ready(engine.arrive)
         job.before_step(engine.step)
         job.after_step(engine.end_step)
@@ -110,9 +111,9 @@ class SingleRank:
 class Engine:
     """Overlap at work on one job."""
 
-    def __init__(self, job: Job, settings: Overlap) -> None:
+    def __init__(self, job: Job, settings: Overlap, ranks: Comm) -> None:
         self.job, self.settings, self.late = job, settings, settings.next_forward
-        self.comm = job.comm.channel()  # gradients must not hold up the other collectives
+        self.ranks, self.comm = ranks, ranks.channel()  # gradients must not hold up the other collectives
         self.reduce = settings.reducer.bind(self.comm)
         self.layers = LayerIndex(job.model)
         self.profiler: StepProfiler | None = None  # measures the first steps for the search of a plan
@@ -128,7 +129,7 @@ class Engine:
 
     def print_once(self, line: str) -> None:
         """Prints on rank 0."""
-        if self.comm.rank == 0:
+        if self.job.comm.rank == 0:
             print(f"kasoku: {line}", flush=True)
 
     # ---- in backward
@@ -178,7 +179,7 @@ class Engine:
             return  # no backward since the last step: nothing changes
         self.layout.refuse_changed()
         if skip_unused:
-            self.layout.fill_missing(self.job.comm)
+            self.layout.fill_missing(self.ranks)
             self.send()
         else:
             self.layout.refuse_missing()
@@ -278,4 +279,4 @@ class Engine:
             order = tuple(Chunk(*chunk) for chunk in searched["order"])
             self.change_plan(BucketPlan(buckets, order, searched["policy"]), late=searched["late"])
         states = state["reduce"]
-        self.reduce.load_state_dict(states[self.comm.rank] if len(states) == self.comm.size else {})
+        self.reduce.load_state_dict(states[self.job.comm.rank] if len(states) == self.job.comm.size else {})
