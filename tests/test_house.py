@@ -32,7 +32,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "memory": 2175,
     "config": 1380,
     "tune": 2065,
-    "simulate": 1850,
+    "simulate": 1830,
     "report": 2290,
     "training": 2200,
     "commands": 1885,

@@ -115,11 +115,6 @@ class Protocol(_Described):
     share: float = 1.0
     tree_more_us: float = 0.0
 
-    def slower(self, by: float) -> Protocol:
-        (a, b), (c, d) = self.ring_us, self.tree_us
-        more_us, start_us = by * self.tree_more_us, by * self.start_us
-        return Protocol(self.name, start_us, (by * a, by * b), (by * c, by * d), self.share, more_us)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.share > 1:
@@ -182,9 +177,8 @@ class Cluster(_Described):
 
     @property
     def table(self) -> tuple[Protocol, ...]:
-        """The protocols of its communication library, with the latencies of this network."""
-        used = [self.own_protocol] if self.own_protocol else [p for p in NCCL if p.name in self.protocols]
-        return tuple(p.slower(self.latency) for p in used)
+        """The protocols of its communication library."""
+        return (self.own_protocol,) if self.own_protocol else tuple(p for p in NCCL if p.name in self.protocols)
 
     def fills(self, gpus: int) -> bool:
         """Whether so many GPUs fill their nodes, or are in one."""

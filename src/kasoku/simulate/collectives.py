@@ -56,12 +56,12 @@ class AlgorithmCost:
         """The same pattern if only a share of each byte is sent."""
         return replace(self, byte_s=share * self.byte_s)
 
-    def link(self, protocol: Protocol) -> LinkModel:
-        """Latency and bandwidth in a protocol."""
+    def link(self, protocol: Protocol, slower: float = 1.0) -> LinkModel:
+        """Latency and bandwidth in a protocol; its latencies are times `slower`."""
         hops = zip(astuple(self)[:4], (*protocol.ring_us, *protocol.tree_us), strict=True)
         starts_us = self.starts * protocol.start_us + self.trees * protocol.tree_more_us
         latency_us = starts_us + sum(n * us for n, us in hops)
-        return LinkModel(1e-6 * latency_us, protocol.share / self.byte_s if self.byte_s else math.inf)
+        return LinkModel(1e-6 * slower * latency_us, protocol.share / self.byte_s if self.byte_s else math.inf)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,9 @@ def link(cluster: Cluster, gpus: int, algorithm: str = "auto", share: float = 1.
 def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
     """The fastest of several named algorithms, each in every protocol of the cluster."""
     choices = tuple(
-        (f"{name}, {protocol.name}", shape.link(protocol)) for name, shape in shapes for protocol in cluster.table
+        (f"{name}, {protocol.name}", shape.link(protocol, cluster.latency))
+        for name, shape in shapes
+        for protocol in cluster.table
     )
     return Fastest(0.0, math.inf, choices=choices)
 
@@ -208,9 +210,7 @@ def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
         inside = members(size)
         return float((inside * (high - inside)).sum(1).max()) / high
 
-    busiest_s = [0.0]
-    if each > 1:
-        busiest_s.append(float(members(each).max() - 1) / high / (1e9 * node.port_gb_s))
+    busiest_s = [float(members(each).max() - 1) / high / (1e9 * node.port_gb_s) if each > 1 else 0.0]
     if nodes > 1:
         busiest_s.append(outgoing(each) / node.nics / (1e9 * node.nic_gb_s))
     if racks and racks.uplink_gb_s:  # the last rack may not be full

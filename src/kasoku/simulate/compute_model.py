@@ -191,10 +191,8 @@ def profiled(profiles: Sequence[tuple[Path, int]], net: ModelCosts) -> MeasuredT
         if odd:
             raise InputError(f"{folder}: {odd[0]} takes {times[odd[0]]} s: times of 0 or more are wanted")
         if lost or more:
-            other = (
-                f"{net.name} has {lost[0]}, the profile has not" if lost else f"it has {more[0]}, {net.name} has not"
-            )
-            raise InputError(f"{folder}: a profile of another model: {other}")
+            has, lacks, part = (net.name, "the profile", lost[0]) if lost else ("it", net.name, more[0])
+            raise InputError(f"{folder}: a profile of another model: {has} has {part}, {lacks} has not")
         if seen != images:
             raise InputError(f"{folder}: a profile of steps of {seen} images: give {folder}:{seen}, not :{images}")
         measured.append((images, times))

@@ -94,12 +94,9 @@ def _epochs_worth(recipe: Recipe, batch: int, noise_scale: float) -> float:
         growths = (math.prod(t.batch_factor(e) for t in techniques) for e in range(math.ceil(epochs)))
         return sum(min(1.0, epochs - e) / (1 + batch * grown / noise_scale) for e, grown in enumerate(growths))
 
-    wanted, epochs, change = worth(recipe.batch, recipe.epochs), recipe.epochs, 0.0
+    wanted, epochs = worth(recipe.batch, recipe.epochs), recipe.epochs
     for _ in range(_ROUNDS):
-        if abs(change - 1) < 1e-9:
-            break
-        change = wanted / worth(batch, epochs)
-        epochs *= change
+        epochs *= wanted / worth(batch, epochs)
     return epochs
 
 
