@@ -85,7 +85,7 @@ class Case:
             "loss": use("loss", smoothing=0.1),
             "device": {"kind": "cpu", "precision": "fp32", "threads": 1},
             "evaluate": {"every": 1000.0},
-            "schedule": use("linear", warmup=0.5, epochs=self.recipe["epochs"]),
+            "schedule": use("linear", warmup=0.5 / self.recipe["epochs"]),  # half an epoch
         }
         return tomli_w.dumps(common | self.recipe | {"data": data, "techniques": list(self.techniques)})
 
@@ -129,7 +129,7 @@ CASES = {
         },
         techniques=(
             use("augment", flip="alternating", translate=2, jitter=0.1),
-            use("low resolution", side=24, until=0.05),
+            use("low resolution", side=24, until=0.5),
         ),
         needs="cifar10",
     ),

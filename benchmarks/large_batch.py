@@ -168,7 +168,7 @@ def train(
     loss = functools.partial(cross_entropy, smoothing=SMOOTHING)
     model = Network().to(chosen.device)
     job = Job(model, setting.optimizer(), loader=batches, loss=loss, accumulate=batches.parts)
-    course = Rate(Cosine(warmup=setting.warmup, epochs=epochs))
+    course = Rate(Cosine(warmup=setting.warmup / epochs, epochs=epochs))
     augment = Augment(flip="random", translate=translate)
     job.apply(*chosen.techniques, course, VirtualRanks(NORM_BATCH), Recalibrate(RECALIBRATE), augment)
     curve, rates = [], []

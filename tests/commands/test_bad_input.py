@@ -56,7 +56,7 @@ def refused(tmp_path, capsys):
         ("batch=100000", r"batch=100000: at most 1437"),
         ("accumulate=7", r"accumulate=7: a divisor of batch=64"),
         ("evaluate.target=98", r"target=98.*fraction"),
-        ("schedule.warmup=100", r"schedule\.warmup: 100 epochs, longer than the training"),
+        ("schedule.warmup=100", r"Linear: epochs=20 .* must lie beyond warmup=100"),
         ("schedule={use='kasoku.core.Linear', warmup=20}", r"Linear: epochs=20.* must lie beyond warmup=20"),
         ("schedule=5", r"schedule = 5: a table is wanted"),
         ("techniques.3.translate=1", r"3 is no index"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 from helpers.inspected import remember_networks
 from kasoku.cli import main
 from kasoku.config.recipe import dumps, load
+from kasoku.data import LowResolution
 from kasoku.distributed import Asynchronous, Graded, Hierarchical, Mean, Overlap, PerLayer, Planned, Reducer, Wire
+from kasoku.simulate.plan_search import candidates
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 DIGITS = RECIPES / "digits_cnn_98.toml"
@@ -123,7 +126,7 @@ def test_all_points_are_tried_and_a_noise_scale_gives_more_epochs(
     [
         (
             "schedule.warmup=15",
-            "without batches of 8, 16, 32 (the first: schedule.warmup: 15 epochs, longer than the training",
+            "without batches of 8, 16, 32 (the first: Linear: epochs=11.25 is where it ends and must",
         ),
         ("accumulate=64", "without batches of 8, 16, 32 (the first: accumulate=64: a divisor of batch=8"),
         ("norm_batch=16", "without batches of 8 (the first: norm_batch=16: a divisor of batch=8"),
@@ -148,6 +151,7 @@ def test_a_noise_scale_makes_schedules_for_the_epochs_of_each_batch(
         "StepDecay": ("milestones=[5.0, 15.0]", lambda s: float(s.milestones[1] / 15)),
         "Linear": ("epochs=30.0", lambda s: float(s.epochs / 30)),  # made for more epochs than there are
         "Constant": ("warmup=2.0", lambda s: float(s.warmup / 2)),
+        "ArcCotangent": ("turn=15.0", lambda s: float(s.turn / 15)),
     }
     for name, (settings, longer) in curves.items():
         given = f"schedule={{use='kasoku.core.{name}', {settings}}}"
@@ -156,8 +160,28 @@ def test_a_noise_scale_makes_schedules_for_the_epochs_of_each_batch(
         assert found["batch"] != 64
         assert recipe.epochs == pytest.approx(20 * (1 + recipe.batch / 64) / 2, rel=1e-4)
         assert longer(recipe.schedule) == pytest.approx(1.0 if name == "Constant" else recipe.epochs / 20, rel=1e-4)
-    assert main(["plan", str(DIGITS), *options, "--set", "schedule={use='kasoku.core.ArcCotangent'}"]) == 2
-    assert "ArcCotangent cannot be made for other epochs" in capsys.readouterr().err
+    planned(tmp_path / "turn", DIGITS, *options, "--set", "schedule={use='kasoku.core.ArcCotangent'}")
+    recipe = load(tmp_path / "turn" / DIGITS.name)
+    assert recipe.scaled_schedule(recipe.epochs * 70 / 90) == pytest.approx(0.5)  # a share, which follows by itself
+    small = ["--set", "techniques=[{use='kasoku.data.LowResolution', side=6, until=0.5}]"]
+    planned(tmp_path / "small", DIGITS, *options, *small)
+    assert load(tmp_path / "small" / DIGITS.name).techniques[0] == LowResolution(6, until=0.5)
+
+
+def test_a_noise_scale_sums_the_epochs_of_a_batch_that_grows(tmp_path: Path) -> None:
+    (tmp_path / "desk.toml").write_text(DESK)
+    options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--noise-scale", "64", "--set", "batch=32"]
+    for milestones in ("[0.5]", "[10]"):
+        schedule = f"{{use='kasoku.core.StepDecay', milestones={milestones}, gamma=2.0}}"
+        grow = ["--set", f"techniques=[{{use='kasoku.data.GrowBatch', schedule={schedule}}}]"]
+        recipes, _ = candidates(DIGITS, [*options[-1:], grow[1]], 64.0)
+        for recipe in recipes:
+            half = recipe.epochs / 2 if milestones == "[0.5]" else 10
+            grown = sum(min(1, recipe.epochs - e) for e in range(math.ceil(recipe.epochs)) if e >= half)
+            worth = (recipe.epochs - grown) / (1 + recipe.batch / 64) + grown / (1 + 2 * recipe.batch / 64)
+            assert worth == pytest.approx(10 / (1 + 32 / 64) + 10 / (1 + 64 / 64), rel=0.01)
+        found = planned(tmp_path / milestones[1:-1], DIGITS, *options, *grow)
+        assert "steps" in found["shown"]  # type: ignore[operator]
 
 
 def test_no_gpu_takes_more_images_at_once_than_it_surely_holds(

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from kasoku.config.toml import Factory, override, parse, resolve, table
+from kasoku.config.toml import Factory, override, parse, table
 from kasoku.core import Constant, InputError, Linear, Schedule, Technique
 from kasoku.optim import EMA, Rate, SGDSettings
 
@@ -178,14 +178,6 @@ def test_a_factory_is_called_with_the_rest_and_names_what_lacks():
     assert optimizer.param_groups[0]["lr"] == 0.3
     with pytest.raises(InputError, match=r"kasoku.optim.sgd: missing a required argument: 'model'"):
         Factory("kasoku.optim.sgd")()
-
-
-@pytest.mark.parametrize("old", ["kasoku.core.Step", "kasoku.parallel.Overlap", "kasoku.parallel.overlap.Overlap"])
-def test_an_old_name_is_answered_with_the_new_one(old: str) -> None:
-    new = "kasoku.core.StepDecay" if "Step" in old else "kasoku.distributed.Overlap"
-    with pytest.raises(InputError, match=f'^use = "{re.escape(old)}": is now "{re.escape(new)}"$'):
-        resolve(old, "use")
-    assert callable(resolve(new, "use"))
 
 
 def test_naming_another_thing_says_whose_the_other_arguments_are_and_how_to_replace_the_table():

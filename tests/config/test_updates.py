@@ -10,7 +10,7 @@ from torch import nn
 from kasoku.cli import main
 from kasoku.config import recipe as recipes
 from kasoku.config.updates import moments, schedule_warning, updates
-from kasoku.core import ArcCotangent, InputError
+from kasoku.core import ArcCotangent, InputError, Linear, Polynomial
 
 FOLDER = Path(__file__).parent.parent.parent / "recipes"
 LARGE = FOLDER / "imagenet_resnet50_81920.toml"
@@ -64,7 +64,7 @@ def test_between_two_points_numbers_are_interpolated_and_said_to_be():
         (["points=[{batch=0}]"], r"points: \[\[points\]\] tables are wanted, each of another batch"),
         (["points=[{batch=8}, {batch=8}]"], "each of another batch"),
         (["points=[]", "batch=100"], "norm_batch=32: a divisor of batch=100"),
-        (["batch=4096", "epochs=3"], "schedule.warmup: 5 epochs, longer than the training"),
+        (["batch=4096", "epochs=3"], "epochs=3 is where it ends and must lie beyond warmup=5"),
     ],
 )
 def test_points_that_cannot_be_used(setting, line):
@@ -85,11 +85,12 @@ def test_a_reference_recipe_scales_to_any_batch(scaling, scale, warmup):
 def test_the_schedules_of_the_recipes_end_with_the_training(path):
     recipe = recipes.load(path)
     assert schedule_warning(recipe) == ""
-    if path == LARGE:  # its turn is the published one
-        return
     longer = recipes.load(path, [f"epochs={2 * recipe.epochs}"])
     assert longer.scaled_schedule.epochs == 2 * recipe.epochs
     assert longer.scaled_schedule(1.9 * recipe.epochs) > 1e-3
+    if path != MLPERF:  # whose points have their published warm-ups
+        curve, twice = ([s.scaled_schedule(s.epochs * i / 99) for i in range(100)] for s in (recipe, longer))
+        assert twice == pytest.approx(curve, abs=1e-12)
     assert schedule_warning(longer) == ""
 
 
@@ -101,8 +102,12 @@ def test_the_schedules_of_the_recipes_end_with_the_training(path):
         (DIGITS, ["schedule.epochs=19.5"], ""),
         (DIGITS, ["schedule.epochs=10", "schedule.end=0.1"], ""),  # a rate that stays
         (MLPERF, ["epochs=60", "schedule.epochs=40"], "the rate is 0 for the last 33%"),
-        (LARGE, ["epochs=50"], "still has 97% to fall"),
-        (LARGE, ["epochs=250"], "the rate is 0 for the last"),
+        (LARGE, ["epochs=50", "schedule.turn=70"], "still has 97% to fall"),
+        (LARGE, ["epochs=250", "schedule.turn=70"], "to mend it: change its times (below 1: shares of it)"),
+        (LARGE, ["epochs=50"], ""),
+        (LARGE, ["epochs=250"], ""),
+        (DIGITS, ["schedule.warmup=0.5"], "warmup=0.5: a share of the training, 10 of 20 epochs; for part of an epoch"),
+        (DIGITS, ["schedule.warmup=0.5", "schedule.epochs=10"], "a share of the training, 5 of 10 epochs"),
         (DIGITS, ["schedule={use='kasoku.core.StepDecay', milestones=[9, 30]}"], "still has 9% to fall"),
         (DIGITS, ["schedule={use='kasoku.core.StepDecay', milestones=[9, 18]}"], ""),
     ],
@@ -111,6 +116,36 @@ def test_a_schedule_that_does_not_fit_the_training_is_said(path, settings, line)
     warning = schedule_warning(recipes.load(path, settings))
     assert line in warning
     assert bool(warning) == bool(line)
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "schedule"),
+    [
+        (LARGE, [], ArcCotangent(warmup=15, turn=70, decay=5)),
+        (FOLDER / "imagenette_resnet18.toml", [], Linear(warmup=1, epochs=16)),
+        (FOLDER / "imagenet_resnet50_16epochs.toml", [], Linear(warmup=2, epochs=16)),
+        (FOLDER / "cifar10_cifarnet_94.toml", [], Linear(epochs=10.5)),
+        (MLPERF, ["batch=1632"], Polynomial(warmup=2, epochs=35, end=1.35e-5)),
+        (MLPERF, ["batch=67840"], Polynomial(warmup=31, epochs=85.9, end=4.05e-6)),
+    ],
+)
+def test_shares_give_the_rates_of_the_published_epochs(path, settings, schedule):
+    recipe = recipes.load(path, settings)
+    epochs = [recipe.epochs * i / 1000 for i in range(1001)]
+    assert [recipe.scaled_schedule(e) for e in epochs] == pytest.approx([schedule(e) for e in epochs], abs=1e-12)
+
+
+def test_techniques_follow_the_epochs_of_a_recipe():
+    small = recipes.load(FOLDER / "imagenette_resnet18.toml", ["epochs=32"]).scaled_techniques[1]
+    assert [small.size(epoch, (128, 128))[0] for epoch in (0, 19.9, 20, 31)] == [96, 96, 128, 128]
+    recipe = recipes.load(DIGITS, ["techniques=[{use='kasoku.data.GrowBatch'}]", "epochs=9"])
+    assert [recipe.scaled_techniques[0].batch_factor(epoch) for epoch in range(9)] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
+
+
+@pytest.mark.parametrize(("warmup", "batch", "epochs"), [(0.1, 128, 4.0), (1, 32, 0.5), (0.05, 32, 0.5)])
+def test_legw_stretches_shares_too(warmup, batch, epochs):
+    settings = ["scaling=legw", "reference_batch=64", f"batch={batch}", f"schedule.warmup={warmup}"]
+    assert recipes.load(DIGITS, settings).scaled_schedule.warmup_epochs == pytest.approx(epochs)
 
 
 def test_legw_may_stretch_a_warm_up_too_far():

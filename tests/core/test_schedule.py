@@ -1,8 +1,10 @@
 """Schedules against published values."""
 
+from dataclasses import replace
+
 import pytest
 
-from kasoku.core import ArcCotangent, Constant, Cosine, InputError, Linear, Polynomial, StepDecay
+from kasoku.core import ArcCotangent, Constant, Cosine, InputError, Linear, Polynomial, Schedule, StepDecay
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,7 @@ from kasoku.core import ArcCotangent, Constant, Cosine, InputError, Linear, Poly
 )
 def test_arc_cotangent_is_the_published_code(decay: float, epoch: float, factor: float):
     assert ArcCotangent(turn=70, decay=decay)(epoch) == pytest.approx(factor, abs=5e-4)
+    assert ArcCotangent(decay=decay).over(30)(epoch / 3) == pytest.approx(factor, abs=5e-4)
 
 
 def test_arc_cotangent_rises_to_its_own_value_at_the_end_of_the_warm_up():
@@ -73,15 +76,34 @@ def test_a_schedule_without_epochs_takes_those_of_the_training():
     assert Linear().over(8) == Linear(epochs=8)
     assert Cosine(warmup=1, end=0.5).over(8) == Cosine(warmup=1, end=0.5, epochs=8)
     assert Polynomial(epochs=5).over(8) == Polynomial(epochs=5)
-    assert StepDecay(milestones=(3,)).over(8) == StepDecay(milestones=(3,))
     with pytest.raises(InputError, match=r"Linear without epochs.*as Linear\(epochs=8\)"):
         Linear()(0.5)
     with pytest.raises(InputError, match="beyond warmup=2"):
         Linear(warmup=2).over(2)
 
 
+@pytest.mark.parametrize(
+    ("shares", "epochs"),
+    [
+        (Constant(warmup=0.25, start=0.5), Constant(warmup=10, start=0.5)),
+        (StepDecay(warmup=0.125, milestones=(0.5, 0.75)), StepDecay(warmup=5, milestones=(20, 30))),
+        (Linear(warmup=0.1), Linear(warmup=4, epochs=40)),
+        (ArcCotangent(warmup=0.1, turn=0.5, epochs=90), ArcCotangent(warmup=9, turn=45)),
+        (ArcCotangent(warmup=0.1, turn=30), ArcCotangent(warmup=4, turn=30)),
+    ],
+)
+def test_times_below_one_are_shares_of_the_training(shares: Schedule, epochs: Schedule):
+    times = [i / 2 for i in range(200)]
+    assert [shares.over(40)(t) for t in times] == pytest.approx([epochs(t) for t in times], abs=1e-12)
+    assert [replace(epochs, epochs=90)(t) for t in times] == [epochs(t) for t in times] or isinstance(epochs, Linear)
+    if not shares.epochs:
+        assert [shares.over(20)(t) for t in times[:3]] != [epochs(t) for t in times[:3]]
+        with pytest.raises(InputError, match=r"without epochs: give the epochs of the training"):
+            shares(1)
+
+
 def test_a_schedule_that_ends_within_its_warm_up_is_refused():
     with pytest.raises(InputError, match=r"epochs=5.*beyond warmup=5"):
         Polynomial(warmup=5, epochs=5)
-    with pytest.raises(InputError, match="neither may be below 0"):
+    with pytest.raises(InputError, match="none of them may be below 0"):
         Constant(warmup=-1)

@@ -70,6 +70,10 @@ def test_it_neither_enlarges_nor_stays_after_close():
         job.close()
         assert sizes(job, 1) == [8] * 13  # one batch was taken above
     assert LowResolution(28, until=1.0).size(0, (32, 24)) == (28, 24)
+    half = LowResolution(28, until=0.5)
+    assert [half.over(4).size(epoch, (32, 32))[0] for epoch in (1.9, 2)] == [28, 32]
+    with pytest.raises(InputError, match="LowResolution without epochs"):
+        half.size(0, (32, 32))
 
 
 def test_shrinking_is_antialiased():
@@ -113,7 +117,7 @@ def test_recipe_round_trip(technique: LowResolution):
 def test_impossible_settings_are_refused():
     with pytest.raises(InputError, match="side=0"):
         LowResolution(side=0, until=1.0)
-    with pytest.raises(InputError, match="side=96: for how many epochs"):
+    with pytest.raises(InputError, match="side=96: until when"):
         LowResolution(side=96)
     with pytest.raises(InputError, match=r"until=3\.0: only for a side in pixels"):
         LowResolution(Constant(), until=3.0)

@@ -193,13 +193,20 @@ def test_a_faster_network_shows_less_of_an_exchange() -> None:
     assert slow.exposed_s > fast.exposed_s > 0
 
 
-@pytest.mark.parametrize(
-    ("pace", "parts"),
-    [(Asynchronous(servers=2), 1), (Asynchronous(max_staleness=0), 1), (Asynchronous(), 2)],
-)
-def test_what_is_no_exchange_among_equals_is_one_clear_line(pace: Asynchronous, parts: int) -> None:
+@pytest.mark.parametrize("hidden", [True, False])
+def test_an_exchange_overlaps_all_parts_of_a_share(hidden: bool) -> None:
+    simulator = Simulator(ideal(8), small(), Sharing(asynchronous=Asynchronous(every=1, hidden=hidden)), spread=0.0)
+    whole, parts = simulator.step(8, 800), simulator.step(8, 1600, parts=2)
+    assert parts.compute_s == pytest.approx(2 * whole.compute_s, rel=1e-12)
+    assert parts.link_s == whole.link_s
+    shown = parts.link_s - parts.compute_s if hidden else parts.link_s
+    assert parts.exposed_s == pytest.approx(max(0.0, shown), rel=1e-9)
+
+
+@pytest.mark.parametrize("pace", [Asynchronous(servers=2), Asynchronous(max_staleness=0)])
+def test_what_is_no_exchange_among_equals_is_one_clear_line(pace: Asynchronous) -> None:
     simulator = Simulator(ideal(8), small(), Sharing(asynchronous=pace))
     with pytest.raises(InputError, match="asynchronous ranks are simulated") as caught:
-        simulator.step(8, 800, parts=parts)
+        simulator.step(8, 800)
     assert "\n" not in str(caught.value)
     assert replace(simulator, sharing=Sharing(asynchronous=Asynchronous())).step(8, 800).step_s > 0

@@ -90,10 +90,11 @@ def _rows(chosen: Choice) -> dict[str, str]:
         "batch": f"{recipe.batch:,}, {step.images / step.gpus:g} a GPU"
         + (f" ({recipe.origin})" if recipe.origin else ""),
         "epochs": f"{recipe.epochs:g}, {updates(recipe, case.facts.images):,} updates",
-        "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup:g} epochs",
+        "rates": f"x {recipe.rate_scale:.4g}, after a warm-up of {recipe.scaled_schedule.warmup_epochs:g} epochs",
         "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy})",
         sent: step.inputs.choice() + _reducer(chosen),
         "step": f"{1e3 * step.step_s:.2f} ms, {1e3 * step.exposed_s:.2f} ms of it exposed communication",
+        **case.described(step),
         "throughput": f"{step.images_per_s:,.0f} images/s",
         "time to the end": f"{chosen.seconds:,.1f} s ({chosen.seconds * LEAST:,.1f} to {chosen.late_s:,.1f})",
         "cost": f"{usd}, {device.usd_hour:.2f} an hour a GPU" if chosen.usd else "no price",

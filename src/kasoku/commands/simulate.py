@@ -91,6 +91,7 @@ def _show(case: Scenario, step: SimulatedStep, document: dict[str, Any], *, titl
         "exposed communication": f"{_MS * step.exposed_s:.2f} ms of {_MS * step.link_s:.2f} ms of {sent}",
         "waiting for input": f"{_MS * step.input_s:.2f} ms",
         "groups": f"{len(step.inputs.plan.buckets)} ({step.inputs.plan.policy}); the largest by {step.inputs.choice()}",
+        **case.described(step),
         "throughput": f"{step.images_per_s:,.0f} images/s, {document['efficiency']:.1%} of as many GPUs alone",
         "training": f"{document['training_s']:,.1f} s for {case.recipe.epochs:g} epochs; {price}",
         "source": device.source or "the cluster's file",

@@ -34,7 +34,7 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
     batch = min(n, max(8, min(64, n // 8)))
     steps = max(1, n // batch)  # of an epoch
     augment: dict[str, Any] = {"use": "kasoku.data.Augment", "flip": "random", "crop": "random_resized"}
-    techniques, curve, warmup = [augment], "Cosine", 1 / 10  # of the epochs
+    techniques, curve, warmup = [augment], "Cosine", 1 / 10  # of the training
     optimizer: dict[str, Any] = {"use": "kasoku.optim.sgd", "nesterov": True}
     if weights is not None:
         size, network, epochs = min(224, max(64, side // 32 * 32)), _network_of(weights), _FINE_TUNE_UPDATES / steps
@@ -54,14 +54,14 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
             optimizer = {"use": "kasoku.optim.muon", "lr": 0.08, "momentum": 0.8, "rest": rest}
             augment["scale_min"] = 0.35
             if size > 64:
-                techniques.append({"use": "kasoku.data.LowResolution", "side": size * 3 // 4})
-    epochs = float(max(3, min(60, round(epochs))))
+                techniques.append({"use": "kasoku.data.LowResolution", "side": size * 3 // 4, "until": 5 / 8})
     document: dict[str, Any] = {
         "batch": batch,
-        "epochs": epochs,
+        "epochs": float(max(3, min(60, round(epochs)))),
         "data": {"use": "kasoku.data.folder", "root": str(data.resolve()), "size": size},
         "model": {"use": f"kasoku.models.{network}"},
         "techniques": techniques,
+        "schedule": {"use": f"kasoku.core.{curve}", "warmup": warmup},
         "optimizer": optimizer,
         "loss": {"use": "kasoku.optim.cross_entropy", "smoothing": 0.1},
     }
@@ -70,11 +70,6 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
             override(document, setting)
     if document["batch"] == AUTO:
         document["reference_batch"] = batch  # of the rates above; tuning begins there
-    if isinstance(document["epochs"], int | float):
-        epochs = document["epochs"]  # the warm-up follows them, and the epochs of fewer pixels
-    document["schedule"] = {"use": f"kasoku.core.{curve}", "warmup": epochs * warmup}
-    if "side" in techniques[-1]:
-        techniques[-1]["until"] = epochs * 5 / 8
     return from_document(document, settings)
 
 

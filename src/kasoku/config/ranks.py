@@ -86,7 +86,7 @@ def techniques_for(recipe: Recipe, ranks: int) -> list[Technique]:
     Raises:
         InputError: for settings that `kasoku train` does not support on several ranks.
     """
-    return [technique.for_ranks(ranks) for technique in recipe.techniques]
+    return [technique.for_ranks(ranks) for technique in recipe.scaled_techniques]
 
 
 def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Technique]:

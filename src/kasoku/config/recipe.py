@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +16,7 @@ from kasoku.config.batch_points import at_batch, batches_of_points
 from kasoku.config.shipped import locate
 from kasoku.config.toml import Factory, override, parameters_of, parse, read, resolve, table
 from kasoku.core import Constant, InputError, Schedule, Technique, summary
+from kasoku.core.schedule import epoch_of
 from kasoku.device import Device
 
 T = TypeVar("T")
@@ -146,9 +148,6 @@ class Recipe:
             raise InputError(f"norm_batch={self.norm_batch}: {got}, and {advice}")
         if not 0 <= self.norm_average < math.inf:
             raise InputError(f"norm_average={self.norm_average}: epochs above 0, or 0 for each module's own momentum")
-        if self._warmup > self.epochs:
-            got = f"{self._warmup:g} epochs, longer than the training (epochs={self.epochs:g})"
-            raise InputError(f"schedule.warmup: {got}: shorten it or train longer")
         _ = self.scaled_schedule  # raises where it cannot be that long
 
     @property
@@ -172,13 +171,21 @@ class Recipe:
 
     @property
     def scaled_schedule(self) -> Schedule:
-        """The schedule over `epochs`, if it has no length of its own; `scaling = "legw"` stretches its warm-up."""
-        changed = self._warmup != self.schedule.warmup
-        return (replace(self.schedule, warmup=self._warmup) if changed else self.schedule).over(self.epochs)
+        """The schedule over `epochs`, unless it has its own; `scaling = "legw"` stretches its warm-up."""
+        warmup, epochs = self.schedule.warmup, self.schedule.epochs or self.epochs
+        if self.scaling == "legw":
+            longer = self.batch_scale * epoch_of(warmup, epochs, "schedule")
+            warmup = longer if longer >= 1 else longer / epochs
+        schedule = replace(self.schedule, warmup=warmup, epochs=epochs)
+        if schedule.warmup_epochs > self.epochs:
+            got = f"{warmup:g} epochs, longer than the training (epochs={self.epochs:g})"
+            raise InputError(f"schedule.warmup: {got}: shorten it or train longer")
+        return schedule
 
-    @property
-    def _warmup(self) -> float:
-        return self.schedule.warmup * (self.batch_scale if self.scaling == "legw" else 1.0)
+    @cached_property
+    def scaled_techniques(self) -> tuple[Technique, ...]:
+        """The techniques, with times that follow `epochs`."""
+        return tuple(technique.over(self.epochs) for technique in self.techniques)
 
     def parts(self, ranks: int) -> int:
         """The number of parts in which each rank takes its share of a batch."""

@@ -26,14 +26,6 @@ T = TypeVar("T")
 _LEVELS = 30  # of a document
 RECIPE_FILE = "a recipe file"
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-OLD_NAMES = {  # old name -> new name, applied in order; one that ends in a dot: a package and all its modules
-    "kasoku.core.Step": "kasoku.core.StepDecay",
-    "kasoku.core.schedule.Step": "kasoku.core.StepDecay",
-    "kasoku.parallel.": "kasoku.distributed.",
-    "kasoku.distributed.Layer": "kasoku.distributed.PerLayer",
-    "kasoku.distributed.OneGroup": "kasoku.distributed.OneBucket",
-    "kasoku.optim.Rest": "kasoku.optim.SGDSettings",
-}
 
 
 @dataclass(frozen=True)
@@ -74,8 +66,6 @@ def resolve(dotted: str, path: str) -> Callable[..., Any]:
     parts = dotted.split(".")
     if len(parts) < 2 or not all(parts):
         raise InputError(f'{path} = "{dotted}": a dotted name such as kasoku.models.resnet50 is wanted')
-    if (new := _new_name(dotted)) != dotted:
-        raise InputError(f'{path} = "{dotted}": is now "{new}"')
     trust.check_name(dotted, path)
     thing = _lookup(dotted, path)
     trust.check_callable(thing, dotted, path)
@@ -103,15 +93,6 @@ def _lookup(dotted: str, path: str) -> Callable[..., Any]:
     if not callable(thing):
         raise InputError(f'{path} = "{dotted}": a class or function is wanted, this is {type(thing).__name__}')
     return typing.cast("Callable[..., Any]", thing)
-
-
-def _new_name(name: str) -> str:
-    for old, new in OLD_NAMES.items():
-        if old.endswith(".") and name.startswith(old):
-            name = new + name.rpartition(".")[2]
-        elif name == old:
-            name = new
-    return name
 
 
 def read(path: Path, settings: Sequence[str] = (), *, wanted: str = RECIPE_FILE) -> dict[str, Any]:

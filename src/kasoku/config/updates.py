@@ -55,22 +55,27 @@ def moments(recipe: Recipe, images: int, group: dict[str, Any]) -> list[Moment]:
             if momentum is not None and group.get("form") == "mxnet" and done + i and last["lr"]:
                 momentum = momentum * at["lr"] / last["lr"]
             decay = at.get("weight_decay", group.get("weight_decay", 0.0))
-            out.append(Moment(epoch + i / count, recipe.batch * _growth(recipe, epoch), at["lr"], decay, momentum))
+            out.append(Moment(epoch + i / count, recipe.batch * growth(recipe, epoch), at["lr"], decay, momentum))
         done, before = done + count, epoch + (count - 1) / count  # where the epoch's last update begins
     return out
 
 
 def schedule_warning(recipe: Recipe) -> str:
-    """How a schedule of ours with a length of its own does not fit that of the training; empty where it does."""
-    schedule, epochs, kind = recipe.schedule, recipe.epochs, type(recipe.schedule)
-    if schedule.over(2 * epochs) != schedule or not kind.__module__.startswith("kasoku."):
+    """How a schedule of ours with times of its own does not fit the training; empty where it does."""
+    schedule, epochs, kind = recipe.scaled_schedule, recipe.epochs, type(recipe.schedule)
+    if not kind.__module__.startswith("kasoku."):
+        return ""
+    if 0.25 <= recipe.schedule.warmup < 1:
+        share = f"a share of the training, {schedule.warmup_epochs:g} of {schedule.epochs:g} epochs"
+        return f"schedule.warmup={recipe.schedule.warmup:g}: {share}; for part of an epoch give a smaller share"
+    if not recipe.schedule.epochs and hasattr(schedule, "passed"):  # its curve ends with the training
         return ""
     idle = next((i for i in range(_PARTS) if schedule(epochs * (1 - (i + 1) / _PARTS)) > _NO_RATE), _PARTS) / _PARTS
     left = schedule(epochs) - schedule(100 * epochs)
     if idle <= _MISFIT >= left:
         return ""
     wrong = f"still has {left:.0%} to fall at the end" if left > _MISFIT else f"is 0 for the last {idle:.0%}"
-    mend = "--set schedule.epochs=0" if hasattr(schedule, "epochs") else "change the epochs in its settings"
+    mend = "--set schedule.epochs=0" if recipe.schedule.epochs else "change its times (below 1: shares of it)"
     return f"schedule {kind.__name__}: the rate {wrong} of the training ({epochs:g} epochs); to mend it: {mend}"
 
 
@@ -101,12 +106,18 @@ def data_info(recipe: Recipe) -> tuple[Facts, str]:
 
 def updates_in_epoch(recipe: Recipe, images: int, epoch: int) -> int:
     """The updates of one epoch."""
-    batch = recipe.batch * _growth(recipe, epoch)
+    batch = recipe.batch * growth(recipe, epoch)
     if batch > images:
         limit = f"at most {images} images, the whole training set"
         raise InputError(f"batch={batch} in epoch {epoch}: {limit}; choose another batch")
     return -(-images // batch) if recipe.last_batch == "fill" else images // batch
 
 
-def _growth(recipe: Recipe, epoch: int) -> int:
-    return math.prod(technique.batch_factor(epoch) for technique in recipe.techniques)
+def pixel_share(recipe: Recipe, epoch: float, side: int) -> float:
+    """The share of the pixels of images of this side that a step computes with."""
+    return math.prod(technique.pixel_share(epoch, side) for technique in recipe.scaled_techniques)
+
+
+def growth(recipe: Recipe, epoch: int) -> int:
+    """The batch of an epoch's updates, in batches of the recipe."""
+    return math.prod(technique.batch_factor(epoch) for technique in recipe.scaled_techniques)

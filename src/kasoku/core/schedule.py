@@ -1,7 +1,11 @@
 """Schedules: progress in epochs -> value. Rates, weight decay, batch size and resolution all take one.
 
 A rate's schedule is a factor on the optimizer's own `lr`, group by group, so one schedule serves groups of different
-rates. Every schedule starts with an optional linear warm-up of `warmup` epochs from `start` to 1.
+rates. Every schedule starts with an optional linear warm-up.
+
+Note: times. A time below 1 (a warm-up, a turn, a milestone) is a share of the training, so that it follows another
+number of epochs; from 1 on it is in epochs, and stays. A recipe tells its schedules how long the training is (`over`);
+elsewhere a schedule with shares needs its `epochs`.
 """
 
 import math
@@ -10,38 +14,60 @@ from dataclasses import dataclass, replace
 from kasoku.core.errors import InputError
 
 
+def epoch_of(time: float, epochs: float, name: str) -> float:
+    """The epoch of a time in a training of `epochs` epochs (0: unknown); `name`: of the object that has the time."""
+    if not 0 < time < 1:
+        return time
+    if not epochs:
+        raise InputError(f"{name} without epochs: give the epochs of the training, as {name}(epochs=8)")
+    return time * epochs
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Progress in epochs -> factor. Subclasses give `after(epoch)`, the curve without its warm-up.
 
     Args:
-        warmup: epochs of a linear warm-up to the curve's value at its end, 0 or more.
+        warmup: the time of a linear warm-up to the curve's value at its end, 0 or more; a share of the training if it
+            is smaller than 1, else in epochs.
         start: the factor at which the warm-up starts, 0 or more.
+        epochs: the length of the training, 0 or more; 0: the recipe's.
 
     Ref: linear warm-up, Goyal et al. 2017 (arXiv 1706.02677), 2.2.
     """
 
     warmup: float = 0.0
     start: float = 0.0
+    epochs: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.warmup < 0 or self.start < 0:
-            raise InputError(f"warmup={self.warmup}, start={self.start}: neither may be below 0")
+        if self.warmup < 0 or self.start < 0 or self.epochs < 0:
+            given = f"warmup={self.warmup}, start={self.start}, epochs={self.epochs}"
+            raise InputError(f"{given}: none of them may be below 0")
 
     def __call__(self, epoch: float) -> float:
         """The factor after `epoch` epochs (fractions allowed)."""
-        if epoch < self.warmup:
-            top = self.after(self.warmup)
-            return self.start + (top - self.start) * epoch / self.warmup
+        warmup = self.warmup_epochs
+        if epoch < warmup:
+            top = self.after(warmup)
+            return self.start + (top - self.start) * epoch / warmup
         return self.after(epoch)
 
     def after(self, epoch: float) -> float:
         """The curve once the warm-up is over; `epoch` counts from the start of training."""
         raise NotImplementedError
 
+    @property
+    def warmup_epochs(self) -> float:
+        return self.epoch_of(self.warmup)
+
+    def epoch_of(self, time: float) -> float:
+        """The epoch of a time, which may be a share of the training."""
+        return epoch_of(time, self.epochs, type(self).__name__)
+
     def over(self, epochs: float) -> "Schedule":
-        """The schedule of a training of this length: itself, unless its own settings leave its length open."""
-        return self
+        """The schedule in a training of this length; itself, if it has its own `epochs`."""
+        return self if self.epochs else replace(self, epochs=epochs)
 
 
 @dataclass(frozen=True)
@@ -57,7 +83,7 @@ class StepDecay(Schedule):
     """Multiplied by `gamma` at each of the `milestones`.
 
     Args:
-        milestones: epochs.
+        milestones: times; each is a share of the training if it is smaller than 1, else an epoch.
         gamma: the factor of each, any number.
 
     Ref: Goyal et al. 2017: 30, 60, 80 by 0.1.
@@ -67,36 +93,29 @@ class StepDecay(Schedule):
     gamma: float = 0.1
 
     def after(self, epoch: float) -> float:
-        return float(self.gamma ** sum(epoch >= m for m in self.milestones))
+        return float(self.gamma ** sum(epoch >= self.epoch_of(m) for m in self.milestones))
 
 
 @dataclass(frozen=True)
 class _Until(Schedule):
-    """A curve that ends.
+    """A curve that ends with the training, at `epochs`.
 
     Args:
-        epochs: where the curve ends, 0 or more and beyond the warm-up; 0: with the training, in a recipe.
         end: the factor from there on, any number.
     """
 
-    epochs: float = 0.0
     end: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.epochs and not self.epochs > self.warmup:
-            got = f"epochs={self.epochs} is where it ends and must lie beyond warmup={self.warmup}"
+        if self.epochs and not self.epochs > self.warmup_epochs:
+            got = f"epochs={self.epochs:g} is where it ends and must lie beyond warmup={self.warmup:g}"
             raise InputError(f"{type(self).__name__}: {got}: raise epochs or shorten the warm-up")
-
-    def over(self, epochs: float) -> Schedule:
-        return self if self.epochs else replace(self, epochs=epochs)
 
     def passed(self, epoch: float) -> float:
         """How much of the way from the end of the warm-up to `epochs` lies behind, 0 to 1."""
-        if not self.epochs:
-            name = type(self).__name__
-            raise InputError(f"{name} without epochs: give the epochs of the training, as {name}(epochs=8)")
-        return min(1.0, max(0.0, (epoch - self.warmup) / (self.epochs - self.warmup)))
+        warmup, end = self.warmup_epochs, self.epochs or self.epoch_of(0.5)  # raises without epochs
+        return min(1.0, max(0.0, (epoch - warmup) / (end - warmup)))
 
 
 @dataclass(frozen=True)
@@ -138,21 +157,25 @@ class Cosine(_Until):
 class ArcCotangent(Schedule):
     """High until near the `turn`, one half at it, then a sharp fall: 1/2 - arctan(f)/pi.
 
-    f = d/decay + d^3/1000, where d = epoch - turn, doubled beyond the turn.
+    f = d/decay + d^3/1000, where d = epoch - turn, doubled beyond the turn. If the turn is a share of the training, d
+    is in 90ths of the training, since the curve was published for 90 epochs.
 
     Args:
-        turn: the epoch at which the factor is one half, any number.
-        decay: any number but 0; a smaller one falls faster around the turn.
+        turn: the time at which the factor is one half, any number; a share of the training if it is smaller than 1,
+            else an epoch.
+        decay: any number but 0, in the unit of d; a smaller one falls faster around the turn.
 
     Ref: [000] 4.1.2; the form is that of the team's published MLPerf v0.6 code, since the printed formula contradicts
     its own text.
     """
 
-    turn: float = 70.0
+    turn: float = 70 / 90
     decay: float = 5.0
 
     def after(self, epoch: float) -> float:
-        d = epoch - self.turn
+        d = epoch - self.epoch_of(self.turn)
+        if 0 < self.turn < 1:
+            d *= 90 / self.epochs
         if d > 0:
             d *= 2
         return 0.5 - math.atan(d / self.decay + d**3 / 1000) / math.pi

@@ -80,6 +80,10 @@ class Technique:
         """Whether ranks step without waiting for each other."""
         return False
 
+    def over(self, epochs: float) -> Technique:
+        """The technique in a training of this length, if it has times that are shares of the training."""
+        return self
+
     def for_ranks(self, ranks: int) -> Technique:
         """The technique that `kasoku train` applies in place of this one on this number of ranks.
 
@@ -105,8 +109,8 @@ class Technique:
         """The batch of an update in this epoch, as a multiple of the recipe's."""
         return 1
 
-    def pixel_share(self, epoch: int, side: int) -> float:
-        """The share of the pixels of square images of this side that a step computes with in this epoch."""
+    def pixel_share(self, epoch: float, side: int) -> float:
+        """The share of the pixels of square images of this side that a step computes with at this epoch."""
         return 1.0
 
     @classmethod

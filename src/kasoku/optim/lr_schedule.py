@@ -46,7 +46,7 @@ class Rate(Technique, in_sandbox=False):
         return {"lr": group["lr"] * self.scale * factor, **decay}
 
     def warmed_up_rates(self, job: Job) -> list[float]:
-        epoch = max(job.progress, self.schedule.warmup)
+        epoch = max(job.progress, self.schedule.warmup_epochs)
         return [self.at(own, epoch)["lr"] for own in job.kept("rate").own]
 
     def apply(self, job: Job) -> None:

@@ -121,9 +121,10 @@ def _table(recipe: Recipe, data: Facts, curve: list[Moment]) -> dict[str, str]:
     if len(batches) > 1:
         rows["batch grows to"] = ", ".join(f"{b:,}" for b in batches[1:])
     rows["updates"] = f"{total:,} in {recipe.epochs:g} epochs, {per_epoch:,} in the first, of {data.images:,} images"
-    schedule = type(recipe.scaled_schedule).__name__
-    warmup = f", after a warm-up of {recipe.scaled_schedule.warmup:g} epochs" if recipe.scaled_schedule.warmup else ""
-    rows["rate"] = f"{top.lr:.5g} at epoch {top.epoch:.1f} ({schedule}{warmup}), {curve[-1].lr:.3g} at the end"
+    schedule = type(recipe.schedule).__name__
+    if recipe.schedule.warmup:
+        schedule += f", after a warm-up of {recipe.scaled_schedule.warmup_epochs:g} epochs"
+    rows["rate"] = f"{top.lr:.5g} at epoch {top.epoch:.1f} ({schedule}), {curve[-1].lr:.3g} at the end"
     decays = max(m.weight_decay for m in curve), curve[-1].weight_decay
     rows["weight decay"] = f"{decays[0]:.3g}" + (f", {decays[1]:.3g} at the end" if decays[0] != decays[1] else "")
     if top.momentum is not None:

@@ -29,12 +29,12 @@ def link(cluster: Cluster, gpus: int) -> Fastest:
     return fastest(cluster, [("exchange", once + once)]) if gpus > 1 else ALONE
 
 
-def settled(pace: Asynchronous, units: Sequence[UnitTimes], groups: Sequence[tuple[float, float]]) -> Asynchronous:
-    """Replaces every=0 by the number of steps that an exchange lasts; `groups`: seconds and bytes of each."""
+def settled(pace: Asynchronous, units: Sequence[UnitTimes], groups_s: Sequence[float]) -> Asynchronous:
+    """Replaces every=0 by the number of steps that an exchange of all groups lasts."""
     if pace.every:
         return pace
-    between_s = sum(_phases(units).values()) * (len(groups) if pace.stream else 1)
-    steps = math.ceil(sum(s for s, _ in groups) / between_s - 1e-9) if pace.hidden and between_s else 1
+    between_s = sum(_phases(units).values()) * (len(groups_s) if pace.stream else 1)
+    steps = math.ceil(sum(groups_s) / between_s - 1e-9) if pace.hidden and between_s else 1
     return replace(pace, every=min(most_local_steps(pace.max_staleness), max(1, steps)))
 
 

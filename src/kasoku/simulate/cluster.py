@@ -177,19 +177,8 @@ class Cluster(_Described):
 
     @property
     def table(self) -> tuple[Protocol, ...]:
-        """The protocols of its communication library, with the latencies of this network."""
-        used = (self.own_protocol,) if self.own_protocol else (p for p in NCCL if p.name in self.protocols)
-        by = self.latency
-        return tuple(
-            replace(
-                p,
-                start_us=p.start_us * by,
-                tree_more_us=p.tree_more_us * by,
-                ring_us=(p.ring_us[0] * by, p.ring_us[1] * by),
-                tree_us=(p.tree_us[0] * by, p.tree_us[1] * by),
-            )
-            for p in used
-        )
+        """The protocols of its communication library."""
+        return (self.own_protocol,) if self.own_protocol else tuple(p for p in NCCL if p.name in self.protocols)
 
     def fills(self, gpus: int) -> bool:
         """Whether so many GPUs fill their nodes, or are in one."""
@@ -237,16 +226,16 @@ class Cluster(_Described):
             node, racks, gpu = out.node, out.racks, out.device
             if not 1e-6 < factor < 1e6 or name not in ("network", "latency", "nvlink", "gpu"):
                 raise InputError(f'what-if "{change}": network, latency, nvlink or gpu, * or /, and a number')
-            if name == "network":
-                racks = racks and replace(racks, uplink_gb_s=racks.uplink_gb_s * factor)
-                out = replace(out, node=replace(node, nic_gb_s=node.nic_gb_s * factor), racks=racks)
+            if name == "latency":
+                out = replace(out, latency=out.latency * factor)
+            elif name == "gpu":
+                gpu = replace(gpu, alpha_ms=gpu.alpha_ms / factor, beta_ms=gpu.beta_ms / factor)
+                out = replace(out, gpu="", own_gpu=gpu)
             elif name == "nvlink":
                 out = replace(out, node=replace(node, port_gb_s=node.port_gb_s * factor))
-            elif name == "latency":
-                out = replace(out, latency=out.latency * factor)
             else:
-                faster = replace(gpu, alpha_ms=gpu.alpha_ms / factor, beta_ms=gpu.beta_ms / factor)
-                out = replace(out, gpu="", own_gpu=faster)
+                racks = racks and replace(racks, uplink_gb_s=racks.uplink_gb_s * factor)
+                out = replace(out, node=replace(node, nic_gb_s=node.nic_gb_s * factor), racks=racks)
         return out
 
 

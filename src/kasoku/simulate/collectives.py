@@ -17,6 +17,7 @@ millisecond; single packets are not simulated.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
@@ -55,17 +56,17 @@ class AlgorithmCost:
         """The same pattern if only a share of each byte is sent."""
         return replace(self, byte_s=share * self.byte_s)
 
-    def link(self, protocol: Protocol) -> LinkModel:
-        """Latency and bandwidth in a protocol."""
+    def link(self, protocol: Protocol, slower: float = 1.0) -> LinkModel:
+        """Latency and bandwidth in a protocol; its latencies are times `slower`."""
         hops = zip(astuple(self)[:4], (*protocol.ring_us, *protocol.tree_us), strict=True)
         starts_us = self.starts * protocol.start_us + self.trees * protocol.tree_more_us
         latency_us = starts_us + sum(n * us for n, us in hops)
-        return LinkModel(1e-6 * latency_us, protocol.share / self.byte_s if self.byte_s else float("inf"))
+        return LinkModel(1e-6 * slower * latency_us, protocol.share / self.byte_s if self.byte_s else math.inf)
 
 
 @dataclass(frozen=True)
 class Fastest(LinkModel):
-    """The fastest of several algorithms of a collective, which depends on the number of bytes."""
+    """The fastest of several algorithms of a collective, which depends on the number of bytes; it has no one rate."""
 
     choices: tuple[tuple[str, LinkModel], ...] = ()
 
@@ -77,7 +78,7 @@ class Fastest(LinkModel):
         return min(self.choices, key=lambda named: named[1].seconds(size))[0]
 
 
-ALONE = Fastest(0.0, float("inf"), choices=(("none", LinkModel(0.0, float("inf"))),))  # one GPU has nothing to send
+ALONE = Fastest(0.0, math.inf, choices=(("none", LinkModel(0.0, math.inf)),))  # one GPU has nothing to send
 
 
 @lru_cache(maxsize=1024)
@@ -100,11 +101,11 @@ def link(cluster: Cluster, gpus: int, algorithm: str = "auto", share: float = 1.
 def fastest(cluster: Cluster, shapes: Sequence[tuple[str, AlgorithmCost]]) -> Fastest:
     """The fastest of several named algorithms, each in every protocol of the cluster."""
     choices = tuple(
-        (f"{name}, {protocol.name}", shape.link(protocol)) for name, shape in shapes for protocol in cluster.table
+        (f"{name}, {protocol.name}", shape.link(protocol, cluster.latency))
+        for name, shape in shapes
+        for protocol in cluster.table
     )
-    least = min(choices, key=lambda named: named[1].seconds(1.0))[1]
-    most = min(choices, key=lambda named: named[1].seconds(1e12))[1]
-    return Fastest(least.latency_s, most.bytes_per_s, choices=choices)
+    return Fastest(0.0, math.inf, choices=choices)
 
 
 def contended_s(cluster: Cluster, gpus: int, flows: Sequence[Flow]) -> float:
@@ -153,11 +154,6 @@ def seconds(routes: Sequence[Sequence[int]], sizes: Sequence[float], capacity: F
         going = left > negligible
         left, links = left[going], links[going]
     return now
-
-
-def ring(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
-    """A ring for each NIC with its part of the bytes; each ring enters and leaves a node once."""
-    return [gather(cluster, gpus).twice()]
 
 
 @lru_cache(maxsize=1024)
@@ -214,9 +210,7 @@ def exchange(cluster: Cluster, gpus: int, width: int = 1) -> AlgorithmCost:
         inside = members(size)
         return float((inside * (high - inside)).sum(1).max()) / high
 
-    busiest_s = [0.0]
-    if each > 1:
-        busiest_s.append(float(members(each).max() - 1) / high / (1e9 * node.port_gb_s))
+    busiest_s = [float(members(each).max() - 1) / high / (1e9 * node.port_gb_s) if each > 1 else 0.0]
     if nodes > 1:
         busiest_s.append(outgoing(each) / node.nics / (1e9 * node.nic_gb_s))
     if racks and racks.uplink_gb_s:  # the last rack may not be full
@@ -254,34 +248,40 @@ def halving_doubling(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
     return [total]
 
 
-def hierarchical(cluster: Cluster, gpus: int) -> list[AlgorithmCost]:
-    """Reduce-scatter within each node, an all-reduce of each part between nodes (ring or trees), all-gather."""
-    return torus(cluster, gpus, min(gpus, cluster.node.gpus), trees=True)
-
-
-def torus(
-    cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False, across: float = 1.0, exchanged: bool = False
-) -> list[AlgorithmCost]:
+def torus(cluster: Cluster, gpus: int, width: int = 0, *, trees: bool = False) -> list[AlgorithmCost]:
     """A reduce-scatter, all-reduce and all-gather on a grid of GPUs, whose rows have `width`; 0: about square.
 
-    `width` is a divisor of `gpus`. Columns use rings, with `trees` also trees, or (`exchanged`) an all-to-all and an
-    all-gather; `across` is the share of the remaining bytes that is sent along them.
+    `width` is a divisor of `gpus`. Columns use rings, with `trees` also trees.
     """
     width = width or square(gpus, min(gpus, cluster.node.gpus))
-    once, high = gather(cluster, gpus, width), gpus // width
-    row = once + once if width > 1 else AlgorithmCost(starts=0)
-    if high == 1:
-        return [row]
-    columns = [[first + width * i for i in range(high)] for first in range(width)]
-    flows = [flow for column in columns for flow in _circle(column, across / gpus)]
+    along = rows(cluster, gpus, width)
+    return [along + across for across in columns(cluster, gpus, width, trees=trees)] if width < gpus else [along]
+
+
+def rows(cluster: Cluster, gpus: int, width: int) -> AlgorithmCost:
+    """The reduce-scatter and the all-gather along rows of `width` GPUs."""
+    once = gather(cluster, gpus, width)
+    return once + once if width > 1 else AlgorithmCost(starts=0)
+
+
+def columns(
+    cluster: Cluster, gpus: int, width: int, *, trees: bool = False, exchanged: bool = False
+) -> list[AlgorithmCost]:
+    """The all-reduce of each part of a row by the GPUs at its place of all rows, for each byte of the whole.
+
+    By rings, with `trees` also trees; `exchanged`: by an all-to-all and an all-gather.
+    """
+    high = gpus // width
+    along = [[first + width * i for i in range(high)] for first in range(width)]
+    flows = [flow for column in along for flow in _circle(column, 1 / gpus)]
     once = AlgorithmCost(rings_between=high - 1, byte_s=(high - 1) * contended_s(cluster, gpus, flows))
     if exchanged:
-        return [row + exchange(cluster, gpus, width).of(across / width) + once]
-    costs = [row + once.twice()]
+        return [exchange(cluster, gpus, width).of(1 / width) + once]
+    costs = [once.twice()]
     if trees:
-        flows = [flow for column in columns for flow in _two_trees(column, 0.5 * across / width)]
+        flows = [flow for column in along for flow in _two_trees(column, 0.5 / width)]
         byte_s, depth = contended_s(cluster, gpus, flows), high.bit_length() - 1
-        costs.append(row + AlgorithmCost(trees_between=2 * depth, byte_s=byte_s, trees=1))
+        costs.append(AlgorithmCost(trees_between=2 * depth, byte_s=byte_s, trees=1))
     return costs
 
 
@@ -312,9 +312,11 @@ def square(gpus: int, each: int) -> int:
 
 
 ALGORITHMS: dict[str, Callable[[Cluster, int], list[AlgorithmCost]]] = {
-    "ring": ring,
+    # a ring for each NIC with its part of the bytes; each ring enters and leaves a node once
+    "ring": lambda cluster, gpus: [gather(cluster, gpus).twice()],
     "tree": tree,
     "halving-doubling": halving_doubling,
-    "hierarchical": hierarchical,
+    # reduce-scatter within each node, an all-reduce of each part between nodes (ring or trees), all-gather
+    "hierarchical": lambda cluster, gpus: torus(cluster, gpus, min(gpus, cluster.node.gpus), trees=True),
     "torus": torus,
 }

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kasoku.core import InputError
+from kasoku.core import InputError, summary
+from kasoku.core.files import read_json
 from kasoku.distributed.batchnorm.grouped import norms
 from kasoku.distributed.ddp.cost_model import Sized, UnitTimes
 from kasoku.distributed.ddp.layer_index import LayerIndex
@@ -177,24 +178,21 @@ def profiled(profiles: Sequence[tuple[Path, int]], net: ModelCosts) -> MeasuredT
         try:
             blocks = json.loads((folder / "profile.json").read_text())["blocks"]
             times = {str(b["name"]): (float(b["forward_s"]), float(b["backward_s"])) for b in blocks}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{folder}: no profile there ({error}): a folder of kasoku profile is wanted") from error
-        odd = [name for name, (forward, backward) in times.items() if not (0 <= forward < 1e6 and 0 <= backward < 1e6)]
-        if odd:
-            raise InputError(f"{folder}: {odd[0]} takes {times[odd[0]]} s: times of 0 or more are wanted")
-        lost = [layer.name for layer in net.layers if not _block(layer.name, times)]
-        if lost or not times:
-            raise InputError(f"{folder}: a profile of another model: {net.name} has {lost[0]}, the profile has not")
-        if more := [name for name in times if name not in net.modules]:
-            raise InputError(f"{folder}: a profile of another model: it has {more[0]}, {net.name} has not")
-        try:
-            file = folder / "ledger.json"
-            ledger = json.loads(file.read_text()) if file.is_file() else {}
+            ledger = read_json(folder / "ledger.json")
             facts = ledger.get("facts", {})
             seen = facts.get("batch", images) * facts.get("parts", 1)
             updates.append(float(ledger.get("step_s", {}).get("update", 0.0)))
-        except (OSError, AttributeError, TypeError, ValueError) as error:
-            raise InputError(f"{folder / 'ledger.json'}: not what kasoku profile writes: profile again") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            wanted = "a folder of kasoku profile is wanted; profile again"
+            raise InputError(f"{folder}: no profile there ({summary(error)}): {wanted}") from error
+        odd = [name for name, both in times.items() if not all(0 <= s < 1e6 for s in both)]
+        lost = [layer.name for layer in net.layers if not _block(layer.name, times)]
+        more = [name for name in times if name not in net.modules]
+        if odd:
+            raise InputError(f"{folder}: {odd[0]} takes {times[odd[0]]} s: times of 0 or more are wanted")
+        if lost or more:
+            has, lacks, part = (net.name, "the profile", lost[0]) if lost else ("it", net.name, more[0])
+            raise InputError(f"{folder}: a profile of another model: {has} has {part}, {lacks} has not")
         if seen != images:
             raise InputError(f"{folder}: a profile of steps of {seen} images: give {folder}:{seen}, not :{images}")
         measured.append((images, times))

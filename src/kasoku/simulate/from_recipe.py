@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,16 +14,18 @@ import torch
 from kasoku.config.ranks import TEST_PASSES, can_share, check_share, is_asynchronous, techniques_for
 from kasoku.config.recipe import Recipe
 from kasoku.config.toml import Factory
-from kasoku.config.updates import data_info, evaluations, updates
+from kasoku.config.updates import data_info, evaluations, growth, pixel_share, updates, updates_in_epoch
 from kasoku.core import InputError
 from kasoku.data import Facts
 from kasoku.distributed import OneBucket, Overlap, Planned, Policy
 from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
-from kasoku.simulate.compressed import exchanges, flat
+from kasoku.simulate.compressed import LowRankLink, exchanges, flat
 from kasoku.simulate.compute_model import model_costs, profiled, remarks
 
+_SHOWN = 6  # kinds of steps, in a table
+_SLICES = 20  # of an epoch, in each of which all steps are alike
 _FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer get a remark, which advises at least _ENOUGH
 
 
@@ -77,26 +80,56 @@ class Scenario:
         """Images a GPU of a step, at least one for each of its parts."""
         return max(self.recipe.parts(step.gpus), step.images // step.gpus)
 
+    def steps(self, step: SimulatedStep) -> list[tuple[SimulatedStep, float]]:
+        """The kinds of steps of the training, and their numbers; `step` is one of the recipe's batch."""
+        recipe, shared, parts = self.recipe, self.simulator.sharing, self.recipe.parts(step.gpus)
+        counts: dict[tuple[int, float, bool], float] = defaultdict(float)
+        pace, plain = shared.asynchronous, (1, 1.0, False)
+        slices = _SLICES if pace or any(technique.changes_resolution for technique in recipe.techniques) else 1
+        for epoch in range(math.ceil(recipe.epochs)):
+            part, grown = min(1.0, recipe.epochs - epoch), growth(recipe, epoch)  # the last epoch may be a part
+            count = round(part * updates_in_epoch(recipe, self.facts.images, epoch)) / slices
+            for at in (epoch + part * (i + 0.5) / slices for i in range(slices)):
+                synchronous = bool(pace and (at < pace.warmup or 0 < pace.finish <= at))
+                counts[grown, pixel_share(recipe, at, self.facts.side), synchronous] += count
+        if not pace:
+            shared = replace(shared, policy=FixedPlan(step.inputs.plan), next_forward=step.inputs.late)
+
+        def simulated(grown: int, pixels: float, synchronous: bool) -> SimulatedStep:
+            own = Sharing(pace.buckets) if pace and synchronous else shared  # as Asynchronous' own Overlap
+            simulator = replace(self.simulator, sharing=own)
+            return simulator.step(step.gpus, grown * step.images, parts=grown * parts, pixels=pixels)
+
+        return [(step if kind == plain else simulated(*kind), count) for kind, count in counts.items()]
+
+    def described(self, step: SimulatedStep) -> dict[str, str]:
+        """A row of a table about steps that are not all alike; empty if they are."""
+        kinds = [
+            f"{count:,.0f} of {own.images:,} images"
+            + (f" at {own.pixels:.0%} of their pixels" if own.pixels < 1 else "")
+            + (", synchronous" if step.inputs.asynchronous and not own.inputs.asynchronous else "")
+            + f": {1e3 * own.step_s:.2f} ms"
+            for own, count in self.steps(step)
+        ]
+        return {"steps": "; ".join(kinds[:_SHOWN]) + ("; ..." if len(kinds) > _SHOWN else "")} if kinds[1:] else {}
+
     def rows(self, step: SimulatedStep) -> dict[str, float]:
         """Seconds of the whole training by item; the items are rows of a measured run's ledger."""
-        total = updates(self.recipe, self.facts.images)
-        costs, compute_s = self.simulator.cluster.costs, step.compute_s + step.straggler_s
+        costs = self.simulator.cluster.costs
         # forward passes of an evaluation: the test images in each view, and the images that recalibrate BatchNorm
         passes = round(TEST_PASSES[self.recipe.evaluate.views] * self.facts.tested)
         if self.simulator.net.norms:
             renewing: list[Any] = [t for t in self.recipe.techniques if t.renews_statistics]
             passes += min(sum(t.images or self.facts.images for t in renewing), self.facts.images)
-        forward = sum(u.forward_s for u in step.inputs.units)
-        share = forward / (forward + sum(u.backward_s for u in step.inputs.units))
-        return {
-            "start": costs.setup_s,
-            "first epoch": costs.first_epoch_s,
-            "input": total * step.input_s,
-            "forward": total * share * compute_s,
-            "backward": total * (1 - share) * compute_s,
-            "exposed": total * step.exposed_s,
-            "evaluate": evaluations(self.recipe) * self.simulator.evaluation_s(step.gpus, passes),
-        }
+        rows = dict.fromkeys(("input", "forward", "backward", "exposed"), 0.0)
+        for own, count in self.steps(step):
+            forward, compute_s = own.inputs.forward_share, own.compute_s + own.straggler_s
+            rows["input"] += count * own.input_s
+            rows["forward"] += count * forward * compute_s
+            rows["backward"] += count * (1 - forward) * compute_s
+            rows["exposed"] += count * own.exposed_s
+        evaluate_s = evaluations(self.recipe) * self.simulator.evaluation_s(step.gpus, passes)
+        return {"start": costs.setup_s, "first epoch": costs.first_epoch_s, **rows, "evaluate": evaluate_s}
 
     def document(self, step: SimulatedStep) -> dict[str, Any]:
         """All figures of a step and of the training, for a JSON file."""
@@ -111,6 +144,10 @@ class Scenario:
             "jitter_s": step.straggler_s,
             "exchange_s" if step.inputs.asynchronous else "all_reduce_s": step.link_s,
             "efficiency": step.images_per_s / step.gpus / alone.images_per_s,
+            "steps": [
+                {"batch": own.images, "pixels": own.pixels, "updates": count, "step_s": own.step_s}
+                for own, count in self.steps(step)
+            ],
             "rows": rows,
             "training_s": training_s,
             "usd": self.usd(step, training_s),
@@ -126,16 +163,13 @@ class Scenario:
         gpu, profile, precision = simulator.cluster.device, simulator.profile, recipe.device.precision
         images = step.images / (step.gpus * recipe.parts(step.gpus))
         lines = list(self.notes)
-        if (exchange := step.inputs.asynchronous) and step.gpus > 1:
+        if step.inputs.asynchronous and step.gpus > 1:
             lines.append("Asynchronous: only links are simulated, not the owners' additions or copies to a host")
-            if exchange.warmup or exchange.finish:
-                epochs = f"warmup={exchange.warmup:g}, finish={exchange.finish:g}"
-                lines.append(f"Asynchronous: its synchronous epochs ({epochs}) are simulated as asynchronous ones")
+        if isinstance(step.inputs.link, LowRankLink):
+            lines.append("LowRank: its passes over the gradients are simulated, the latency of its QR is not")
         if step.norms_s:
             waits = f"BatchNorms wait for all ranks, {1e3 * step.norms_s:.2f} ms of the exposed communication"
             lines.append(f"norm_batch={recipe.norm_batch} is more than a rank has at once: {waits}")
-        if any(technique.changes_resolution for technique in recipe.techniques):
-            lines.append("LowResolution: its epochs of small images are simulated at full size, which takes longer")
         if not profile and precision not in ("auto", "fp16", gpu.precision):
             lines.append(f"precision = {precision}: {gpu.name} was measured in {gpu.precision}; a profile is surer")
         if not profile and any(technique.saves_memory for technique in recipe.techniques):
@@ -179,9 +213,8 @@ def scenario(
     steps profiled there. `like`: another recipe on this cluster; equal models and data are not inspected again.
     """
     if recipe.auto_batch:
-        raise InputError('batch = "auto": give --set batch=B, or the recipe of a run that was tuned')
-    if any(technique.changes_batch for technique in recipe.techniques):
-        raise InputError("technique GrowBatch: a batch that grows is not simulated: leave it out, and give one batch")
+        given = 'batch = "auto" is tuned on the machine that trains'
+        raise InputError(f"{given}: give --set batch=B, or the recipe of a run that was tuned")
     precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
     shared = sharing(recipe, algorithm)
     shared = replace(shared, needs_all=precision == "fp16" and not shared.reducer.largest(ranks=2))

@@ -1,17 +1,17 @@
 """Searches a batch, a number of GPUs, gradient groups and an all-reduce that meet a deadline or a budget."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kasoku.config.batch_points import batches_of_points
-from kasoku.config.ranks import can_share, techniques_for
+from kasoku.config.ranks import can_share
 from kasoku.config.recipe import Recipe, load
 from kasoku.config.toml import read
-from kasoku.config.updates import updates
+from kasoku.config.updates import growth, updates
 from kasoku.core import InputError, Schedule
-from kasoku.core import schedule as schedules
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
 from kasoku.simulate import Cluster, SimulatedStep
 from kasoku.simulate.collectives import square
@@ -22,6 +22,8 @@ from kasoku.simulate.from_recipe import Scenario, scenario, sharing, sizes
 # (benchmarks/simulate_published.py): the ranges of a plan; no simulated step depends on them. Bounds from physics alone
 # were tried (RECORDS.md): too wide to help with a deadline, and one of these runs lay outside
 LEAST, MOST = 0.97, 1.19
+_TIMES = ("epochs", "milestones", "turn")  # of schedules, other than their warm-ups
+_ROUNDS = 20  # of the search for epochs; one is enough if the batch does not grow
 _SIZES = 24  # numbers of GPUs tried with each batch
 _OUTPUTS = 22_228_968  # layer outputs of an image of ResNet-50 at 224 pixels, with which GPUs were measured
 _WORTH = 0.99  # searched groups, or an all-reduce by nodes, must take less than this share of the step's time
@@ -55,7 +57,8 @@ def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -
     With a setting (`path=value`) of the batch, only that is tried; with a noise scale of the gradients, in images,
     batches around the recipe's own, each with the epochs it needs; else the recipe's points, or its own batch.
 
-    Maths: epochs(B) = epochs(B0) (1 + B / noise) / (1 + B0 / noise). Ref: McCandlish et al. 2018 (arXiv 1812.06162).
+    Maths: an epoch at batch B is worth 1 / (1 + B / noise) of one at a small batch, and the epochs of each recipe are
+    worth as much as those of the given one. Ref: McCandlish et al. 2018 (arXiv 1812.06162).
     """
     batches = batches_of_points(read(file, settings))
     if noise_scale is None:
@@ -68,12 +71,12 @@ def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -
     recipes: list[Recipe] = []
     refused: list[tuple[int, InputError]] = []
     for batch in sorted({max(1, round(recipe.batch * 2.0**k)) for k in range(-3, 8)}):
-        longer = (1 + batch / noise_scale) / (1 + recipe.batch / noise_scale)
+        epochs = _epochs_worth(recipe, batch, noise_scale)
         more = [
             f"batch={batch}",
-            f"epochs={recipe.epochs * longer:.6g}",
+            f"epochs={epochs:.6g}",
             f"reference_batch={recipe.reference_batch or recipe.batch}",
-            *_stretched(recipe.schedule, longer),
+            *_stretched(recipe.schedule, epochs / recipe.epochs),
         ]
         try:
             recipes.append(load(file, [*settings, *more]))
@@ -83,17 +86,32 @@ def candidates(file: Path, settings: Sequence[str], noise_scale: float | None) -
     return recipes, f"--noise-scale: without batches of {without} (the first: {refused[0][1]})" if refused else ""
 
 
+def _epochs_worth(recipe: Recipe, batch: int, noise_scale: float) -> float:
+    """The epochs at another batch, which grows as the recipe's does, that are worth those of the recipe."""
+
+    def worth(batch: int, epochs: float) -> float:
+        techniques = [technique.over(epochs) for technique in recipe.techniques]
+        growths = (math.prod(t.batch_factor(e) for t in techniques) for e in range(math.ceil(epochs)))
+        return sum(min(1.0, epochs - e) / (1 + batch * grown / noise_scale) for e, grown in enumerate(growths))
+
+    wanted, epochs = worth(recipe.batch, recipe.epochs), recipe.epochs
+    for _ in range(_ROUNDS):
+        epochs *= wanted / worth(batch, epochs)
+    return epochs
+
+
 def _stretched(schedule: Schedule, longer: float) -> list[str]:
-    """Settings that stretch the epochs of a schedule's curve by a factor, and leave its warm-up."""
-    if isinstance(schedule, schedules.Constant):
-        return []
-    if isinstance(schedule, schedules.StepDecay):
-        return [f"schedule.milestones={[round(longer * epoch, 6) for epoch in schedule.milestones]}"]
-    epochs = getattr(schedule, "epochs", None)
-    if not isinstance(epochs, int | float):
-        kind = type(schedule).__name__
-        raise InputError(f"--noise-scale: {kind} cannot be made for other epochs: use one with epochs, or plan without")
-    return [f"schedule.epochs={longer * epochs:.6g}"]
+    """Settings that stretch a schedule's times in epochs by a factor, but not its warm-up; shares follow anyway."""
+    kind = type(schedule)
+    if not kind.__module__.startswith("kasoku."):
+        raise InputError(f"--noise-scale: the times of {kind.__name__} are not known: take a schedule of kasoku's")
+
+    def stretched(times: Any) -> Any:
+        if isinstance(times, tuple):
+            return [stretched(time) for time in times]
+        return times if 0 < times < 1 else round(longer * times, 6)
+
+    return [f"schedule.{name}={stretched(getattr(schedule, name))}" for name in _TIMES if getattr(schedule, name, 0)]
 
 
 def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tuple[Path, int]] = ()) -> list[Choice]:
@@ -108,7 +126,8 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tupl
     tight = ""
     for recipe in recipes:
         base = scenario(recipe, cluster, profiles=profiles, like=base)
-        if recipe.batch > base.facts.images or updates(recipe, base.facts.images) < 1:
+        largest = recipe.batch * max(growth(recipe, epoch) for epoch in range(math.ceil(recipe.epochs)))
+        if largest > base.facts.images or updates(recipe, base.facts.images) < 1:
             continue
         simulator = base.simulator
         outputs = sum(layer.outputs for layer in simulator.net.layers)
@@ -198,7 +217,7 @@ def planned_recipe(chosen: Choice) -> Recipe:
     recipe, shared = chosen.scenario.recipe, chosen.scenario.simulator.sharing
     if not _has_groups(chosen.scenario):
         return recipe
-    techniques = techniques_for(recipe, 1)
+    techniques = [technique.for_ranks(1) for technique in recipe.techniques]  # whose shares follow other epochs
     own: Any = next((t for t in techniques if t.overlaps_backward), Overlap())
     own = replace(own, buckets=shared.policy, next_forward=shared.next_forward, reducer=shared.reducer)
     local = tuple(t for t in techniques if not t.exchanges_gradients)

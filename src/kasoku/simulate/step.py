@@ -72,18 +72,21 @@ class StepInputs:
         width = [self.tensors[group[0]].width for group in self.plan.buckets]
         return [(p.stop - p.start) * width[p.bucket] for p in self.plan.order]
 
+    @property
+    def forward_share(self) -> float:
+        """The forward's part of forward and backward."""
+        forward = sum(unit.forward_s for unit in self.units)
+        return forward / (forward + sum(unit.backward_s for unit in self.units))
+
     def choice(self) -> str:
         """The algorithm and protocol of the largest piece."""
         return self.link.choice(max(self.sizes(), default=0.0))
 
-    def timed(self) -> list[tuple[float, float]]:
-        """Seconds and bytes of each piece."""
-        return [(self.link.seconds(size), size) for size in self.sizes()]
-
     def forecast(self, *, timeline: bool = False) -> Forecast:
         """The step in the steady state."""
         if self.asynchronous:
-            return async_exchange.forecast(self.asynchronous, self.units, self.timed(), timeline=timeline)
+            groups = [(self.link.seconds(size), size) for size in self.sizes()]
+            return async_exchange.forecast(self.asynchronous, self.units, groups, timeline=timeline)
         return forecast(self.units, self.tensors, self.plan, self.link, next_forward=self.late, timeline=timeline)
 
 
@@ -99,6 +102,7 @@ class SimulatedStep:
         link_s: all communication, hidden or not.
         inputs: of the forecast; with several micro-batches, of the last one, which can hide communication.
         norms_s: the part of `exposed_s` in which BatchNorms wait for the statistics of other ranks.
+        pixels: the share of the images' pixels that is computed with.
     """
 
     gpus: int
@@ -110,6 +114,7 @@ class SimulatedStep:
     link_s: float
     inputs: StepInputs = field(repr=False)
     norms_s: float = 0.0
+    pixels: float = 1.0
 
     @property
     def step_s(self) -> float:
@@ -138,10 +143,11 @@ class Simulator:
     profile: MeasuredTimes | None = None
     norm_batch: int = 0
 
-    def step(self, gpus: int, batch: int, *, parts: int = 1) -> SimulatedStep:
+    def step(self, gpus: int, batch: int, *, parts: int = 1, pixels: float = 1.0) -> SimulatedStep:
         """A step of `batch` images over `gpus` GPUs; each takes its share in `parts` micro-batches.
 
-        Raises InputError if the cluster has no such GPUs, or they cannot share the batch.
+        `pixels`: the share of the images' pixels that is computed with. Raises InputError if the cluster has no such
+        GPUs, or they cannot share the batch.
         """
         self.cluster.nodes_for(gpus)
         if batch < gpus * parts:
@@ -150,32 +156,33 @@ class Simulator:
         spread = self.cluster.device.spread if self.spread is None else self.spread
         pace = self.sharing.asynchronous if gpus > 1 else None
         within = self.norm_batch <= images  # BatchNorm's groups, within a rank's share
-        if pace and (pace.servers or pace.max_staleness == 0 or parts > 1 or not within):
-            given = f"servers={pace.servers}, max_staleness={pace.max_staleness}, {parts} parts of {images} images"
-            allowed = "servers=0, max_staleness above 0, a share in one part, and norm_batch at most that share"
+        if pace and (pace.servers or pace.max_staleness == 0 or not within):  # ranks exchange in another way
+            given = f"servers={pace.servers}, max_staleness={pace.max_staleness}, parts of {images} images"
+            allowed = "servers=0, max_staleness above 0, and norm_batch at most a part"
             raise InputError(f"{given}: asynchronous ranks are simulated with {allowed}")
         # slow GPUs stay slow, so with bounded staleness all ranks finally wait for the slowest
         slower = 1.0 if pace and pace.max_staleness is None else slowest(spread, gpus)
-        compute_s = _computing(self.units(images), parts)
-        slow = self.units(images, slower=slower)
-        waiting: Sequence[UnitTimes] = slow
+        compute_s = _computing(self.units(images * pixels), parts)
+        slow = self.units(images * pixels, slower=slower)
+        waits = [0.0] * len(slow)
         if gpus > 1 and self.norm_batch > batch / (gpus * parts):
             # a group of images spans ranks: BatchNorms wait, forward and backward, as in `distributed.batchnorm`, for
             # two numbers of each channel, gathered from all ranks
             link = collectives.fastest(self.cluster, [("all-gather", collectives.gather(self.cluster, gpus))])
             waits = [link.seconds(gpus * 2 * _FP32 * layer.norm) if layer.norm else 0.0 for layer in self.net.layers]
-            waiting = [
-                replace(u, forward_s=u.forward_s + wait_s, backward_s=u.backward_s + wait_s)
-                for u, wait_s in zip(slow, waits, strict=True)
-            ]
+        times = parts if pace else 1  # an exchange overlaps all of a share, an all-reduce its last part
+        waiting = [
+            replace(u, forward_s=times * u.forward_s + wait_s, backward_s=times * u.backward_s + wait_s)
+            for u, wait_s in zip(slow, waits, strict=True)
+        ]
         inputs = self._inputs(waiting, gpus)
         step, node = inputs.forecast(), self.cluster.node
         fed = batch / gpus * min(gpus, node.gpus) / node.input_images_s if node.input_images_s else 0.0
-        slowest_s = _computing(slow, parts)
-        norms_s, late_s = _computing(inputs.units, parts) - slowest_s, slowest_s - compute_s
+        slowest_s, norms_s = _computing(slow, parts), 2 * parts * sum(waits)
         exposed = norms_s + max(0.0, step.exposed_s)  # rounding may leave a negative time
         input_s = max(0.0, fed - slowest_s - exposed)
-        return SimulatedStep(gpus, batch, compute_s, late_s, exposed, input_s, step.link_s, inputs, norms_s)
+        late_s = slowest_s - compute_s
+        return SimulatedStep(gpus, batch, compute_s, late_s, exposed, input_s, step.link_s, inputs, norms_s, pixels)
 
     def _inputs(self, units: Sequence[UnitTimes], gpus: int) -> StepInputs:
         """The inputs of the forecast: gradients, groups, link, and whether the next forward waits."""
@@ -186,7 +193,8 @@ class Simulator:
             sizes = [sum(self.net.defined[i].elements for i in bucket) for bucket in plan.buckets]
             plan = replace(plan, order=tuple(Chunk(i, 0, size) for i, size in enumerate(sizes)))  # each sent whole
             inputs = StepInputs(units, tensors, plan, async_exchange.link(self.cluster, gpus), False, asynchronous)
-            return replace(inputs, asynchronous=async_exchange.settled(asynchronous, units, inputs.timed()))
+            times_s = [inputs.link.seconds(size) for size in inputs.sizes()]
+            return replace(inputs, asynchronous=async_exchange.settled(asynchronous, units, times_s))
         link = compressed.link(self.cluster, gpus, sharing.reducer, sharing.algorithm)
         tensors = self.net.tensors
         if isinstance(sharing.policy, Planned) and gpus > 1:

@@ -25,9 +25,6 @@ def slowest(spread: float, ranks: int) -> float:
         return 1.0
     low, high = math.exp(-9 * spread), math.exp(9 * spread)
     width = (high - low) / _CELLS
-    waiting = 0.0
-    for i in range(_CELLS):
-        x = low + (i + 0.5) * width
-        below = 0.5 * math.erfc(-math.log(x) / (spread * math.sqrt(2)))  # the fraction of ranks with at most x
-        waiting += 1 - below**ranks
-    return low + waiting * width
+    centres = (low + (i + 0.5) * width for i in range(_CELLS))
+    below = (0.5 * math.erfc(-math.log(x) / (spread * math.sqrt(2))) for x in centres)  # the ranks with at most x
+    return low + width * sum(1 - fraction**ranks for fraction in below)

@@ -3,7 +3,7 @@
 import math
 
 from kasoku.config.ranks import TEST_PASSES
-from kasoku.config.updates import evaluations, updates_in_epoch
+from kasoku.config.updates import evaluations, pixel_share, updates_in_epoch
 from kasoku.training.run_state import Training
 from kasoku.tune import BatchSizeResult, tune_batch_size
 from kasoku.tune.measurement import BRIEF, Limits, Measure, Needs
@@ -39,7 +39,7 @@ def estimated_s(training: Training) -> float:
     image_s = (extrapolate(costs, recipe.batch) - fixed_s) / recipe.batch
     seconds = evaluations(recipe) * len(data.test) * TEST_PASSES[recipe.evaluate.views] * _FORWARD * image_s
     for epoch in range(math.ceil(recipe.epochs)):
-        pixels = math.prod(technique.pixel_share(epoch, data.image_size[0]) for technique in recipe.techniques)
+        pixels = pixel_share(recipe, epoch, data.image_size[0])
         whole_s = updates_in_epoch(recipe, len(data.train), epoch) * fixed_s + len(data.train) * image_s * pixels
         seconds += min(1.0, recipe.epochs - epoch) * whole_s
     return seconds

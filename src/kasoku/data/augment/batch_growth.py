@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kasoku.core import Batch, InputError, Job, Schedule, Stage, StepDecay, Technique
@@ -25,7 +25,10 @@ class GrowBatch(Technique, stage=Stage.DATA, changes_batch=True, in_sandbox=Fals
     Ref: Smith et al. 2018 (arXiv 1711.00489); [000]'s references 4 (Ying et al. 2018) and 9 (Mikami et al. 2018).
     """
 
-    schedule: Schedule = StepDecay(milestones=(30.0, 60.0), gamma=2.0)  # noqa: RUF009 - frozen
+    schedule: Schedule = StepDecay(milestones=(1 / 3, 2 / 3), gamma=2.0)  # noqa: RUF009 - frozen
+
+    def over(self, epochs: float) -> Technique:
+        return replace(self, schedule=self.schedule.over(epochs))
 
     def batch_factor(self, epoch: int) -> int:
         return max(1, round(self.schedule(epoch)))

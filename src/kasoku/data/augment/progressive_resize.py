@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.nn import functional
 
 from kasoku.core.errors import InputError
 from kasoku.core.job import Job
 from kasoku.core.job_state import Batch
-from kasoku.core.schedule import Schedule
+from kasoku.core.schedule import Schedule, epoch_of
 from kasoku.core.technique import Stage, Technique
 
 
@@ -17,13 +17,16 @@ from kasoku.core.technique import Stage, Technique
 class LowResolution(Technique, stage=Stage.DATA, changes_pixels=True, changes_resolution=True, in_sandbox=False):
     """Shrinks training images (antialiased) for the first epochs, to one side or to one that grows; never enlarges.
 
-    LowResolution(96, until=10) shows 96 pixels for 10 epochs; LowResolution(Constant(warmup=10, start=0.5)) half of
-    each side at first, then more, and whole images from epoch 10 on.
+    LowResolution(96, until=10) shows 96 pixels for 10 epochs, until=0.5 for half of the training;
+    LowResolution(Constant(warmup=10, start=0.5)) half of each side at first, then more, and whole images from epoch 10
+    on.
 
     Args:
         side: in pixels, at least 1; or a schedule: epoch -> share of the image's own height and width.
-        until: for how many epochs, 0 or more, where `side` is in pixels; a schedule itself says when images are whole.
+        until: the time at which images become whole, 0 or more, where `side` is in pixels; a share of the training if
+            it is smaller than 1, else an epoch. A schedule itself says when.
         multiple: a schedule's side is rounded to this many pixels, at least 1; whole images stay as they are.
+        epochs: the length of the training, 0 or more; 0: the recipe's.
 
     Saves: the share of the arithmetic that the left-out pixels had, in those epochs.
     Costs: some accuracy, more the longer it lasts; a network that takes any size; Compile compiles anew for each size,
@@ -34,6 +37,7 @@ class LowResolution(Technique, stage=Stage.DATA, changes_pixels=True, changes_re
     side: Schedule | int
     until: float | None = None
     multiple: int = 32
+    epochs: float = 0.0
 
     def __post_init__(self) -> None:
         if self.multiple < 1:
@@ -42,9 +46,13 @@ class LowResolution(Technique, stage=Stage.DATA, changes_pixels=True, changes_re
             if self.until is not None:
                 raise InputError(f"until={self.until}: only for a side in pixels, a schedule ends itself; leave it out")
         elif self.until is None:
-            raise InputError(f"side={self.side}: for how many epochs? Give until, 0 or more epochs")
-        elif self.side < 1 or not self.until >= 0:
-            raise InputError(f"side={self.side}, until={self.until}: at least 1 pixel, and 0 or more epochs")
+            raise InputError(f"side={self.side}: until when? Give until, a share of the training or an epoch")
+        elif self.side < 1 or not (self.until >= 0 <= self.epochs):
+            raise InputError(f"side={self.side}, until={self.until}, epochs={self.epochs}: at least 1 pixel, 0 or more")
+
+    def over(self, epochs: float) -> Technique:
+        side = self.side.over(epochs) if isinstance(self.side, Schedule) else self.side
+        return replace(self, side=side, epochs=self.epochs or epochs)
 
     def size(self, epoch: float, size: tuple[int, int]) -> tuple[int, int]:
         """What images of `size` (height, width) are shown as after so many epochs."""
@@ -54,11 +62,11 @@ class LowResolution(Technique, stage=Stage.DATA, changes_pixels=True, changes_re
                 share = self.side(epoch)
                 wanted = max(1, round(share * extent / self.multiple)) * self.multiple if share < 1 else extent
             else:
-                wanted = self.side if epoch < (self.until or 0) else extent
+                wanted = self.side if epoch < epoch_of(self.until or 0, self.epochs, type(self).__name__) else extent
             shown.append(min(wanted, extent))
         return shown[0], shown[1]
 
-    def pixel_share(self, epoch: int, side: int) -> float:
+    def pixel_share(self, epoch: float, side: int) -> float:
         return math.prod(self.size(epoch, (side, side))) / side**2
 
     def apply(self, job: Job) -> None:

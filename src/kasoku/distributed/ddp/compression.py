@@ -115,6 +115,13 @@ class LowRank(Reducer):
         if self.rank < 1 or self.min_elements < 0:
             raise InputError(f"rank={self.rank}, min_elements={self.min_elements}: at least 1 column and 0 elements")
 
+    def shape(self, elements: int) -> tuple[int, int]:
+        """The rows and columns of a chunk's matrix; (0, 0) if the chunk is averaged uncompressed."""
+        columns = max(1, math.isqrt(elements))
+        rows = -(-elements // columns)
+        whole = elements < self.min_elements or self.rank * (rows + columns) >= elements
+        return (0, 0) if whole else (rows, columns)
+
     def bind(self, comm: Comm) -> Reduce:
         """Errors and factors are kept by key."""
         return _LowRank(comm, self)
@@ -195,9 +202,8 @@ class _LowRank(ChainedReduce):
 
     def chain(self, key: str, x: Tensor) -> Chain:
         n, rank = x.numel(), self.settings.rank
-        columns = max(1, math.isqrt(n))
-        rows = -(-n // columns)
-        if n < self.settings.min_elements or rank * (rows + columns) >= n:
+        rows, columns = self.settings.shape(n)
+        if not rows:
             yield self.comm.all_reduce(x, op="mean")
             return
         error = self.kept.at("error", key, (rows * columns,), x)
