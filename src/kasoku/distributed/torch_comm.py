@@ -99,8 +99,7 @@ class TorchComm(Comm):
         return _Handle(dist.all_to_all_single(out.view(-1), x.view(-1), group=self._group, async_op=True))
 
     def sub(self, groups: Sequence[Sequence[int]]) -> TorchComm:
-        world = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        created = [dist.new_group([world[rank] for rank in ranks]) for ranks in groups]
+        created = [self._new_group(ranks) for ranks in groups]
         return TorchComm(next(g for g, ranks in zip(created, groups, strict=True) if self.rank in ranks), self.clock)
 
     def channel(self, *, patient: bool = False) -> TorchComm:
@@ -111,8 +110,14 @@ class TorchComm(Comm):
         """
         if self._spare and not patient:
             return self._spare.pop(0)
-        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        return TorchComm(dist.new_group(ranks, timeout=_FOR_EVER if patient else None), self.clock)
+        return TorchComm(self._new_group(range(self.size), _FOR_EVER if patient else None), self.clock)
+
+    def _new_group(self, ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
+        """A process group of some of these ranks. If they are not all there are, the rest makes no such call."""
+        world = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        apart = self._group is not None
+        group = dist.new_group([world[rank] for rank in ranks], timeout=timeout, use_local_synchronization=apart)
+        return cast(dist.ProcessGroup, group)
 
     def gather_objects(self, thing: T) -> list[T]:
         things: list[Any] = [None] * self.size
