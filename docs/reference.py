@@ -26,7 +26,7 @@ SECTION = re.compile(r"^(?:Args|Attributes|Saves|Costs|Maths|Ref|Seen|Raises):",
 RANKS = {  # class attribute: when its techniques communicate
     "exchanges_gradients": "`apply` copies rank 0's weights to all ranks; steps and `job.drain()` communicate",
     "groups_span_ranks": "each update communicates, and a forward in which a group of images spans ranks",
-    "needs_ranks_in_step": "each step communicates",
+    "needs_ranks_in_step": "each step communicates, between the ranks that make it together",
     "renews_statistics": "`job.evaluation()` communicates",
 }
 USED_BY = 3  # commands that have the same option, so that it is described once
@@ -124,6 +124,8 @@ def technique(name: str, thing: Any, known: dict[str, Any]) -> Iterator[str]:
     lines.append(f"- **Combines with:** all others but {others}." if others else "- **Combines with:** all others.")
     if thing.needs_whole_gradients:
         lines.append("- **Updates:** no parameter before all gradients are there, so Overlap waits for all buckets.")
+    if thing.vetoes_steps:
+        lines.append("- **Updates:** none in backward (SavedMemory); Overlap updates as usual, with most reducers.")
     when = [text for attribute, text in RANKS.items() if getattr(thing, attribute)]
     lines.append(f"- **Ranks:** {'; '.join(when) or 'does not communicate'}.")
     yield "\n".join(lines)
