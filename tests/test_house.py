@@ -30,12 +30,12 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "data": 5230,
     "distributed": 5705,
     "memory": 2175,
-    "config": 1380,
+    "config": 1395,
     "tune": 2065,
     "simulate": 1830,
-    "report": 2290,
-    "training": 2210,
-    "commands": 1885,
+    "report": 2300,
+    "training": 2360,
+    "commands": 1940,
     "testing": 630,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,9 @@ def run_folder(folder: Path, *, seed: int = 0, lr: float = 0.1, target: float = 
     lines += [{"step": 44 * i, "epoch": i, "time_s": 1e9 + 2 * i, "test_top1": 1 - 0.5**i} for i in range(1, 4)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 99, "ep')
     return folder
+
+
+def text_of(file: Path) -> str:
+    """What is written on it, without scripts and tags."""
+    body = re.sub(r"(?s)<(script|style).*?</\1>", "", file.read_text())
+    return unescape(re.sub(r"<[^>]*>", " ", body))

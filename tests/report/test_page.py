@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-from html import unescape
 from pathlib import Path
 
 import pytest
@@ -58,15 +57,9 @@ def test_the_page_shows_the_ledger_and_steps_of_a_training(digits_run, tmp_path)
     charts = {chart["key"]: chart for chart in charts_of(out)}
     drawn = {trace["name"]: trace["x"][0] for trace in charts["ledger-0"]["data"]}
     assert drawn["forward"] == ledger["rows"]["forward"] > 0
-    assert ledger["verdict"][0]["cause"] in text_of(out)
+    assert ledger["verdict"][0]["cause"] in shown.text_of(out)
     spans = json.loads((digits_run / "timeline.json").read_text())["spans"]
     assert {trace["name"] for trace in charts["timeline-0"]["data"]} == {span["kind"] for span in spans} >= {"backward"}
-
-
-def text_of(file: Path) -> str:
-    """What is written on it, without scripts and tags."""
-    body = re.sub(r"(?s)<(script|style).*?</\1>", "", file.read_text())
-    return unescape(re.sub(r"<[^>]*>", " ", body))
 
 
 def within(opened: Opened, width: int) -> None:
@@ -206,11 +199,11 @@ def test_the_chosen_batch_is_marked_with_its_interval(one):
     assert (star["x"], star["y"]) == ([96], [sample["images_per_s"]])
     assert star["error_y"]["array"][0] == pytest.approx(96 / sample["low_s"] - sample["images_per_s"])
     assert star["error_y"]["arrayminus"][0] == pytest.approx(sample["images_per_s"] - 96 / sample["high_s"])
-    assert "Chosen by TimeToTarget: batch 96" in text_of(one)
+    assert "Chosen by TimeToTarget: batch 96" in shown.text_of(one)
 
 
 def test_the_verdict_and_the_medians_of_a_step_are_in_words_and_figures(one):
-    said = re.sub(r"\s+", " ", text_of(one))
+    said = re.sub(r"\s+", " ", shown.text_of(one))
     assert "input-bound (12%): 12 % of a step waits for its images pack the images once" in said
     assert "Overlapped with other work, so not in the bar: compiler 0.80 s." in said
     assert "2.000" in said  # ms of forward
@@ -221,7 +214,7 @@ def test_what_a_run_lacks_or_has_damaged_is_left_out_and_said(tmp_path, figures)
     shown.write(run, ledger="{", timeline={"spans": [{"kind": "forward"}]})
     out = tmp_path / "page.html"
     assert main(["report", str(run), "--out", str(out)]) == 0
-    said = text_of(out)
+    said = shown.text_of(out)
     assert "Not in this run: tuning of the batch (tuning.json); accuracy by class, confusion, worst images" in said
     assert "gradient buckets (of several ranks, buckets.json)" in said
     assert "ledger.json: damaged" in said
@@ -234,7 +227,7 @@ def test_a_run_that_has_no_result_yet_is_shown(tmp_path, figures):
     (run / "result.json").unlink()
     (run / "metrics.jsonl").unlink()
     assert main(["report", str(run)]) == 0
-    said = text_of(run / "report.html")
+    said = shown.text_of(run / "report.html")
     assert "young-1 (no result yet)" in said
     assert "curves (metrics.jsonl)" in said
 
@@ -276,8 +269,8 @@ def test_members_of_an_ensemble_are_shown_as_runs(tmp_path):
         shown.run_folder(tmp_path / "all" / f"member-{seed + 1}", seed=seed)
     out = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "all"), "--out", str(out)]) == 0
-    assert "2 runs" in text_of(out)
-    assert "member-2" in text_of(out)
+    assert "2 runs" in shown.text_of(out)
+    assert "member-2" in shown.text_of(out)
 
 
 def test_many_classes_are_cut_to_those_with_the_most_mistakes(tmp_path, figures):
@@ -291,7 +284,7 @@ def test_many_classes_are_cut_to_those_with_the_most_mistakes(tmp_path, figures)
     assert len(names) == 40
     assert {"c70", "c30"} <= set(names)
     assert charts["accuracies-0"]["layout"]["yaxis"]["ticktext"][0] == "c70"
-    assert "c70 c30 25 of 75" in re.sub(r"\s+", " ", text_of(out))
+    assert "c70 c30 25 of 75" in re.sub(r"\s+", " ", shown.text_of(out))
 
 
 # ---- what is refused

@@ -40,6 +40,8 @@ class LaunchArguments(RecipeArguments):
     nodes: int = option(default=1, metavar="N", help="machines (default: 1)")
     gpus_per_node: int | None = option(metavar="G", help="a process each (default: all; elsewhere 8)")
     out: Path | None = option(metavar="DIR", help="the run folder, which all nodes see")
+    members: int = option(default=0, metavar="K", help="train K members of an ensemble")
+    vary: tuple[str, ...] = option(default=(), metavar="PATH=V1,V2,...", help="with --members: a value for each")
     if_interrupted: ClassVar[str] = "a checkpoint written before stands"
 
 
@@ -157,6 +159,12 @@ class PredictArguments(AllowArguments):
 
     trained: Path = argument(metavar="RUN")
     images: tuple[Path, ...] = argument(nargs="+", metavar="IMAGE|DIR")
+    out: Path | None = option(metavar="FILE", help="where to (default: standard output)")
+    description: ClassVar[str] = (
+        "RUN is a run folder, or that of an ensemble: the mean of its members' probabilities. Columns: image, class_1, "
+        "probability_1, ..., class_5, probability_5, error (why the image cannot be read)."
+    )
+    if_interrupted: ClassVar[str] = "the rows that were written stand"
 
 
 class ExportArguments(AllowArguments):

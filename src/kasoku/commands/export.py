@@ -1,12 +1,13 @@
-"""`kasoku export`: a trained network for other programs, as safetensors, torch.export or ONNX.
+"""`kasoku export`: a trained network, or an ensemble of them, for other programs: safetensors, torch.export or ONNX.
 
 The exported program takes pixels: float32 (N, C, H, W) from 0 to 1, any number of images; it normalises them itself and
-returns logits (N, K). Each file says so itself and holds the names of the classes: safetensors and ONNX in their
-metadata, torch.export in the extra file kasoku.json.
+returns logits (N, K); of an ensemble these are the logarithms of its members' mean probabilities. Each file says so
+itself and holds the names of the classes: safetensors and ONNX in their metadata, torch.export in the extra file
+kasoku.json.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,38 +20,43 @@ from kasoku.commands.arguments import FORMATS, ExportArguments
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.data.augment.basic import stored_side
-from kasoku.training.trained_run import Trained, load
+from kasoku.training.trained_run import Trained, load_members, mean_probabilities
 
 
 class _FromPixels(nn.Module):
-    """Normalises pixels, then the network."""
+    """Normalises pixels, then the network; or all networks of an ensemble."""
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, members: Sequence[Trained]) -> None:
         super().__init__()
-        self.network = trained.job.model
-        self.register_buffer("mean", torch.tensor(trained.mean).view(1, -1, 1, 1))
-        self.register_buffer("std", torch.tensor(trained.std).view(1, -1, 1, 1))
+        self.networks = nn.ModuleList([member.job.model for member in members])
+        self.register_buffer("mean", torch.tensor(members[0].mean).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(members[0].std).view(1, -1, 1, 1))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        logits: Tensor = self.network((pixels - self.mean) / self.std)
-        return logits
+        x_NCHW = (pixels - self.mean) / self.std
+        logits: list[Tensor] = [network(x_NCHW) for network in self.networks]
+        return logits[0] if len(logits) == 1 else mean_probabilities(logits).log()
 
 
 def run(arguments: ExportArguments) -> int:
     """Writes a run's best weights, or its whole network, and prints the file and its input; returns the exit code."""
-    trained = load(arguments.trained)
-    trained.job.close()  # the plain network: no autocast, plain layout
-    trained.job.model.cpu()
-    facts = _facts(trained, weights_only=arguments.format == "safetensors")
+    members = load_members([arguments.trained])
+    for member in members:
+        member.job.close()  # the plain network: no autocast, plain layout
+        member.job.model.cpu()
+    trained = members[0]
+    facts = _facts(members, weights_only=arguments.format == "safetensors")
     save: Callable[[Path], object]
-    program = _FromPixels(trained).eval()
+    program = _FromPixels(members).eval()
     example = (torch.rand(2, trained.channels, *trained.image_size),)
     shapes: Any = {"pixels": {0: torch.export.Dim("batch", min=1)}}
     if arguments.format == "safetensors":
-        weights = {name: w.contiguous() for name, w in trained.job.model.state_dict().items()}
+        networks = nn.ModuleDict({member.path.name: member.job.model for member in members})
+        plain = networks if len(members) > 1 else trained.job.model
+        weights = {name: w.contiguous() for name, w in plain.state_dict().items()}
         save = partial(save_file, weights, metadata=facts)
     elif arguments.format == "torch-export":
         exported = torch.export.export(program, example, dynamic_shapes=shapes)
@@ -84,18 +90,22 @@ def _resize(size: tuple[int, int]) -> str:
     return f"shorter side to {stored_side(size[0])}, bilinear, antialiased; then the middle {shape}"
 
 
-def _facts(trained: Trained, *, weights_only: bool) -> dict[str, str]:
+def _facts(members: Sequence[Trained], *, weights_only: bool) -> dict[str, str]:
     """What another program must know to use the network; the same in all formats."""
+    trained, count = members[0], len(members)
     side = " x ".join(map(str, (trained.channels, *trained.image_size)))
     colours = {1: "grey", 3: "RGB"}.get(trained.channels, "all channels")
     mean, std = json.dumps(trained.mean), json.dumps(trained.std)
     then = f"then normalised: (pixel - mean) / std, mean {mean}, std {std}" if weights_only else "not normalised"
+    output = f"logits, float32, N x {len(trained.classes)}, before softmax"
+    if count > 1:
+        output += f"; of the ensemble the logarithms of its {count} members' mean probabilities"
     return {
         "input": f"pixels, float32, N x {side}, {colours} from 0 to 1, {then}",
         "resize": _resize(trained.image_size),
-        "output": f"logits, float32, N x {len(trained.classes)}, before softmax",
+        "output": output,
         "classes": json.dumps(trained.classes),
-        "model": trained.recipe.model.use,
+        "model": ", ".join(dict.fromkeys(member.recipe.model.use for member in members)),
         "mean": mean,
         "std": std,
     }

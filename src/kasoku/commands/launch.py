@@ -13,7 +13,7 @@ import torch
 
 from kasoku.commands.arguments import PORT, KubernetesArguments, LaunchArguments, LocalArguments, SlurmArguments
 from kasoku.config import trust
-from kasoku.config.ranks import check_share
+from kasoku.config.ranks import check_share, ranks_of_member
 from kasoku.config.recipe import Recipe, check_data
 from kasoku.core import InputError, say
 from kasoku.core.files import write_text
@@ -46,7 +46,7 @@ def run_local(arguments: LocalArguments) -> int:
     _check_port(port, 0 if arguments.nodes == 1 else 1)
     places = [Place(node * each + i, arguments.nodes * each, i, each) for i in range(each)]
     flags = [f"--{name}" for name in ("quiet", "traceback") if getattr(arguments, name)]
-    extra = [*flags, *trust.allow_options()]
+    extra = [*flags, *_extra(arguments)]
     command = train_arguments(arguments.recipe, arguments.set, arguments.out, go_on=arguments.go_on, extra=extra)
     return spawn(command, places, address=master or "127.0.0.1", port=port, started=arguments.started)
 
@@ -108,7 +108,7 @@ def _cluster_job(arguments: SlurmArguments | KubernetesArguments, longest_name: 
         each=each,
         on_gpus=recipe.device.kind != "cpu",
         set=arguments.set,
-        extra=trust.allow_options(),
+        extra=_extra(arguments),
         out=arguments.out,
         port=arguments.port,
     )
@@ -121,10 +121,19 @@ def _shape(arguments: LaunchArguments, recipe: Recipe, default: int) -> int:
     for name, number in (("--nodes", arguments.nodes), ("--gpus-per-node", each), ("--cpus-per-gpu", cpus)):
         if number < 1:
             raise InputError(f"{name} {number}: at least 1 is wanted")
-    if recipe.batch < arguments.nodes * each and not recipe.auto_batch:
-        raise InputError(f"batch={recipe.batch}: fewer images than {arguments.nodes * each} ranks; raise batch")
-    check_share(recipe, arguments.nodes * each)
+    ranks = arguments.nodes * each
+    if arguments.members:
+        ranks = ranks_of_member(arguments.members, ranks)
+    if recipe.batch < ranks and not recipe.auto_batch:
+        raise InputError(f"batch={recipe.batch}: fewer images than {ranks} ranks; raise batch")
+    check_share(recipe, ranks)
     return each
+
+
+def _extra(arguments: LaunchArguments) -> list[str]:
+    """Further options of `kasoku train`."""
+    members = ["--members", str(arguments.members)] if arguments.members else []
+    return [*members, *(word for each in arguments.vary for word in ("--vary", each)), *trust.allow_options()]
 
 
 def _check_port(port: int, least: int) -> None:

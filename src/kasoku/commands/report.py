@@ -8,12 +8,13 @@ from typing import Any
 
 from kasoku.commands.arguments import ReportArguments
 from kasoku.config import toml
+from kasoku.config.recipe import flat_settings
 from kasoku.core import InputError
 from kasoku.core.files import check_regular, is_number, read_json, write_text
 from kasoku.report.html import RunRecord
 from kasoku.report.html.timeline import chrome_trace
 from kasoku.report.significance import compare
-from kasoku.training.run_folder import members_of
+from kasoku.training.run_folder import ENSEMBLE, members_of
 
 _PARTS = ("ledger", "timeline", "tuning", "classes")
 _NO_RECIPE = ("seed", "origin", "save.")  # settings that make no other recipe
@@ -26,6 +27,7 @@ def run(arguments: ReportArguments) -> int:
     words = arguments.words
     after = len(words) - words.index("--") - 1 if "--" in words else 0  # the number of runs behind it
     expanded = [members_of(path) or [path] for path in arguments.runs]
+    ensembles = {str(path): _json(path / ENSEMBLE, []) for path in arguments.runs if members_of(path)}
     paths = [path for members in expanded for path in members]
     runs = read(paths)
     if arguments.trace:
@@ -43,7 +45,7 @@ def run(arguments: ReportArguments) -> int:
     out = arguments.out or ((arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html")
     from kasoku.report.html.page import page  # plotly and jinja2 take 0.4 s, and only this page needs them
 
-    write_text(out, page(runs, lines), errors="replace")
+    write_text(out, page(runs, lines, ensembles), errors="replace")
     for line in lines:
         print(line)
     print(out)
@@ -145,16 +147,9 @@ def _with_own_names(groups: Sequence[Group]) -> list[Group]:
     return out
 
 
-def _settings(table: Any, prefix: str = "") -> dict[str, Any]:
+def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of a recipe by their paths, but its seed and what changes no result."""
-    out: dict[str, Any] = {}
-    for key, value in enumerate(table) if isinstance(table, list) else table.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping | list):
-            out |= _settings(value, f"{path}.")
-        elif not path.startswith(_NO_RECIPE):
-            out[path] = value
-    return out
+    return {path: value for path, value in flat_settings(recipe).items() if not path.startswith(_NO_RECIPE)}
 
 
 def _label(run: RunRecord) -> str:

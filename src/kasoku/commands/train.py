@@ -23,7 +23,7 @@ from kasoku.config.ranks import check_same, gpus_for, shares_of
 from kasoku.config.recipe import CHANGEABLE, Recipe, dumps, load
 from kasoku.config.updates import info_of, schedule_warning
 from kasoku.core import Comm, InputError, say
-from kasoku.distributed.consensus import raise_on_all_ranks, run_on_all_ranks
+from kasoku.distributed.consensus import assert_same_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
 from kasoku.training.run_folder import RunFolder, finished, free_folder, load_recipe, members_of, run_folder, shares_in
@@ -53,8 +53,7 @@ def _check(arguments: TrainArguments) -> None:
     fixed = [setting for setting in a.set if not setting.startswith(CHANGEABLE)]
     rules = {  # message: whether the rule is broken
         f"{given} given: one of RECIPE, --resume DIR, --data DIR is wanted": len(sources) != 1,
-        "--continue: goes with --out DIR, where the run is or will be; for members give --resume DIR": a.go_on
-        and (a.resume or not a.out or a.members),
+        "--continue: goes with --out DIR, where the run is or will be": a.go_on and (a.resume or not a.out),
         "--out beside --resume: a resumed run stays in its folder; remove --out": a.resume and a.out,
         "--weights and --freeze go with --data; in a recipe use the technique kasoku.models.Pretrained": not a.data
         and (a.weights or a.freeze),
@@ -75,11 +74,24 @@ def _check(arguments: TrainArguments) -> None:
 
 def _gpus(arguments: TrainArguments) -> int:
     """The number of processes to train on this machine."""
-    if torch.cuda.device_count() < 2 or arguments.members or arguments.dry_run or arguments.show:
+    if torch.cuda.device_count() < 2 or arguments.dry_run or arguments.show:
         return 1
     _check(arguments)
     recipe, folder = _recipe_and_folder(arguments)
-    return 1 if _has_members(arguments, folder) else gpus_for(recipe)
+    return gpus_for(recipe, arguments.members or len(members_of(folder)) or 1)
+
+
+def _has_run(arguments: TrainArguments) -> bool:
+    """Whether --out holds a run to go on with. Raises InputError if it has another number of members."""
+    out, wanted = arguments.out or Path(), arguments.members
+    members = len(members_of(out))
+    if not members and not (out / "recipe.toml").is_file():
+        return False
+    if members != wanted:
+        raise InputError(
+            f"{out}: a run of {members} members, and --members {wanted} is given; go on with --resume {out}"
+        )
+    return True
 
 
 def _has_members(arguments: TrainArguments, folder: Path) -> bool:
@@ -124,11 +136,12 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     from kasoku.training import trainer
 
     run_on_all_ranks(comm, lambda: _check(arguments))
-    if arguments.go_on and arguments.out and comm.broadcast_object((arguments.out / "recipe.toml").is_file()):
+    if arguments.go_on and comm.broadcast_object(run_on_all_ranks(comm, partial(_has_run, arguments))):
         trust.allow_beside(arguments.recipe)  # the run's recipe was made from this one
-        arguments = replace(arguments, resume=arguments.out, out=None, set=())
+        arguments = replace(arguments, resume=arguments.out, out=None, set=(), members=0, vary=())
     read = partial(_recipe_and_folder, arguments)
     recipe, folder = run_on_all_ranks(comm, lambda: scanned_once(comm, read) if arguments.data else read())
+    folder = comm.broadcast_object(folder)
     check_same(recipe, comm)
     resume = arguments.resume is not None
     if _has_members(arguments, folder):
@@ -154,10 +167,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
             result = trainer.fit(training, run, started=arguments.started, resume=resume, quiet=arguments.quiet)
     if comm.rank == 0 and not result.stopped and not arguments.quiet:
         print_table("", result.rows(folder))
-    if result.stopped:
-        _say_once(comm, f"stopped by {result.stopped}; {_go_on(folder)}")
-    run_on_all_ranks(comm, lambda: None)  # a launcher ends all ranks once one ends: rank 0 prints first
-    return STOPPED if result.stopped else 0
+    return _end(comm, result.stopped, folder)
 
 
 def _say_once(comm: Comm, line: str) -> None:
@@ -244,41 +254,43 @@ def _begin(
 
 def _train_members(arguments: TrainArguments, folder: Path, comm: Comm) -> int:
     from kasoku.report.dry_run import preview
-    from kasoku.training import ensemble, trained_run
+    from kasoku.training import ensemble
 
-    if comm.size > 1:
-        message = f"--members on {comm.size} ranks: members train on one device, by turns; start one process"
-        raise_on_all_ranks(comm, InputError(message))
-    if arguments.resume:
-        paths = members_of(folder)
-        recipes = [load_recipe(path, arguments.set) for path in paths]
-        over = [finished(path, recipe) for path, recipe in zip(paths, recipes, strict=True)]
-        if all(over):
-            _say_once(comm, f"{folder}: {len(paths)} members, the first {over[0]}")
-            return 0
-    else:
+    def members() -> tuple[list[Recipe], list[Path], list[str]]:
+        if arguments.resume:
+            paths = members_of(folder)
+            recipes = [load_recipe(path, arguments.set) for path in paths]
+            return recipes, paths, [finished(path, recipe) for path, recipe in zip(paths, recipes, strict=True)]
         recipes = ensemble.varied(lambda more: _load(arguments, *more), arguments.members, arguments.vary)
-        paths = [folder / f"member-{i + 1}" for i in range(len(recipes))]
-        over = [""] * len(paths)
-    if arguments.plot or arguments.dry_run:
+        return recipes, [folder / f"member-{i + 1}" for i in range(len(recipes))], [""]
+
+    recipes, paths, over = run_on_all_ranks(comm, members)
+    assert_same_on_all_ranks(comm, {"member": [dumps(recipe) for recipe in recipes]})
+    if all(over):
+        _say_once(comm, f"{folder}: {len(paths)} members, the first {over[0]}")
+        return 0
+    if comm.rank == 0 and (arguments.plot or arguments.dry_run):
         preview(recipes[0], plot=arguments.plot, show=arguments.dry_run)
     if arguments.dry_run:
-        for recipe in recipes[1:]:
+        for recipe in recipes[1:] if comm.rank == 0 else ():
             preview(recipe)
         return 0
     own = None if arguments.resume else trust.import_folders(arguments.recipe)
     _say_once(comm, schedule_warning(recipes[0]))
     with _advised(folder):
-        left = [i for i in range(len(paths)) if not over[i]]
-        training, at = [recipes[i] for i in left], [paths[i] for i in left]
-        results = ensemble.train(training, at, started=arguments.started, own_modules=own, quiet=arguments.quiet)
-    stopped = [result.stopped for result in results if result.stopped]
+        how: dict[str, Any] = {"started": arguments.started, "own_modules": own, "quiet": arguments.quiet}
+        stopped = ensemble.train(recipes, paths, comm, **how)
+    if not stopped:
+        ensemble.evaluate(paths, comm, quiet=arguments.quiet)
+    return _end(comm, stopped, folder)
+
+
+def _end(comm: Comm, stopped: str | None, folder: Path) -> int:
+    """Says how a training that was stopped goes on; returns the exit code."""
     if stopped:
-        _say_once(comm, f"stopped by {stopped[0]}; {_go_on(folder)}")
-        return STOPPED
-    if not arguments.quiet:
-        trained_run.print_scores(trained_run.score_runs(paths))
-    return 0
+        _say_once(comm, f"stopped by {stopped}; {_go_on(folder)}")
+    run_on_all_ranks(comm, lambda: None)  # a launcher ends all ranks once one ends: rank 0 prints first
+    return STOPPED if stopped else 0
 
 
 @contextmanager

@@ -35,15 +35,31 @@ def most_ranks(recipe: Recipe, limit: int) -> int:
     return max((n for n in range(2, limit + 1) if can_share(recipe, n)), default=1)
 
 
-def gpus_for(recipe: Recipe) -> int:
-    """The ranks of a training on this machine by default: its GPUs, as many as can share the batch; 1 without GPUs."""
+def gpus_for(recipe: Recipe, members: int = 1) -> int:
+    """The ranks that train on this machine by default: as many of its GPUs as can be used; 1 without GPUs.
+
+    Ranks share the batch; those of an ensemble share its `members`, and the ranks of a member its batch.
+    """
     if recipe.device.kind not in ("auto", "cuda"):
         return 1
     available = torch.cuda.device_count()
-    used = most_ranks(recipe, available)
+    used = available if members >= available else members * most_ranks(recipe, available // members)
     if used < available:
-        say(f"{used} of {available} GPUs used: batch={recipe.batch} cannot be shared by more")
+        each = f"{members} members of " if members > 1 else ""
+        say(f"{used} of {available} GPUs used: {each}batch={recipe.batch} cannot be shared by more")
     return used
+
+
+def ranks_of_member(members: int, ranks: int) -> int:
+    """The number of ranks that train a member of an ensemble together. Raises InputError if members had unequally many.
+
+    Where there are fewer ranks than members, a rank trains several of them.
+    """
+    if ranks > members and ranks % members:
+        fewer = ranks // members * members
+        advice = f"start {fewer} or {fewer + members} ranks, or train {ranks} members"
+        raise InputError(f"{members} members on {ranks} ranks: each takes the same number of ranks; {advice}")
+    return max(1, ranks // members)
 
 
 def can_share(recipe: Recipe, ranks: int) -> bool:

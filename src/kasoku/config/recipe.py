@@ -1,7 +1,7 @@
 """A recipe: what to train, to which accuracy. Read from strict TOML, written back resolved beside every result."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -272,17 +272,13 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
     return parse(Recipe, document)
 
 
-def flat_settings(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe, flat: {"optimizer.lr": 0.1, ...}."""
-
-    def flat(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(thing, dict):
-            for key, value in thing.items():
-                yield from flat(value, f"{path}.{key}" if path else key)
-        else:
-            yield path, thing
-
-    return dict(flat(table(recipe), ""))
+def flat_settings(document: Any, prefix: str = "") -> dict[str, Any]:
+    """A recipe's `table`, flat: {"optimizer.lr": 0.1, "techniques.0.decay": 0.9, ...}."""
+    flat: dict[str, Any] = {}
+    for key, value in enumerate(document) if isinstance(document, list) else document.items():
+        path = f"{prefix}{key}"
+        flat |= flat_settings(value, f"{path}.") if isinstance(value, dict | list) else {path: value}
+    return flat
 
 
 def dumps(recipe: Recipe) -> str:

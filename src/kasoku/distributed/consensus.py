@@ -57,17 +57,18 @@ def raise_on_all_ranks(comm: Comm, failure: Exception | None) -> None:
         line = str(failure)
         if isinstance(failure, OSError) and not isinstance(failure, InputError):
             line = f"{failure.filename or 'input or output'}: {failure.strerror or failure}"
-        own = (line, getattr(failure, "gone", False))
+        own = (line, getattr(failure, "gone", False), getattr(failure, "resumable", False))
     failures = {rank: theirs for rank, theirs in enumerate(comm.gather_objects(own)) if theirs}
     if failure and (comm.size == 1 or not failures):
         raise failure
     if not failures:
         return
-    rank, (line, _) = next(iter(failures.items()))
+    rank, (line, *_) = next(iter(failures.items()))
     if rank > 0 and len(failures) < comm.size:
         line = f"rank {rank}: {line}"
     shared = SharedInputError(line) if comm.rank == 0 else ReportedElsewhereError(line)
-    shared.gone = any(gone for _, gone in failures.values())
+    shared.gone = any(gone for _, gone, _ in failures.values())
+    shared.resumable = any(resumable for *_, resumable in failures.values())
     raise shared from failure
 
 

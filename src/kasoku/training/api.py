@@ -6,16 +6,16 @@ from os import PathLike
 from pathlib import Path
 
 from kasoku.config import trust
-from kasoku.config.recipe import Recipe, dumps, load
+from kasoku.config.recipe import Recipe, load
 from kasoku.config.shipped import locate
-from kasoku.core import Comm, Wall
+from kasoku.core import Comm, InputError, Wall
 from kasoku.core.comm import default_comm
 from kasoku.data import find_images
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.training import trained_run
 from kasoku.training.evaluation import Scores
-from kasoku.training.run_folder import RunFolder, check_same_training, finished, run_folder, shares_in
-from kasoku.training.run_state import Result, Training
+from kasoku.training.run_folder import check_same_training, finished, run_folder, shares_in
+from kasoku.training.run_state import Result
 from kasoku.training.trainer import build, fit
 
 Where = str | PathLike[str]
@@ -66,16 +66,9 @@ def train(
         shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: build(recipe, comm, shares=shares))
     with run_folder(comm, Path(out), resume=resume) if out else nullcontext() as run:
-        folders = trust.import_folders(None)
-        run_on_all_ranks(comm, lambda: _describe(training, run, folders, resume=resume) if run else None)
+        folders = None if resume else trust.import_folders(None)
+        run_on_all_ranks(comm, lambda: training.describe(run, folders) if run else None)
         return fit(training, run, started=started, resume=resume, quiet=quiet)
-
-
-def _describe(training: Training, run: RunFolder, folders: list[str], *, resume: bool) -> None:
-    if resume:
-        run.write("recipe.toml", dumps(training.recipe))
-    else:
-        training.describe(run, folders)
 
 
 def evaluate(run: Where | Sequence[Where], data: Where | None = None, *, allow: Sequence[str] = ()) -> Scores:
@@ -100,7 +93,7 @@ def predict(
     """The likeliest classes of images, with their probabilities (from 0 to 1, computed in fp32). Not collective.
 
     Args:
-        run: a run folder; its best weights are used.
+        run: a run folder, whose best weights are used; or that of an ensemble: the mean of its members' probabilities.
         images: files, or folders of them. They are cropped and resized as in the evaluation.
         top: how many classes an image.
         allow: modules or packages of yours that the run's recipe may name.
@@ -111,6 +104,12 @@ def predict(
         InputError: if there is no run, and for a file that is missing, damaged, or no image.
     """
     with trust.only(allow):
-        trained = trained_run.load(Path(run), precision="fp32")
+        members = trained_run.load_members([Path(run)], precision="fp32")
     given = [images] if isinstance(images, str | PathLike) else images
-    return dict(trained.classified([file for image in given for file in find_images(Path(image))], top))
+    files = [file for image in given for file in find_images(Path(image))]
+    found = {}
+    for file, likeliest, error in trained_run.classify(members, files, top):
+        if error:
+            raise InputError(error)
+        found[file] = likeliest
+    return found

@@ -18,6 +18,7 @@ from torch import nn
 
 from kasoku.config import trust
 from kasoku.config.recipe import CHANGEABLE, Recipe, flat_settings, load
+from kasoku.config.toml import table
 from kasoku.core import Comm, InputError
 from kasoku.core.files import (
     MANIFEST,
@@ -34,6 +35,7 @@ from kasoku.core.files import (
 from kasoku.distributed.consensus import run_on_all_ranks
 
 SHARES = "shares.json"  # in the run folder: images of a batch for each rank
+ENSEMBLE = "ensemble.json"  # in the folder of an ensemble: its scores, once all members are trained
 _DECISIVE = ("recipe.toml", "data.json", SHARES, "best.safetensors", "model.safetensors")
 
 
@@ -124,7 +126,7 @@ def finished(folder: Path, recipe: Recipe) -> str:
 
 def check_same_training(folder: Path, recipe: Recipe) -> None:
     """Raises InputError where a recipe is not the run's in more than a resumed run may change."""
-    old, new = flat_settings(load_recipe(folder)), flat_settings(recipe)
+    old, new = (flat_settings(table(each)) for each in (load_recipe(folder), recipe))
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name) and not name.startswith(CHANGEABLE):
             raise InputError(

@@ -36,15 +36,19 @@ class Training:
     total_steps: int
     start: Start  # the tasks of the start-up, with their times
 
-    def describe(self, run: RunFolder, import_folders: Sequence[str]) -> None:
-        """Writes what a run trains before it starts: its data, its machine, its resolved recipe, unequal shares."""
+    def describe(self, run: RunFolder, import_folders: Sequence[str] | None) -> None:
+        """Writes what a run trains before it starts: its data, its machine, its resolved recipe, unequal shares.
+
+        `import_folders`: those of the user's modules; None: the run is resumed, so only its recipe is written.
+        """
         d, shares = self.dataset, self.job.plain_loader.shares
-        facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
-        run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
-        more = {"chosen": self.device_setup.summary, "import_folders": [entry for entry in import_folders if entry]}
-        run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
+        if import_folders is not None:
+            facts = {"name": d.name, "classes": d.classes, "channels": d.channels, "image_size": d.image_size}
+            run.write("data.json", json.dumps({**facts, "mean": d.mean, "std": d.std}, indent=1) + "\n")
+            more = {"chosen": self.device_setup.summary, "import_folders": [entry for entry in import_folders if entry]}
+            run.write("environment.json", json.dumps({**environment(), **more}, indent=1) + "\n")
         run.write("recipe.toml", dumps(self.recipe))
-        if shares:
+        if shares and import_folders is not None:
             run.write(SHARES, json.dumps(shares) + "\n")
 
 

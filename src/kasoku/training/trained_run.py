@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -14,14 +15,20 @@ from torch import Tensor
 
 from kasoku.config import recipe as recipes
 from kasoku.config.recipe import Recipe
-from kasoku.core import InputError, Job, Solo, say, summary
+from kasoku.core import Comm, InputError, Job, Solo, say, summary
 from kasoku.core.files import checked_file, is_number, load_weights, read_json
-from kasoku.data import Dataset, Files, folder, loader, normalise, read_image
+from kasoku.data import Dataset, Files, decode, folder, loader
+from kasoku.data.augment.basic import stored_side
+from kasoku.data.loading.bad_samples import Skipped
 from kasoku.device import choose
 from kasoku.device.select import Precision
+from kasoku.distributed.consensus import iterate_on_all_ranks, run_on_all_ranks
+from kasoku.distributed.environment import place
 from kasoku.training.checkpoint import newest
 from kasoku.training.evaluation import Scores, averaged, tally
 from kasoku.training.run_folder import load_recipe, members_of
+
+Classified = tuple[Path, list[tuple[str, float]], str]  # an image, its likeliest classes, why it cannot be read
 
 
 @dataclass(frozen=True)
@@ -42,16 +49,6 @@ class Trained:
         """Logits_NK of normalised images on the device, with the recipe's test-time averaging."""
         with torch.no_grad():
             return averaged(self.job.model, x_NCHW, self.recipe.evaluate.views)
-
-    def classified(self, files: Sequence[Path], top: int) -> Iterator[tuple[Path, list[tuple[str, float]]]]:
-        """Each image file with its `top` likeliest classes and their probabilities, 64 files at a time."""
-        for start in range(0, len(files), 64):
-            part = files[start : start + 64]
-            pixels_NHWC = torch.stack([read_image(file, self.image_size, self.channels) for file in part])
-            x_NCHW = normalise(pixels_NHWC.to(self.device), self.mean, self.std)
-            best = self.logits(x_NCHW).float().softmax(1).topk(min(top, len(self.classes)), dim=1)
-            for file, shares, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
-                yield file, [(self.classes[k], share) for k, share in zip(indices, shares, strict=True)]
 
 
 def load(path: Path, *, precision: Precision | None = None) -> Trained:
@@ -81,36 +78,91 @@ def load(path: Path, *, precision: Precision | None = None) -> Trained:
         weights = saved / "model.safetensors"
     load_weights(model, weights)
     device = dataclasses.replace(recipe.device, kind="auto", compile=False, graphs=False)
-    chosen = choose(dataclasses.replace(device, precision=precision) if precision else device)
+    device = dataclasses.replace(device, precision=precision) if precision else device
+    here = place()
+    chosen = choose(device, local_rank=here.local_rank, local_size=here.ranks_on_its_cores)
     job = Job(model.eval().to(chosen.device), recipe.optimizer, comm=Solo()).apply(*chosen.techniques)
     return Trained(path, recipe, job, chosen.device, channels=channels, **shown)
 
 
-def score_runs(paths: Sequence[Path], data: Path | None = None) -> list[tuple[str, Scores]]:
-    """The scores of each run and, last, of several as an ensemble (mean of probabilities), with their names.
+def load_members(paths: Sequence[Path], *, precision: Precision | None = None) -> list[Trained]:
+    """These runs as an ensemble; the folder of an ensemble stands for its members.
 
-    The folder of an ensemble stands for its members. `data`: other test images, a folder with one folder a class.
+    Raises InputError as `load`, and for runs that were trained on other data.
     """
-    members = [load(run) for path in paths for run in members_of(path) or [path]]
+    members = [load(run, precision=precision) for path in paths for run in members_of(path) or [path]]
     first = members[0]
     for other in members[1:]:
         if (other.classes, other.image_size, other.mean) != (first.classes, first.image_size, first.mean):
             raise InputError(f"{other.path}: trained on other data than {first.path}: an ensemble needs the same data")
-    dataset = _test_images(first, data)
-    totals = torch.zeros(len(members) + 1, 3, dtype=torch.double)
-    images = 0
+    return members
+
+
+def mean_probabilities(logits: Sequence[Tensor]) -> Tensor:
+    """Probabilities_NK of an ensemble: the mean of its members'."""
+    return torch.stack([logits_NK.float().softmax(1) for logits_NK in logits]).mean(0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Unlabelled(Files):
+    """Image files, decoded as those of a small data set, which a loader keeps; these are not kept."""
+
+    side: int
+
+    def read(self, index: int) -> np.ndarray:  # type: ignore[override]
+        return decode(super().read(index), self.side, name=self.paths[index])
+
+
+def classify(members: Sequence[Trained], files: Sequence[Path], top: int) -> Iterator[Classified]:
+    """Each image file with its `top` likeliest classes and their probabilities, or with why it cannot be read.
+
+    A batch at a time; the next ones are decoded meanwhile. Several members give the mean of their probabilities.
+    """
+    first = members[0]
+    size, count = first.image_size, len(files)
+    images = _Unlabelled(tuple(map(str, files)), torch.zeros(count, dtype=torch.int64), stored_side(min(size)))
+    facts = (first.channels, size, first.mean, first.std)
+    dataset = Dataset("images", first.classes, images, images, *facts, max_bad_fraction=1.0)
+    batch, start = first.recipe.evaluate.batch or first.recipe.images_at_once(1), 0
+    batches = loader(dataset, "test", batch, device=first.device, cache_bytes=0)
+    bad = cast(Skipped, batches.skipped).reasons
+    for x_NCHW, _ in batches:
+        known: dict[int, list[tuple[str, float]]] = {}
+        if len(x_NCHW):
+            best = mean_probabilities([member.logits(x_NCHW) for member in members]).topk(min(top, len(first.classes)))
+            rows = zip(batches.index_N.tolist(), best.values.tolist(), best.indices.tolist(), strict=True)
+            known = {i: [(first.classes[k], p) for k, p in zip(ks, ps, strict=True)] for i, ps, ks in rows}
+        for index in range(start, min(start + batch, count)):
+            yield files[index], known.get(index, []), bad.get(index, "")
+        start += batch
+
+
+def score_runs(paths: Sequence[Path], data: Path | None = None, comm: Comm | None = None) -> list[tuple[str, Scores]]:
+    """The scores of each run and, last, of several as an ensemble (mean of probabilities), with their names.
+
+    The folder of an ensemble stands for its members. `data`: other test images, a folder with one folder a class.
+    `comm`: the ranks, which share the images, and must all call it; one rank by default.
+    """
+    comm = comm or Solo()
+    members = run_on_all_ranks(comm, lambda: load_members(paths))
+    first = members[0]
+    dataset = run_on_all_ranks(comm, lambda: _test_images(first, data))
+    totals = torch.zeros(len(members) + 1, 4, dtype=torch.double)
     batch = first.recipe.evaluate.batch or first.recipe.images_at_once(1)
-    batches = loader(dataset, "test", batch, device=first.device)
-    for x_NCHW, y_N in batches:
-        logits = [member.logits(x_NCHW).float() for member in members]
-        ensemble = torch.stack([logits_NK.softmax(1) for logits_NK in logits]).mean(0).log()
-        totals += torch.stack([tally(logits_NK, y_N) for logits_NK in [*logits, ensemble]]).cpu()
-        images += len(y_N)
+    batches = loader(dataset, "test", batch + -batch % comm.size, device=first.device, comm=comm)
+    for x_NCHW, y_N in iterate_on_all_ranks(comm, batches):
+        if len(y_N):
+            logits = [member.logits(x_NCHW) for member in members]
+            tallies = [tally(logits_NK.float(), y_N) for logits_NK in [*logits, mean_probabilities(logits).log()]]
+            totals[:, :3] += torch.stack(tallies).cpu()
+            totals[:, 3] += len(y_N)
     if batches.skipped and batches.skipped.reasons:
         say(f"{len(batches.skipped.reasons)} images skipped: {batches.skipped.summary()}")
+    comm.all_reduce(totals).wait()
     names = [str(member.path) for member in members] + [f"ensemble of {len(members)}"] * (len(members) > 1)
-    means = zip(names, (totals / images).tolist(), strict=False)
-    return [(name, Scores(top1, top5, loss, images)) for name, (top1, top5, loss) in means]
+    images = int(totals[0, 3])
+    means = (totals[:, :3] / images).tolist()
+    return [(name, Scores(top1, top5, loss, images)) for name, (top1, top5, loss) in zip(names, means, strict=False)]
 
 
 def print_scores(scores: Sequence[tuple[str, Scores]]) -> None:
@@ -125,16 +177,13 @@ def print_scores(scores: Sequence[tuple[str, Scores]]) -> None:
 def _test_images(trained: Trained, data: Path | None) -> Dataset:
     if data is None:
         dataset = recipes.checked(trained.recipe.data(), Dataset, "data")
-    elif trained.channels != 3:
-        got = f"{trained.path} was trained on grey images, a folder gives colour"
-        raise InputError(f"--data {data}: {got}: leave it out")
     else:
         photos = folder(str(data), size=trained.image_size[0])
         if not (data / "train").is_dir():  # no test split: all images are tested
             train, test = cast(Files, photos.train), cast(Files, photos.test)
             everything = Files(train.paths + test.paths, torch.cat([train.labels_N, test.labels_N]))
             photos = dataclasses.replace(photos, test=everything)
-        dataset = dataclasses.replace(photos, mean=trained.mean, std=trained.std)
+        dataset = dataclasses.replace(photos, channels=trained.channels, mean=trained.mean, std=trained.std)
     if dataset.classes != trained.classes:
         unlike = sorted(set(dataset.classes) ^ set(trained.classes))[:3]
         got = f"other classes than {trained.path} was trained on ({', '.join(unlike)})"

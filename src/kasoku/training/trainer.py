@@ -25,7 +25,7 @@ from kasoku.data import Dataset, Loader, Shares, loader, sample
 from kasoku.data.datasets.folder_index import OneScan
 from kasoku.device import Chosen, Seeded, choose
 from kasoku.distributed.consensus import SHARED_ERRORS, assert_same_on_all_ranks, model_facts, run_on_all_ranks
-from kasoku.distributed.environment import Place, place
+from kasoku.distributed.environment import place
 from kasoku.distributed.startup import Start
 from kasoku.models import check_fits
 from kasoku.optim import Rate
@@ -202,8 +202,11 @@ def build(
         return recipes.network(recipe, len(data.classes), data.channels, data.image_size[0])
 
     def loaders(data: Dataset) -> tuple[Loader, Loader]:
-        ranks_here = place().ranks_on_its_cores if comm.size > 1 else 1
-        common: dict[str, Any] = {"device": device_setup.device, "comm": comm, "cores_shared_by": ranks_here}
+        common: dict[str, Any] = {
+            "device": device_setup.device,
+            "comm": comm,
+            "cores_shared_by": place().ranks_on_its_cores,
+        }
         fill = recipe.last_batch == "fill"
         train = train_loader or loader(data, "train", recipe.batch, seed=recipe.seed, parts=parts, fill=fill, **common)
         test_batch = recipe.evaluate.batch or recipe.batch // parts
@@ -235,7 +238,7 @@ def _start_device_and_data(recipe: Recipe, comm: Comm, start: Start, dataset: Da
 
     The ranks connect while rank 0 lists the files of image folders; then it broadcasts the lists.
     """
-    here = place() if comm.size > 1 else Place()
+    here = place()  # also of a rank that trains alone: it has its own GPU and its share of the cores
     scan = OneScan(comm)
 
     def data() -> Dataset:

@@ -217,6 +217,8 @@ class _Iteration:
                 images_NHWC, y_N, index_N = (t.to(self.device, non_blocking=aside) for t in pinned)
                 if batch.jpegs:
                     batch.jpegs.fill(images_NHWC, host[2])
+                if len(self.pipeline.dataset.mean) == 1:
+                    images_NHWC = _grey(images_NHWC)
                 return (images_NHWC, y_N, index_N), self.stream and self.stream.record_event()
 
     def _arrive(self, moving: Moving) -> RawBatch:
@@ -267,6 +269,13 @@ class _Iteration:
                 return other
             self.skipped.add(other, bad[0])
         raise InputError(f"{self.pipeline.dataset.name}: no image can be decoded: {self.skipped.summary()}")
+
+
+def _grey(images_NHWC: torch.Tensor) -> torch.Tensor:
+    """Luma (ITU-R 601-2) of RGB, rounded as Pillow rounds it: (N, H, W, 1), uint8."""
+    weights_C = torch.tensor([19595, 38470, 7471], dtype=torch.int32, device=images_NHWC.device)
+    luma = (images_NHWC * weights_C).sum(3, keepdim=True, dtype=torch.int32)
+    return (luma + (1 << 15) >> 16).to(torch.uint8)
 
 
 @dataclass(eq=False)

@@ -23,8 +23,12 @@ _EMPTY: dict[str, Any] = {"colours": [], "comparisons": [], "summary": None, "sh
 _DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
 
 
-def page(runs: Sequence[RunRecord], comparisons: Sequence[str] = ()) -> str:
+def page(
+    runs: Sequence[RunRecord], comparisons: Sequence[str] = (), ensembles: Mapping[str, Mapping[str, Any]] | None = None
+) -> str:
     """The page of runs as HTML, in this order, with sentences that compare them; it names the parts that a run lacks.
+
+    `ensembles`: by name, the ensemble.json of each; its scores are a row below those of the runs.
 
     Importing this file raises InputError if plotly or jinja2 is not installed.
     """
@@ -34,6 +38,9 @@ def page(runs: Sequence[RunRecord], comparisons: Sequence[str] = ()) -> str:
         if isinstance(rows, dict) and all(isinstance(s, int | float) for s in rows.values()):
             bars.append((run.name, rows))
     summaries = [_summary(run) for run in runs]
+    for name, scores in (ensembles or {}).items():
+        own = {column: _number(scores.get(key), ".2%") for column, key in (("accuracy", "top1"), ("top-5", "top5"))}
+        summaries.append(dict.fromkeys(summaries[0], "-") | {"run": f"{name} (ensemble)"} | own)
     return _render(
         title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
         colours=[COLOURS[i % len(COLOURS)] for i in range(len(runs))],
@@ -83,6 +90,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
         "batch": _number(run.recipe.get("batch"), ","),
         "epochs": _number(result.get("epochs"), ".4g"),
         "accuracy": _number(result.get("top1"), ".2%"),
+        "top-5": _number(result.get("top5"), ".2%"),
         "best": _number(result.get("best_top1"), ".2%"),
         "target": _number(run.target or None, ".1%"),
         "time to target": _number(result.get("time_to_target_s"), ".1f", " s"),

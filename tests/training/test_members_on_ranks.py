@@ -1,0 +1,242 @@
+"""Members of an ensemble on several ranks: each apart, with the bits of one rank; stopped, resumed, diverged."""
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.photos import coloured_photos
+from helpers.ranks import on_processes
+from helpers.started import KASOKU, RECIPE, SETTINGS, ended, largest_difference, options, started
+from kasoku.cli import main
+from kasoku.config.from_folder import recipe_for
+from kasoku.config.ranks import gpus_for
+from kasoku.config.recipe import Recipe, load
+from kasoku.core import Comm, InputError, Solo, Threads
+from kasoku.training import ensemble
+from kasoku.training.run_folder import load_recipe, members_of
+from kasoku.training.trained_run import score_runs
+
+SMALL = ("epochs=2", "data.size=32", "device.threads=1", "model={use='kasoku.models.cifarnet', widths=[8, 8]}")
+SHORT = (*SETTINGS, "epochs=1")
+
+
+def members_on(comm: Comm, out: Path, count: int, photos: Path | None = None) -> str | None:
+    """Trains an ensemble on the digits, or on photos."""
+
+    def recipe(more: list[str]) -> Recipe:
+        if photos is None:
+            return load(RECIPE, [*SHORT, *more])
+        return recipe_for(photos, None, freeze=0, settings=[*SMALL, *more])
+
+    recipes = ensemble.varied(recipe, count, [])
+    return ensemble.train(recipes, paths_of(out, count), comm, started=time.perf_counter(), quiet=True)
+
+
+def resumed(comm: Comm, out: Path) -> str | None:
+    paths = members_of(out)
+    recipes = [load_recipe(path) for path in paths]
+    return ensemble.train(recipes, paths, comm, started=time.perf_counter(), own_modules=None, quiet=True)
+
+
+def paths_of(out: Path, count: int) -> list[Path]:
+    return [out / f"member-{i + 1}" for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three members on the digits."""
+    out = tmp_path_factory.mktemp("members") / "one"
+    assert members_on(Solo(), out, 3) is None
+    return out
+
+
+def differences(a: Path, b: Path, count: int) -> list[float]:
+    return [largest_difference(x, y) for x, y in zip(paths_of(a, count), paths_of(b, count), strict=True)]
+
+
+def test_a_member_of_one_rank_has_the_bits_it_has_alone(on_one_rank, tmp_path):
+    assert Threads(2).run(lambda comm: members_on(comm, tmp_path / "two", 3)) == [None, None]
+    assert differences(on_one_rank, tmp_path / "two", 3) == [0, 0, 0]
+    alone = tmp_path / "alone"
+    assert main(["train", str(RECIPE), *options("epochs=1"), "--set", "seed=1", "--quiet", "--out", str(alone)]) == 0
+    assert largest_difference(alone, tmp_path / "two" / "member-2") == 0
+
+
+def test_more_ranks_than_members_train_each_together(on_one_rank, tmp_path):
+    assert Threads(4).run(lambda comm: members_on(comm, tmp_path / "four", 2)) == [None] * 4
+    assert all(0 < difference < 1e-5 for difference in differences(on_one_rank, tmp_path / "four", 2))
+    assert all((path / "buckets.json").is_file() for path in paths_of(tmp_path / "four", 2))
+
+
+def sums_on_channels(comm: Comm) -> list[float]:
+    """On ten channels of one of two groups, opened while the other group opens its own."""
+    group, sums = comm.sub([[0, 1], [2, 3]]), []
+    for _ in range(10):
+        x = torch.tensor([float(comm.rank)])
+        group.channel().all_reduce(x).wait()
+        sums.append(x.item())
+    return sums
+
+
+@pytest.mark.process
+@pytest.mark.smoke
+def test_groups_of_processes_open_their_channels_apart(on_one_rank, tmp_path):
+    assert on_processes(4, sums_on_channels) == [[1.0] * 10] * 2 + [[5.0] * 10] * 2
+    assert on_processes(4, members_on, tmp_path / "four", 2) == [None] * 4
+    assert all(difference < 1e-5 for difference in differences(on_one_rank, tmp_path / "four", 2))
+
+
+def test_members_on_files_have_one_order_on_any_ranks(tmp_path):
+    photos = coloured_photos(tmp_path / "photos")
+    members_on(Solo(), tmp_path / "one", 3, photos)
+    Threads(2).run(lambda comm: members_on(comm, tmp_path / "two", 3, photos))
+    assert differences(tmp_path / "one", tmp_path / "two", 3) == [0, 0, 0]
+
+
+def cut(member: Path) -> None:
+    """As if the training had been killed before it wrote anything but its first files."""
+    for name in ("model.safetensors", "best.safetensors", "result.json"):
+        (member / name).unlink()
+    shutil.rmtree(member / "checkpoints")
+
+
+def test_only_members_that_are_not_finished_are_resumed(on_one_rank, tmp_path):
+    run = shutil.copytree(on_one_rank, tmp_path / "run")
+    cut(run / "member-2")
+    before = {file: file.read_bytes() for i in (1, 3) for file in (run / f"member-{i}").rglob("*") if file.is_file()}
+    assert Threads(3).run(lambda comm: resumed(comm, run)) == [None] * 3
+    assert {file: file.read_bytes() for file in before} == before
+    assert differences(on_one_rank, run, 3) == [0, 0, 0]
+
+
+def test_members_on_files_keep_their_order_beside_finished_ones(tmp_path):
+    photos = coloured_photos(tmp_path / "photos")
+    members_on(Solo(), tmp_path / "one", 2, photos)
+    run = shutil.copytree(tmp_path / "one", tmp_path / "run")
+    cut(run / "member-2")
+    resumed(Solo(), run)
+    assert differences(tmp_path / "one", run, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_member_that_diverges_is_named_and_the_rest_trains(in_memory, tmp_path, capsys):
+    data = (
+        [str(RECIPE)] if in_memory else ["--data", str(coloured_photos(tmp_path / "photos")), "--set", "data.size=32"]
+    )
+    rates = ["--members", "3", "--vary", "optimizer.lr=0.05,1e30,0.04", "--set", "device.threads=1"]
+    rates += ["--set", "epochs=2", "--set", "schedule={use='kasoku.core.Constant'}", "--set", "evaluate.target=0"]
+    out = tmp_path / "run"
+    assert main(["train", *data, *rates, "--quiet", "--out", str(out)]) == 3
+    first, last = capsys.readouterr().err.splitlines()[-2:]
+    assert first.startswith("kasoku: member-2: the loss is ")
+    assert first.endswith("; the other members go on")
+    assert last == "kasoku: member-2 diverged; the other members have ended"
+    finished = [json.loads((path / "result.json").read_text()) for path in (out / "member-1", out / "member-3")]
+    assert all(result["stopped"] is None and result["epochs"] == 2 for result in finished)
+    assert not (out / "ensemble.json").exists()
+
+
+def test_a_mistake_of_one_ranks_member_waits_for_the_others(on_one_rank, tmp_path, monkeypatch):
+    whole = ensemble.fit
+
+    def fit(training, run, **how):
+        if run.path.name == "member-2":
+            raise InputError("the disk is full")
+        return whole(training, run, **how)
+
+    monkeypatch.setattr(ensemble, "fit", fit)
+    errors = Threads(2).run(lambda comm: caught(comm, tmp_path / "run"))
+    assert errors == ["rank 1: the disk is full"] * 2
+    assert largest_difference(on_one_rank / "member-3", tmp_path / "run" / "member-3") == 0
+
+
+def caught(comm: Comm, out: Path) -> str:
+    with pytest.raises(InputError) as error:
+        members_on(comm, out, 3)
+    return str(error.value)
+
+
+def test_ranks_that_members_cannot_share_equally_are_refused(tmp_path):
+    wanted = "2 members on 3 ranks: each takes the same number of ranks; start 2 or 4 ranks, or train 3 members"
+
+    def refused(comm: Comm) -> str:
+        with pytest.raises(InputError) as error:
+            members_on(comm, tmp_path / "run", 2)
+        return str(error.value)
+
+    assert Threads(3).run(refused)[0] == wanted
+    assert not (tmp_path / "run").exists()
+
+
+def test_members_take_as_many_gpus_as_they_can_share(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    recipe = load(RECIPE)  # batch 64
+    assert [gpus_for(recipe, members) for members in (1, 2, 3, 4, 6, 7)] == [4, 4, 6, 4, 6, 6]
+
+
+def test_ranks_share_the_evaluation_of_an_ensemble(on_one_rank):
+    alone = score_runs([on_one_rank])
+    for scores in Threads(3).run(lambda comm: score_runs([on_one_rank], comm=comm)):
+        assert [name for name, _ in scores] == [name for name, _ in alone]
+        for (_, ours), (_, theirs) in zip(scores, alone, strict=True):
+            assert (ours.top1, ours.top5, ours.images) == (theirs.top1, theirs.top5, 360)
+            assert ours.loss == pytest.approx(theirs.loss)
+
+
+def test_continue_starts_an_ensemble_or_goes_on_with_it(tmp_path, capsys):
+    out = tmp_path / "run"
+    command = ["train", str(RECIPE), *options("epochs=1"), "--quiet", "--continue", "--out", str(out)]
+    assert main([*command, "--members", "2"]) == 0
+    scores = json.loads((out / "ensemble.json").read_text())
+    assert 0.5 < scores["top1"] <= scores["top5"] <= 1
+    assert (scores["images"], scores["members"]) == (360, 2)
+    assert main([*command, "--members", "2"]) == 0
+    assert f"{out}: 2 members, the first finished" in capsys.readouterr().err
+    for members in ([], ["--members", "3"]):
+        assert main([*command, *members]) == 2
+        assert "a run of 2 members, and --members " in capsys.readouterr().err
+
+
+@pytest.mark.process
+@pytest.mark.smoke
+def test_members_on_ranks_stopped_go_on_to_the_same_bits(tmp_path):
+    more = options("norm_batch=0", "epochs=20", "schedule.epochs=20", "save.every_steps=30", "evaluate.every=10")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(["train", str(RECIPE), *more, "--members", "2", "--quiet", "--out", str(whole)]) == 0
+    ranks = started(["train", str(RECIPE), *more, "--members", "2", "--quiet", "--out", str(parts)], 2)
+    try:
+        deadline = time.monotonic() + 120
+        while not all(list(path.glob("checkpoints/step-*")) for path in paths_of(parts, 2)):
+            assert time.monotonic() < deadline
+            assert all(rank.poll() is None for rank in ranks)
+            time.sleep(0.005)
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [75, 75], said
+    assert f"stopped by SIGTERM; go on with: kasoku train --resume {parts}" in said[0]
+    assert "kasoku" not in said[1]
+    results = [json.loads((path / "result.json").read_text()) for path in paths_of(parts, 2)]
+    assert [result["stopped"] for result in results] == ["SIGTERM"] * 2
+    local = ["launch", "local", str(RECIPE), "--gpus-per-node", "2", "--members", "2", "--set", "device.kind=cpu"]
+    said_on = ended([*KASOKU, *local, "--continue", "--quiet", "--out", str(parts)])
+    assert said_on.count("going on from step ") == 2
+    assert differences(whole, parts, 2) == [0, 0]
+    ours, theirs = (json.loads((run / "ensemble.json").read_text()) for run in (parts, whole))
+    assert ours == pytest.approx(theirs)
+
+
+def test_a_members_recipe_trains_it_again(on_one_rank, tmp_path):
+    again = tmp_path / "again"
+    assert main(["train", str(on_one_rank / "member-3" / "recipe.toml"), "--quiet", "--out", str(again)]) == 0
+    a, b = (load_file(run / "best.safetensors") for run in (again, on_one_rank / "member-3"))
+    assert all(a[name].equal(b[name]) for name in b)
