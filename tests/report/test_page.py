@@ -195,6 +195,10 @@ def test_the_curves_are_those_of_the_log_with_the_target(one):
     assert charts["accuracy"][1]["y"] == [0.98, 0.98]
     assert charts["loss"][0]["y"] == [line["loss"] for line in lines if "loss" in line]
     assert charts["rate"][0]["y"] == [line["lr"] for line in lines if "lr" in line]
+    assert charts["utilization"][0]["y"] == [line["utilization"] for line in lines if "loss" in line]
+    assert [trace["y"][-1] for trace in charts["memory"]] == [
+        next(line[name] for line in reversed(lines) if name in line) for name in ("memory_bytes", "memory_peak_bytes")
+    ]
     seconds = charts["accuracy-time"][0]["x"]
     result = json.loads((one.parent / "result.json").read_text())
     assert 0 < seconds[0] < seconds[-1] < result["seconds"] + 1

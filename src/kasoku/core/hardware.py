@@ -2,6 +2,8 @@
 
 import math
 import os
+import re
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,3 +61,38 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """Bytes in use, and the most so far: allocated on CUDA, elsewhere resident in this process; zeros: unknown."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    try:
+        kib = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", Path("/proc/self/status").read_text()))
+        return 1024 * int(kib["VmRSS"]), 1024 * int(kib["VmHWM"])
+    except (OSError, KeyError):  # outside Linux
+        return 0, 0
+
+
+class Utilization:
+    """The share of its time that a device was busy: this process's CPU time over wall time x cores; on CUDA NVML's.
+
+    NVML's figure is of the last sixth of a second to second, and of all processes. No GPU has run this.
+    """
+
+    def __init__(self, device: torch.device, cores: float) -> None:
+        self.device, self.cores = device, cores
+        self._before = time.perf_counter(), time.process_time()
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since the last reading."""
+        return time.perf_counter() - self._before[0]
+
+    def read(self) -> float:
+        """The share since the last reading, 0 to 1; nan for a device that does not tell. Raises NVML's errors."""
+        before, self._before = self._before, (time.perf_counter(), time.process_time())
+        wall_s, busy_s = (now - then for now, then in zip(self._before, before, strict=True))
+        if self.device.type == "cuda":
+            return torch.cuda.utilization(self.device) / 100
+        return min(1.0, busy_s / max(1e-9, wall_s) / self.cores) if self.device.type == "cpu" else math.nan

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from kasoku.core import Batch, InputError, Job
 from kasoku.core.clock import Stopwatch
+from kasoku.core.hardware import Utilization
 from kasoku.data.loading.loader import endless
 from kasoku.tune.measurement import Needs
 from kasoku.tune.memory_forecast import MemoryForecast
@@ -148,35 +148,30 @@ def make_step(
 
 
 class UtilizationMonitor:
-    """Reads a device's utilization after each step: on CUDA from NVML, on a CPU this process's share of its threads.
+    """The utilization of a device over the steps of one size.
 
     `needed`: raise InputError, with what to install, where NVML cannot be read; otherwise the value is nan.
     """
 
     def __init__(self, device: torch.device, *, needed: bool) -> None:
-        self.device, self.needed, self.seen = device, needed, list[float]()
-        self._before = time.perf_counter(), time.process_time()  # wall and process time at the last reading
+        self.usage, self.needed, self.seen = Utilization(device, torch.get_num_threads()), needed, list[float]()
+        self.on_gpu = device.type == "cuda"
 
     def step(self) -> None:
-        now = time.perf_counter(), time.process_time()
-        wall_s, busy_s = now[0] - self._before[0], now[1] - self._before[1]
-        if self.device.type == "cuda" and wall_s > _EVERY_S:
-            self._before = now
-            self._read_nvml()
-        elif self.device.type == "cpu" and wall_s > 0:
-            self._before = now
-            self.seen.append(min(1.0, busy_s / wall_s / torch.get_num_threads()))
+        """Reads it after a step, on CUDA not more often than NVML renews it."""
+        if not self.on_gpu or self.usage.since_s > _EVERY_S:
+            self._read()
 
     def value(self) -> float:
         """The mean of the higher half of the readings; nan of none. Ref: [002] 5: low values are gaps between steps."""
-        if self.device.type == "cuda":
-            self._read_nvml()
+        if self.on_gpu:
+            self._read()
         kept = sorted(self.seen)[len(self.seen) // 2 :]
         return sum(kept) / len(kept) if kept else math.nan
 
-    def _read_nvml(self) -> None:
+    def _read(self) -> None:
         try:
-            self.seen.append(torch.cuda.utilization(self.device) / 100)
+            self.seen.append(self.usage.read())
         except Exception as error:  # NVML has an error class of its own for each refusal
             if self.needed:
                 why = f"cannot be read ({error}): take the strategy Throughput"

@@ -84,18 +84,26 @@ def new_figure(
 
 
 def curves(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Loss, learning rate and accuracy over epochs, and accuracy over time, as far as there are values."""
+    """Loss, learning rate and accuracy over epochs; accuracy, utilization and memory over time; as far as known."""
     test = "" if len(runs) > 1 else "test images"
     loss = _lines(runs, "epoch", {"loss": "" if len(runs) > 1 else "training", "test_loss": "test images"})
     rate = _lines(runs, "epoch", {"lr": ""})
     accuracy, by_time = (_lines(runs, x, {"test_top1": test}) for x in ("epoch", "seconds"))
+    used = _lines(runs, "seconds", {"utilization": ""})
+    memory = _lines(
+        runs, "seconds", {"memory_bytes": "" if len(runs) > 1 else "in use", "memory_peak_bytes": "at most"}
+    )
     percent = {"title_text": "accuracy", "tickformat": "~%"}
+    busy = {"title_text": "device used", "tickformat": "~%", "rangemode": "tozero"}
+    size = {"title_text": "memory", "tickformat": "~s", "ticksuffix": "B", "rangemode": "tozero"}
     rates = {"title_text": "learning rate", "exponentformat": "power"}
     charts = [
         ("loss", "Loss", loss, "epoch", {"title_text": "loss"}),
         ("rate", "Learning rate", rate, "epoch", rates),
         ("accuracy", "Accuracy", accuracy + _targets(runs, accuracy), "epoch", percent),
         ("accuracy-time", "Accuracy over time", by_time + _targets(runs, by_time), "seconds from start", percent),
+        ("utilization", "Utilization of the device", used, "seconds from start", busy),
+        ("memory", "Memory", memory, "seconds from start", size),
     ]
     few = len(runs) <= _MAX_LEGEND_RUNS  # a longer legend would leave no room for the curves
     return [
