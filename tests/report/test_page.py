@@ -179,8 +179,8 @@ def test_every_chart_is_one_that_plotly_takes(one, tmp_path):
     assert main(["report", str(one.parent), str(other), "--out", str(both)]) == 0
     found = {chart["key"]: chart for file in (one, both) for chart in charts_of(file)}
     assert set(found) == {
-        *("loss", "rate", "accuracy", "accuracy-time", "ledgers", "ledger-0", "timeline-0", "tuning-0", "tuning-1"),
-        *("accuracies-0", "confusion-0"),
+        *("loss", "rate", "accuracy", "accuracy-time", "utilization", "memory", "ledgers", "ledger-0", "timeline-0"),
+        *("tuning-0", "tuning-image-0", "tuning-1", "accuracies-0", "confusion-0"),
     }
     for chart in found.values():
         Figure(data=chart["data"], layout=chart["layout"])  # raises on a property it does not know
@@ -211,6 +211,12 @@ def test_the_chosen_batch_is_marked_with_its_interval(one):
     assert star["error_y"]["array"][0] == pytest.approx(96 / sample["low_s"] - sample["images_per_s"])
     assert star["error_y"]["arrayminus"][0] == pytest.approx(sample["images_per_s"] - 96 / sample["high_s"])
     assert "Chosen by TimeToTarget: batch 96" in text_of(one)
+    per_image, used, star = charts_of(one)[[c["key"] for c in charts_of(one)].index("tuning-image-0")]["data"][:3]
+    tried = [s for s in shown.tuning()["samples"] if not s["failed"]]
+    assert per_image["y"] == pytest.approx([1e3 * s["step_s"] / s["batch"] for s in tried])
+    assert used["y"] == [s["utilisation"] for s in tried]
+    assert star["y"] == pytest.approx([1e3 * sample["step_s"] / 96])
+    assert star["error_y"]["array"][0] == pytest.approx(1e3 * (sample["high_s"] - sample["step_s"]) / 96)
 
 
 def test_the_verdict_and_the_medians_of_a_step_are_in_words_and_figures(one):
