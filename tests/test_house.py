@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1805,
+    "core": 1840,
     "optim": 1180,
     "models": 830,
     "device": 555,
@@ -33,9 +33,9 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "config": 1410,
     "tune": 2075,
     "simulate": 1740,
-    "report": 2290,
-    "training": 2185,
-    "commands": 1885,
+    "report": 2440,
+    "training": 2200,
+    "commands": 1965,
     "testing": 630,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

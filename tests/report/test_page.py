@@ -307,10 +307,40 @@ def test_many_classes_are_cut_to_those_with_the_most_mistakes(tmp_path, figures)
 # ---- what is refused
 
 
+def test_a_folder_of_tune_is_a_page_of_its_curves(tmp_path, figures):
+    shown.write(tmp_path, tuning=shown.tuning())
+    assert main(["report", str(tmp_path)]) == 0
+    assert [chart["key"] for chart in charts_of(tmp_path / "report.html")] == ["tuning-0", "tuning-image-0"]
+    said = text_of(tmp_path / "report.html")
+    assert "Chosen by TimeToTarget: batch 96" in said
+    assert "Not in this run" not in said
+    shown.write(tmp_path, tuning="{")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Left out: tuning.json" in text_of(tmp_path / "report.html")
+
+
+def test_a_folder_of_profile_shows_idle_gaps_ranks_blocks_and_operators(tmp_path, figures):
+    shown.write(tmp_path, profile=shown.profile(), ledger=shown.ledger(), timeline=shown.timeline())
+    assert main(["report", str(tmp_path)]) == 0
+    charts = {chart["key"]: chart for chart in charts_of(tmp_path / "report.html")}
+    assert set(charts) == {"ledger-0", "timeline-0", "gaps-0", "step-memory-0"}
+    (bars,) = charts["gaps-0"]["data"]
+    assert bars["base"] == [0.0, 4.0, 0.0, 1.0]  # the gap of rank 0's step is from 1 to 4 ms
+    assert bars["x"] == pytest.approx([1.0, 6.0, 1.0, 9.0])
+    assert charts["gaps-0"]["layout"]["yaxis"]["ticktext"] == ["rank 0, step 1", "rank 1, step 1"]
+    assert charts["step-memory-0"]["data"][0]["y"] == [100, 300, 200]
+    said = re.sub(r"\s+", " ", text_of(tmp_path / "report.html"))
+    for row in ("1 9.000 0.500 0.250 5% compute-bound", "stage.0 1.000 2.000 1.0 2.0", "aten::mm 1,000 3.000 4.000"):
+        assert row in said
+    assert "It is idle for 20%" in said
+    assert "Not in this run" not in said
+
+
 def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert said == f"kasoku: {tmp_path}: no run there (no recipe.toml): the folder of a training is wanted\n"
+    wanted = "the folder of a training, of kasoku tune or of kasoku profile is wanted"
+    assert said == f"kasoku: {tmp_path}: no run there (no recipe.toml): {wanted}\n"
 
 
 def test_without_plotly_the_line_says_what_to_install(tmp_path, capsys, monkeypatch):

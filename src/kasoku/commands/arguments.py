@@ -116,6 +116,7 @@ class ProfileArguments(RecipeArguments):
     """The arguments of `kasoku profile`."""
 
     steps: int = option(default=10, metavar="N", help="steps of each measurement (default: 10)")
+    ranks: int | None = option(metavar="N", help="processes on this machine (default: as kasoku train)")
     out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
     if_interrupted: ClassVar[str] = "no run was changed"
 

@@ -15,7 +15,7 @@ from kasoku.report.html.timeline import chrome_trace
 from kasoku.report.significance import compare
 from kasoku.training.run_folder import members_of
 
-_PARTS = ("ledger", "timeline", "tuning", "classes")
+_PARTS = ("ledger", "timeline", "tuning", "profile", "classes")
 _NO_RECIPE = ("seed", "origin", "save.")  # settings that make no other recipe
 
 Group = tuple[str, Sequence[RunRecord]]  # a name, and runs of one recipe
@@ -59,10 +59,12 @@ def read(paths: Sequence[Path]) -> list[RunRecord]:
 
 def _read(path: Path, name: str) -> RunRecord:
     damaged: list[str] = []
-    if not (path / "recipe.toml").is_file():
-        raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
+    is_run = (path / "recipe.toml").is_file()
+    if not is_run and not any((path / name).is_file() for name in ("tuning.json", "profile.json")):
+        wanted = "the folder of a training, of kasoku tune or of kasoku profile is wanted"
+        raise InputError(f"{path}: no run there (no recipe.toml): {wanted}")
     check_regular(path)
-    recipe = toml.read(path / "recipe.toml")
+    recipe = toml.read(path / "recipe.toml") if is_run else {}
     parts = {part: _json(path / f"{part}.json", damaged) for part in _PARTS}
     environment = _json(path / "environment.json", damaged)
     machine = environment.get("machine")

@@ -40,7 +40,7 @@ _ROW_COLOURS = {  # the same in all figures
 _GREYS = ("#6b7079", "#8a8f98", "#a9adb5", "#c3c6cc")  # rows of the start, before the first step
 _GREY = "#8a8f98"
 _DASHES = ("solid", "dash", "dot", "dashdot")
-_SHADES = [[0, "rgba(47,134,200,0)"], [0.02, "rgba(47,134,200,0.25)"], [0.2, "rgba(47,134,200,0.6)"], [1, "#2f86c8"]]
+SHADES = [[0, "rgba(47,134,200,0)"], [0.02, "rgba(47,134,200,0.25)"], [0.2, "rgba(47,134,200,0.6)"], [1, "#2f86c8"]]
 AXIS = {"automargin": True, "zeroline": False, "title_standoff": 8}
 HOVER = {"hovertemplate": "%{customdata}<extra></extra>"}
 _MAX_POINTS = 2000  # of a curve
@@ -301,7 +301,7 @@ def confusion(document: Mapping[str, Any]) -> Chart:
     sums = [max(1, sum(counts[k].values())) for k in shown]
     places = list(range(len(shown)))
     heatmap = go.Heatmap(
-        x=places, y=places, name="confusion", zmin=0, zmax=1, colorscale=_SHADES, showscale=False, xgap=1, ygap=1,
+        x=places, y=places, name="confusion", zmin=0, zmax=1, colorscale=SHADES, showscale=False, xgap=1, ygap=1,
         z=[[counts[k][other] / total for other in shown] for k, total in zip(shown, sums, strict=True)],
         customdata=[
             [_cell_hover(classes[k], classes[other], counts[k][other], total) for other in shown]

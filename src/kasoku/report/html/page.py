@@ -10,6 +10,7 @@ from kasoku.core.files import write_text
 from kasoku.report.html import figures
 from kasoku.report.html.content import Panel, RunRecord
 from kasoku.report.html.figures import COLOURS, Chart
+from kasoku.report.html.profile import profile
 from kasoku.report.html.tuning import tuning
 
 try:
@@ -33,12 +34,12 @@ def page(runs: Sequence[RunRecord], comparisons: Sequence[str] = ()) -> str:
         rows = run.parts.get("ledger", {}).get("rows") or run.result.get("seconds_by")
         if isinstance(rows, dict) and all(isinstance(s, int | float) for s in rows.values()):
             bars.append((run.name, rows))
-    summaries = [_summary(run) for run in runs]
+    summaries = [_summary(run) for run in runs if run.recipe]
     return _render(
         title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
         colours=[COLOURS[i % len(COLOURS)] for i in range(len(runs))],
         comparisons=comparisons,
-        summary=(list(summaries[0]), [list(row.values()) for row in summaries]),
+        summary=(list(summaries[0]), [list(row.values()) for row in summaries]) if summaries else None,
         curves=figures.curves(runs),
         shared=figures.ledgers(bars) if len(bars) > 1 else None,
         runs=[_view(run) for run in runs],
@@ -113,6 +114,8 @@ def _view(run: RunRecord) -> dict[str, Any]:
     damaged = list(run.damaged)
     unreadable = " ".join(run.damaged)
     for part, (text, build) in _PARTS.items():
+        if part not in run.parts and (not run.recipe or part == "profile"):
+            continue  # a folder of kasoku tune or profile has parts of its own
         if part in run.parts:
             try:
                 parts[part] = build(run.parts[part])
@@ -120,8 +123,8 @@ def _view(run: RunRecord) -> dict[str, Any]:
                 damaged.append(f"{part}.json is not as expected ({type(error).__name__}: {error})")
         elif f"{part}.json" not in unreadable:
             lacks.append(f"{text} ({part}.json)")
-    lacks += [] if run.buckets else ["gradient buckets (of several ranks, buckets.json)"]
-    lacks += [] if run.metrics else ["curves (metrics.jsonl)"]
+    lacks += [] if run.buckets or not run.recipe else ["gradient buckets (of several ranks, buckets.json)"]
+    lacks += [] if run.metrics or not run.recipe else ["curves (metrics.jsonl)"]
     notes = [f"Not in this run: {'; '.join(lacks)}."] if lacks else []
     notes += [f"Left out: {'; '.join(damaged)}."] if damaged else []
     return {"name": run.name, "machine": machine, "buckets": run.buckets, "parts": parts, "notes": notes}
@@ -166,6 +169,7 @@ _PARTS: Mapping[str, tuple[str, _Draw]] = {  # by file: its contents, and the fu
     "ledger": ("where the time went", _ledger),
     "timeline": ("a step by rank and stream", figures.timeline),
     "tuning": ("tuning of the batch", tuning),
+    "profile": ("idle gaps, memory, blocks, operators", profile),
     "classes": ("accuracy by class, confusion, worst images", _classes),
 }
 

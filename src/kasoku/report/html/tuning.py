@@ -21,9 +21,15 @@ def tuning(document: Mapping[str, Any]) -> list[Chart]:
     chosen = next(s for s in reversed(samples) if s["batch"] == document["chosen"] and not s["failed"])
     speed = f"{chosen['images_per_s']:,.1f} images/s, {_step(chosen)}{_cost(document)}"
     note = f"Chosen by {document['strategy']}: batch {chosen['batch']}, {speed}. {document['why']}."
-    rate = _over_batch(samples, chosen, "images/s", lambda batch, step_s: batch / step_s, right=("goodput", ""))
+    rate = _over_batch(
+        samples, chosen, "images/s", lambda batch, step_s: batch / step_s, right=("goodput", "goodput", "")
+    )
     image = _over_batch(
-        samples, chosen, "ms per image", lambda batch, step_s: 1e3 * step_s / batch, right=("utilisation", "~%")
+        samples,
+        chosen,
+        "ms per image",
+        lambda batch, step_s: 1e3 * step_s / batch,
+        right=("utilisation", "device used", "~%"),
     )
     return [Chart("tuning", "Tuning of the batch", rate, note), Chart("tuning-image", "Time per image", image)]
 
@@ -34,16 +40,16 @@ def _over_batch(
     label: str,
     of: Callable[[int, float], float],
     *,
-    right: tuple[str, str],
+    right: tuple[str, str, str],
 ) -> go.Figure:
-    """of(batch, seconds of a step) over the batch size; on the right axis the value of this name, with its format."""
+    """of(batch, seconds of a step) over the batch size; on the right axis the value of a key, by name and format."""
     good = [*{s["batch"]: s for s in samples if not s["failed"]}.values()]  # the last one of each size
     traces = [_line(label, good, of, mode="lines+markers", line=_RISING)]
     star = {"color": COLOURS[1], "size": 13, "symbol": "star"}
-    name, tick_format = right
-    known = [s for s in good if s[name] is not None]
+    key, name, tick_format = right
+    known = [s for s in good if s[key] is not None]
     if known:
-        x, y = [s["batch"] for s in known], [s[name] for s in known]
+        x, y = [s["batch"] for s in known], [s[key] for s in known]
         traces.append(go.Scatter(x=x, y=y, yaxis="y2", name=f"{name} (right)", line=_FALLING, marker_size=5))
     traces.append(_line(f"chosen: {chosen['batch']}", [chosen], of, mode="markers", marker=star))
     if failed := [s for s in samples if s["failed"]]:
@@ -54,8 +60,9 @@ def _over_batch(
         traces.append(go.Scatter(x=x, y=y, name="failed", customdata=hover, **style, **HOVER))
     sizes = sorted({s["batch"] for s in samples})
     apart = (sizes[-1] / sizes[0]) ** (1 / _MAX_TICKS)  # the ratio from which on two labels do not overlap
-    ticks = [sizes[0]]
-    ticks += [size for size in sizes[1:-1] if size >= ticks[-1] * apart and sizes[-1] >= size * apart]
+    ticks = sizes[-1:]
+    for size in reversed(sizes):
+        ticks += [size] if size * apart <= ticks[-1] else []
     x_axis = {"title_text": "batch", "type": "log", "tickvals": ticks, "ticktext": [f"{size:,}" for size in ticks]}
     y_axis = {"title_text": label, "rangemode": "tozero"}
     axis = {"title_text": name, "tickformat": tick_format, "overlaying": "y", "side": "right", "tickmode": "auto"}
