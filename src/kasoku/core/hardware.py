@@ -96,3 +96,11 @@ class Utilization:
         if self.device.type == "cuda":
             return torch.cuda.utilization(self.device) / 100
         return min(1.0, busy_s / max(1e-9, wall_s) / self.cores) if self.device.type == "cpu" else math.nan
+
+    def metrics(self) -> dict[str, float]:
+        """The utilization since the last reading, and the bytes in use and at most, as far as they are known."""
+        in_use, most = memory_in_use(self.device)
+        values: dict[str, float] = {"memory_bytes": in_use, "memory_peak_bytes": most} if most else {}
+        with suppress(Exception):  # NVML has an error class of its own for each refusal
+            values["utilization"] = round(self.read(), 4)
+        return {name: value for name, value in values.items() if math.isfinite(value)}

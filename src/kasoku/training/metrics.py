@@ -2,13 +2,13 @@
 
 import json
 import math
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
-from kasoku.core.hardware import Utilization, cores, memory_in_use
+from kasoku.core.hardware import Utilization, cores
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.environment import place
 from kasoku.distributed.startup import startup_line
@@ -112,7 +112,7 @@ class Metrics:
         if self._show():
             lr = float(max(group["lr"] for group in self.job.optimizer.param_groups))
             rate = round(self.images_per_s(), 1)
-            self.note({"loss": self.loss, "lr": lr, "images_per_s": rate, **self._device_usage()})
+            self.note({"loss": self.loss, "lr": lr, "images_per_s": rate, **self._usage.metrics()})
 
     def read_own(self) -> None:
         """Reads this rank's losses alone, for the bar; all ranks take their mean at the next sync point."""
@@ -151,14 +151,6 @@ class Metrics:
             fewer = ", or take fewer threads (--set device.threads=1)" if torch.get_num_threads() > 1 else ""
             got = f"{starved:.0%} of the time this process waited for a core, because other programs use it"
             self.bar.say(f"{got}: stop them, reserve cores with taskset{fewer}")
-
-    def _device_usage(self) -> dict[str, float]:
-        """The utilization of the device since the last line of the log, and its memory, as far as they are known."""
-        in_use, most = memory_in_use(self._usage.device)
-        values: dict[str, float] = {"memory_bytes": in_use, "memory_peak_bytes": most} if most else {}
-        with suppress(Exception):  # NVML has an error class of its own for each refusal
-            values["utilization"] = round(self._usage.read(), 4)
-        return {name: value for name, value in values.items() if math.isfinite(value)}
 
     # ---- time
 
