@@ -23,11 +23,10 @@ from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
 from kasoku.report import Ledger, StepBottleneck, facts_of, print_table
 from kasoku.report.bottleneck import StepFacts, find_bottlenecks
+from kasoku.report.profile_tables import ms, profile_tables
 from kasoku.report.profiler import Profiler, StepProfile
 from kasoku.training.run_folder import create_folder, unused_folder
 from kasoku.training.trainer import build
-
-_SHOWN = 12  # rows of a table
 
 
 def run(arguments: ProfileArguments) -> int:
@@ -74,18 +73,23 @@ def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
     profile = profiler.look(arguments.steps, plain, bounds, trace=folder / "trace.json" if comm.rank == 0 else None)
     job.drain()
     profiles = comm.gather_objects((profile, means, facts))
-    ranks = _by_rank(profiles)
 
     def report() -> None:
         """On rank 0: writes the files and prints the tables."""
         first, *others = [asdict(each) for each, _, _ in profiles]
-        documents = {"profile.json": {**first, "ranks": ranks}, "ledger.json": document, "timeline.json": timeline}
+        first["ranks"] = _by_rank(profiles)
+        documents = {"profile.json": first, "ledger.json": document, "timeline.json": timeline}
         documents |= {f"profile-{i}.json": other for i, other in enumerate(others, 1)}
         for name, content in documents.items():
             write_text(folder / name, json.dumps(content, indent=1) + "\n")
-        _show(profile, document["step_s"])
-        if len(ranks) > 1:
-            _show_ranks(ranks)
+        step_s: dict[str, float] = document["step_s"]
+        whole_s = sum(step_s.values())
+        rows = {row: f"{ms(s)} ms  {s / max(whole_s, 1e-9):.0%}" for row, s in step_s.items() if s > 0}
+        print_table("a step, the median", {**rows, "in all": f"{ms(whole_s)} ms"})
+        for title, head, cells in profile_tables(first):
+            print_table(title, cells, head)
+        if others:
+            print(_slowest(first["ranks"]))
         for cause in document["verdict"]:
             print(StepBottleneck(**cause))
         print(f"{folder}: {', '.join(documents)}, trace.json (open it in chrome://tracing or Perfetto)")
@@ -112,53 +116,10 @@ def _by_rank(profiles: Sequence[tuple[StepProfile, Mapping[str, float], StepFact
     ]
 
 
-def _show_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Prints what each rank does in a step, and the slowest rank."""
-    lines = {
-        f"rank {i}": f"computes {_ms(row['compute_s'])}, waits for others {_ms(row['wait_s'])}, for input "
-        f"{_ms(row['input_s'])}; device idle {row['idle']:.0%}; {row['bottleneck']}"
-        for i, row in enumerate(ranks)
-    }
-    print_table("a step of each rank, the mean", lines)
+def _slowest(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """A line that names the slowest rank."""
     own_s = [row["step_s"] - row["wait_s"] for row in ranks]
     last = own_s.index(max(own_s))
     more = own_s[last] / max(1e-9, statistics.median(own_s[:last] + own_s[last + 1 :])) - 1
-    work = f"{_ms(own_s[last])} of its own work a step, {more:.0%} more than the other ranks"
-    print(f"slowest: rank {last}, {work}; {ranks[last]['bottleneck']}")
-
-
-def _show(profile: StepProfile, step_s: Mapping[str, float]) -> None:
-    whole_s = sum(step_s.values())
-    rows = {row: f"{_ms(s)}  {s / max(whole_s, 1e-9):.0%}" for row, s in step_s.items() if s > 0}
-    print_table("a step, the median", {**rows, "in all": _ms(whole_s)})
-    slowest = sorted(profile.blocks, key=lambda block: -(block.forward_s + block.backward_s))[:_SHOWN]
-    blocks = {
-        block.name: f"forward {_ms(block.forward_s)}, backward {_ms(block.backward_s)}, parameters "
-        f"{_mib(block.parameter_bytes)}, kept for backward {_mib(block.saved_bytes)}"
-        for block in slowest
-    }
-    print_table("blocks, the slowest first", blocks)
-    operators = {
-        operator.name: f"{operator.calls} calls, host {_ms(operator.host_s)}, device {_ms(operator.device_s)}"
-        for operator in profile.operators[:_SHOWN]
-    }
-    print_table("operators, over the traced steps", operators)
-    idle = [step.idle_s / max(step.step_s, 1e-9) for step in profile.iterations]
-    peak = max(profile.memory, key=lambda sample: sample[2])
-    bounds = profile.bounds
-    facts = {
-        "idle in each iteration": " ".join(f"{share:.0%}" for share in idle),
-        "memory, at most": f"{_mib(peak[2])}, {_ms(peak[0])} into a step ({peak[1]})",
-        "FLOPs of a step": f"{bounds['flops'] / 1e9:,.3f} G; this device did {bounds['flops_per_s'] / 1e9:,.0f} G/s",
-        "bytes of a step": f"{_mib(bounds['bytes'])}; this device moved {_mib(bounds['bytes_per_s'])}/s",
-        "bound": f"{_ms(bounds['least_s'])} at least, {bounds['reached']:.0%} of a step's {_ms(bounds['step_s'])}",
-    }
-    print_table("the device", facts)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.3f} ms"
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+    work = f"{ms(own_s[last])} ms of its own work a step, {more:.0%} more than the other ranks"
+    return f"slowest: rank {last}, {work}; {ranks[last]['bottleneck']}"

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from rich.console import Console
-from rich.table import Column, Table
 
 from kasoku.config.ranks import shares_of
 from kasoku.config.recipe import Recipe, Tune, checked
@@ -166,8 +164,7 @@ def free_memory(recipe: Recipe) -> None:
 def show(tuned: TunedRecipe, *, memory: str = "") -> None:
     """Prints the sizes tried with their intervals, the chosen size, its rates, and a remark on memory."""
     recipe, result = tuned.recipe, tuned.result
-    columns = ("batch", "ms a step", "images/s", "waits for input", "device used", "epochs")
-    rows = Table(*(Column(name, justify="right") for name in columns))
+    rows = []
     for i, sample in enumerate(result.samples):
         if sample.failed:
             cells = [sample.failed, "-", "-", "-"]
@@ -176,8 +173,8 @@ def show(tuned: TunedRecipe, *, memory: str = "") -> None:
             used = f"{sample.utilisation:.0%}" if math.isfinite(sample.utilisation) else "-"
             cells = [step, f"{sample.images_per_s:,.0f}", f"{sample.input_s / sample.step_s:.0%}", used]
         takes = f"{result.epochs[i]:.3g}" if result.epochs else "-"
-        rows.add_row(f"{sample.batch:,}", *cells, takes, style="bold" if sample.batch == result.batch else "")
-    Console(highlight=False).print(rows)
+        rows.append([f"{sample.batch:,}", *cells, takes])
+    print_table("", rows, ("batch", "ms a step", "images/s", "waits for input", "device used", "epochs"))
     shares = ", ".join(f"{images:,}" for images in shares_of(recipe, result.speeds))
     rates = ", ".join(f"{path} {rate * recipe.rate_scale:.4g}" for path, rate in rates_of(recipe).items())
     scaled = f"x {recipe.rate_scale:.4g} ({recipe.scaling}, from {recipe.reference_batch:,}): {rates}"

@@ -1,63 +1,19 @@
 """The figures and tables of a folder of `kasoku profile`: idle gaps, memory, ranks, blocks, operators."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 
 from kasoku.report.html.figures import COLOURS, HOVER, SHADES, Chart, new_figure, plain
+from kasoku.report.profile_tables import mib, ms, profile_tables
 
-_STEPS, _RANKS, _ROWS = 5, 8, 20  # that are drawn
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3f}"
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.1f}"
-
-
-_TABLES: Mapping[str, tuple[str, Mapping[str, tuple[str, Callable[[Any], str]]]]] = {  # title: key, column: key, form
-    "A step of each rank, the mean": (
-        "ranks",
-        {
-            "rank": ("rank", str),
-            "computes, ms": ("compute_s", _ms),
-            "waits for others, ms": ("wait_s", _ms),
-            "waits for input, ms": ("input_s", _ms),
-            "device idle": ("idle", "{:.0%}".format),
-            "bottleneck": ("bottleneck", str),
-        },
-    ),
-    "Blocks": (
-        "blocks",
-        {
-            "block": ("name", str),
-            "forward, ms": ("forward_s", _ms),
-            "backward, ms": ("backward_s", _ms),
-            "parameters, MiB": ("parameter_bytes", _mib),
-            "kept for backward, MiB": ("saved_bytes", _mib),
-        },
-    ),
-    "Operators, over the traced steps": (
-        "operators",
-        {
-            "operator": ("name", str),
-            "calls": ("calls", "{:,}".format),
-            "host, ms": ("host_s", _ms),
-            "device, ms": ("device_s", _ms),
-        },
-    ),
-}
+_STEPS, _RANKS = 5, 8  # that are drawn
 
 
 def profile(document: Mapping[str, Any]) -> dict[str, Any]:
     """The charts and the tables of profile.json."""
-    tables = {
-        title: ([*columns], [[form(item[name]) for name, form in columns.values()] for item in document[key][:_ROWS]])
-        for title, (key, columns) in _TABLES.items()
-    }
+    tables = [(title.capitalize(), (head, rows)) for title, head, rows in profile_tables(document)]
     return {"charts": [_gaps(document["ranks"]), _memory(document["memory"])], "tables": tables}
 
 
@@ -69,7 +25,7 @@ def _gaps(ranks: Sequence[Mapping[str, Any]]) -> Chart:
         for k, step in enumerate(row["iterations"][:_STEPS], 1)
     ]
     parts = [(at, *part) for at, (_, step) in enumerate(steps) for part in step["used"]]
-    hover = [f"{plain(what)}: {_ms(b - a)} ms<br>device used {share:.0%}" for _, what, a, b, share in parts]
+    hover = [f"{plain(what)}: {ms(b - a)} ms<br>device used {share:.0%}" for _, what, a, b, share in parts]
     rows, _, starts, stops, shares = zip(*parts, strict=True)
     bars = go.Bar(
         base=[1e3 * start for start in starts], x=[1e3 * (b - a) for a, b in zip(starts, stops, strict=True)], y=rows,
@@ -85,7 +41,7 @@ def _gaps(ranks: Sequence[Mapping[str, Any]]) -> Chart:
 
 def _memory(samples: Sequence[Sequence[Any]]) -> Chart:
     """The bytes in use over one step."""
-    hover = [f"{plain(name)}<br>{_mib(size)} MiB, {1e3 * at_s:.3f} ms into the step" for at_s, name, size in samples]
+    hover = [f"{plain(name)}<br>{mib(size)} MiB, {1e3 * at_s:.3f} ms into the step" for at_s, name, size in samples]
     x, y = [1e3 * at_s for at_s, _, _ in samples], [size for _, _, size in samples]
     line = go.Scatter(x=x, y=y, name="memory", mode="lines+markers", customdata=hover, marker_size=4, **HOVER)
     axis = {"title_text": "memory", "tickformat": "~s", "ticksuffix": "B"}
