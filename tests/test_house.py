@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1850,
+    "core": 1855,
     "optim": 1180,
     "models": 830,
     "device": 555,
@@ -31,11 +31,11 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "distributed": 5480,
     "memory": 2175,
     "config": 1410,
-    "tune": 2075,
+    "tune": 2025,
     "simulate": 1740,
-    "report": 2440,
-    "training": 2200,
-    "commands": 1965,
+    "report": 2460,
+    "training": 2190,
+    "commands": 1925,
     "testing": 630,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

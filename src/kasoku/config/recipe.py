@@ -294,15 +294,16 @@ def from_document(document: dict[str, Any], settings: Sequence[str] = ()) -> Rec
 
 def flat_settings(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe, flat: {"optimizer.lr": 0.1, ...}."""
+    return dict(flat(table(recipe)))
 
-    def flat(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(thing, dict):
-            for key, value in thing.items():
-                yield from flat(value, f"{path}.{key}" if path else key)
-        else:
-            yield path, thing
 
-    return dict(flat(table(recipe), ""))
+def flat(thing: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of all values in tables within tables."""
+    if isinstance(thing, dict):
+        for key, value in thing.items():
+            yield from flat(value, f"{path}.{key}" if path else key)
+    else:
+        yield path, thing
 
 
 def dumps(recipe: Recipe) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kasoku.core.errors import InputError
 from kasoku.core.torch_internals import cpu_computes_bf16
 
 
@@ -90,17 +91,23 @@ class Utilization:
         return time.perf_counter() - self._before[0]
 
     def read(self) -> float:
-        """The share since the last reading, 0 to 1; nan for a device that does not tell. Raises NVML's errors."""
+        """The share since the last reading, 0 to 1; nan: not known of this device. Raises InputError without NVML."""
         before, self._before = self._before, (time.perf_counter(), time.process_time())
         wall_s, busy_s = (now - then for now, then in zip(self._before, before, strict=True))
-        if self.device.type == "cuda":
+        if self.device.type != "cuda":
+            return min(1.0, busy_s / max(1e-9, wall_s) / self.cores) if self.device.type == "cpu" else math.nan
+        try:
             return torch.cuda.utilization(self.device) / 100
-        return min(1.0, busy_s / max(1e-9, wall_s) / self.cores) if self.device.type == "cpu" else math.nan
+        except ModuleNotFoundError as error:
+            why = "is read through NVML, whose package is missing: pip install 'kasoku[nvml]'"
+            raise InputError(f"the GPU's utilisation {why}") from error
+        except Exception as error:  # NVML has an error class of its own for each refusal
+            raise InputError(f"the GPU's utilisation cannot be read ({error}): take the strategy Throughput") from error
 
     def metrics(self) -> dict[str, float]:
         """The utilization since the last reading, and the bytes in use and at most, as far as they are known."""
         in_use, most = memory_in_use(self.device)
         values: dict[str, float] = {"memory_bytes": in_use, "memory_peak_bytes": most} if most else {}
-        with suppress(Exception):  # NVML has an error class of its own for each refusal
+        with suppress(InputError):
             values["utilization"] = round(self.read(), 4)
         return {name: value for name, value in values.items() if math.isfinite(value)}

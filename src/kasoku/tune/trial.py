@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -147,34 +147,22 @@ def make_step(
     return wait_s, losses
 
 
-class UtilizationMonitor:
-    """The utilization of a device over the steps of one size.
-
-    `needed`: raise InputError, with what to install, where NVML cannot be read; otherwise the value is nan.
-    """
+class UtilizationMonitor(Utilization):
+    """The utilization over the steps of one size; `needed`: InputError where it cannot be read, otherwise nan."""
 
     def __init__(self, device: torch.device, *, needed: bool) -> None:
-        self.usage, self.needed, self.seen = Utilization(device, torch.get_num_threads()), needed, list[float]()
-        self.on_gpu = device.type == "cuda"
+        super().__init__(device, torch.get_num_threads())
+        self.needed, self.seen = needed, list[float]()
 
-    def step(self) -> None:
+    def step(self, least_s: float = _EVERY_S) -> None:
         """Reads it after a step, on CUDA not more often than NVML renews it."""
-        if not self.on_gpu or self.usage.since_s > _EVERY_S:
-            self._read()
+        if self.device.type == "cpu" or (self.device.type == "cuda" and self.since_s > least_s):
+            with nullcontext() if self.needed else suppress(InputError):
+                self.seen.append(self.read())
 
     def value(self) -> float:
         """The mean of the higher half of the readings; nan of none. Ref: [002] 5: low values are gaps between steps."""
-        if self.on_gpu:
-            self._read()
+        if self.device.type == "cuda":
+            self.step(0.0)
         kept = sorted(self.seen)[len(self.seen) // 2 :]
         return sum(kept) / len(kept) if kept else math.nan
-
-    def _read(self) -> None:
-        try:
-            self.seen.append(self.usage.read())
-        except Exception as error:  # NVML has an error class of its own for each refusal
-            if self.needed:
-                why = f"cannot be read ({error}): take the strategy Throughput"
-                if isinstance(error, ModuleNotFoundError):
-                    why = "is read through NVML, whose package is missing: pip install 'kasoku[nvml]'"
-                raise InputError(f"the GPU's utilisation {why}") from error
