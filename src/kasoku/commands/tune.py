@@ -17,7 +17,6 @@ from kasoku.distributed.startup import Start
 from kasoku.memory import SavedMemory, larger
 from kasoku.report import print_table
 from kasoku.training.auto_batch import TunedRecipe, plainly, show, tune
-from kasoku.training.run_folder import create_folder
 from kasoku.training.trainer import build
 from kasoku.tune.lr_range_test import RangeTest, range_test, rates_of, reference_rate, try_alone
 from kasoku.tune.measurement import write_tuning
@@ -76,7 +75,6 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
                 chosen.append(f"accumulate={tuned.recipe.accumulate}")
             print(" ".join(f"--set {setting}" for setting in chosen))
             if arguments.out:
-                create_folder(arguments.out)
                 write_tuning(arguments.out, tuned.result.as_json())
 
     run_on_all_ranks(comm, report)
@@ -133,7 +131,6 @@ def _tune_rate(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     def report() -> None:
         if comm.rank == 0:
             if arguments.out:
-                create_folder(arguments.out)
                 write_tuning(arguments.out, result.as_json(lr, recipe.tune.budget))
             _show_rates(result, lr, rates)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kasoku.core import Clock, InputError
-from kasoku.core.files import write_text
+from kasoku.core.files import write_error, write_text
 from kasoku.tune.memory_forecast import extrapolate
 
 STEPS, BRIEF = 20, 5  # timed steps of a size: in full, in a brief measurement
@@ -157,7 +157,11 @@ class BatchSizeResult:
 
 
 def write_tuning(folder: Path, document: Mapping[str, Any]) -> None:
-    """Writes tuning.json into a folder; null stands for a number that is not finite. Raises InputError."""
+    """Writes tuning.json; null stands for a number that is not finite. Raises InputError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(folder, error) from error
     finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
     write_text(folder / "tuning.json", json.dumps(finite, indent=1) + "\n")
 
