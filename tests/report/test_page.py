@@ -314,6 +314,9 @@ def test_a_folder_of_tune_is_a_page_of_its_curves(tmp_path, figures):
     said = text_of(tmp_path / "report.html")
     assert "Chosen by TimeToTarget: batch 96" in said
     assert "Not in this run" not in said
+    run = shown.run_folder(tmp_path / "run")
+    assert main(["report", str(run), str(tmp_path), "--out", str(tmp_path / "both.html")]) == 0
+    assert "undecided" not in text_of(tmp_path / "both.html"), "tuning is no run to compare"
     shown.write(tmp_path, tuning="{")
     assert main(["report", str(tmp_path)]) == 0
     assert "Left out: tuning.json" in text_of(tmp_path / "report.html")

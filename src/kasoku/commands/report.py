@@ -116,16 +116,16 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
 def by_recipe(runs: Sequence[RunRecord]) -> list[Group]:
     """Groups of runs whose recipes differ in the seed only, each with a name, in order of appearance."""
     groups: dict[str, list[RunRecord]] = {}
-    for run in runs:
+    for run in filter(lambda run: run.recipe, runs):  # folders of kasoku tune and profile have none
         groups.setdefault(json.dumps(_settings(run.recipe), sort_keys=True, default=str), []).append(run)
     return [(_label(members[0]), members) for members in groups.values()]
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
     """A sentence for each group against the first one."""
-    (first_name, first), *others = groups
     lines = []
-    for name, runs in others:
+    for name, runs in groups[1:]:
+        first_name, first = groups[0]
         line = compare(first, runs, names=(first_name, name)).line
         machines = {json.dumps([run.machine.get(k) for k in ("cpu", "cores", "gpus")]) for run in (*first, *runs)}
         lines.append(line + ("; these runs were made on different machines" if len(machines) > 1 else ""))
