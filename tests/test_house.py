@@ -31,7 +31,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "distributed": 5480,
     "memory": 2175,
     "config": 1410,
-    "tune": 2030,
+    "tune": 2026,
     "simulate": 1740,
     "report": 2460,
     "training": 2190,
