@@ -142,7 +142,7 @@ def refused(technique: type[Technique], known: dict[str, Any]) -> list[str]:
 
 def recipes() -> str:
     """The tables of a recipe that have a form of their own."""
-    titles = {"recipe": "Top-level keys", "evaluate": "[evaluate]", "save": "[save]", "device": "[device]"}
+    titles = {"recipe": "Top-level keys", **{name: f"[{name}]" for name in ("evaluate", "save", "device", "tune")}}
     return "\n\n".join(f"### {title}\n\n{settings(describe.TABLES[name])}" for name, title in titles.items())
 
 

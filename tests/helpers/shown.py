@@ -83,6 +83,28 @@ def tuning() -> dict[str, Any]:
     return {**found, "why": "it is done soonest", "spent_s": 12.5, "budget_s": 60.0}
 
 
+def profile() -> dict[str, Any]:
+    """Of two ranks, a step of 10 ms each."""
+    gap = [["kernels", 0.0, 0.001, 1.0], ["kernels", 0.004, 0.01, 1.0]]
+    full = [["input", 0.0, 0.001, 0.5], ["forward and backward", 0.001, 0.01, 1.0]]
+    ranks = [
+        {"rank": rank, "step_s": 0.01, "compute_s": compute_s, "input_s": 2.5e-4, "wait_s": wait_s, "idle": idle}
+        | {"bottleneck": "compute-bound", "iterations": [{"step_s": 0.01, "idle_s": idle_s, "used": used}]}
+        for rank, (compute_s, wait_s, idle, idle_s, used) in enumerate(
+            [(0.006, 0.003, 0.3, 0.003, gap), (0.009, 5e-4, 0.05, 0.001, full)]
+        )
+    ]
+    block = {"name": "stage.0", "forward_s": 0.001, "backward_s": 0.002}
+    return {
+        "ranks": ranks,
+        "blocks": [{**block, "parameter_bytes": 2**20, "saved_bytes": 2**21}],
+        "operators": [{"name": "aten::mm", "calls": 1000, "host_s": 0.003, "device_s": 0.004}],
+        "iterations": ranks[0]["iterations"],
+        "bounds": dict.fromkeys(("flops", "bytes", "flops_per_s", "bytes_per_s", "least_s", "reached", "step_s"), 0.5),
+        "memory": [[0.0, "begin", 100], [0.005, "stage.0 forward", 300], [0.01, "updated", 200]],
+    }
+
+
 def classes(names: tuple[str, ...] = ("cat", "dog", "bird")) -> dict[str, Any]:
     n = len(names)
     counts = [[k, other, 40 + k if k == other else (k + 2 * other) % 3] for k in range(n) for other in range(n)]

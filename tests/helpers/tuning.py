@@ -18,6 +18,17 @@ data = {use = "kasoku.data.digits"}
 optimizer = {use = "kasoku.optim.sgd", lr = 0.1, momentum = 0.9}
 device = {precision = "fp32", threads = 1}
 """
+POINTS = """
+[[points]]
+batch = 32
+epochs = 1.0
+optimizer = {lr = 0.1}
+
+[[points]]
+batch = 128
+epochs = 2.0
+optimizer = {lr = 0.2}
+"""
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, batch: int, *, parts: int = 1, **more: object) -> list[dict[str, object]]:

@@ -172,8 +172,8 @@ def test_every_chart_is_one_that_plotly_takes(one, tmp_path):
     assert main(["report", str(one.parent), str(other), "--out", str(both)]) == 0
     found = {chart["key"]: chart for file in (one, both) for chart in charts_of(file)}
     assert set(found) == {
-        *("loss", "rate", "accuracy", "accuracy-time", "ledgers", "ledger-0", "timeline-0", "tuning-0", "tuning-1"),
-        *("accuracies-0", "confusion-0"),
+        *("loss", "rate", "accuracy", "accuracy-time", "utilization", "memory", "ledgers", "ledger-0", "timeline-0"),
+        *("tuning-0", "tuning-image-0", "tuning-1", "accuracies-0", "confusion-0"),
     }
     for chart in found.values():
         Figure(data=chart["data"], layout=chart["layout"])  # raises on a property it does not know
@@ -188,6 +188,10 @@ def test_the_curves_are_those_of_the_log_with_the_target(one):
     assert charts["accuracy"][1]["y"] == [0.98, 0.98]
     assert charts["loss"][0]["y"] == [line["loss"] for line in lines if "loss" in line]
     assert charts["rate"][0]["y"] == [line["lr"] for line in lines if "lr" in line]
+    assert charts["utilization"][0]["y"] == [line["utilization"] for line in lines if "loss" in line]
+    assert [trace["y"][-1] for trace in charts["memory"]] == [
+        next(line[name] for line in reversed(lines) if name in line) for name in ("memory_bytes", "memory_peak_bytes")
+    ]
     seconds = charts["accuracy-time"][0]["x"]
     result = json.loads((one.parent / "result.json").read_text())
     assert 0 < seconds[0] < seconds[-1] < result["seconds"] + 1
@@ -200,6 +204,12 @@ def test_the_chosen_batch_is_marked_with_its_interval(one):
     assert star["error_y"]["array"][0] == pytest.approx(96 / sample["low_s"] - sample["images_per_s"])
     assert star["error_y"]["arrayminus"][0] == pytest.approx(sample["images_per_s"] - 96 / sample["high_s"])
     assert "Chosen by TimeToTarget: batch 96" in shown.text_of(one)
+    per_image, used, star = charts_of(one)[[c["key"] for c in charts_of(one)].index("tuning-image-0")]["data"][:3]
+    tried = [s for s in shown.tuning()["samples"] if not s["failed"]]
+    assert per_image["y"] == pytest.approx([1e3 * s["step_s"] / s["batch"] for s in tried])
+    assert used["y"] == [s["utilisation"] for s in tried]
+    assert star["y"] == pytest.approx([1e3 * sample["step_s"] / 96])
+    assert star["error_y"]["array"][0] == pytest.approx(1e3 * (sample["high_s"] - sample["step_s"]) / 96)
 
 
 def test_the_verdict_and_the_medians_of_a_step_are_in_words_and_figures(one):
@@ -290,10 +300,43 @@ def test_many_classes_are_cut_to_those_with_the_most_mistakes(tmp_path, figures)
 # ---- what is refused
 
 
+def test_a_folder_of_tune_is_a_page_of_its_curves(tmp_path, figures):
+    shown.write(tmp_path, tuning=shown.tuning())
+    assert main(["report", str(tmp_path)]) == 0
+    assert [chart["key"] for chart in charts_of(tmp_path / "report.html")] == ["tuning-0", "tuning-image-0"]
+    said = shown.text_of(tmp_path / "report.html")
+    assert "Chosen by TimeToTarget: batch 96" in said
+    assert "Not in this run" not in said
+    run = shown.run_folder(tmp_path / "run")
+    assert main(["report", str(run), str(tmp_path), "--out", str(tmp_path / "both.html")]) == 0
+    assert "undecided" not in shown.text_of(tmp_path / "both.html"), "tuning is no run to compare"
+    shown.write(tmp_path, tuning="{")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Left out: tuning.json" in shown.text_of(tmp_path / "report.html")
+
+
+def test_a_folder_of_profile_shows_idle_gaps_ranks_blocks_and_operators(tmp_path, figures):
+    shown.write(tmp_path, profile=shown.profile(), ledger=shown.ledger(), timeline=shown.timeline())
+    assert main(["report", str(tmp_path)]) == 0
+    charts = {chart["key"]: chart for chart in charts_of(tmp_path / "report.html")}
+    assert set(charts) == {"ledger-0", "timeline-0", "gaps-0", "step-memory-0"}
+    (bars,) = charts["gaps-0"]["data"]
+    assert bars["base"] == [0.0, 4.0, 0.0, 1.0]  # the gap of rank 0's step is from 1 to 4 ms
+    assert bars["x"] == pytest.approx([1.0, 6.0, 1.0, 9.0])
+    assert charts["gaps-0"]["layout"]["yaxis"]["ticktext"] == ["rank 0, step 1", "rank 1, step 1"]
+    assert charts["step-memory-0"]["data"][0]["y"] == [100, 300, 200]
+    said = re.sub(r"\s+", " ", shown.text_of(tmp_path / "report.html"))
+    for row in ("1 9.000 0.500 0.250 5% compute-bound", "stage.0 1.000 2.000 1.0 2.0", "aten::mm 1,000 3.000 4.000"):
+        assert row in said
+    assert "It is idle for 20%" in said
+    assert "Not in this run" not in said
+
+
 def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert said == f"kasoku: {tmp_path}: no run there (no recipe.toml): the folder of a training is wanted\n"
+    wanted = "the folder of a training, of kasoku tune or of kasoku profile is wanted"
+    assert said == f"kasoku: {tmp_path}: no run there (no recipe.toml): {wanted}\n"
 
 
 def test_without_plotly_the_line_says_what_to_install(tmp_path, capsys, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +15,14 @@ from torch import Tensor, nn
 
 from contracts import Batches, Net, rule
 from contracts import one_thread as one_thread
+from helpers.started import KASOKU, clean
+from helpers.tuning import SMALL
 from kasoku.cli import main
-from kasoku.commands.profile import ProfileArguments, run
+from kasoku.commands.profile import ProfileArguments, _recipe, run
 from kasoku.core import InputError, Job
 from kasoku.device import Compile
 from kasoku.report import Timed
-from kasoku.report.profiler import Iteration, Profiler, StepProfile, _covered, device_speed
+from kasoku.report.profiler import Iteration, Profiler, StepProfile, _iteration, device_speed
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "digits_cnn_98.toml"
 
@@ -112,7 +116,7 @@ def test_a_job_with_techniques_batch_norm_and_parts_can_be_looked_at(tmp_path: P
     assert len(profile.iterations) == 3
     assert all(0 <= one.idle_s <= one.step_s for one in profile.iterations)
     places = [place for _, place, _ in profile.memory]
-    assert places[:3] == ["begin", "stage.0 forward", "stage.0 ended"]
+    assert places[:4] == ["begin", "input over", "stage.0 forward", "stage.0 ended"]
     assert places[-1] == "updated"
     assert all(size > 0 for _, _, size in profile.memory)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -125,10 +129,31 @@ def test_looking_leaves_no_hook_behind():
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in job.model.modules())
 
 
-def test_idle_time_is_what_no_kernel_covers():
-    assert _covered([(0, 2), (1, 3), (5, 6), (5.5, 5.75), (9, 20)], 1, 10) == 2 + 1 + 1
-    assert _covered([], 0, 5) == 0
-    assert _covered([(-5, 50)], 1, 10) == 9
+def test_idle_time_is_what_no_kernel_covers_and_gaps_lie_between_the_stretches():
+    step = _iteration([(0, 2), (1, 3), (5, 6), (5.5, 5.75), (9, 20)], 1, 10)
+    assert step.step_s == pytest.approx(9e-6)
+    assert step.idle_s == pytest.approx((9 - 2 - 1 - 1) * 1e-6)
+    assert _iteration([], 0, 5) == Iteration(5e-6, 5e-6)
+    assert _iteration([(-5, 50)], 1, 10).idle_s == 0
+    stretches = _iteration([(0, 2e5), (2.001e5, 3e5), (6e5, 9e5), (7e5, 8e5)], 0, 1e6).used
+    assert stretches == [("kernels", 0.0, 0.3, 1.0), ("kernels", 0.6, 0.9, 1.0)], "a gap of 0.1 ms in a second is none"
+
+
+def test_the_parts_of_a_step_on_a_cpu_have_the_share_that_was_used(monkeypatch: pytest.MonkeyPatch):
+    wall, busy = iter([0.0, 1.0, 3.0, 4.0]), iter([0.0, 0.1, 2.1, 2.6])
+    profiler = Profiler(Job(nn.Linear(8, 4), rule, loader=Pairs()))
+    monkeypatch.setattr("kasoku.report.profiler.cores", lambda: 1)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(wall))
+    monkeypatch.setattr(time, "process_time", lambda: next(busy))
+    monkeypatch.setattr(profiler.watch, "synchronize", lambda: 0.0)
+    profiler.job.trace.phase = lambda name: None
+    (step,) = profiler.plain(1)
+    assert step.used == [
+        ("input", 0.0, 1.0, 0.1),
+        ("forward and backward", 1.0, 3.0, 1.0),
+        ("update", 3.0, 4.0, 0.5),
+    ]
+    assert (step.step_s, step.idle_s) == (4.0, pytest.approx(4 - 2.6))
 
 
 def test_bounds_are_measured_on_the_device():
@@ -169,11 +194,64 @@ def test_the_command_writes_its_files_and_says_the_verdict(tmp_path: Path, capsy
     assert json.loads((out / "timeline.json").read_text())["spans"]
     assert json.loads((out / "profile.json").read_text())["blocks"]
     assert json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert "slowest: rank" not in shown, "there is one rank"
+    pytest.importorskip("plotly")
+    assert main(["report", str(out)]) == 0
+    page = (out / "report.html").read_text()
+    for title in ("Idle gaps", "Memory over a step", "Blocks", "Operators, over the traced steps"):
+        assert title in page
+    assert "Not in this run" not in page
+
+
+LATE = """
+import os, time
+from kasoku.models import cifarnet
+
+def late(num_classes: int = 10, in_channels: int = 1):
+    model = cifarnet(num_classes=num_classes, in_channels=in_channels, widths=[8, 16])
+    if os.environ["RANK"] == "1":
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    return model
+"""
+
+
+@pytest.mark.process
+@pytest.mark.smoke
+def test_two_ranks_are_profiled_together_and_the_slowest_is_named(tmp_path: Path):
+    (tmp_path / "late_nets.py").write_text(LATE)
+    recipe, out = tmp_path / "late.toml", tmp_path / "found"
+    recipe.write_text(SMALL.replace('"kasoku.models.cifarnet", widths = [8, 16]', '"late_nets.late"'))
+    command = [*KASOKU, "profile", str(recipe), "--steps", "3", "--ranks", "2", "--out", str(out)]
+    done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"│ 0 +│ +[\d.]+ │ +[\d.]+ │", done.stdout), done.stdout
+    assert "slowest: rank 1, " in done.stdout
+    assert "straggler: rank 1 takes" in done.stdout
+    profiles = [json.loads((out / f"profile{i}.json").read_text()) for i in ("", "-1")]
+    assert all(profile["blocks"] and profile["iterations"] for profile in profiles)
+    first, second = profiles[0]["ranks"]
+    assert first["wait_s"] > 0.03 > second["wait_s"], "rank 0 waits for rank 1's nap"
+    assert second["compute_s"] > first["compute_s"] + 0.03
+    assert first["idle"] > 0.5
+    assert len(json.loads((out / "ledger.json").read_text())["ranks"]) == 2
+    pytest.importorskip("plotly")
+    assert main(["report", str(out)]) == 0
+    assert "rank 1, step 3" in (out / "report.html").read_text()
+
+
+def test_ranks_that_take_no_common_step_are_not_profiled_together():
+    asynchronous = "techniques=[{use='kasoku.distributed.Asynchronous'}]"
+    arguments = ProfileArguments(recipe=RECIPE, set=(asynchronous,))
+    assert _recipe(arguments, 1).techniques
+    with pytest.raises(InputError, match=r"Asynchronous on 2 ranks: no step is one of all ranks; .*--ranks 1"):
+        _recipe(arguments, 2)
 
 
 def test_what_cannot_be_profiled_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["profile", str(RECIPE), "--steps", "0"]) == 2
     assert capsys.readouterr().err == "kasoku: --steps 0: at least 1 step is wanted\n"
+    assert main(["profile", str(RECIPE), "--ranks", "0"]) == 2
+    assert capsys.readouterr().err == "kasoku: --ranks 0: at least 1 process is wanted\n"
     (tmp_path / "checkpoints").mkdir()
     assert main(["profile", str(RECIPE), "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
@@ -182,7 +260,7 @@ def test_what_cannot_be_profiled_is_one_clear_line(tmp_path: Path, capsys: pytes
 
 
 def test_a_used_folder_is_refused_before_the_training_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fails(recipe: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise InputError("built")
 
     monkeypatch.setattr("kasoku.commands.profile.build", fails)

@@ -57,6 +57,9 @@ def test_digits_reach_98_percent_and_the_run_folder_is_complete(tmp_path, capsys
     assert rows <= set(result["seconds_by"])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["test_top1"] == result["top1"]
+    logged = [line for line in lines if "loss" in line]
+    assert all(0 <= line["utilization"] <= 1 for line in logged)
+    assert all(0 < line["memory_bytes"] <= line["memory_peak_bytes"] for line in logged)
     assert all(line.startswith(":::MLLOG {") for line in (out / "mlperf.log").read_text().splitlines())
     assert list((out / "tensorboard").glob("events*"))
     for name in ("recipe.toml", "environment.json", "data.json", "best.safetensors", "model.safetensors"):

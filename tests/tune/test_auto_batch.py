@@ -10,7 +10,7 @@ import torch
 
 from helpers.photos import coloured_photos
 from helpers.started import started
-from helpers.tuning import MLPERF, SMALL, planted
+from helpers.tuning import MLPERF, POINTS, SMALL, planted
 from kasoku.cli import main
 from kasoku.commands import tune as tuning
 from kasoku.config import from_folder as photos_of
@@ -18,17 +18,6 @@ from kasoku.config import recipe as recipes
 from kasoku.training import auto_batch as sizing
 
 IMAGENET = 1_281_167
-POINTS = """
-[[points]]
-batch = 32
-epochs = 1.0
-optimizer = {lr = 0.1}
-
-[[points]]
-batch = 128
-epochs = 2.0
-optimizer = {lr = 0.2}
-"""
 
 
 def mlperf(batch: int) -> recipes.Recipe:

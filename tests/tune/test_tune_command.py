@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from helpers.ranks import on_processes
 from helpers.started import KASOKU, clean
-from helpers.tuning import DIGITS, MLPERF, SMALL, planted
+from helpers.tuning import DIGITS, MLPERF, POINTS, SMALL, planted
 from kasoku.cli import main
 from kasoku.commands import tune as tuning
 from kasoku.config import recipe as recipes
@@ -22,6 +22,7 @@ from kasoku.core import InputError
 from kasoku.training import auto_batch as sizing
 from kasoku.training.run_folder import RunFolder
 from kasoku.training.trainer import build
+from kasoku.tune import GpuUsageMaximize, Throughput
 from kasoku.tune.lr_range_test import rates_of
 
 # ---- kasoku tune
@@ -48,6 +49,64 @@ def test_the_batch_is_measured_and_printed_with_rates_that_follow(small, tmp_pat
 def test_a_budget_too_short_gives_the_best_so_far_and_says_so(small, capsys):
     assert main(["tune", str(small), "--budget", "0.001"]) == 0
     assert "time was over, the best so far" in " ".join(capsys.readouterr().out.split())
+
+
+TUNE = """
+[tune]
+budget = 5
+target = 0.9
+strategy = {use = "kasoku.tune.GpuUsageMaximize"}
+"""
+
+
+def test_the_table_tune_has_strategy_target_and_budget_and_options_override_it(small, monkeypatch):
+    asked = planted(monkeypatch, 96)
+    small.write_text(small.read_text() + TUNE)
+    assert main(["tune", str(small)]) == 0
+    assert (asked[0]["strategy"], asked[0]["budget_s"]) == (GpuUsageMaximize(target=0.9), 5)
+    assert main(["tune", str(small), "--budget", "7", "--set", "tune.target=0.8"]) == 0
+    assert (asked[1]["strategy"], asked[1]["budget_s"]) == (GpuUsageMaximize(target=0.8), 7)
+    assert recipes.load(small).tune == recipes.from_document(tomllib.loads(recipes.dumps(recipes.load(small)))).tune
+    small.write_text(small.read_text().replace("target = 0.9\n", ""))
+    assert main(["tune", str(small), "--strategy", "Throughput"]) == 0
+    assert asked[2]["strategy"] == Throughput()
+
+
+def test_a_training_with_batch_auto_tunes_as_its_table_says(auto, tmp_path, monkeypatch):
+    asked = planted(monkeypatch, 96)
+    auto.write_text(auto.read_text() + TUNE)
+    assert main(["train", str(auto), "--quiet", "--out", str(tmp_path / "run")]) == 0
+    assert (asked[0]["strategy"], asked[0]["budget_s"]) == (GpuUsageMaximize(target=0.9), 5)
+    assert tomllib.loads((tmp_path / "run" / "recipe.toml").read_text())["tune"]["target"] == 0.9
+
+
+OWN = """
+from kasoku.tune import Needs, SizeSearch
+
+class Doubled:
+    needs = Needs()
+
+    def __init__(self, times: int, epochs: tuple[tuple[int, float], ...] = ()):
+        self.times, self.epochs = times, epochs
+
+    def search(self, measure, limits):
+        tries, batch = SizeSearch(measure, limits), limits.first
+        for _ in range(self.times):
+            tries.take(batch)
+            batch *= 2
+        return tries.result(batch // 2, f"doubled {self.times} times, {len(self.epochs)} known")
+"""
+
+
+def test_a_strategy_of_ones_own_is_named_in_the_recipe(small, tmp_path, capsys):
+    (tmp_path / "my_strategies.py").write_text(OWN)
+    small.write_text(SMALL + '[tune]\nstrategy = {use = "my_strategies.Doubled", times = 3}\n' + POINTS)
+    assert main(["tune", str(small), "--range", "32:128", "--out", str(tmp_path)]) == 0
+    told = json.loads((tmp_path / "tuning.json").read_text())
+    assert ([s["batch"] for s in told["samples"]], told["strategy"]) == ([32, 64, 128], "Doubled")
+    assert told["why"] == "doubled 3 times, 3 known"  # the epochs of the recipe's points
+    assert main(["tune", str(small), "--strategy", "my_strategies.Doubled"]) == 2
+    assert "missing a required argument: 'times'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scaling", ["linear", "sqrt"])
@@ -104,8 +163,14 @@ def test_sizes_stay_within_the_points_and_epochs_follow_them():
         (["--range", "0:32"], "an empty range"),
         (["--range", "64"], "--range 64: LOW:HIGH is wanted, such as 32:512"),
         (["--range", "5000:6000"], "none of them can be tried .*1437 images"),
-        (["--budget", "0"], "--budget 0: seconds above 0"),
+        (["--budget", "0"], "tune: budget=0: seconds above 0"),
         (["--budget", "nan"], "seconds above 0"),
+        (["--set", "tune.stratgy=1"], r"tune\.stratgy: no such key: did you mean strategy\?"),
+        (["--set", "tune.strategy.use=kasoku.tune.Troughput"], r"no such name: did you mean Throughput\?"),
+        (["--set", "tune.strategy={use='kasoku.tune.Throughput', gain=0.1}"], r"tune\.strategy\.gain: no such key"),
+        (["--set", "tune.strategy.use=kasoku.optim.Clip"], r"tune\.strategy\.use: a Strategy is wanted"),
+        (["--set", "tune.target=0.5"], "tune: target=0.5: the default strategy has no target"),
+        (["--set", "tune.target=0.5", "--strategy", "Throughput"], r"kasoku\.tune\.Throughput has no target"),
         (["--what", "lr", "--range", "a:b"], "such as 0.001:10"),
         (["--what", "lr", "--range", "1:1"], "an empty range"),
         (["--what", "lr", "--range", "0.001:1", "--set", "optimizer.lr=0"], r"optimizer\.lr = 0: .* above 0 is wanted"),
@@ -148,7 +213,7 @@ def test_a_recipe_that_cannot_run_one_step_is_refused_in_one_line(small, refused
 
 
 def test_auto_tunes_first_and_the_run_keeps_the_number_with_its_rates(auto, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sizing, "BUDGET_S", 1.0)
+    auto.write_text(auto.read_text() + "\n[tune]\nbudget = 1.0\n")
     run = tmp_path / "run"
     assert main(["train", str(auto), "--out", str(run)]) == 0
     assert "tuned by TimeToTarget" in " ".join(capsys.readouterr().out.split())
@@ -211,7 +276,7 @@ def tuned_by(comm, path: Path) -> tuple[int, float]:
     def at(batch: int) -> recipes.Recipe:
         return recipes.load(path, [f"batch={batch}"])
 
-    tuned = tuning.tune(recipes.load(path), at, comm=comm, budget_s=4.0, sizes=(0, 512))
+    tuned = tuning.tune(recipes.load(path, ["tune.budget=4"]), at, comm=comm, sizes=(0, 512))
     return tuned.recipe.batch, tuned.recipe.rate_scale
 
 

@@ -1,9 +1,14 @@
 """The options of every command: a frozen dataclass each. Nothing here imports torch, so help is there at once."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kasoku.commands.options import AllowArguments, CommandArguments, OptionalRecipe, RecipeArguments, argument, option
+
+if TYPE_CHECKING:
+    from kasoku.config.recipe import Recipe
 
 PORT = 29500
 TIME_LIMIT, CPUS_PER_GPU = "1-00:00:00", 8  # of a Slurm job
@@ -83,11 +88,20 @@ class TuneArguments(RecipeArguments):
     """The arguments of `kasoku tune`."""
 
     what: str = option(choices=("minibatch", "lr"), default="minibatch", help="(default: %(default)s)")
-    strategy: str = option(default=STRATEGIES[0], metavar="NAME", help=f"{', '.join(STRATEGIES)} (default: the first)")
-    budget: float = option(default=60.0, metavar="SECONDS", help="(default: %(default)g)")
+    strategy: str | None = option(
+        metavar="NAME", help=f"{', '.join(STRATEGIES)}, or one of your own (default: the recipe's, else the first)"
+    )
+    budget: float | None = option(metavar="SECONDS", help="how long it may take (default: the recipe's tune.budget)")
     range: str | None = option(metavar="LOW:HIGH", help="of the batch, or of the optimizer's lr")
-    out: Path | None = option(metavar="DIR", help="write tuning.json there")
+    out: Path | None = option(metavar="DIR", help="write tuning.json there, which kasoku report draws")
     if_interrupted: ClassVar[str] = "nothing was changed"
+
+    def load(self, *settings: str) -> Recipe:
+        """The recipe; --strategy and --budget are keys of its table [tune]."""
+        use = f"kasoku.tune.{self.strategy}" if self.strategy in STRATEGIES else self.strategy
+        strategy = [f'tune.strategy={{use = "{use}"}}'] if use else []
+        budget = [] if self.budget is None else [f"tune.budget={self.budget}"]
+        return super().load(*strategy, *budget, *settings)
 
 
 class SearchArguments(RecipeArguments):
@@ -104,6 +118,7 @@ class ProfileArguments(RecipeArguments):
     """The arguments of `kasoku profile`."""
 
     steps: int = option(default=10, metavar="N", help="steps of each measurement (default: 10)")
+    ranks: int | None = option(metavar="N", help="processes on this machine (default: as kasoku train)")
     out: Path | None = option(metavar="DIR", help="the folder for the results (default: runs/NAME-N)")
     if_interrupted: ClassVar[str] = "no run was changed"
 

@@ -1,86 +1,125 @@
-"""`kasoku profile`: where the time of a recipe's steps goes, in tables, files and a verdict.
+"""`kasoku profile`: where the time of a recipe's steps goes, on all ranks together, in tables, files and a verdict.
 
-Written into the folder: profile.json (blocks, operators, idle gaps, memory, bounds), ledger.json and timeline.json as a
-training writes them (of the profiled steps alone), and trace.json for chrome://tracing or Perfetto. It is no run:
-`kasoku report` does not read it.
+Written into the folder: profile.json (blocks, operators, idle gaps, memory, bounds; of rank 0, with a line for each
+rank), profile-1.json, ... of the other ranks, ledger.json and timeline.json as a training writes them (of the profiled
+steps alone), and rank 0's trace.json for chrome://tracing or Perfetto.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
 
 from kasoku.commands.arguments import ProfileArguments
-from kasoku.core import InputError
+from kasoku.config.ranks import check_same, gpus_for, is_asynchronous
+from kasoku.config.recipe import Recipe
+from kasoku.core import Comm, InputError
 from kasoku.core.files import write_text
+from kasoku.distributed.consensus import run_on_all_ranks
+from kasoku.distributed.environment import place
+from kasoku.distributed.local_launch import on_ranks
+from kasoku.distributed.startup import Start
 from kasoku.report import Ledger, StepBottleneck, facts_of, print_table
+from kasoku.report.bottleneck import StepFacts, find_bottlenecks
+from kasoku.report.profile_tables import ms, profile_tables
 from kasoku.report.profiler import Profiler, StepProfile
 from kasoku.training.run_folder import create_folder, unused_folder
 from kasoku.training.trainer import build
-
-_SHOWN = 12  # rows of a table
 
 
 def run(arguments: ProfileArguments) -> int:
     """Profiles some steps; returns the exit code."""
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: at least 1 step is wanted")
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise InputError(f"--ranks {arguments.ranks}: at least 1 process is wanted")
+    count = partial(_ranks, arguments)
+    return on_ranks(partial(_profile, arguments), arguments.words, started=arguments.started, count=count)
+
+
+def _ranks(arguments: ProfileArguments) -> int:
+    return arguments.ranks or gpus_for(arguments.load())
+
+
+def _recipe(arguments: ProfileArguments, ranks: int) -> Recipe:
     recipe = arguments.load()
-    folder = unused_folder(arguments.out, arguments.recipe, "profile")
-    training = build(recipe)
-    create_folder(folder)
-    print(training.device_setup.summary, flush=True)
+    if is_asynchronous(recipe, ranks):
+        got = f"kasoku.distributed.Asynchronous on {ranks} ranks: no step is one of all ranks"
+        raise InputError(f"{got}; leave it out, or give --ranks 1")
+    return recipe
+
+
+def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
+    recipe = run_on_all_ranks(comm, lambda: _recipe(arguments, comm.size))
+    check_same(recipe, comm)
+    folder = run_on_all_ranks(comm, lambda: unused_folder(arguments.out, arguments.recipe, "profile"))
+    training = run_on_all_ranks(comm, lambda: build(recipe, comm, start=start))
+    if comm.rank == 0:
+        print(training.device_setup.summary, flush=True)
+    run_on_all_ranks(comm, lambda: create_folder(folder) if comm.rank == 0 else None)
     job, device_setup = training.job, training.device_setup
     profiler = Profiler(job, device_setup.dtype)
     profiler.warm_up()
+    images, sharing = recipe.images_at_once(comm.size), place().ranks_on_its_cores if comm.size > 1 else 1
+    facts = facts_of(job, images, threads=device_setup.threads, processes=sharing)  # its time is in no step
     ledger = Ledger(job.trace, started=job.clock.now())
     plain = profiler.plain(arguments.steps)
-    images, starved = recipe.images_at_once(1), ledger.starved()
-    facts = facts_of(job, images, threads=device_setup.threads, starved=starved)
+    facts = replace(facts, starved=round(ledger.starved(), 4))
     bounds = profiler.bounds(plain)
-    document, timeline = ledger.document(job.comm, facts, bounds)  # of these steps alone
-    profile = profiler.look(arguments.steps, plain, bounds, trace=folder / "trace.json")
-    documents = {"profile.json": asdict(profile), "ledger.json": document, "timeline.json": timeline}
-    for name, content in documents.items():
-        write_text(folder / name, json.dumps(content, indent=1) + "\n")
-    _show(profile, document["step_s"])
-    for cause in document["verdict"]:
-        print(StepBottleneck(**cause))
-    print(f"{folder}: {', '.join(documents)}, trace.json (open it in chrome://tracing or Perfetto)")
+    document, timeline = ledger.document(comm, facts, bounds)  # of these steps alone
+    means = ledger.mean_s()
+    profile = profiler.look(arguments.steps, plain, bounds, trace=folder / "trace.json" if comm.rank == 0 else None)
+    job.drain()
+    profiles = comm.gather_objects((profile, means, facts))
+
+    def report() -> None:
+        """On rank 0: writes the files and prints the tables."""
+        first, *others = [asdict(each) for each, _, _ in profiles]
+        first["ranks"] = _by_rank(profiles)
+        documents = {"profile.json": first, "ledger.json": document, "timeline.json": timeline}
+        documents |= {f"profile-{i}.json": other for i, other in enumerate(others, 1)}
+        for name, content in documents.items():
+            write_text(folder / name, json.dumps(content, indent=1) + "\n")
+        step_s: dict[str, float] = document["step_s"]
+        whole_s = sum(step_s.values())
+        rows = {row: f"{ms(s)} ms  {s / max(whole_s, 1e-9):.0%}" for row, s in step_s.items() if s > 0}
+        print_table("a step, the median", {**rows, "in all": f"{ms(whole_s)} ms"})
+        for title, head, cells in profile_tables(first):
+            print_table(title, cells, head)
+        if others:
+            print(_slowest(first["ranks"]))
+        for cause in document["verdict"]:
+            print(StepBottleneck(**cause))
+        print(f"{folder}: {', '.join(documents)}, trace.json (open it in chrome://tracing or Perfetto)")
+
+    run_on_all_ranks(comm, lambda: report() if comm.rank == 0 else None)
     return 0
 
 
-def _show(profile: StepProfile, step_s: Mapping[str, float]) -> None:
-    whole_s = sum(step_s.values())
-    rows = {row: f"{_ms(s)}  {s / max(whole_s, 1e-9):.0%}" for row, s in step_s.items() if s > 0}
-    print_table("a step, the median", {**rows, "in all": _ms(whole_s)})
-    slowest = sorted(profile.blocks, key=lambda block: -(block.forward_s + block.backward_s))[:_SHOWN]
-    blocks = {
-        block.name: f"forward {_ms(block.forward_s)}, backward {_ms(block.backward_s)}, parameters "
-        f"{_mib(block.parameter_bytes)}, kept for backward {_mib(block.saved_bytes)}"
-        for block in slowest
-    }
-    print_table("blocks, the slowest first", blocks)
-    operators = {
-        operator.name: f"{operator.calls} calls, host {_ms(operator.host_s)}, device {_ms(operator.device_s)}"
-        for operator in profile.operators[:_SHOWN]
-    }
-    print_table("operators, over the traced steps", operators)
-    idle = [step.idle_s / max(step.step_s, 1e-9) for step in profile.iterations]
-    peak = max(profile.memory, key=lambda sample: sample[2])
-    bounds = profile.bounds
-    facts = {
-        "idle in each iteration": " ".join(f"{share:.0%}" for share in idle),
-        "memory, at most": f"{_mib(peak[2])}, {_ms(peak[0])} into a step ({peak[1]})",
-        "FLOPs of a step": f"{bounds['flops'] / 1e9:,.3f} G; this device did {bounds['flops_per_s'] / 1e9:,.0f} G/s",
-        "bytes of a step": f"{_mib(bounds['bytes'])}; this device moved {_mib(bounds['bytes_per_s'])}/s",
-        "bound": f"{_ms(bounds['least_s'])} at least, {bounds['reached']:.0%} of a step's {_ms(bounds['step_s'])}",
-    }
-    print_table("the device", facts)
+def _by_rank(profiles: Sequence[tuple[StepProfile, Mapping[str, float], StepFacts]]) -> list[dict[str, Any]]:
+    """What each rank does in the mean step, in rank order: seconds, the share that its device is idle, the verdict."""
+    transfer_s = min(step["exposed"] for _, step, _ in profiles)  # longer waits are for other ranks
+    return [
+        {
+            "rank": rank,
+            "step_s": sum(step.values()),
+            "compute_s": sum(step[row] for row in ("forward", "backward", "update")),
+            "input_s": step["input"],
+            "wait_s": step["exposed"],
+            "idle": statistics.fmean(each.idle_s / max(each.step_s, 1e-9) for each in profile.iterations),
+            "bottleneck": find_bottlenecks([step], facts, profile.bounds, transfer_s=transfer_s)[0].cause,
+            "iterations": [asdict(each) for each in profile.iterations],
+        }
+        for rank, (profile, step, facts) in enumerate(profiles)
+    ]
 
 
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.3f} ms"
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+def _slowest(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """A line that names the slowest rank."""
+    own_s = [row["step_s"] - row["wait_s"] for row in ranks]
+    last = own_s.index(max(own_s))
+    more = own_s[last] / max(1e-9, statistics.median(own_s[:last] + own_s[last + 1 :])) - 1
+    work = f"{ms(own_s[last])} ms of its own work a step, {more:.0%} more than the other ranks"
+    return f"slowest: rank {last}, {work}; {ranks[last]['bottleneck']}"

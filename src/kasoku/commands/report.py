@@ -16,7 +16,7 @@ from kasoku.report.html.timeline import chrome_trace
 from kasoku.report.significance import compare
 from kasoku.training.run_folder import ENSEMBLE, members_of
 
-_PARTS = ("ledger", "timeline", "tuning", "classes")
+_PARTS = ("ledger", "timeline", "tuning", "profile", "classes")
 _NO_RECIPE = ("seed", "origin", "save.")  # settings that make no other recipe
 
 Group = tuple[str, Sequence[RunRecord]]  # a name, and runs of one recipe
@@ -61,10 +61,12 @@ def read(paths: Sequence[Path]) -> list[RunRecord]:
 
 def _read(path: Path, name: str) -> RunRecord:
     damaged: list[str] = []
-    if not (path / "recipe.toml").is_file():
-        raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
+    is_run = (path / "recipe.toml").is_file()
+    if not is_run and not any((path / name).is_file() for name in ("tuning.json", "profile.json")):
+        wanted = "the folder of a training, of kasoku tune or of kasoku profile is wanted"
+        raise InputError(f"{path}: no run there (no recipe.toml): {wanted}")
     check_regular(path)
-    recipe = toml.read(path / "recipe.toml")
+    recipe = toml.read(path / "recipe.toml") if is_run else {}
     parts = {part: _json(path / f"{part}.json", damaged) for part in _PARTS}
     environment = _json(path / "environment.json", damaged)
     machine = environment.get("machine")
@@ -116,16 +118,16 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
 def by_recipe(runs: Sequence[RunRecord]) -> list[Group]:
     """Groups of runs whose recipes differ in the seed only, each with a name, in order of appearance."""
     groups: dict[str, list[RunRecord]] = {}
-    for run in runs:
+    for run in filter(lambda run: run.recipe, runs):  # folders of kasoku tune and profile have none
         groups.setdefault(json.dumps(_settings(run.recipe), sort_keys=True, default=str), []).append(run)
     return [(_label(members[0]), members) for members in groups.values()]
 
 
 def verdicts(groups: Sequence[Group]) -> list[str]:
     """A sentence for each group against the first one."""
-    (first_name, first), *others = groups
     lines = []
-    for name, runs in others:
+    for name, runs in groups[1:]:
+        first_name, first = groups[0]
         line = compare(first, runs, names=(first_name, name)).line
         machines = {json.dumps([run.machine.get(k) for k in ("cpu", "cores", "gpus")]) for run in (*first, *runs)}
         lines.append(line + ("; these runs were made on different machines" if len(machines) > 1 else ""))

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from kasoku.commands.arguments import SearchArguments
 from kasoku.config import trust
@@ -18,6 +15,7 @@ from kasoku.config.recipe import dumps
 from kasoku.core import InputError, say
 from kasoku.core.hardware import cores
 from kasoku.distributed.local_launch import STARTED, train_arguments
+from kasoku.report import print_table
 from kasoku.training.control import signals
 from kasoku.training.run_folder import free_folder
 from kasoku.tune.hyperparameters import STOPPED, SearchSettings, TrialResult, search
@@ -81,11 +79,11 @@ def _environment(jobs: int, job: int) -> dict[str, str]:
 
 def _show(results: Sequence[TrialResult]) -> None:
     """Prints the best trials, and the settings of the best one as --set takes them."""
-    rows = Table("trial", "how", "top-1", "seconds", *map(escape, results[0].settings if results else ()))
+    rows = []
     for result in results[:_SHOWN]:
         figures = [f"{result.top1:.2%}" if result.top1 else "-", f"{result.result.get('seconds') or 0:.1f}"]
-        rows.add_row(str(result.trial), *map(escape, [result.how, *figures, *result.settings.values()]))
-    Console(highlight=False).print(rows)
+        rows.append([str(result.trial), result.how, *figures, *result.settings.values()])
+    print_table("", rows, ("trial", "how", "top-1", "seconds", *(results[0].settings if results else ())))
     if len(results) > _SHOWN:
         print(f"and {len(results) - _SHOWN} more in trials.csv")
     if results and results[0].how == "done":

@@ -1,6 +1,5 @@
 """`kasoku tune`: the batch of a recipe, or its rates, found by trying them."""
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from kasoku.memory import SavedMemory, larger
 from kasoku.report import print_table
 from kasoku.training.auto_batch import TunedRecipe, plainly, show, tune
 from kasoku.training.trainer import build
-from kasoku.tune import Strategy, strategies
 from kasoku.tune.lr_range_test import RangeTest, range_test, rates_of, reference_rate, try_alone
 from kasoku.tune.measurement import write_tuning
 
@@ -29,8 +27,8 @@ _STEPS = 100  # of the range test
 
 def run(arguments: TuneArguments) -> int:
     """Tunes; returns the exit code."""
-    if not 0 < arguments.budget < math.inf:
-        raise InputError(f"--budget {arguments.budget:g}: seconds above 0 are wanted")
+    if arguments.strategy and "." not in arguments.strategy and arguments.strategy not in STRATEGIES:
+        raise InputError(f"--strategy {arguments.strategy}: no such strategy{nearest(arguments.strategy, STRATEGIES)}")
     tune_one = partial(_tune_rate if arguments.what == "lr" else _tune_batch, arguments)
     return on_ranks(tune_one, arguments.words, started=arguments.started, count=partial(_gpus, arguments))
 
@@ -57,7 +55,6 @@ def _with_batch(arguments: TuneArguments) -> Recipe:
 
 def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     sizes = run_on_all_ranks(comm, lambda: _range(arguments.range, int) if arguments.range else (0, 0))
-    strategy = run_on_all_ranks(comm, lambda: _strategy(arguments.strategy))
     recipe = run_on_all_ranks(comm, arguments.load)
     check_same(recipe, comm)
     # where the recipe does not say how the rates follow the batch, they stay those of its own batch
@@ -67,7 +64,7 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     def at(batch: int) -> Recipe:
         return arguments.load(f"batch={batch}", *fixed)
 
-    tuned = tune(recipe, at, comm=comm, strategy=strategy, budget_s=arguments.budget, sizes=sizes)
+    tuned = tune(recipe, at, comm=comm, sizes=sizes)
     twice = _twice(tuned, comm)
 
     def report() -> None:
@@ -82,14 +79,6 @@ def _tune_batch(arguments: TuneArguments, comm: Comm, start: Start) -> int:
 
     run_on_all_ranks(comm, report)
     return 0
-
-
-def _strategy(name: str) -> Strategy | None:
-    """The strategy of a name; None for the default, which depends on the recipe."""
-    if name not in STRATEGIES:
-        raise InputError(f"--strategy {name}: no such strategy{nearest(name, STRATEGIES)}")
-    strategy: Strategy = getattr(strategies, name)()
-    return None if name == STRATEGIES[0] else strategy
 
 
 def _twice(tuned: TunedRecipe, comm: Comm) -> str:
@@ -137,12 +126,12 @@ def _tune_rate(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     if comm.size > 1:  # an error that all ranks meet is printed once, while no rank waits for another
         run_on_all_ranks(comm, partial(plainly()(try_alone), job))
     with plainly():  # not on_all_ranks: a rank that fails in a step leaves the others in it, as in a training
-        result = range_test(job, low=low, high=high, steps=_STEPS, budget_s=arguments.budget, rates=scaled)
+        result = range_test(job, low=low, high=high, steps=_STEPS, budget_s=recipe.tune.budget, rates=scaled)
 
     def report() -> None:
         if comm.rank == 0:
             if arguments.out:
-                write_tuning(arguments.out, result.as_json(lr, arguments.budget))
+                write_tuning(arguments.out, result.as_json(lr, recipe.tune.budget))
             _show_rates(result, lr, rates)
 
     run_on_all_ranks(comm, report)

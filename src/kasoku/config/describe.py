@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from kasoku import core, data, device, distributed, memory, models, optim
 from kasoku.config import toml
-from kasoku.config.recipe import Evaluate, Recipe, Save
+from kasoku.config.recipe import Evaluate, Recipe, Save, Tune
 from kasoku.config.shipped import RECIPES
 from kasoku.core import InputError
 
@@ -22,6 +22,7 @@ TABLES: dict[str, Callable[..., Any]] = {
     "recipe": Recipe,
     "evaluate": Evaluate,
     "save": Save,
+    "tune": Tune,
     "device": device.Device,
     "kasoku.optim.SGDSettings": optim.SGDSettings,
     "kasoku.optim.Trust": optim.Trust,

@@ -22,7 +22,7 @@ from kasoku.device import Device
 T = TypeVar("T")
 _MOST_EPOCHS = 100_000  # a preview loops over them
 _TOO_LARGE = ("allocate memory", "Storage size calculation overflowed")  # of torch's errors
-CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "device.", "data.root")  # of a run that is resumed
+CHANGEABLE = ("epochs", "schedule.", "evaluate.", "save.", "tune.", "device.", "data.root")  # of a run that is resumed
 AUTO = "auto"  # in the place of a batch: tuned before training
 _AUTO_ORIGIN = "auto: tuning begins here"  # of the batch that a recipe then has
 
@@ -76,6 +76,31 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Tune:
+    """The recipe's [tune] table: how `kasoku tune`, and `kasoku train` with batch = "auto", choose the batch.
+
+    Args:
+        strategy: `use` names a strategy with its arguments, such as kasoku.tune.Throughput, or one of your own;
+            TimeToTarget if it is left out.
+        target: the `target` of a strategy that has one, as GpuUsageMaximize: any number that it takes.
+        budget: seconds of tuning, above 0; then the best batch so far is taken.
+    """
+
+    strategy: Factory | None = None
+    target: float | None = None
+    budget: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget < math.inf:
+            raise InputError(f"budget={self.budget:g}: seconds above 0 are wanted")
+        made = self.strategy
+        unset = parameters_of(resolve(made.use, "strategy.use")).keys() - made.keys.keys() if made else ()
+        if self.target is not None and "target" not in unset:
+            use = made.use if made else "the default strategy"
+            raise InputError(f"target={self.target:g}: {use} has no target, or is given one: remove it")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The whole document. It has no world size: `batch` is global, and each device's share is derived.
 
@@ -106,6 +131,7 @@ class Recipe:
         evaluate: when and how the accuracy is measured.
         device: the device, precision and threads.
         save: checkpoints.
+        tune: how the batch is chosen.
     """
 
     model: Factory
@@ -127,6 +153,7 @@ class Recipe:
     evaluate: Evaluate = Evaluate()
     device: Device = field(default_factory=Device)
     save: Save = Save()
+    tune: Tune = Tune()
 
     def __post_init__(self) -> None:
         if not 0 < self.epochs <= _MOST_EPOCHS:

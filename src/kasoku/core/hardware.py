@@ -2,6 +2,8 @@
 
 import math
 import os
+import re
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kasoku.core.errors import InputError
 from kasoku.core.torch_internals import cpu_computes_bf16
 
 
@@ -59,3 +62,52 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """Bytes in use, and the most so far: allocated on CUDA, elsewhere resident in this process; zeros: unknown."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    try:
+        kib = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", Path("/proc/self/status").read_text()))
+        return 1024 * int(kib["VmRSS"]), 1024 * int(kib["VmHWM"])
+    except (OSError, KeyError):  # outside Linux
+        return 0, 0
+
+
+class Utilization:
+    """The share of its time that a device was busy: this process's CPU time over wall time x cores; on CUDA NVML's.
+
+    NVML's figure is of the last sixth of a second to second, and of all processes. No GPU has run this.
+    """
+
+    def __init__(self, device: torch.device, cores: float) -> None:
+        self.device, self.cores = device, cores
+        self._before = time.perf_counter(), time.process_time()
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since the last reading."""
+        return time.perf_counter() - self._before[0]
+
+    def read(self) -> float:
+        """The share since the last reading, 0 to 1; nan: not known of this device. Raises InputError without NVML."""
+        before, self._before = self._before, (time.perf_counter(), time.process_time())
+        wall_s, busy_s = (now - then for now, then in zip(self._before, before, strict=True))
+        if self.device.type != "cuda":
+            return min(1.0, busy_s / max(1e-9, wall_s) / self.cores) if self.device.type == "cpu" else math.nan
+        try:
+            return torch.cuda.utilization(self.device) / 100
+        except ModuleNotFoundError as error:
+            why = "is read through NVML, whose package is missing: pip install 'kasoku[nvml]'"
+            raise InputError(f"the GPU's utilisation {why}") from error
+        except Exception as error:  # NVML has an error class of its own for each refusal
+            raise InputError(f"the GPU's utilisation cannot be read ({error}): take the strategy Throughput") from error
+
+    def metrics(self) -> dict[str, float]:
+        """The utilization since the last reading, and the bytes in use and at most, as far as they are known."""
+        in_use, most = memory_in_use(self.device)
+        values: dict[str, float] = {"memory_bytes": in_use, "memory_peak_bytes": most} if most else {}
+        with suppress(InputError):
+            values["utilization"] = round(self.read(), 4)
+        return {name: value for name, value in values.items() if math.isfinite(value)}

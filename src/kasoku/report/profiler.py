@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,16 @@ from kasoku.data.loading.loader import endless
 from kasoku.report.block_timer import BlockEvent, block_hooks
 from kasoku.report.bottleneck import fastest_s
 
-_WARM = 3  # steps that compile, choose kernels and allocate memory
+_WARM, _WARM_ON_RANKS = 3, 16  # steps that compile, choose kernels and allocate memory; in which Overlap finds its plan
 _ITERATION = "kasoku iteration"
 _MAX_OPERATORS = 20
 _MAX_TRACED = 5  # steps in the trace, which grows by megabytes a step
+_GAP = 1 / 500  # of a step: shorter gaps between kernels are not shown
+_PARTS = {
+    "input over": "input",
+    "backward over": "forward and backward",
+    "updated": "update",
+}  # by the event at its end
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,15 @@ class Operator:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One step, and how long the device was idle in it; on a CPU, its threads on average. Ref: [002] Fig. 12."""
+    """One step, and how long the device was idle in it; on a CPU, its threads on average. Ref: [002] Fig. 12.
+
+    `used`: [what, start, stop, share of the device used], in seconds from its begin: on CUDA the stretches in which
+    kernels ran, on a CPU the parts of the step.
+    """
 
     step_s: float
     idle_s: float
+    used: list[tuple[str, float, float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -96,18 +107,21 @@ class Profiler:
 
     def warm_up(self) -> None:
         """Runs steps before any is timed, counts the FLOPs and bytes of one, and measures the speed of the device."""
-        self.plain(_WARM)
+        self.plain(_WARM if self.job.comm.size == 1 else _WARM_ON_RANKS)
         self.saved, self.flops, self.moved = self._counted()
         self.flops_per_s, self.bytes_per_s = device_speed(self.device, self.dtype)
 
     def plain(self, steps: int) -> list[Iteration]:
-        """Runs undisturbed steps; on a CPU, measures the idle time of each."""
+        """Runs undisturbed steps; on a CPU, measures the idle time of each and of its parts."""
         iterations, threads = [], min(torch.get_num_threads(), cores())
         for _ in range(steps):
-            begin_s, busy_s = time.perf_counter(), time.process_time()
-            self.step()
-            step_s = time.perf_counter() - begin_s
-            iterations.append(Iteration(step_s, max(0.0, step_s - (time.process_time() - busy_s) / threads)))
+            events = self._events(lambda: (time.perf_counter(), time.process_time()), inside=False)
+            used = []
+            began_s, busy_s = events[0][2]
+            for (_, _, (start, before_s)), (_, what, (stop, after_s)) in itertools.pairwise(events):
+                share = min(1.0, (after_s - before_s) / max(1e-9, stop - start) / threads)
+                used.append((_PARTS[what], round(start - began_s, 7), round(stop - began_s, 7), round(share, 3)))
+            iterations.append(Iteration(stop - began_s, max(0.0, stop - began_s - (after_s - busy_s) / threads), used))
         return iterations
 
     def bounds(self, plain: list[Iteration]) -> dict[str, float]:
@@ -142,32 +156,33 @@ class Profiler:
         block_times = [BlockTime(name, *timed[name], sizes[name], self.saved[name]) for name, _ in self.blocks]
         return StepProfile(block_times, operators, iterations if self.cuda else plain, memory, bounds)
 
-    def step(self, event: BlockEvent | None = None) -> None:
+    def step(self, event: BlockEvent = lambda name, what: None, *, inside: bool = False) -> None:
         """One update. Returns when the device is done.
 
-        `event` is called as by `block_hooks`, and as event("", "backward over") after each backward.
+        Calls event("", what) after each input and backward and after the update; `inside`: also as `block_hooks`.
         """
         job = self.job
-        handles = block_hooks(self.blocks, event) if event else []
+        handles = block_hooks(self.blocks, event) if inside else []
         try:
             for _ in range(job.accumulate):
                 x_NCHW, y_N = next(self.batches)
+                event("", "input over")
                 loss = job.loss(job.model(x_NCHW), y_N)
                 job.backward(loss)
-                if event:
-                    event("", "backward over")
+                event("", "backward over")
             job.optimizer.step()
             job.optimizer.zero_grad()
             self.watch.synchronize()
+            event("", "updated")
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _events(self, read: Callable[[], Any]) -> list[tuple[str, str, Any]]:
-        """Runs one step; returns (block, what, read()) of each of its events."""
+    def _events(self, read: Callable[[], Any], *, inside: bool = True) -> list[tuple[str, str, Any]]:
+        """Runs one step; returns (block, what, read()) of its begin and of each of its events."""
         events = [("", "begin", read())]
-        self.step(lambda name, what: events.append((name, what, read())))
-        return [*events, ("", "updated", read())]
+        self.step(lambda name, what: events.append((name, what, read())), inside=inside)
+        return events
 
     def _block_times(self, steps: int) -> dict[str, tuple[float, float]]:
         """Median seconds of forward and backward of each block; a backward lasts until the next block's begins."""
@@ -220,7 +235,7 @@ class Profiler:
             counter,
             moved,
         ):
-            self.step(event)
+            self.step(event, inside=True)
         return saved, int(counter.get_total_flops()), moved.bytes
 
     def _traced(self, steps: int, file: Path | None) -> tuple[list[Operator], list[Iteration]]:
@@ -243,8 +258,7 @@ class Profiler:
         kernels = (e.time_range for e in events if e.device_type != host and not e.is_user_annotation)
         traced = [e.time_range for e in events if e.device_type == host and e.name == _ITERATION]
         busy = [(kernel.start, kernel.end) for kernel in kernels]
-        step_us = [(step.end - step.start, _covered(busy, step.start, step.end)) for step in traced]
-        iterations = [Iteration(whole / 1e6, (whole - covered) / 1e6) for whole, covered in step_us]
+        iterations = [_iteration(busy, step.start, step.end) for step in traced] if self.cuda else []
         return operators[:_MAX_OPERATORS], iterations
 
 
@@ -275,10 +289,16 @@ class _MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def _covered(spans: list[tuple[float, float]], start: float, stop: float) -> float:
-    """How much of the interval from start to stop is covered by at least one span."""
-    covered, until = 0.0, start
-    for begin, end in sorted(spans):
-        covered += max(0.0, min(end, stop) - max(begin, until))
-        until = max(until, min(end, stop))
-    return covered
+def _iteration(kernels: list[tuple[float, float]], start: float, stop: float) -> Iteration:
+    """A step from start to stop (in microseconds) with the stretches that at least one kernel covers."""
+    covered, until, used = 0.0, start, list[tuple[str, float, float, float]]()
+    for begin, end in sorted(kernels):
+        begin, end = max(begin, until), min(end, stop)
+        if end <= begin:
+            continue
+        covered, until = covered + end - begin, end
+        first, last = (begin - start) / 1e6, (end - start) / 1e6
+        if used and first - used[-1][2] < _GAP * (stop - start) / 1e6:
+            first = used.pop()[1]
+        used.append(("kernels", round(first, 7), round(last, 7), 1.0))
+    return Iteration((stop - start) / 1e6, (stop - start - covered) / 1e6, used)

@@ -1,14 +1,14 @@
 """The progress bar, and tables of results, drawn by rich."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from kasoku.core import Clock, Wall
 
@@ -67,9 +67,10 @@ class Bar:
         return f"{epoch:.1f}/{self._epochs:g}"
 
 
-def print_table(title: str, rows: Mapping[str, str]) -> None:
-    """Prints a table of two columns."""
-    table = Table(title=title, show_header=False, title_justify="left")
-    for name, value in rows.items():
-        table.add_row(name, escape(value))
+def print_table(title: str, rows: Mapping[str, str] | Sequence[Sequence[str]], head: Sequence[str] = ()) -> None:
+    """Prints a table: of names and values, or of rows below a head, in which numbers are to the right."""
+    columns = (Column(name, justify="right" if i else "left") for i, name in enumerate(map(escape, head)))
+    table = Table(*columns, title=title, show_header=bool(head), title_justify="left")
+    for row in rows.items() if isinstance(rows, Mapping) else rows:
+        table.add_row(*map(escape, row))
     Console(highlight=False).print(table)

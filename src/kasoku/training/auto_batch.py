@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from rich.console import Console
-from rich.table import Column, Table
 
 from kasoku.config.ranks import shares_of, unit_of_shares
-from kasoku.config.recipe import Recipe
+from kasoku.config.recipe import Recipe, Tune, checked
+from kasoku.config.toml import Factory
 from kasoku.config.updates import updates
 from kasoku.core import Comm, InputError, say, summary
 from kasoku.data import Dataset, by_speed
@@ -20,11 +19,9 @@ from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.rendezvous import is_lost_rank
 from kasoku.report import print_table
 from kasoku.training.trainer import build
-from kasoku.tune import BatchSizeResult, Strategy, TimeToTarget, batch_size, tune_batch_size
+from kasoku.tune import BatchSizeResult, Strategy, batch_size, tune_batch_size
 from kasoku.tune.lr_range_test import rates_of
 from kasoku.tune.memory_forecast import out_of_memory
-
-BUDGET_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -41,18 +38,16 @@ def tune(
     at: Callable[[int], Recipe],
     *,
     comm: Comm,
-    strategy: Strategy | None = None,
-    budget_s: float = BUDGET_S,
     sizes: tuple[int, int] = (0, 0),
 ) -> TunedRecipe:
-    """Chooses the batch of a recipe; the same on all ranks. Collective.
+    """Chooses the batch of a recipe as its table [tune] says; the same on all ranks. Collective.
+
+    A strategy with an argument `epochs`, as TimeToTarget, gets the recipe's own epochs for each batch if they differ.
 
     Args:
         recipe: with the batch to begin at.
         at: the same recipe at a given batch, with rates that follow it.
         comm: the ranks.
-        strategy: TimeToTarget by default, with the recipe's own epochs for each batch where they differ.
-        budget_s: seconds; the best so far when they are over.
         sizes: the smallest batch to try, 0: what the ranks can share, from 8 images each; and the largest, 0: the
             largest that the recipe can train with, however many images a rank then takes. The range is cut to sizes
             that the ranks can share and the recipe can train with; a message says so.
@@ -78,13 +73,21 @@ def tune(
     if comm.rank == 0 and sizes[0] and least <= most and (least, most) != sizes:
         range_ = f"of batches from {sizes[0]:,} to {sizes[1]:,} those from {least:,} to {most:,}"
         say(f"{range_} can be shared by the ranks and trained with")
-    chosen = strategy or TimeToTarget(curve(at, least, most))
-    search = partial(tune_batch_size, job, chosen, budget_s=budget_s, least=least, most=most, multiple=multiple)
+    strategy = run_on_all_ranks(comm, lambda: _strategy(recipe.tune, curve(at, least, most)))
+    bounds = {"least": least, "most": most, "multiple": multiple}
+    search = partial(tune_batch_size, job, strategy, budget_s=recipe.tune.budget, **bounds)
     result = run_on_all_ranks(comm, plainly()(search))
     job.close()
     tuned = at_once(result.batch, result.sample.parts)
     origin = ", ".join(text for text in (f"tuned by {result.strategy}", tuned.origin) if text)
     return TunedRecipe(replace(tuned, origin=origin), result, dataset)
+
+
+def _strategy(settings: Tune, epochs: tuple[tuple[int, float], ...]) -> Strategy:
+    """The strategy of the table [tune], with the recipe's epochs for each batch unless it has its own."""
+    factory = settings.strategy or Factory("kasoku.tune.TimeToTarget")
+    target = {} if settings.target is None else {"target": settings.target}
+    return checked(factory(epochs=epochs, **target), Strategy, "tune.strategy")  # type: ignore[type-abstract]
 
 
 def _begin(at: Callable[[int], Recipe], batch: int, multiple: int) -> int:
@@ -161,8 +164,7 @@ def free_memory(recipe: Recipe) -> None:
 def show(tuned: TunedRecipe, *, memory: str = "") -> None:
     """Prints the sizes tried with their intervals, the chosen size, its rates, and a remark on memory."""
     recipe, result = tuned.recipe, tuned.result
-    columns = ("batch", "ms a step", "images/s", "waits for input", "device used", "epochs")
-    rows = Table(*(Column(name, justify="right") for name in columns))
+    rows = []
     for i, sample in enumerate(result.samples):
         if sample.failed:
             cells = [sample.failed, "-", "-", "-"]
@@ -171,8 +173,8 @@ def show(tuned: TunedRecipe, *, memory: str = "") -> None:
             used = f"{sample.utilisation:.0%}" if math.isfinite(sample.utilisation) else "-"
             cells = [step, f"{sample.images_per_s:,.0f}", f"{sample.input_s / sample.step_s:.0%}", used]
         takes = f"{result.epochs[i]:.3g}" if result.epochs else "-"
-        rows.add_row(f"{sample.batch:,}", *cells, takes, style="bold" if sample.batch == result.batch else "")
-    Console(highlight=False).print(rows)
+        rows.append([f"{sample.batch:,}", *cells, takes])
+    print_table("", rows, ("batch", "ms a step", "images/s", "waits for input", "device used", "epochs"))
     rates = ", ".join(f"{path} {rate * recipe.rate_scale:.4g}" for path, rate in rates_of(recipe).items())
     scaled = f"x {recipe.rate_scale:.4g} ({recipe.scaling}, from {recipe.reference_batch:,}): {rates}"
     lines = {

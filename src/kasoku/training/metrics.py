@@ -8,6 +8,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from kasoku.core.hardware import Utilization, cores
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.environment import place
 from kasoku.distributed.startup import startup_line
@@ -25,7 +26,8 @@ class Metrics:
     Note: when losses are read. Reading one makes the host wait for the device. On a CPU that costs nothing, so each
     step is checked; on other devices they are collected and read twice a second, and always before anything is written.
 
-    Note: many ranks. Rank 0 has the log and the bar; the other ranks write and print nothing.
+    Note: many ranks. Rank 0 has the log and the bar; the other ranks write and print nothing. The utilization and the
+    memory are of rank 0's device.
 
     Attributes: `loss`: the last one that was read; `images_begun`: images of the step under way.
     """
@@ -45,6 +47,8 @@ class Metrics:
         self._losses: list[Tensor] = []
         self._sum, self._parts, self.images_begun = torch.zeros(()), 0, 0  # of the step under way
         self.own_sum, self.own_count = 0.0, 0  # this rank's losses since the last sync point
+        shared_by = place().ranks_on_its_cores if comm.size > 1 else 1
+        self._usage = Utilization(training.device_setup.device, cores() / shared_by)
         setup, beside = training.start.shares(started)
         earlier = state.progress.spent_s
         self.ledger = Ledger(self.job.trace, started=started, setup=setup, beside=beside, earlier=earlier)
@@ -107,7 +111,8 @@ class Metrics:
         self.loss = values[-1]
         if self._show():
             lr = float(max(group["lr"] for group in self.job.optimizer.param_groups))
-            self.note({"loss": self.loss, "lr": lr, "images_per_s": round(self.images_per_s(), 1)})
+            rate = round(self.images_per_s(), 1)
+            self.note({"loss": self.loss, "lr": lr, "images_per_s": rate, **self._usage.metrics()})
 
     def read_own(self) -> None:
         """Reads this rank's losses alone, for the bar; all ranks take their mean at the next sync point."""

@@ -1,7 +1,7 @@
 """Settings chosen by measuring: the batch size, the learning rate, and searches over whole trainings."""
 
 from kasoku.tune.batch_size import tune_batch_size
-from kasoku.tune.measurement import BatchSizeResult, Limits, Measurement
+from kasoku.tune.measurement import BatchSizeResult, Limits, Measurement, Needs, SizeSearch
 from kasoku.tune.strategies import EpochTimeMinimize, GpuUsageMaximize, Strategy, Throughput, TimeToTarget
 
 __all__ = [
@@ -10,6 +10,8 @@ __all__ = [
     "GpuUsageMaximize",
     "Limits",
     "Measurement",
+    "Needs",
+    "SizeSearch",
     "Strategy",
     "Throughput",
     "TimeToTarget",

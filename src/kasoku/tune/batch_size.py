@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 
+from kasoku.config.recipe import Tune
 from kasoku.core import Comm, InputError, Job
 from kasoku.core.torch_internals import recompile_limit
 from kasoku.distributed.consensus import ReportedElsewhereError, SharedInputError
@@ -38,7 +39,13 @@ T = TypeVar("T")
 
 
 def tune_batch_size(
-    job: Job, strategy: Strategy = _DEFAULT, *, budget_s: float = 60.0, least: int = 0, most: int = 0, multiple: int = 0
+    job: Job,
+    strategy: Strategy = _DEFAULT,
+    *,
+    budget_s: float = Tune.budget,
+    least: int = 0,
+    most: int = 0,
+    multiple: int = 0,
 ) -> BatchSizeResult:
     """Finds the best batch (images of a step, over all ranks and parts) for this job. Collective; drains the job.
 

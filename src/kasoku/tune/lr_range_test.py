@@ -2,15 +2,15 @@
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kasoku.config.recipe import Recipe
+from kasoku.config.recipe import Recipe, flat_settings
 from kasoku.config.toml import parameters_of, resolve, table
 from kasoku.core import InputError, Job
 from kasoku.data.loading.loader import endless
@@ -88,16 +88,12 @@ def rates_of(recipe: Recipe) -> dict[str, float]:
     """The rates among the settings of the recipe's optimizer, by path: `lr`, and names that end in `_lr`."""
     optimizer = recipe.optimizer
     defaults = {name: p.default for name, p in parameters_of(resolve(optimizer.use, "optimizer.use")).items()}
-    return dict(_rates({**defaults, **optimizer.keys}, "optimizer"))
-
-
-def _rates(settings: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:
-    for name, setting in settings.items():
-        value = table(setting)
-        if isinstance(value, dict):
-            yield from _rates(value, f"{path}.{name}")
-        elif (name == "lr" or name.endswith("_lr")) and type(value) in (int, float):
-            yield f"{path}.{name}", float(value)
+    settings = flat_settings(
+        {name: table(value) for name, value in {**defaults, **optimizer.keys}.items()}, "optimizer."
+    ).items()
+    return {
+        path: float(value) for path, value in settings if re.search(r"[._]lr$", path) and type(value) in (int, float)
+    }
 
 
 def reference_rate(rates: Mapping[str, float], own: Sequence[float]) -> float:
@@ -202,16 +198,11 @@ def untouched(job: Job) -> Iterator[None]:
             stack.callback(setattr, module, "training", module.training)
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 stack.callback(setattr, module, name, buffer)
-                stack.callback(_fill, buffer, buffer.detach().clone())
+                stack.callback(buffer.data.copy_, buffer.detach().clone())
         for p in job.model.parameters():
             stack.callback(setattr, p, "grad", p.grad)
             stack.callback(p.requires_grad_, p.requires_grad)
-            stack.callback(_fill, p, p.detach().clone())
+            stack.callback(p.data.copy_, p.detach().clone())
             p.grad = None
         stack.callback(job.drain)  # called first
         yield
-
-
-@torch.no_grad()
-def _fill(x: Tensor, value: Tensor) -> None:
-    x.copy_(value)

@@ -189,18 +189,14 @@ class Resized:
     def __iter__(self) -> Iterator[Batch]:
         """Yields batches without end. Raises InputError if the loader is empty."""
         pieces: list[Batch] = []
-        have = 0
-        for x, y_N in endless(self._loader):
-            start = 0
-            while start < len(y_N):
-                stop = min(len(y_N), start + self._batch - have)
-                whole = start == 0 and stop == len(y_N)  # labels may carry more than numbers
-                pieces.append((x, y_N) if whole else (x[start:stop], y_N[start:stop]))
-                have, start = have + stop - start, stop
-                if have == self._batch:
-                    alone = len(pieces) == 1
-                    yield pieces[0] if alone else (torch.cat([x for x, _ in pieces]), torch.cat([y for _, y in pieces]))
-                    pieces, have = [], 0
+        for piece in endless(self._loader):
+            pieces.append(piece)
+            while sum(len(y_N) for _, y_N in pieces) >= self._batch:
+                alone = len(pieces) == 1  # labels may carry more than numbers
+                x, y_N = pieces[0] if alone else (torch.cat([x for x, _ in pieces]), torch.cat([y for _, y in pieces]))
+                rest = len(y_N) > self._batch
+                pieces = [(x[self._batch :], y_N[self._batch :])] if rest else []
+                yield (x[: self._batch], y_N[: self._batch]) if rest else (x, y_N)
 
 
 @contextmanager

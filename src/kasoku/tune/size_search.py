@@ -21,7 +21,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from kasoku.tune.measurement import STEPS, Limits, Measurement, SizeSearch
+from kasoku.tune.measurement import STEPS, Measurement, SizeSearch
 
 Worth = Callable[[int, float], float]  # (batch, step_s) -> the more the better
 _LEAP = 4  # the largest factor to the next size above
@@ -63,7 +63,7 @@ def search_sizes(tries: SizeSearch, worth: Worth, *, least_gain: float) -> tuple
         first_s, again_s = (first_s, again_s + took_s) if known else (first_s + took_s, again_s)
         good = tries.good
         most = max(worth(s.batch, s.step_s) for s in good)
-        gaps = [_between(good, i, worth, tries.limits) for i in range(len(good) - 1)]
+        gaps = [_between(good, i, worth, tries.limits.multiple) for i in range(len(good) - 1)]
         gaps.append(_above(tries, good, worth, least_gain))
         value, batch = max((gap for gap in gaps if gap), default=(-math.inf, None))
         if value <= most * (1 + least_gain):
@@ -99,39 +99,30 @@ def errors_of(good: Sequence[Measurement]) -> dict[int, float]:
     return {s.batch: max(s.error, typical / math.sqrt(max(1, s.steps))) for s in good}
 
 
-def _between(good: Sequence[Measurement], i: int, worth: Worth, limits: Limits) -> tuple[float, int] | None:
+def _between(good: Sequence[Measurement], i: int, worth: Worth, multiple: int) -> tuple[float, int] | None:
     """The possible worth in the gap above the i-th size, and the size to measure there; None for a narrow gap."""
     left, right = good[i], good[i + 1]
-    middle = math.sqrt(left.batch * right.batch)
-    between = range(left.batch + 1, right.batch)
-    inside = _rounded(middle, limits.multiple, between)
-    if not inside:
+    middle = _rounded(math.sqrt(left.batch * right.batch), left.batch, right.batch, multiple)
+    if middle is None:
         return None
-    errors, width = errors_of(good), right.batch - left.batch
-    noise = _SURE * math.hypot(errors[left.batch], errors[right.batch])
+    width, chord = right.batch - left.batch, _chord(left, right)
+    noise = _SURE * math.hypot(*(errors_of(good)[s.batch] for s in (left, right)))
     fell = worth(right.batch, right.step_s) < worth(left.batch, left.step_s) * (1 - noise)
-    far = [s for s in good[:i] if left.batch - s.batch >= width] or good[:1]
-    behind = [s for s in good[i + 2 :] if s.batch - right.batch >= width] or good[-1:]
-    # seconds of an image that lead to the gap, by the line below it, and away from it, by the line above it
-    before = after = _chord(left, right)
-    if i:
-        before = min(before, _chord(far[-1], left))
-    elif fell:  # nothing below: half of a step is assumed not to grow
-        before = min(before, left.step_s / left.batch / 2)
-    after = math.inf if fell or i + 2 >= len(good) else max(after, _chord(right, behind[0]))
-
-    def least_s(batch: int) -> float:
-        led_to = left.step_s + max(0.0, before) * (batch - left.batch)
-        return max(led_to, right.step_s - after * (right.batch - batch))
-
-    finest = _grains(limits.multiple)[-1]
-    stride = max(1, width // finest // _POINTS) * finest
+    below = [s for s in good[:i] if left.batch - s.batch >= width] or good[:1]
+    above = [s for s in good[i + 2 :] if s.batch - right.batch >= width] or good[-1:]
+    # seconds of an image by the line below the gap, and by the one above; nothing below: half of a step may not grow
+    before = _chord(below[-1], left) if i else left.step_s / left.batch / 2 if fell else chord
+    after = math.inf if fell or i + 2 >= len(good) else max(chord, _chord(right, above[0]))
+    an_image_s = max(0.0, min(before, chord))
+    stride = max(1, width // _grains(multiple)[-1] // _POINTS) * _grains(multiple)[-1]
     sizes = range(left.batch + stride, right.batch, stride)
-    worths = {b: worth(b, least_s(b)) for b in sizes}
-    top = max(worths, key=lambda b: worths[b], default=inside[0])
-    if worths and top + stride < right.batch:  # the maximum is inside
-        return worths[top], (_rounded(top, limits.multiple, between) or inside[:1])[-1]
-    return worths.get(top, -math.inf), inside[0]
+    worths = {
+        b: worth(b, max(left.step_s + an_image_s * (b - left.batch), right.step_s - after * (right.batch - b)))
+        for b in sizes
+    }
+    top = max(worths, key=lambda b: worths[b], default=middle)
+    inside = top + stride < right.batch and _rounded(top, left.batch, right.batch, multiple)
+    return worths.get(top, -math.inf), inside or middle
 
 
 def _above(tries: SizeSearch, good: Sequence[Measurement], worth: Worth, least_gain: float) -> tuple[float, int] | None:
@@ -139,22 +130,18 @@ def _above(tries: SizeSearch, good: Sequence[Measurement], worth: Worth, least_g
     last, most = good[-1], tries.most
     if last.batch >= most:
         return None
-    if len(good) == 1:
-        value, reach = math.inf, most
-    else:
+    value, reach = math.inf, most
+    if len(good) > 1:
         an_image_s = max(0.0, slope(good[-_LINE:]))
         growth = (most / last.batch) ** (1 / _POINTS)
-        sizes = sorted({min(most, math.ceil(last.batch * growth**k)) for k in range(1, _POINTS + 1)} - {last.batch})
+        sizes = sorted({min(most, math.ceil(last.batch * growth**k)) for k in range(1, _POINTS + 1)})
         worths = [worth(b, last.step_s + an_image_s * (b - last.batch)) for b in sizes]
         value = max(worths)
         reach = next(b for b, w in zip(sizes, worths, strict=True) if w >= value * (1 - least_gain / 2))
     if tries.failed is not None:  # halves the gap to the size that failed
         reach = min(reach, (last.batch + tries.failed) // 2)
-    wanted = min(reach, _LEAP * last.batch, most)
-    above = _rounded(wanted, tries.limits.multiple, range(last.batch + 1, most + 1))
-    if above:
-        return value, above[0]
-    return (value, most) if tries.failed is None else None
+    above = _rounded(min(reach, _LEAP * last.batch, most), last.batch, most + 1, tries.limits.multiple)
+    return (value, above or most) if above or tries.failed is None else None
 
 
 def _chord(left: Measurement, right: Measurement) -> float:
@@ -166,7 +153,7 @@ def _grains(multiple: int) -> list[int]:
     return [math.lcm(multiple, 32), math.lcm(multiple, 16), multiple * math.ceil(8 / multiple)]
 
 
-def _rounded(batch: float, multiple: int, allowed: range) -> list[int]:
-    """The allowed ones of the sizes to which each grain rounds, that of the coarsest grain first."""
-    sizes = [round(batch / grain) * grain for grain in _grains(multiple)]
-    return [size for size in sizes if size in allowed]
+def _rounded(batch: float, above: int, below: int, multiple: int) -> int | None:
+    """A size near `batch` between the two, rounded to the coarsest grain that has one there."""
+    sizes = (round(batch / grain) * grain for grain in _grains(multiple))
+    return next((size for size in sizes if above < size < below), None)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,8 +15,9 @@ _MAX_LOOPS = 100
 _MAX_STEP = 10  # multiples by which a size grows at most
 
 
+@runtime_checkable
 class Strategy(Protocol):
-    """Searches the best size by measuring some sizes."""
+    """Searches the best size by measuring some sizes. A recipe's `tune.strategy` can name one of your own."""
 
     @property
     def needs(self) -> Needs: ...

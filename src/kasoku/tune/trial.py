@@ -2,9 +2,8 @@
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from kasoku.core import Batch, InputError, Job
 from kasoku.core.clock import Stopwatch
+from kasoku.core.hardware import Utilization
 from kasoku.data.loading.loader import endless
 from kasoku.tune.measurement import Needs
 from kasoku.tune.memory_forecast import MemoryForecast
@@ -147,39 +147,22 @@ def make_step(
     return wait_s, losses
 
 
-class UtilizationMonitor:
-    """Reads a device's utilization after each step: on CUDA from NVML, on a CPU this process's share of its threads.
-
-    `needed`: raise InputError, with what to install, where NVML cannot be read; otherwise the value is nan.
-    """
+class UtilizationMonitor(Utilization):
+    """The utilization over the steps of one size; `needed`: InputError where it cannot be read, otherwise nan."""
 
     def __init__(self, device: torch.device, *, needed: bool) -> None:
-        self.device, self.needed, self.seen = device, needed, list[float]()
-        self._before = time.perf_counter(), time.process_time()  # wall and process time at the last reading
+        super().__init__(device, torch.get_num_threads())
+        self.needed, self.seen = needed, list[float]()
 
-    def step(self) -> None:
-        now = time.perf_counter(), time.process_time()
-        wall_s, busy_s = now[0] - self._before[0], now[1] - self._before[1]
-        if self.device.type == "cuda" and wall_s > _EVERY_S:
-            self._before = now
-            self._read_nvml()
-        elif self.device.type == "cpu" and wall_s > 0:
-            self._before = now
-            self.seen.append(min(1.0, busy_s / wall_s / torch.get_num_threads()))
+    def step(self, least_s: float = _EVERY_S) -> None:
+        """Reads it after a step, on CUDA not more often than NVML renews it."""
+        if self.device.type == "cpu" or (self.device.type == "cuda" and self.since_s > least_s):
+            with nullcontext() if self.needed else suppress(InputError):
+                self.seen.append(self.read())
 
     def value(self) -> float:
         """The mean of the higher half of the readings; nan of none. Ref: [002] 5: low values are gaps between steps."""
         if self.device.type == "cuda":
-            self._read_nvml()
+            self.step(0.0)
         kept = sorted(self.seen)[len(self.seen) // 2 :]
         return sum(kept) / len(kept) if kept else math.nan
-
-    def _read_nvml(self) -> None:
-        try:
-            self.seen.append(torch.cuda.utilization(self.device) / 100)
-        except Exception as error:  # NVML has an error class of its own for each refusal
-            if self.needed:
-                why = f"cannot be read ({error}): take the strategy Throughput"
-                if isinstance(error, ModuleNotFoundError):
-                    why = "is read through NVML, whose package is missing: pip install 'kasoku[nvml]'"
-                raise InputError(f"the GPU's utilisation {why}") from error

@@ -7,14 +7,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The data of one run. Times are in seconds, accuracies from 0 to 1.
+    """The data of one run, or of a folder of `kasoku tune` or `kasoku profile`, which has no recipe.
+
+    Times are in seconds, accuracies from 0 to 1.
 
     Attributes:
         name: the run's name on the page.
         recipe: its resolved recipe, as a document.
         result: its result.json; empty if there is none yet.
         metrics: the lines of its metrics.jsonl, each with `step`, `epoch` and `time_s`, and mostly `seconds`.
-        parts: the contents of ledger.json, timeline.json, tuning.json and classes.json, as far as they exist.
+        parts: the contents of ledger.json, timeline.json, tuning.json, profile.json and classes.json, if they exist.
         buckets: its gradient buckets, as text; empty if the run has one rank or kept none.
         machine: the hardware and the device setup.
         damaged: one line for each file that cannot be read.

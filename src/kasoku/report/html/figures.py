@@ -40,7 +40,7 @@ _ROW_COLOURS = {  # the same in all figures
 _GREYS = ("#6b7079", "#8a8f98", "#a9adb5", "#c3c6cc")  # rows of the start, before the first step
 _GREY = "#8a8f98"
 _DASHES = ("solid", "dash", "dot", "dashdot")
-_SHADES = [[0, "rgba(47,134,200,0)"], [0.02, "rgba(47,134,200,0.25)"], [0.2, "rgba(47,134,200,0.6)"], [1, "#2f86c8"]]
+SHADES = [[0, "rgba(47,134,200,0)"], [0.02, "rgba(47,134,200,0.25)"], [0.2, "rgba(47,134,200,0.6)"], [1, "#2f86c8"]]
 AXIS = {"automargin": True, "zeroline": False, "title_standoff": 8}
 HOVER = {"hovertemplate": "%{customdata}<extra></extra>"}
 _MAX_POINTS = 2000  # of a curve
@@ -84,18 +84,26 @@ def new_figure(
 
 
 def curves(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Loss, learning rate and accuracy over epochs, and accuracy over time, as far as there are values."""
+    """Loss, learning rate and accuracy over epochs; accuracy, utilization and memory over time; as far as known."""
     test = "" if len(runs) > 1 else "test images"
     loss = _lines(runs, "epoch", {"loss": "" if len(runs) > 1 else "training", "test_loss": "test images"})
     rate = _lines(runs, "epoch", {"lr": ""})
     accuracy, by_time = (_lines(runs, x, {"test_top1": test}) for x in ("epoch", "seconds"))
+    used = _lines(runs, "seconds", {"utilization": ""})
+    memory = _lines(
+        runs, "seconds", {"memory_bytes": "" if len(runs) > 1 else "in use", "memory_peak_bytes": "at most"}
+    )
     percent = {"title_text": "accuracy", "tickformat": "~%"}
+    busy = {"title_text": "device used", "tickformat": "~%", "rangemode": "tozero"}
+    size = {"title_text": "memory", "tickformat": "~s", "ticksuffix": "B", "rangemode": "tozero"}
     rates = {"title_text": "learning rate", "exponentformat": "power"}
     charts = [
         ("loss", "Loss", loss, "epoch", {"title_text": "loss"}),
         ("rate", "Learning rate", rate, "epoch", rates),
         ("accuracy", "Accuracy", accuracy + _targets(runs, accuracy), "epoch", percent),
         ("accuracy-time", "Accuracy over time", by_time + _targets(runs, by_time), "seconds from start", percent),
+        ("utilization", "Utilization of the device", used, "seconds from start", busy),
+        ("memory", "Memory", memory, "seconds from start", size),
     ]
     few = len(runs) <= _MAX_LEGEND_RUNS  # a longer legend would leave no room for the curves
     return [
@@ -293,7 +301,7 @@ def confusion(document: Mapping[str, Any]) -> Chart:
     sums = [max(1, sum(counts[k].values())) for k in shown]
     places = list(range(len(shown)))
     heatmap = go.Heatmap(
-        x=places, y=places, name="confusion", zmin=0, zmax=1, colorscale=_SHADES, showscale=False, xgap=1, ygap=1,
+        x=places, y=places, name="confusion", zmin=0, zmax=1, colorscale=SHADES, showscale=False, xgap=1, ygap=1,
         z=[[counts[k][other] / total for other in shown] for k, total in zip(shown, sums, strict=True)],
         customdata=[
             [_cell_hover(classes[k], classes[other], counts[k][other], total) for other in shown]

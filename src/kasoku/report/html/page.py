@@ -10,6 +10,7 @@ from kasoku.core.files import write_text
 from kasoku.report.html import figures
 from kasoku.report.html.content import Panel, RunRecord
 from kasoku.report.html.figures import COLOURS, Chart
+from kasoku.report.html.profile import profile
 from kasoku.report.html.tuning import tuning
 
 try:
@@ -37,7 +38,7 @@ def page(
         rows = run.parts.get("ledger", {}).get("rows") or run.result.get("seconds_by")
         if isinstance(rows, dict) and all(isinstance(s, int | float) for s in rows.values()):
             bars.append((run.name, rows))
-    summaries = [_summary(run) for run in runs]
+    summaries = [_summary(run) for run in runs if run.recipe]
     for name, scores in (ensembles or {}).items():
         own = {column: _number(scores.get(key), ".2%") for column, key in (("accuracy", "top1"), ("top-5", "top5"))}
         summaries.append(dict.fromkeys(summaries[0], "-") | {"run": f"{name} (ensemble)"} | own)
@@ -45,7 +46,7 @@ def page(
         title=f"{len(runs)} runs" if len(runs) > 1 else runs[0].name,
         colours=[COLOURS[i % len(COLOURS)] for i in range(len(runs))],
         comparisons=comparisons,
-        summary=(list(summaries[0]), [list(row.values()) for row in summaries]),
+        summary=(list(summaries[0]), [list(row.values()) for row in summaries]) if summaries else None,
         curves=figures.curves(runs),
         shared=figures.ledgers(bars) if len(bars) > 1 else None,
         runs=[_view(run) for run in runs],
@@ -121,6 +122,8 @@ def _view(run: RunRecord) -> dict[str, Any]:
     damaged = list(run.damaged)
     unreadable = " ".join(run.damaged)
     for part, (text, build) in _PARTS.items():
+        if part not in run.parts and (not run.recipe or part == "profile"):
+            continue  # a folder of kasoku tune or profile has parts of its own
         if part in run.parts:
             try:
                 parts[part] = build(run.parts[part])
@@ -128,8 +131,8 @@ def _view(run: RunRecord) -> dict[str, Any]:
                 damaged.append(f"{part}.json is not as expected ({type(error).__name__}: {error})")
         elif f"{part}.json" not in unreadable:
             lacks.append(f"{text} ({part}.json)")
-    lacks += [] if run.buckets else ["gradient buckets (of several ranks, buckets.json)"]
-    lacks += [] if run.metrics else ["curves (metrics.jsonl)"]
+    lacks += [] if run.buckets or not run.recipe else ["gradient buckets (of several ranks, buckets.json)"]
+    lacks += [] if run.metrics or not run.recipe else ["curves (metrics.jsonl)"]
     notes = [f"Not in this run: {'; '.join(lacks)}."] if lacks else []
     notes += [f"Left out: {'; '.join(damaged)}."] if damaged else []
     return {"name": run.name, "machine": machine, "buckets": run.buckets, "parts": parts, "notes": notes}
@@ -174,6 +177,7 @@ _PARTS: Mapping[str, tuple[str, _Draw]] = {  # by file: its contents, and the fu
     "ledger": ("where the time went", _ledger),
     "timeline": ("a step by rank and stream", figures.timeline),
     "tuning": ("tuning of the batch", tuning),
+    "profile": ("idle gaps, memory, blocks, operators", profile),
     "classes": ("accuracy by class, confusion, worst images", _classes),
 }
 

@@ -1,7 +1,7 @@
-"""The figures of tuning.json: images/s over the batch size, and the loss over learning rates of a range test."""
+"""The figures of tuning.json: speed and utilization over the batch size, and the loss over rates of a range test."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -9,27 +9,50 @@ import plotly.graph_objects as go
 from kasoku.report.html.figures import AXIS, COLOURS, HOVER, MORE_COLOURS, Chart, new_figure, plain
 
 _MAX_TICKS = 9
+_FALLING, _RISING = {"color": COLOURS[2], "dash": "dot", "width": 2}, {"color": COLOURS[0], "width": 2}
+Samples = Sequence[Mapping[str, Any]]
 
 
-def tuning(document: Mapping[str, Any]) -> Chart:
-    """The measured images/s with their intervals over the batch size, the goodput, and the chosen batch."""
+def tuning(document: Mapping[str, Any]) -> list[Chart]:
+    """Speed and goodput, time per image and utilization over the batch size ([002] Fig. 1, 2); marks the chosen one."""
     if document["what"] == "lr":
-        return _range_test(document)
+        return [_range_test(document)]
     samples = sorted(document["samples"], key=lambda s: s["batch"])
-    by_batch = {s["batch"]: s for s in samples if not s["failed"]}  # the last one of each size
-    good, chosen = [*by_batch.values()], by_batch[document["chosen"]]
-    useful = [s for s in good if s["goodput"] is not None]
-    failed = [s for s in samples if s["failed"]]
-    blue = {"line_color": COLOURS[0], "marker_color": COLOURS[0], "line_width": 2, "marker_size": 6}
-    traces = [_throughput("images/s", good, mode="lines+markers", **blue)]
-    if useful:
-        line = {"color": COLOURS[2], "dash": "dot", "width": 2}
-        x, y = [s["batch"] for s in useful], [s["goodput"] for s in useful]
-        name, mode = "goodput (right)", "lines+markers"
-        traces.append(go.Scatter(x=x, y=y, yaxis="y2", name=name, mode=mode, line=line, marker_size=5))
+    chosen = next(s for s in reversed(samples) if s["batch"] == document["chosen"] and not s["failed"])
+    speed = f"{chosen['images_per_s']:,.1f} images/s, {_step(chosen)}{_cost(document)}"
+    note = f"Chosen by {document['strategy']}: batch {chosen['batch']}, {speed}. {document['why']}."
+    rate = _over_batch(
+        samples, chosen, "images/s", lambda batch, step_s: batch / step_s, right=("goodput", "goodput", "")
+    )
+    image = _over_batch(
+        samples,
+        chosen,
+        "ms per image",
+        lambda batch, step_s: 1e3 * step_s / batch,
+        right=("utilisation", "device used", "~%"),
+    )
+    return [Chart("tuning", "Tuning of the batch", rate, note), Chart("tuning-image", "Time per image", image)]
+
+
+def _over_batch(
+    samples: Samples,
+    chosen: Mapping[str, Any],
+    label: str,
+    of: Callable[[int, float], float],
+    *,
+    right: tuple[str, str, str],
+) -> go.Figure:
+    """of(batch, seconds of a step) over the batch size; on the right axis the value of a key, by name and format."""
+    good = [*{s["batch"]: s for s in samples if not s["failed"]}.values()]  # the last one of each size
+    traces = [_line(label, good, of, mode="lines+markers", line=_RISING)]
     star = {"color": COLOURS[1], "size": 13, "symbol": "star"}
-    traces.append(_throughput(f"chosen: {chosen['batch']}", [chosen], mode="markers", marker=star))
-    if failed:
+    key, name, tick_format = right
+    known = [s for s in good if s[key] is not None]
+    if known:
+        x, y = [s["batch"] for s in known], [s[key] for s in known]
+        traces.append(go.Scatter(x=x, y=y, yaxis="y2", name=f"{name} (right)", line=_FALLING, marker_size=5))
+    traces.append(_line(f"chosen: {chosen['batch']}", [chosen], of, mode="markers", marker=star))
+    if failed := [s for s in samples if s["failed"]]:
         hover = [f"batch {s['batch']}<br>{plain(s['failed'])}" for s in failed]
         marker = {"symbol": "x", "size": 9, "color": MORE_COLOURS[1]}
         x, y = [s["batch"] for s in failed], [0] * len(failed)
@@ -37,31 +60,29 @@ def tuning(document: Mapping[str, Any]) -> Chart:
         traces.append(go.Scatter(x=x, y=y, name="failed", customdata=hover, **style, **HOVER))
     sizes = sorted({s["batch"] for s in samples})
     apart = (sizes[-1] / sizes[0]) ** (1 / _MAX_TICKS)  # the ratio from which on two labels do not overlap
-    ticks = [sizes[0]]
-    ticks += [size for size in sizes[1:-1] if size >= ticks[-1] * apart and sizes[-1] >= size * apart]
+    ticks = sizes[-1:]
+    for size in reversed(sizes):
+        ticks += [size] if size * apart <= ticks[-1] else []
     x_axis = {"title_text": "batch", "type": "log", "tickvals": ticks, "ticktext": [f"{size:,}" for size in ticks]}
-    y_axis = {"title_text": "images/s", "rangemode": "tozero"}
-    right = {"title_text": "goodput", "rangemode": "tozero", "overlaying": "y", "side": "right", "tickmode": "auto"}
-    second = {"yaxis2": {**AXIS, **right, "showgrid": False}} if useful else {}
-    drawn = new_figure(traces, 340, x_axis, y_axis, **second)
-    speed = f"{chosen['images_per_s']:,.1f} images/s, {_step(chosen)}{_cost(document)}"
-    note = f"Chosen by {document['strategy']}: batch {chosen['batch']}, {speed}. {document['why']}."
-    return Chart("tuning", "Tuning of the batch", drawn, note)
+    y_axis = {"title_text": label, "rangemode": "tozero"}
+    axis = {"title_text": name, "tickformat": tick_format, "overlaying": "y", "side": "right", "tickmode": "auto"}
+    second = {"yaxis2": {**AXIS, **y_axis, **axis, "showgrid": False}} if known else {}
+    return new_figure(traces, 340, x_axis, y_axis, **second)
 
 
-def _throughput(name: str, samples: Sequence[Mapping[str, Any]], **style: Any) -> Any:
-    """A trace of images/s, with intervals that follow from those of the step times."""
-    rates = [s["images_per_s"] for s in samples]
+def _line(name: str, samples: Samples, of: Callable[[int, float], float], **style: Any) -> Any:
+    """A trace of of(batch, step_s), with intervals that follow from those of the step times."""
+    middle, *ends = ([of(s["batch"], s[at] or math.nan) for s in samples] for at in ("step_s", "low_s", "high_s"))
     # a low end of 0 s has no rate: no line upwards
-    up = [max(0.0, s["batch"] / (s["low_s"] or math.inf) - rate) for s, rate in zip(samples, rates, strict=True)]
-    down = [max(0.0, rate - s["batch"] / s["high_s"]) for s, rate in zip(samples, rates, strict=True)]
+    gaps = [[end - y for end in pair if math.isfinite(end)] for y, *pair in zip(middle, *ends, strict=True)]
+    up, down = [max([0.0, *each]) for each in gaps], [-min([0.0, *each]) for each in gaps]
     error = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.5}
     hover = []
-    for s, rate in zip(samples, rates, strict=True):
+    for s in samples:
         busy = f"<br>device {s['utilisation']:.0%} busy" if s["utilisation"] is not None else ""
-        hover.append(f"batch {s['batch']}: {rate:,.1f} images/s<br>{_step(s)}{busy}")
+        hover.append(f"batch {s['batch']}: {s['images_per_s']:,.1f} images/s<br>{_step(s)}{busy}")
     x = [s["batch"] for s in samples]
-    return go.Scatter(x=x, y=rates, error_y=error, name=name, customdata=hover, **style, **HOVER)
+    return go.Scatter(x=x, y=middle, error_y=error, name=name, customdata=hover, **style, **HOVER)
 
 
 def _step(sample: Mapping[str, Any]) -> str:

@@ -1,0 +1,48 @@
+"""The figures and tables of a folder of `kasoku profile`: idle gaps, memory, ranks, blocks, operators."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from kasoku.report.html.figures import COLOURS, HOVER, SHADES, Chart, new_figure, plain
+from kasoku.report.profile_tables import mib, ms, profile_tables
+
+_STEPS, _RANKS = 5, 8  # that are drawn
+
+
+def profile(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The charts and the tables of profile.json."""
+    tables = [(title.capitalize(), (head, rows)) for title, head, rows in profile_tables(document)]
+    return {"charts": [_gaps(document["ranks"]), _memory(document["memory"])], "tables": tables}
+
+
+def _gaps(ranks: Sequence[Mapping[str, Any]]) -> Chart:
+    """A bar for each step: darker where more of the device is used, empty where it is idle. Ref: [002] Fig. 12."""
+    steps = [
+        (f"rank {row['rank']}, step {k}" if len(ranks) > 1 else f"step {k}", step)
+        for row in ranks[:_RANKS]
+        for k, step in enumerate(row["iterations"][:_STEPS], 1)
+    ]
+    parts = [(at, *part) for at, (_, step) in enumerate(steps) for part in step["used"]]
+    hover = [f"{plain(what)}: {ms(b - a)} ms<br>device used {share:.0%}" for _, what, a, b, share in parts]
+    rows, _, starts, stops, shares = zip(*parts, strict=True)
+    bars = go.Bar(
+        base=[1e3 * start for start in starts], x=[1e3 * (b - a) for a, b in zip(starts, stops, strict=True)], y=rows,
+        name="device used", orientation="h", customdata=hover, **HOVER,
+        marker={"color": shares, "colorscale": SHADES, "cmin": 0, "cmax": 1, "line_color": COLOURS[0]},
+    )  # fmt: skip
+    names = [name for name, _ in steps]
+    y = {"tickvals": list(range(len(steps))), "ticktext": names, "autorange": "reversed", "fixedrange": True}
+    idle = sum(step["idle_s"] for _, step in steps) / max(1e-9, sum(step["step_s"] for _, step in steps))
+    figure = new_figure([bars], 120 + 26 * len(steps), {"title_text": "ms"}, y, bargap=0.2, showlegend=False)
+    return Chart("gaps", "Idle gaps", figure, f"The darker, the more of the device is used. It is idle for {idle:.0%}.")
+
+
+def _memory(samples: Sequence[Sequence[Any]]) -> Chart:
+    """The bytes in use over one step."""
+    hover = [f"{plain(name)}<br>{mib(size)} MiB, {1e3 * at_s:.3f} ms into the step" for at_s, name, size in samples]
+    x, y = [1e3 * at_s for at_s, _, _ in samples], [size for _, _, size in samples]
+    line = go.Scatter(x=x, y=y, name="memory", mode="lines+markers", customdata=hover, marker_size=4, **HOVER)
+    axis = {"title_text": "memory", "tickformat": "~s", "ticksuffix": "B"}
+    return Chart("step-memory", "Memory over a step", new_figure([line], 320, {"title_text": "ms"}, axis))
