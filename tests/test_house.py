@@ -23,18 +23,18 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1845,
+    "core": 1865,
     "optim": 1180,
     "models": 830,
-    "device": 555,
+    "device": 640,
     "data": 5230,
-    "distributed": 5640,
+    "distributed": 5705,
     "memory": 2175,
     "config": 1380,
     "tune": 2065,
-    "simulate": 1830,
+    "simulate": 1840,
     "report": 2290,
-    "training": 2200,
+    "training": 2210,
     "commands": 1885,
     "testing": 630,
 }

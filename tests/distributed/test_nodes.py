@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from contracts import Net, assert_same, make, through_a_file, train, weights
+from helpers.graphs import captured_on_cpu
 from helpers.ranks import on_processes
 from kasoku.core import Comm, InputError, Job, Technique, Threads
-from kasoku.device import LossScale
+from kasoku.device import Graphs, LossScale
 from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, PerLayer, Remedies, VirtualRanks
 from kasoku.distributed.batchnorm import virtual_ranks
-from kasoku.optim import EMA, Clip, Lookahead, sgd
+from kasoku.optim import EMA, Lookahead, sgd
 
 SIZE, NODE = 4, 2
 GROUPS = Graded(first=1, power=1.5, least_bytes=1000)
@@ -248,19 +249,22 @@ def test_ema_averages_at_sync_points_by_the_steps_between():
             assert not torch.equal(found[name], own[name])
 
 
-def test_weights_stay_at_their_addresses():
-    """A captured graph reads and writes weights there; no GPU has seen the two together."""
+@pytest.mark.parametrize("beside", [(), (AllReduce(),), (Overlap(GROUPS),)], ids=["alone", "AllReduce", "Overlap"])
+def test_a_replayed_graph_reads_the_weights_that_were_exchanged(beside: tuple[Technique, ...]):
+    """By a stand-in on the CPU; no GPU has seen it."""
+    own, net = Asynchronous(node=NODE, hidden=False), {**PLAIN, "norm": False}
 
-    def addresses(job: Job) -> list[int]:
-        return [x.data_ptr() for x in (*job.model.parameters(), *job.model.buffers())]
+    def run(comm: Comm, *techniques: Technique) -> tuple[list[Tensor], int]:
+        job, seen = make(*techniques, own, *beside, model=Net(seed=comm.rank, **net), comm=comm), []
+        train(job, 6, each=lambda: seen.append(whole(job)))
+        return [*seen, whole(job)], job.step_comm.size
 
-    def run(comm: Comm) -> bool:
-        job = make(nodes(hidden=False), AllReduce(), Clip(norm=1.0), comm=comm)
-        seen = [addresses(job)]
-        train(job, 5, each=lambda: seen.append(addresses(job)))
-        return all(now == seen[0] for now in [*seen, addresses(job)])
-
-    assert all(Threads(SIZE).run(run))
+    plain = Threads(SIZE).run(run)
+    with captured_on_cpu() as counts:
+        replayed = Threads(SIZE).run(lambda comm: run(comm, Graphs()))
+    assert counts.captured == SIZE
+    for (a, _), (b, _) in zip(plain, replayed, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_resumed_nodes_go_on_from_the_same_weights():

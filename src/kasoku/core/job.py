@@ -12,6 +12,7 @@ communicate are applied last, and have finished before one that reads all gradie
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,28 +27,14 @@ from torch.optim import Optimizer
 from kasoku.core.comm import Comm, default_comm
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.job_state import EpochProgress, KeptState, Patches, Stateful
+from kasoku.core.job_state import Batch, Batches, EpochProgress, KeptState, Patches, Stateful
 from kasoku.core.technique import Technique
 from kasoku.core.torch_internals import remove_step_hooks
 from kasoku.core.trace import Trace
 
-Batch = tuple[Tensor, Tensor]
 Hyper = list[dict[str, Any]]
 Around = Callable[[], AbstractContextManager[object]]
 _SET_BY_TORCH = ("_need_device_dtype_check_for_fused",)  # by torch's own step() on itself; no state of the rule
-
-
-class Batches:
-    """The job's loader as the loop sees it: the plain loader inside the generators of techniques."""
-
-    def __init__(self, plain: Iterable[Batch], inner: Iterable[Batch], around: Callable[..., Iterable[Batch]]) -> None:
-        self.plain, self._inner, self._around = plain, inner, around
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._around(self._inner))
-
-    def __len__(self) -> int:
-        return len(self.plain)  # type: ignore[arg-type]
 
 
 class Job:
@@ -63,8 +50,8 @@ class Job:
 
     Attributes:
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
-        step_comm: the ranks that make each step together: those of `comm`, unless a technique lets ranks run ahead of
-            each other; it may change at sync points.
+        vetoes_steps: an applied technique decides at each step whether any parameter changes.
+        step_comm: the ranks that make each step together; not all of `comm` where ranks run ahead, until a sync point.
         patches: what techniques changed in other objects.
     """
 
@@ -90,7 +77,7 @@ class Job:
         self.accumulate = accumulate
         self.clock = self.comm.clock
         self.trace = Trace(self.clock, rank=self.comm.rank)
-        self.needs_whole_gradients = False
+        self.needs_whole_gradients = self.vetoes_steps = False
         self.patches = Patches()
         self.applied: list[Technique] = []
         self.documents: dict[str, Callable[[], object]] = {}
@@ -154,6 +141,10 @@ class Job:
         _ = self.optimizer
         self._hooks["before_step"].append(f)
 
+    def decide_step(self, f: Callable[[Tensor], float | None]) -> None:
+        """Calls f(overflow) where a technique asks for the `decision` on a step; f returns a factor, or None."""
+        self._hooks["decide_step"].append(f)
+
     def after_update(self, f: Callable[[Sequence[Tensor]], None]) -> None:
         """Calls f(params) after an update. `params`: the parameters that it changed, all of the model or some."""
         _ = self.optimizer
@@ -208,6 +199,7 @@ class Job:
             self.step_comm = technique.ranks_in_step(self.step_comm, self.applied)
         for technique in ordered:
             self.needs_whole_gradients |= technique.needs_whole_gradients
+            self.vetoes_steps |= technique.vetoes_steps
             technique.apply(self)
         return self
 
@@ -243,6 +235,14 @@ class Job:
             advice = "use a rule that keeps its state per parameter, or leave the technique out"
             raise InputError(f"{got}, so a part of the model cannot be updated alone: {advice}")
         self.run_after_update([p for group in optimizer.param_groups for p in group["params"] if p in part])
+
+    def decision(self, overflow: Tensor) -> float | None:
+        """The factor of this step's gradients; None: no parameter changes. Collective on `step_comm`, in `before_step`.
+
+        `overflow`: above 0 where this rank's gradients are not all finite, or their mean over ranks may not be.
+        """
+        factors: list[Any] = [f(overflow) for f in self._hooks["decide_step"]]
+        return None if None in factors else math.prod(factors)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of one batch; its loss is divided by `accumulate`, so that a step takes the mean."""
@@ -317,7 +317,7 @@ class Job:
         self._hooks.clear()
         self._around_evaluation.clear()
         self.applied.clear()
-        self.needs_whole_gradients = False
+        self.needs_whole_gradients = self.vetoes_steps = False
         self.step_comm = self.comm
 
     # ---- checkpoints

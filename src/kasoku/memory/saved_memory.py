@@ -45,7 +45,7 @@ class SavedMemory(Technique, stage=Stage.MEMORY, refuses=_REFUSED, saves_memory=
             and statistics do not change, gradients do (see Maths). Tensors that the network's own Python holds
             (features for later) keep their type, and are not predicted.
         in_backward: update each parameter as its gradient arrives and free the gradient. Gradients are kept as usual if
-            a technique needs all of them (Clip, LossScale), or ranks share them.
+            a technique needs all of them (Clip), or may veto a step (LossScale), or ranks share them.
         show: print the plan.
 
     Saves: memory: the values kept for backward, to half or less, and the gradients.
@@ -180,7 +180,7 @@ def larger(job: Job, x: Tensor, factor: float = 2.0) -> str:
     if not proxies:
         return ""
     images = torch.cat([x] * math.ceil(factor))[: round(len(x) * factor)]
-    freed = not job.needs_whole_gradients and job.comm.size == 1
+    freed = not (job.needs_whole_gradients or job.vetoes_steps) and job.comm.size == 1
     network = InspectedNetwork(job, proxies, images, how=Numerics(), gradients_freed=freed)
     plan = network.within(network.plain_bytes(len(x)))
     if plan is None:

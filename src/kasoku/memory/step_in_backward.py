@@ -24,7 +24,7 @@ _LARGE = 2**20  # bytes of weights; smaller ones are not worth it
 
 
 class StepInBackward:
-    """Updates the parameters of a job in backward, if nothing needs all gradients at once and no rank shares them."""
+    """Updates the parameters of a job in backward, if nothing needs them all or may veto the step, on one rank."""
 
     def __init__(self, job: Job, *, enabled: bool, show: bool) -> None:
         self.job, self.enabled, self.show = job, enabled, show
@@ -39,10 +39,11 @@ class StepInBackward:
     @property
     def active(self) -> bool:
         """Whether gradients are used as they arrive; known after all techniques are applied."""
-        if not self.enabled or self.job.needs_whole_gradients or self.job.comm.size > 1:
+        job = self.job
+        if not self.enabled or job.needs_whole_gradients or job.vetoes_steps or job.comm.size > 1:
             return False
         if self.by_parameter is None:
-            rule = type(self.job.optimizer)
+            rule = type(job.optimizer)
             module: str = rule.step.__module__
             self.by_parameter = module.startswith(("torch.optim.", "kasoku.optim."))
             if not self.by_parameter and self.show:

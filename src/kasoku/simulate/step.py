@@ -33,7 +33,8 @@ class Sharing:
         next_forward: the next forward waits for groups; False: the step waits.
         asynchronous: the settings of asynchronous ranks, which exchange updates; None: ranks all-reduce gradients.
         reducer: Overlap's reducer, by which fewer bytes than those of the gradients may be sent; these plan the groups.
-        needs_all: the update needs all gradients, as with fp16's loss scaling, so the next forward never waits.
+        needs_all: the update needs all gradients, so the next forward never waits: with fp16's loss scaling, if the
+            reducer may make a finite gradient infinite.
     """
 
     policy: Policy = field(default_factory=Graded)
@@ -154,9 +155,11 @@ class Simulator:
         images = -(-batch // (gpus * parts))  # of the GPU with the most
         spread = self.cluster.device.spread if self.spread is None else self.spread
         pace = self.sharing.asynchronous if gpus > 1 else None
-        if pace and (pace.servers or pace.max_staleness == 0):  # ranks exchange in another way
-            given = f"servers={pace.servers}, max_staleness={pace.max_staleness}"
-            raise InputError(f"{given}: asynchronous ranks are simulated with servers=0 and max_staleness above 0")
+        within = self.norm_batch <= images  # BatchNorm's groups, within a rank's share
+        if pace and (pace.servers or pace.max_staleness == 0 or not within):
+            given = f"servers={pace.servers}, max_staleness={pace.max_staleness}, {images} images at once"
+            allowed = "servers=0, max_staleness above 0, and norm_batch at most these images"
+            raise InputError(f"{given}: asynchronous ranks are simulated with {allowed}")
         # slow GPUs stay slow, so with bounded staleness all ranks finally wait for the slowest
         slower = 1.0 if pace and pace.max_staleness is None else slowest(spread, gpus)
         compute_s = _computing(self.units(images * pixels), parts)

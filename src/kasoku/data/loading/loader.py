@@ -12,7 +12,7 @@ import torch
 
 from kasoku.core.comm import Comm
 from kasoku.core.errors import InputError
-from kasoku.core.job import Batch
+from kasoku.core.job_state import Batch
 from kasoku.core.trace import Trace
 from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, GoneError, Memory

@@ -48,7 +48,9 @@ class SyncPhases:
         self._job, self.bounds, self.active, self._own = job, (warmup, finish), False, job.step_comm
         if warmup or finish:
             self._engine = Engine(job, Overlap(buckets, next_forward=False), job.comm)
-            if self._own.size == 1:
+            if self._own.size > 1:  # the means of a node are whole, and a loss scale has decided on them
+                self._engine.decides = self._engine.layout.notes_ranges = False
+            else:
                 job.gradient_ready(lambda p: self._engine.arrive(p) if self.active else None)
             job.before_step(lambda: self._average() if self.active else None)
 

@@ -61,6 +61,8 @@ class BucketLayout:
 
     def __init__(self, plan: BucketPlan, layers: LayerIndex) -> None:
         self.plan = plan
+        self.ranges: list[tuple[Tensor, Tensor]] = []  # least and largest gradient of each chunk that was sent
+        self.notes_ranges = False
         self.names = {p: name for name, p in layers.named}
         self.buckets = [Bucket([layers.named[i] for i in bucket]) for bucket in plan.buckets]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
@@ -75,8 +77,16 @@ class BucketLayout:
         """Starts to average one chunk; the reducer keeps its state by the chunk's key."""
         bucket = self.buckets[chunk.bucket]
         x = bucket.flat[chunk.start : chunk.stop]
+        if self.notes_ranges:
+            self.ranges.append(x.aminmax())
         work = reduce(f"{prefix} {chunk.bucket}:{chunk.start}", x)
         bucket.works.append(trace.transfer(f"bucket {chunk.bucket}", x, work))
+
+    def overflow(self, largest: float) -> Tensor:
+        """1 if a gradient that was sent in this step is above `largest` in magnitude, or NaN; else 0."""
+        low, high = (torch.stack(values) for values in zip(*self.ranges, strict=True))
+        self.ranges.clear()
+        return (~((high <= largest) & (low >= -largest))).any().float().reshape(1)
 
     def missing(self) -> list[Tensor]:
         """The parameters without a gradient so far."""

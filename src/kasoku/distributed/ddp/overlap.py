@@ -44,18 +44,17 @@ class Overlap(Technique):
         show: print the plan once it is known.
 
     Saves: the time of communication, as far as compute covers it.
-    Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. With a technique that needs
-        whole gradients (clipping, fp16 loss scaling) the update waits for all of them; a line says so once.
+    Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. The update waits for all
+        gradients, and a line says so once, beside a technique that needs them whole (clipping), and with fp16 loss
+        scaling where the reducer may make a finite gradient infinite (LowRank, Wire in fp16 with sums="wire"). CUDA
+        graphs have no layers to wait for: a backward hides nothing, and late updates end before the model's forward.
         A forward that reads parameters before it calls their layer (a weight penalty) needs next_forward = False.
     Maths: g = mean over ranks of g; bit for bit the step that waits for the same buckets.
     Ref: [000] 4.4; [003]; Jayarajan et al. 2019 (P3, arXiv 1905.03960); Peng et al. 2019 (ByteScheduler).
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[Mapping[str, str]] = {
-        **TWO_AVERAGES,
-        "captures_graph": "a graph has no layers whose forward could wait for its bucket; use AllReduce",
-    }
+    refuses: ClassVar[Mapping[str, str]] = TWO_AVERAGES
     exchanges_gradients: ClassVar[bool] = True
     averages_gradients: ClassVar[bool] = True
     overlaps_backward: ClassVar[bool] = True
@@ -86,9 +85,9 @@ class Overlap(Technique):
         saving: Any = job.model.register_state_dict_pre_hook
         job.on_close(saving(lambda *_: engine.drain()).remove)
         job.on_close(engine.reduce.settle)
-        if job.needs_whole_gradients and engine.late:
+        if engine.late and (reason := engine.needs_all()):
             engine.late = False
-            engine.print_once("Overlap: a technique needs all gradients before any update, so it waits for all of them")
+            engine.print_once(f"Overlap: {reason}, so it waits for all of them")
         if isinstance(self.buckets, Planned):
             engine.profiler = StepProfiler(job, self.buckets, engine.comm, engine.reduce, engine.layers, engine.layout)
         elif self.show:
@@ -115,7 +114,7 @@ class Engine:
         self.job, self.settings, self.late = job, settings, settings.next_forward
         self.ranks, self.comm = ranks, ranks.channel()  # gradients must not hold up the other collectives
         self.reduce = settings.reducer.bind(self.comm)
-        self.layers = LayerIndex(job.model)
+        self.layers = LayerIndex(job.model, whole=any(technique.captures_graph for technique in job.applied))
         self.profiler: StepProfiler | None = None  # measures the first steps for the search of a plan
         self.hyper: Hyper = []
         self.sent = 0  # chunks of this step
@@ -123,9 +122,21 @@ class Engine:
         self.forecast: Forecast | None = None  # of the plan that was searched, if it was
         self.link: LinkModel | None = None
         self.layout = BucketLayout(settings.buckets.plan(self.layers.tensors), self.layers)
+        least_max = min(torch.finfo(p.dtype).max for _, p in self.layers.named)
+        self.largest = min(settings.reducer.largest(self.comm.size), least_max / self.comm.size)  # 0: not known
+        self.layout.notes_ranges = self.decides = job.vetoes_steps and self.largest > 0
+        self.factor: float | None = 1.0  # of this step's gradients; None: no parameter changes
         kind = self.layout.buckets[0].flat.device.type
         autocast = torch.amp.is_autocast_available(kind)
         self.full_precision = torch.autocast(kind, enabled=False) if autocast else nullcontext()
+
+    def needs_all(self) -> str:
+        """Why no bucket can be updated before all gradients are there; empty if it can."""
+        if self.job.needs_whole_gradients:
+            return "a technique needs all gradients before any update"
+        if self.job.vetoes_steps and not self.decides:
+            return f"{type(self.settings.reducer).__name__} may make gradients infinite, which a step must know"
+        return ""
 
     def print_once(self, line: str) -> None:
         """Prints on rank 0."""
@@ -187,20 +198,25 @@ class Engine:
         if self.profiler is not None:
             late = late and self.profiler.allows_late_updates
             self.profiler.called()
+        self.finish_step(late=late)
+        self.sent = 0
+        if self.profiler is not None:
+            self.profiler.averaged()
+
+    def finish_step(self, *, late: bool) -> None:
+        """Leaves the updates for later, or hands the means to the optimizer; drops them if the step is vetoed."""
+        self.factor = self.job.decision(self.layout.overflow(self.largest)) if self.decides else 1.0
+        late = late and self.factor is not None
         if late:
             hyper = self.job.hyper()  # as they are now: a scheduler may change them in place
             self.hyper = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in hyper]
         for bucket in self.layout.by_arrival:
             bucket.pending = late
             bucket.versions.clear()
-            if late:
+            if not late:
+                self.receive(bucket)
+            if late or self.factor is None:
                 bucket.detach()
-            else:
-                self.wait(bucket)
-                bucket.attach()
-        self.sent = 0
-        if self.profiler is not None:
-            self.profiler.averaged()
 
     # ---- after the step
 
@@ -234,18 +250,20 @@ class Engine:
         """Updates a pending bucket when its mean has arrived."""
         if not bucket.pending:
             return
-        self.wait(bucket)
+        self.receive(bucket)
         bucket.pending = False
-        bucket.attach()
         with torch.inference_mode(False), self.full_precision, self.job.trace.span("update"):
             self.job.update([p for p in bucket.views if p not in bucket.idle], self.hyper)
         bucket.detach()
 
-    def wait(self, bucket: Bucket) -> None:
-        """Waits for a bucket; on a GPU its stream does."""
+    def receive(self, bucket: Bucket) -> None:
+        """Waits for a bucket (on a GPU its stream does), and gives its parameters their gradients."""
         with self.job.trace.span("wait", bytes=bucket.flat.nbytes):
             bucket.wait()
         self.job.trace.poll_transfers()
+        if self.factor not in (None, 1.0):
+            bucket.flat.mul_(self.factor)
+        bucket.attach()
 
     # ---- plans and checkpoints
 
@@ -258,6 +276,7 @@ class Engine:
         self.late = self.late and late
         self.key_prefix = "planned"
         self.layout = BucketLayout(plan, self.layers)
+        self.layout.notes_ranges = self.decides
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that was searched, and the reducer's state."""
