@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1855,
+    "core": 1865,
     "optim": 1180,
     "models": 830,
     "device": 640,
@@ -32,7 +32,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "memory": 2175,
     "config": 1410,
     "tune": 2065,
-    "simulate": 1830,
+    "simulate": 1840,
     "report": 2460,
     "training": 2360,
     "commands": 1940,
