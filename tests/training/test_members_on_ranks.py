@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -203,19 +205,38 @@ def test_continue_starts_an_ensemble_or_goes_on_with_it(tmp_path, capsys):
         assert "a run of 2 members, and --members " in capsys.readouterr().err
 
 
+def started_members(out: Path, *more: str) -> list[subprocess.Popen[str]]:
+    """Two ranks with a member each, both of which have written a checkpoint."""
+    ranks = started(["train", str(RECIPE), *more, "--members", "2", "--quiet", "--out", str(out)], 2)
+    deadline = time.monotonic() + 120
+    while not all(list(path.glob("checkpoints/step-*")) for path in paths_of(out, 2)):
+        assert time.monotonic() < deadline
+        assert all(rank.poll() is None for rank in ranks)
+        time.sleep(0.005)
+    return ranks
+
+
+@pytest.mark.process
+def test_the_death_of_a_rank_that_trains_apart_is_named(tmp_path):
+    ranks = started_members(tmp_path / "run", *options("epochs=10000", "save.every_steps=50"))
+    try:
+        ranks[1].kill()
+        said, _ = (rank.communicate(timeout=60)[1] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[0].returncode == 4
+    assert f"rank 1 (host {socket.gethostname()}, pid {ranks[1].pid}) died: " in said
+
+
 @pytest.mark.process
 @pytest.mark.smoke
 def test_members_on_ranks_stopped_go_on_to_the_same_bits(tmp_path):
     more = options("norm_batch=0", "epochs=20", "schedule.epochs=20", "save.every_steps=30", "evaluate.every=10")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(["train", str(RECIPE), *more, "--members", "2", "--quiet", "--out", str(whole)]) == 0
-    ranks = started(["train", str(RECIPE), *more, "--members", "2", "--quiet", "--out", str(parts)], 2)
+    ranks = started_members(parts, *more)
     try:
-        deadline = time.monotonic() + 120
-        while not all(list(path.glob("checkpoints/step-*")) for path in paths_of(parts, 2)):
-            assert time.monotonic() < deadline
-            assert all(rank.poll() is None for rank in ranks)
-            time.sleep(0.005)
         for rank in ranks:
             rank.send_signal(signal.SIGTERM)
         said = [rank.communicate(timeout=60)[1] for rank in ranks]
