@@ -23,13 +23,13 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1805,
+    "core": 1965,
     "optim": 1180,
     "models": 830,
     "device": 555,
     "data": 5215,
-    "distributed": 5480,
-    "memory": 2175,
+    "distributed": 5615,
+    "memory": 2295,
     "config": 1380,
     "tune": 2065,
     "simulate": 1740,

@@ -108,9 +108,8 @@ def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> l
     """
     if is_asynchronous(recipe, ranks):
         return []
-    # Without groups the running statistics are each rank's own, as where another technique runs BatchNorm itself.
-    replaced = any("replaces_batchnorm" in t.refuses for t in techniques_for(recipe, ranks))
-    own = ranks == 1 or recipe.device.graphs or replaced or uneven
+    # Without groups the running statistics are each rank's own.
+    own = ranks == 1 or recipe.device.graphs or uneven
     norm_batch = recipe.norm_batch if own else recipe.images_per_norm(ranks)
     derived: list[Technique] = []
     if norm_batch or recipe.norm_average or uneven:

@@ -63,6 +63,7 @@ class Job:
 
     Attributes:
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
+        in_backward: the `BackwardUpdates` of a technique that uses gradients as they arrive; None without one.
         step_comm: the ranks that make each step together: those of `comm`, unless a technique lets ranks run ahead.
         patches: what techniques changed in other objects.
     """
@@ -90,6 +91,7 @@ class Job:
         self.clock = self.comm.clock
         self.trace = Trace(self.clock, rank=self.comm.rank)
         self.needs_whole_gradients = False
+        self.in_backward: Any = None
         self.patches = Patches()
         self.applied: list[Technique] = []
         self.documents: dict[str, Callable[[], object]] = {}

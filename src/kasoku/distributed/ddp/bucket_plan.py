@@ -166,6 +166,13 @@ def ready_order(buckets: Iterable[Sequence[int]], tensors: Sequence[Sized], poli
     return BucketPlan(tuple(result), tuple(order), policy)
 
 
+def per_tensor(tensors: Sequence[Sized]) -> BucketPlan:
+    """A bucket for each tensor of at least 1 MiB, and for each run of smaller ones: the smallest buffers."""
+    large = [(i,) for i, t in enumerate(tensors) if t.size >= MIB]
+    small = [(i,) for i, t in enumerate(tensors) if t.size < MIB]
+    return ready_order([*large, *_merged(small, tensors, MIB)], tensors, "a tensor")
+
+
 def search(
     units: Sequence[UnitTimes], tensors: Sequence[Sized], link: LinkModel, *, next_forward: bool = True
 ) -> tuple[BucketPlan, Forecast, bool]:
