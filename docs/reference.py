@@ -124,6 +124,8 @@ def technique(name: str, thing: Any, known: dict[str, Any]) -> Iterator[str]:
     lines.append(f"- **Combines with:** all others but {others}." if others else "- **Combines with:** all others.")
     if thing.needs_whole_gradients:
         lines.append("- **Updates:** no parameter before all gradients are there, so Overlap waits for all buckets.")
+    if thing.vetoes_steps:
+        lines.append("- **Updates:** none in backward (SavedMemory); Overlap updates as usual, with most reducers.")
     when = [text for attribute, text in RANKS.items() if getattr(thing, attribute)]
     lines.append(f"- **Ranks:** {'; '.join(when) or 'does not communicate'}.")
     yield "\n".join(lines)

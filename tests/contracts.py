@@ -61,7 +61,7 @@ NO_ROW = {
     "Augment": "needs images, not tensors: tests/data/test_augment.py",
     "Decoding": "needs CUDA and image files: tests/data/test_nvjpeg.py",
     "Emulate": "needs a virtual clock: tests/distributed/test_virtual_clock.py",
-    "Graphs": "needs CUDA: tests/device/test_techniques.py",
+    "Graphs": "needs CUDA or its stand-in: tests/device/test_graphs.py",
     "GrowBatch": "needs a loader of kasoku.data: tests/data/test_grow.py",
     "LowResolution": "needs a network that takes any size: tests/data/test_resolution.py",
     "Pretrained": "needs a file of weights: tests/models",

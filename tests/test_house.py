@@ -23,18 +23,18 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1965,
+    "core": 1985,
     "optim": 1180,
     "models": 830,
-    "device": 555,
+    "device": 635,
     "data": 5215,
-    "distributed": 5615,
+    "distributed": 5675,
     "memory": 2295,
     "config": 1380,
     "tune": 2065,
-    "simulate": 1740,
+    "simulate": 1755,
     "report": 2290,
-    "training": 2180,
+    "training": 2190,
     "commands": 1885,
     "testing": 630,
 }

@@ -294,11 +294,11 @@ def test_ranks_at_their_own_pace_keep_their_groups_and_are_not_searched(
         assert "exchange" not in shown
 
 
-def test_a_recipe_with_graphs_keeps_a_collective_for_each_parameter(tmp_path: Path) -> None:
+def test_a_recipe_with_graphs_has_one_bucket_and_no_searched_groups(tmp_path: Path) -> None:
     (tmp_path / "desk.toml").write_text(DESK)
     options = ["--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", "batch=512"]
     found = planned(tmp_path / "p", DIGITS, *options, "--set", "device.graphs=true")
-    assert "(a parameter)" in found["shown"]["groups"]  # type: ignore[index]
+    assert "(one bucket)" in found["shown"]["groups"]  # type: ignore[index]
     assert not any(isinstance(t, Overlap) for t in load(tmp_path / "p" / DIGITS.name).techniques)
 
 

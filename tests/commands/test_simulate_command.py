@@ -274,10 +274,32 @@ def test_what_these_times_are_not_of_is_told(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("precision", "late"), [("auto", False), ("fp16", False), ("bf16", True)])
-def test_loss_scaling_lets_no_forward_begin_before_all_groups_have_arrived(precision: str, late: bool) -> None:
-    recipe = load_recipe(RECORD, [*GRADED[1::2], f"device.precision={precision}"])
+@pytest.mark.parametrize(
+    ("precision", "wire", "late"),
+    [
+        ("auto", "", True),
+        ("bf16", "wire", True),
+        ("fp16", "fp32", True),
+        ("fp16", "wire", False),
+        ("auto", "wire", False),
+    ],
+)
+def test_loss_scaling_waits_for_all_groups_only_if_the_wire_may_overflow(precision: str, wire: str, late: bool) -> None:
+    graded, reducer = "kasoku.distributed.Graded", f"{{use='kasoku.distributed.Wire', dtype='fp16', sums='{wire}'}}"
+    more = f", reducer={reducer}" if wire else ""
+    overlap = f"techniques=[{{use='kasoku.distributed.Overlap', buckets={{use='{graded}'}}{more}}}]"
+    recipe = load_recipe(RECORD, [overlap, f"device.precision={precision}"])
     assert scenario(recipe, load("abci")).step(2048).inputs.late == late  # auto is fp16 on V100
+
+
+@pytest.mark.parametrize(("buckets", "groups"), [("Planned", 1), ("OneBucket", 1), ("Fixed", 5)])
+def test_of_a_graph_all_gradients_are_sent_after_backward(buckets: str, groups: int) -> None:
+    overlap = f"techniques=[{{use='kasoku.distributed.Overlap', buckets={{use='kasoku.distributed.{buckets}'}}}}]"
+    recipe = load_recipe(RECORD, [overlap, "norm_batch=0", "norm_average=0", "device.graphs=true"])
+    step = scenario(recipe, load("abci")).step(2048)
+    assert len(step.inputs.plan.buckets) == groups
+    assert not step.inputs.late
+    assert step.exposed_s == pytest.approx(step.link_s, rel=1e-9), "nothing is hidden"
 
 
 def test_a_share_in_parts_is_held_against_one_in_as_many_parts(tmp_path: Path) -> None:

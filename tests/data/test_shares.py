@@ -95,9 +95,11 @@ def test_shares_in_parts_are_accumulated():
     assert_near(alone, ranks[0])
 
 
-def test_shares_in_groups_of_norm_batch_keep_the_statistics_of_one_rank():
-    alone = trained(Solo(), VirtualRanks(norm_batch=8), norm=True)
-    ranks = Threads(2).run(lambda comm: trained(comm, Shares((24, 8)), AllReduce(), VirtualRanks(8), norm=True))
+@pytest.mark.parametrize(("norm_batch", "parts"), [(8, 1), (4, 2)])
+def test_shares_in_groups_of_norm_batch_keep_the_statistics_of_one_rank(norm_batch: int, parts: int):
+    virtual = VirtualRanks(norm_batch)
+    alone = trained(Solo(), virtual, norm=True)
+    ranks = Threads(2).run(lambda c: trained(c, Shares((24, 8)), AllReduce(), virtual, parts=parts, norm=True))
     for rank in ranks:
         assert_near(alone, rank, 1e-5)
 

@@ -12,16 +12,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch.nn import Linear
-from torch.optim import SGD
 
 from helpers.started import RECIPE, started
 from kasoku.config.recipe import Recipe, dumps, load
-from kasoku.core import Comm, InputError, Job, Threads, process_start
+from kasoku.core import Comm, InputError, Threads, process_start
 from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.shuffle import order as order_of_epoch
-from kasoku.device import LossScale
-from kasoku.distributed import Asynchronous
 from kasoku.training.batches import AsyncSource
 from kasoku.training.control import Request
 from kasoku.training.run_folder import run_folder
@@ -333,9 +329,3 @@ def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup
 
     with pytest.raises(InputError, match="rank 1: the source is gone"):
         Threads(3).run(rank)
-
-
-def test_what_scales_the_loss_over_all_ranks_is_refused():
-    net, both = Linear(2, 2), (LossScale(), Asynchronous())
-    with pytest.raises(InputError, match="LossScale and Asynchronous cannot be combined"):
-        Threads(2).run(lambda comm: Job(net, SGD(net.parameters()), comm=comm).apply(*both))

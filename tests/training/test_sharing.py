@@ -15,6 +15,7 @@ from contracts import one_thread as one_thread
 from kasoku.config.ranks import shares_of
 from kasoku.config.recipe import Recipe, from_document
 from kasoku.core import Comm, Job, Solo, Threads
+from kasoku.training.auto_batch import shares_row
 from kasoku.training.run_folder import shares_in
 from kasoku.training.trainer import build
 from kasoku.tune import Throughput, tune_batch_size
@@ -91,12 +92,23 @@ def test_alone_there_is_no_speed_to_tell():
         ({"accumulate": 2}, (100.0, 50.0), (42, 22)),
         ({"norm_batch": 8}, (100.0, 50.0), ()),
         ({"norm_batch": 8, "accumulate": 1}, (100.0, 50.0), (40, 24)),
+        ({"norm_batch": 8, "accumulate": 2}, (100.0, 50.0), (48, 16)),
         ({"norm_batch": 64, "accumulate": 1}, (100.0, 50.0), ()),
-        ({"device": {"graphs": True}}, (100.0, 50.0), ()),
+        ({"device": {"graphs": True}}, (100.0, 50.0), (43, 21)),
     ],
 )
 def test_shares_follow_speeds_as_far_as_the_recipe_permits(more: dict, speeds: tuple, shares: tuple):
     assert shares_of(recipe(**more), speeds) == shares
+
+
+def test_of_unequal_speeds_the_shares_or_the_reason_for_equal_ones_are_told():
+    def told(speeds: tuple[float, ...], **more: Any) -> str:
+        return shares_row(recipe(**more), speeds)
+
+    assert told((100.0, 50.0)) == '43, 21 images, by the speed of each rank, where batch = "auto"'
+    assert told((100.0, 99.0)) == told(()) == ""
+    equal = "equal, though the ranks' speeds differ: a share is a multiple of 32 images (norm_batch, parts)"
+    assert told((100.0, 50.0), norm_batch=8) == f"{equal}; a smaller accumulate makes them finer"
 
 
 def test_a_training_of_unequal_shares_is_that_of_one_rank():

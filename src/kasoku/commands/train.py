@@ -144,7 +144,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     recipe, dataset = (tuned.recipe, tuned.dataset) if tuned else (recipe, None)
     # before the folder is written: a start that fails leaves nothing behind
     shares = shares_of(recipe, tuned.result.speeds) if tuned else ()
-    if resume and not tuned and not recipe.device.graphs:
+    if resume and not tuned:
         shares = shares_in(folder, comm, recipe.batch)
     training = run_on_all_ranks(comm, lambda: trainer.build(recipe, comm, dataset=dataset, start=start, shares=shares))
     rows = start.do("estimate", lambda: _photo_rows(training)) if announced else {}

@@ -8,7 +8,7 @@ import torch
 from kasoku.config.recipe import Recipe, dumps
 from kasoku.core import Comm, InputError, Technique, say
 from kasoku.data import by_speed
-from kasoku.distributed import AllReduce, Overlap, VirtualRanks
+from kasoku.distributed import Overlap, VirtualRanks
 from kasoku.distributed.consensus import assert_same_on_all_ranks, version_facts
 
 UNSURE = 0.3  # the fraction of a test batch that `evaluate.views = "crops"` tests on shifted crops too
@@ -60,23 +60,24 @@ def can_share(recipe: Recipe, ranks: int) -> bool:
 def shares_of(recipe: Recipe, speeds: Sequence[float]) -> tuple[int, ...]:
     """The images of a batch that each rank takes; empty for equal shares.
 
-    They follow the speeds if the slowest rank is more than a tenth slower than the fastest. They are equal if a rank
-    takes virtual ranks one after the other (ranks would make different numbers of passes), and with CUDA graphs (in
-    which BatchNorm's statistics are not grouped).
+    They follow the speeds if the slowest rank is more than a tenth slower than the fastest, in multiples of
+    `unit_of_shares`; they are equal if the batch has too few of these.
 
     Args:
         recipe: what is trained.
         speeds: images a second of each rank, in rank order; empty: not known.
     """
     ranks = len(speeds)
-    if ranks < 2 or recipe.device.graphs:
-        return ()
-    parts = recipe.parts(ranks)
-    unit = recipe.norm_batch or parts  # shares are multiples of it
-    if (recipe.norm_batch and parts > 1) or recipe.batch % unit or recipe.batch // unit < ranks:
+    unit = unit_of_shares(recipe, ranks) if ranks > 1 else 0
+    if not unit or recipe.batch % unit or recipe.batch // unit < ranks:
         return ()
     shares = by_speed(recipe.batch, speeds, unit=unit)
     return shares if len(set(shares)) > 1 else ()
+
+
+def unit_of_shares(recipe: Recipe, ranks: int) -> int:
+    """The images that a rank's share is a multiple of: a BatchNorm group, or one image, in each of its parts."""
+    return (recipe.norm_batch or 1) * recipe.parts(ranks)
 
 
 def techniques_for(recipe: Recipe, ranks: int) -> list[Technique]:
@@ -112,11 +113,11 @@ def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> l
     own = ranks == 1 or recipe.device.graphs or uneven
     norm_batch = recipe.norm_batch if own else recipe.images_per_norm(ranks)
     derived: list[Technique] = []
-    if norm_batch or recipe.norm_average or uneven:
+    if norm_batch or recipe.norm_average or (uneven and not recipe.device.graphs):  # Graphs average them itself
         derived.append(VirtualRanks(norm_batch, recipe.norm_average))
     if not any(technique.exchanges_gradients for technique in recipe.techniques):
         # on one rank too, so that several ranks can resume from there
-        derived.append(AllReduce() if recipe.device.graphs else Overlap())
+        derived.append(Overlap())
     return derived
 
 

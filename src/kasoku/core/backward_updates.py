@@ -54,7 +54,7 @@ class BackwardUpdates:
         """The same, as if an exchange took part or did not."""
         job, rule = self.job, type(self.job.optimizer)
         reason = ""
-        if job.needs_whole_gradients or getattr(job, "vetoes_steps", False):
+        if job.needs_whole_gradients or job.vetoes_steps:
             reason = "a technique needs all gradients before any update"
         elif job.comm.size > 1 and not (exchanged and job.step_comm.size == job.comm.size):
             reason = 'ranks exchange at the step (Overlap with unused = "refuse" does so in backward)'

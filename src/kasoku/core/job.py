@@ -12,6 +12,7 @@ communicate are applied last, and have finished before one that reads all gradie
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,6 +65,7 @@ class Job:
     Attributes:
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
         in_backward: the `BackwardUpdates` of a technique that uses gradients as they arrive; None without one.
+        vetoes_steps: an applied technique decides at each step whether any parameter changes.
         step_comm: the ranks that make each step together: those of `comm`, unless a technique lets ranks run ahead.
         patches: what techniques changed in other objects.
     """
@@ -90,7 +92,7 @@ class Job:
         self.accumulate = accumulate
         self.clock = self.comm.clock
         self.trace = Trace(self.clock, rank=self.comm.rank)
-        self.needs_whole_gradients = False
+        self.needs_whole_gradients = self.vetoes_steps = False
         self.in_backward: Any = None
         self.patches = Patches()
         self.applied: list[Technique] = []
@@ -155,6 +157,10 @@ class Job:
         _ = self.optimizer
         self._hooks["before_step"].append(f)
 
+    def decide_step(self, f: Callable[[Tensor], float | None]) -> None:
+        """Calls f(overflow) where a technique asks for the `decision` on a step; f returns a factor, or None."""
+        self._hooks["decide_step"].append(f)
+
     def after_update(self, f: Callable[[Sequence[Tensor]], None]) -> None:
         """Calls f(params) after an update. `params`: the parameters that it changed, all of the model or some."""
         _ = self.optimizer
@@ -204,6 +210,7 @@ class Job:
             self.step_comm = technique.ranks_in_step(self.step_comm)
         for technique in ordered:
             self.needs_whole_gradients |= technique.needs_whole_gradients
+            self.vetoes_steps |= technique.vetoes_steps
             technique.apply(self)
             self.applied.append(technique)
         return self
@@ -240,6 +247,14 @@ class Job:
             advice = "use a rule that keeps its state per parameter, or leave the technique out"
             raise InputError(f"{got}, so a part of the model cannot be updated alone: {advice}")
         self.run_after_update([p for group in optimizer.param_groups for p in group["params"] if p in part])
+
+    def decision(self, overflow: Tensor) -> float | None:
+        """The factor of this step's gradients; None: no parameter changes. Collective on `step_comm`, in `before_step`.
+
+        `overflow`: above 0 where this rank's gradients are not all finite, or their mean over ranks may not be.
+        """
+        factors: list[Any] = [f(overflow) for f in self._hooks["decide_step"]]
+        return None if None in factors else math.prod(factors)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of one batch; its loss is divided by `accumulate`, so that a step takes the mean."""
@@ -309,7 +324,7 @@ class Job:
         self._hooks.clear()
         self._around_evaluation.clear()
         self.applied.clear()
-        self.needs_whole_gradients = False
+        self.needs_whole_gradients = self.vetoes_steps = False
         self.step_comm = self.comm
 
     # ---- checkpoints

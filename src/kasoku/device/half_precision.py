@@ -47,11 +47,12 @@ def _half(forward: Callable[..., Any], kind: str, dtype: torch.dtype, *args: Any
 
 
 @dataclass(frozen=True)
-class LossScale(Technique, stage=Stage.GRADIENT, needs_whole_gradients=True, needs_ranks_in_step=True):
+class LossScale(Technique, stage=Stage.GRADIENT, vetoes_steps=True):
     """Scales the gradient up through the backward pass, so that fp16 does not round small ones to zero.
 
     The loss itself is not changed. A step whose gradients are not all finite is left out, on every rank, and the scale
-    is divided by `factor`; after `every` good steps it is multiplied by it.
+    is divided by `factor`; after `every` good steps it is multiplied by it. Under Overlap each rank looks at its own
+    gradients as they are sent, so the decision waits for no bucket and updates stay behind the next forward.
 
     Args:
         start: first scale, above 0.
@@ -59,7 +60,7 @@ class LossScale(Technique, stage=Stage.GRADIENT, needs_whole_gradients=True, nee
         every: good steps in a row before it grows, at least 1.
 
     Saves: accuracy in fp16.
-    Costs: a pass over the gradients, and one wait for the device a step; every gradient before any update.
+    Costs: a pass over the gradients, and one wait for the device a step; on several ranks for a number of each rank.
     Ref: Micikevicius et al. 2018 (arXiv 1710.03740), 3.2.
     """
 
@@ -73,9 +74,10 @@ class LossScale(Technique, stage=Stage.GRADIENT, needs_whole_gradients=True, nee
             raise InputError(f"{got}: start above 0, factor above 1, every at least 1 step")
 
     def apply(self, job: Job) -> None:
-        """Scales behind the loss; unscales and checks after communication, before clipping."""
+        """Scales behind the loss; unscales and checks before clipping, unless Overlap has done so."""
         scaler = _Scaler(job, self)
         job.patch(job, "loss", scaler.loss)
+        job.decide_step(scaler.decide)
         job.before_step(scaler.unscale)
         job.keep("loss_scale", scaler)
 
@@ -85,6 +87,7 @@ class _Scaler:
         self.job, self.settings = job, settings
         self.inner: Callable[[Any, Tensor], Tensor] = job.loss
         self.scale, self.good = settings.start, 0
+        self.decided = False  # another technique has asked on this step, and unscales its gradients
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
         loss = self.inner(outputs, labels)
@@ -93,25 +96,34 @@ class _Scaler:
             loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
         return loss
 
+    def decide(self, overflow: Tensor) -> float | None:
+        """The factor that unscales this step's gradients; None if those of a rank overflow, and the scale falls."""
+        self.decided = True
+        self.job.step_comm.all_reduce(overflow, op="max").wait()
+        scale, factor = self.scale, self.settings.factor
+        if overflow.item():
+            self.scale, self.good = scale / factor, 0
+            return None
+        self.good += 1
+        if self.good == self.settings.every:
+            self.scale, self.good = scale * factor, 0
+        return 1 / scale
+
     @torch.no_grad()
     def unscale(self) -> None:
         params = list(self.job.model.parameters())
         grads = [p.grad for p in params if p.grad is not None]
-        if not grads:
+        if not grads or self.decided:
+            self.decided = False
             return
         device = grads[0].device
         overflow = torch.zeros(1, device=device)
         inverse = torch.full((1,), 1 / self.scale, device=device)
         unscale_and_check(grads, overflow, inverse)
-        self.job.comm.all_reduce(overflow, op="max").wait()
-        if overflow.item():
+        if self.decide(overflow) is None:
             for p in params:
                 p.grad = None  # the optimizer then leaves them where they are
-            self.scale, self.good = self.scale / self.settings.factor, 0
-            return
-        self.good += 1
-        if self.good == self.settings.every:
-            self.scale, self.good = self.scale * self.settings.factor, 0
+        self.decided = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale, "good": self.good}

@@ -183,7 +183,7 @@ def larger(job: Job, x: Tensor, factor: float = 2.0) -> str:
     if not proxies:
         return ""
     images = torch.cat([x] * math.ceil(factor))[: round(len(x) * factor)]
-    freed = not job.needs_whole_gradients and job.comm.size == 1
+    freed = not (job.needs_whole_gradients or job.vetoes_steps) and job.comm.size == 1
     network = InspectedNetwork(job, proxies, images, how=Numerics(), gradients_freed=freed)
     plan = network.within(network.plain_bytes(len(x)))
     if plan is None:

@@ -17,7 +17,7 @@ from kasoku.config.updates import data_info, evaluations, updates
 from kasoku.core import InputError
 from kasoku.data import Facts
 from kasoku.device import Graphs
-from kasoku.distributed import OneBucket, Overlap, Policy
+from kasoku.distributed import OneBucket, Overlap, Planned, Policy
 from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
@@ -28,11 +28,16 @@ _FEW, _ENOUGH = 16, 32  # images that share BatchNorm statistics: fewer get a re
 
 
 @dataclass(frozen=True)
-class PerParameter(Policy):
-    """The collectives of AllReduce: one for each parameter, in their order, so none before the end of backward."""
+class AfterBackward(Policy):
+    """The buckets of a policy, or one a parameter (AllReduce), of which none is sent before the end of backward."""
+
+    policy: Policy | None = None
 
     def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
-        """The parameters near the input come first."""
+        """The bucket nearest the input is sent first, since its gradients arrive last."""
+        if self.policy is not None:
+            plan = self.policy.plan([replace(t, unit=0) for t in tensors])
+            return replace(plan, order=plan.order[::-1])
         order = tuple(Chunk(i, 0, t.elements) for i, t in enumerate(tensors))
         return BucketPlan(tuple((i,) for i in range(len(tensors))), order, "a parameter")
 
@@ -179,7 +184,8 @@ def scenario(
     if any(technique.changes_batch for technique in recipe.techniques):
         raise InputError("technique GrowBatch: a batch that grows is not simulated: leave it out, and give one batch")
     precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
-    shared = replace(sharing(recipe, algorithm), needs_all=precision == "fp16")
+    shared = sharing(recipe, algorithm)
+    shared = replace(shared, needs_all=precision == "fp16" and not shared.reducer.largest(ranks=2))
     if like and (like.recipe.model, like.recipe.data) == (recipe.model, recipe.data):
         other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
         return replace(like, recipe=recipe, simulator=other)
@@ -208,15 +214,17 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
         if algorithm:
             raise InputError(f"--allreduce {algorithm}: asynchronous ranks send no all-reduces: leave it out")
         return Sharing(exchange.buckets, asynchronous=exchange)
-    if recipe.device.graphs or not exchange.overlaps_backward:
-        return Sharing(PerParameter(), algorithm=algorithm or "auto")
-    late = exchange.next_forward and not any(technique.needs_whole_gradients for technique in techniques)
+    if not exchange.overlaps_backward:
+        return Sharing(AfterBackward(), algorithm=algorithm or "auto")
+    policy, late = exchange.buckets, exchange.next_forward and not any(t.needs_whole_gradients for t in techniques)
+    if recipe.device.graphs:  # for which Planned finds one bucket
+        policy, late = AfterBackward(OneBucket() if isinstance(policy, Planned) else policy), False
     between = flat(exchange.reducer)  # raises for a reducer that is not simulated
     if algorithm not in ("", "auto") and exchanges(between):
         wire = 'reducer Wire with sums="fp32" makes an all-to-all and an all-gather'
         raise InputError(f'--allreduce {algorithm}: {wire}: leave it out, or give Wire sums="wire"')
     reducer = between if algorithm else exchange.reducer
-    return Sharing(exchange.buckets, late, algorithm=algorithm or "auto", reducer=reducer)
+    return Sharing(policy, late, algorithm=algorithm or "auto", reducer=reducer)
 
 
 def sweep(

@@ -136,7 +136,7 @@ def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tupl
 
 
 def _has_groups(base: Scenario) -> bool:
-    """Whether the planner may choose its groups: graphs have none, and asynchronous ranks exchange updates."""
+    """Whether the planner may choose groups: a graph gives all gradients at once, asynchronous ranks have no groups."""
     return not (base.recipe.device.graphs or base.simulator.sharing.asynchronous)
 
 

@@ -33,7 +33,8 @@ class Sharing:
         next_forward: the next forward waits for groups; False: the step waits.
         asynchronous: the settings of asynchronous ranks, which exchange updates; None: ranks all-reduce gradients.
         reducer: Overlap's reducer, by which fewer bytes than those of the gradients may be sent; these plan the groups.
-        needs_all: the update needs all gradients, as with fp16's loss scaling, so the next forward never waits.
+        needs_all: the update needs all gradients, so the next forward never waits: with fp16's loss scaling, if the
+            reducer may make a finite gradient infinite.
     """
 
     policy: Policy = field(default_factory=Graded)

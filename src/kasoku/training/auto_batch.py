@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from kasoku.config.ranks import shares_of
+from kasoku.config.ranks import shares_of, unit_of_shares
 from kasoku.config.recipe import Recipe
 from kasoku.config.updates import updates
 from kasoku.core import Comm, InputError, say, summary
-from kasoku.data import Dataset
+from kasoku.data import Dataset, by_speed
 from kasoku.distributed.consensus import run_on_all_ranks
 from kasoku.distributed.rendezvous import is_lost_rank
 from kasoku.report import print_table
@@ -173,14 +173,24 @@ def show(tuned: TunedRecipe, *, memory: str = "") -> None:
         takes = f"{result.epochs[i]:.3g}" if result.epochs else "-"
         rows.add_row(f"{sample.batch:,}", *cells, takes, style="bold" if sample.batch == result.batch else "")
     Console(highlight=False).print(rows)
-    shares = ", ".join(f"{images:,}" for images in shares_of(recipe, result.speeds))
     rates = ", ".join(f"{path} {rate * recipe.rate_scale:.4g}" for path, rate in rates_of(recipe).items())
     scaled = f"x {recipe.rate_scale:.4g} ({recipe.scaling}, from {recipe.reference_batch:,}): {rates}"
     lines = {
         "batch": f"{result.batch:,}: {result.why}",
         "rates": scaled if recipe.reference_batch else f"{rates} ({recipe.origin})",
         "memory": memory,
-        "shares": shares and f'{shares} images, by the speed of each rank, where batch = "auto"',
+        "shares": shares_row(recipe, result.speeds),
         "tuning": f"{result.strategy}, {result.spent_s:.1f} s of {result.budget_s:g}",
     }
     print_table("", {name: text for name, text in lines.items() if text})
+
+
+def shares_row(recipe: Recipe, speeds: Sequence[float]) -> str:
+    """How ranks of unequal speed share the batch; empty for equal speeds."""
+    if not speeds or len(set(by_speed(recipe.batch, speeds))) == 1:
+        return ""
+    if shares := shares_of(recipe, speeds):
+        return f'{", ".join(f"{n:,}" for n in shares)} images, by the speed of each rank, where batch = "auto"'
+    unit = unit_of_shares(recipe, len(speeds))
+    more = "; a smaller accumulate makes them finer" if unit > max(1, recipe.norm_batch) else ""
+    return f"equal, though the ranks' speeds differ: a share is a multiple of {unit:,} images (norm_batch, parts){more}"

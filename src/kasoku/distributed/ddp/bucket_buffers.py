@@ -82,6 +82,8 @@ class BucketLayout:
 
     def __init__(self, plan: BucketPlan, layers: LayerIndex, *, allocated: bool = True) -> None:
         self.plan = plan
+        self.ranges: list[tuple[Tensor, Tensor]] = []  # least and largest gradient of each chunk that was sent
+        self.notes_ranges = False
         self.names = {p: name for name, p in layers.named}
         self.buckets = [Bucket([layers.named[i] for i in bucket]) for bucket in plan.buckets]
         for bucket in self.buckets if allocated else ():
@@ -99,8 +101,16 @@ class BucketLayout:
         bucket = self.buckets[chunk.bucket]
         x = bucket.flat[chunk.start : chunk.stop]
         bucket.unsent -= x.numel()
+        if self.notes_ranges:
+            self.ranges.append(x.aminmax())
         work = reduce(f"{prefix} {chunk.bucket}:{chunk.start}", x)
         bucket.works.append(trace.transfer(f"bucket {chunk.bucket}", x, work))
+
+    def overflow(self, largest: float) -> Tensor:
+        """1 if a gradient that was sent in this step is above `largest` in magnitude, or NaN; else 0."""
+        low, high = (torch.stack(values) for values in zip(*self.ranges, strict=True))
+        self.ranges.clear()
+        return (~((high <= largest) & (low >= -largest))).any().float().reshape(1)
 
     def missing(self) -> list[Tensor]:
         """The parameters without a gradient so far."""

@@ -125,6 +125,16 @@ class PerLayer(Policy):
 
 
 @dataclass(frozen=True)
+class PerTensor(Policy):
+    """One bucket for each tensor of at least 1 MiB, and for each run of smaller ones: the smallest buffers."""
+
+    def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
+        large = [(i,) for i, t in enumerate(tensors) if t.size >= MIB]
+        small = [(i,) for i, t in enumerate(tensors) if t.size < MIB]
+        return ready_order([*large, *_merged(small, tensors, MIB)], tensors, "a tensor")
+
+
+@dataclass(frozen=True)
 class Planned(Policy):
     """The plan with the shortest forecast step, searched for the times of this model on this device and these links.
 
@@ -164,13 +174,6 @@ def ready_order(buckets: Iterable[Sequence[int]], tensors: Sequence[Sized], poli
     result.sort(key=lambda bucket: -min(tensors[i].unit for i in bucket))
     order = [Chunk(g, 0, sum(tensors[i].elements for i in bucket)) for g, bucket in enumerate(result)]
     return BucketPlan(tuple(result), tuple(order), policy)
-
-
-def per_tensor(tensors: Sequence[Sized]) -> BucketPlan:
-    """A bucket for each tensor of at least 1 MiB, and for each run of smaller ones: the smallest buffers."""
-    large = [(i,) for i, t in enumerate(tensors) if t.size >= MIB]
-    small = [(i,) for i, t in enumerate(tensors) if t.size < MIB]
-    return ready_order([*large, *_merged(small, tensors, MIB)], tensors, "a tensor")
 
 
 def search(

@@ -13,6 +13,7 @@ from kasoku.distributed.ddp.chained_reduce import Chain, ChainedReduce, Reduce
 from kasoku.distributed.environment import ranks_on_host
 
 _WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Reducer:
     def bind(self, comm: Comm) -> Reduce:
         """Creates the reducer of this rank; a collective, which all ranks of `comm` call in the same order."""
         raise NotImplementedError(f"{type(self).__name__}.bind")
+
+    def largest(self, ranks: int) -> float:
+        """The magnitude up to which gradients are sure to have a finite mean over the ranks; 0: it is not known."""
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Mean(Reducer):
     def bind(self, comm: Comm) -> Reduce:
         """Each call is one collective; no state is kept."""
         return Reduce(comm)
+
+    def largest(self, ranks: int) -> float:
+        return _LARGEST / ranks
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,12 @@ class Wire(Reducer):
     def bind(self, comm: Comm) -> Reduce:
         """Errors are kept by key and start at zero."""
         return _Wire(comm, self)
+
+    def largest(self, ranks: int) -> float:
+        """Half of what the wire holds: rounding, and the errors of earlier steps, add less than the other half."""
+        if self.dtype == "bf16":
+            return _LARGEST / (2 * ranks)
+        return torch.finfo(torch.float16).max / 2 if self.sums == "fp32" else 0.0
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,9 @@ class Hierarchical(Reducer):
         if node == comm.size:
             return Reduce(comm)
         return self.across.bind(comm) if node == 1 else _Hierarchical(comm, replace(self, node=node))
+
+    def largest(self, ranks: int) -> float:
+        return min(_LARGEST / ranks, self.across.largest(ranks))
 
 
 class _Wire(ChainedReduce):

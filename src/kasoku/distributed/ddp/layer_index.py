@@ -12,6 +12,8 @@ from kasoku.distributed.ddp.cost_model import Sized
 class LayerIndex:
     """The layers of a model that have parameters of their own; a module compiled as a whole counts as one layer.
 
+    `whole`: so does the model, since a captured graph runs the forward of no layer.
+
     Attributes:
         modules: (name, module) of each layer; the model itself stands for parameters outside of any layer.
         named: (name, parameter) of the parameters that require a gradient, in order of definition.
@@ -19,12 +21,12 @@ class LayerIndex:
         order: the layers in the order of their forwards, as far as it is known.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, whole: bool = False) -> None:
         self.named: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         if not self.named:
             raise InputError(f"{type(model).__name__} has no parameter that requires a gradient: unfreeze some")
         self._blocks = [block for _, block in blocks(model)]  # a layer is a block or lies within one
-        layers = list(_layers("", model, set()))
+        layers = list(_layers("", model, set(), whole=whole))
         self.modules = [(name, module) for name, module, _ in layers]
         self.users: dict[Tensor, list[int]] = {p: [] for _, p in self.named}
         for i, (_, _, params) in enumerate(layers):
@@ -78,13 +80,15 @@ class LayerIndex:
             job.on_close(module.register_forward_pre_hook(ignores_values(lambda *_, layer=i: enter(layer))).remove)
 
 
-def _layers(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+def _layers(
+    name: str, module: nn.Module, seen: set[nn.Module], *, whole: bool = False
+) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
     """The layers, each with the parameters that its own forward uses."""
     if module in seen:
         return
     seen.add(module)
     compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-    whole = compiled or getattr(module, "_compiled_call_impl", None) is not None
+    whole |= compiled or getattr(module, "_compiled_call_impl", None) is not None
     own = list(module.parameters(recurse=whole))
     if own:
         yield name, module, own

@@ -10,7 +10,7 @@ version counter of its own. A write to it (clipping by hand, a second backward) 
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,7 @@ from kasoku.core.backward_updates import BackwardUpdates
 from kasoku.core.torch_internals import version
 from kasoku.distributed.ddp.all_reduce import TWO_EXCHANGES, start_equal
 from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
-from kasoku.distributed.ddp.bucket_plan import Planned, Policy, per_tensor, table
+from kasoku.distributed.ddp.bucket_plan import PerTensor, Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reducer
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel
 from kasoku.distributed.ddp.layer_index import LayerIndex
@@ -50,18 +50,17 @@ class Overlap(Technique):
         show: print the plan once it is known.
 
     Saves: the time of communication, as far as compute covers it.
-    Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. With a technique that needs
-        whole gradients (clipping, fp16 loss scaling) the update waits for all of them; a line says so once.
+    Costs: a copy of the gradients; the reducer's state, in a checkpoint for every rank. The update waits for all
+        gradients, and a line says so once, beside a technique that needs them whole (clipping), and with fp16 loss
+        scaling where the reducer may make a finite gradient infinite (LowRank, Wire in fp16 with sums="wire"). CUDA
+        graphs have no layers to wait for: a backward hides nothing, and late updates end before the model's forward.
         A forward that reads parameters before it calls their layer (a weight penalty) needs next_forward = False.
     Maths: g = mean over ranks of g; bit for bit the step that waits for the same buckets.
     Ref: [000] 4.4; [003]; Jayarajan et al. 2019 (P3, arXiv 1905.03960); Peng et al. 2019 (ByteScheduler).
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[Mapping[str, str]] = {
-        **TWO_EXCHANGES,
-        "captures_graph": "a graph has no layers whose forward could wait for its bucket; use AllReduce",
-    }
+    refuses: ClassVar[Mapping[str, str]] = TWO_EXCHANGES
     exchanges_gradients: ClassVar[bool] = True
     overlaps_backward: ClassVar[bool] = True
     channels: ClassVar[int] = 1
@@ -93,9 +92,9 @@ class Overlap(Technique):
         saving: Any = job.model.register_state_dict_pre_hook
         job.on_close(saving(lambda *_: engine.drain()).remove)
         job.on_close(engine.reduce.settle)
-        if job.needs_whole_gradients and engine.late:
+        if engine.late and (reason := engine.needs_all()):
             engine.late = False
-            engine.print_once("Overlap: a technique needs all gradients before any update, so it waits for all of them")
+            engine.print_once(f"Overlap: {reason}, so it waits for all of them")
         if isinstance(self.buckets, Planned) and not frees:
             engine.profiler = StepProfiler(job, self.buckets, engine.comm, engine.reduce, engine.layers, engine.layout)
         elif self.show:
@@ -118,30 +117,40 @@ class SingleRank:
 class Engine:
     """Overlap at work on one job."""
 
+    allocated = True  # the buffers are there all the time
+
     def __init__(self, job: Job, settings: Overlap) -> None:
         self.job, self.settings, self.late = job, settings, settings.next_forward
         self.comm = job.comm.channel()  # gradients must not hold up the other collectives
         self.reduce = settings.reducer.bind(self.comm)
-        self.layers = LayerIndex(job.model)
+        self.layers = LayerIndex(job.model, whole=any(technique.captures_graph for technique in job.applied))
         self.profiler: StepProfiler | None = None  # measures the first steps for the search of a plan
         self.hyper: Hyper = []
         self.sent = 0  # chunks of this step
         self.key_prefix = "first"  # of the reducer's keys
         self.forecast: Forecast | None = None  # of the plan that was searched, if it was
         self.link: LinkModel | None = None
-        self.layout = self.layout_of(settings.buckets.plan(self.layers.tensors))
+        self.layout = BucketLayout(settings.buckets.plan(self.layers.tensors), self.layers, allocated=self.allocated)
+        least_max = min(torch.finfo(p.dtype).max for _, p in self.layers.named)
+        self.largest = min(settings.reducer.largest(self.comm.size), least_max / self.comm.size)  # 0: not known
+        self.layout.notes_ranges = self.decides = job.vetoes_steps and self.largest > 0
+        self.factor: float | None = 1.0  # of this step's gradients; None: no parameter changes
         kind = self.layout.buckets[0].flat.device.type
         autocast = torch.amp.is_autocast_available(kind)
         self.full_precision = torch.autocast(kind, enabled=False) if autocast else nullcontext()
+
+    def needs_all(self) -> str:
+        """Why no bucket can be updated before all gradients are there; empty if it can."""
+        if self.job.needs_whole_gradients:
+            return "a technique needs all gradients before any update"
+        if self.job.vetoes_steps and not self.decides:
+            return f"{type(self.settings.reducer).__name__} may make gradients infinite, which a step must know"
+        return ""
 
     def print_once(self, line: str) -> None:
         """Prints on rank 0."""
         if self.comm.rank == 0:
             print(f"kasoku: {line}", flush=True)
-
-    def layout_of(self, plan: BucketPlan) -> BucketLayout:
-        """The buckets of a plan."""
-        return BucketLayout(plan, self.layers)
 
     # ---- in backward
 
@@ -202,20 +211,25 @@ class Engine:
         if self.profiler is not None:
             late = late and self.profiler.allows_late_updates
             self.profiler.called()
+        self.finish_step(late=late)
+        self.sent = 0
+        if self.profiler is not None:
+            self.profiler.averaged()
+
+    def finish_step(self, *, late: bool) -> None:
+        """Leaves the updates for later, or hands the means to the optimizer; drops them if the step is vetoed."""
+        self.factor = self.job.decision(self.layout.overflow(self.largest)) if self.decides else 1.0
+        late = late and self.factor is not None
         if late:
             hyper = self.job.hyper()  # as they are now: a scheduler may change them in place
             self.hyper = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in hyper]
         for bucket in self.layout.by_arrival:
             bucket.pending = late
             bucket.versions.clear()
-            if late:
+            if not late:
+                self.receive(bucket)
+            if late or self.factor is None:
                 bucket.detach()
-            else:
-                self.wait(bucket)
-                bucket.attach()
-        self.sent = 0
-        if self.profiler is not None:
-            self.profiler.averaged()
 
     # ---- after the step
 
@@ -249,18 +263,20 @@ class Engine:
         """Updates a pending bucket when its mean has arrived."""
         if not bucket.pending:
             return
-        self.wait(bucket)
+        self.receive(bucket)
         bucket.pending = False
-        bucket.attach()
         with torch.inference_mode(False), self.full_precision, self.job.trace.span("update"):
             self.job.update([p for p in bucket.views if p not in bucket.idle], self.hyper)
         bucket.detach()
 
-    def wait(self, bucket: Bucket) -> None:
-        """Waits for a bucket; on a GPU its stream does."""
+    def receive(self, bucket: Bucket) -> None:
+        """Waits for a bucket (on a GPU its stream does), and gives its parameters their gradients."""
         with self.job.trace.span("wait", bytes=bucket.flat.nbytes):
             bucket.wait()
         self.job.trace.poll_transfers()
+        if self.factor not in (None, 1.0):
+            bucket.flat.mul_(self.factor)
+        bucket.attach()
 
     # ---- plans and checkpoints
 
@@ -272,7 +288,8 @@ class Engine:
         self.reduce.load_state_dict({})
         self.late = self.late and late
         self.key_prefix = "planned"
-        self.layout = self.layout_of(plan)
+        self.layout = BucketLayout(plan, self.layers, allocated=self.allocated)
+        self.layout.notes_ranges = self.decides
 
     def state_dict(self) -> dict[str, Any]:
         """The plan that was searched, and the reducer's state."""
@@ -300,17 +317,14 @@ class Engine:
 class FreeingEngine(Engine):
     """Allocates, uses and frees the buckets in backward: the `exchange` of the job's `BackwardUpdates`."""
 
+    allocated = False
+
     def __init__(self, job: Job, settings: Overlap) -> None:
         self.updates: BackwardUpdates = job.in_backward
-        super().__init__(job, settings)
-        self.late = False
+        buckets = PerTensor() if isinstance(settings.buckets, Planned) else settings.buckets
+        super().__init__(job, replace(settings, buckets=buckets, next_forward=False))
         self.factors = self.comm.channel()
         self.updates.exchange = self
-
-    def layout_of(self, plan: BucketPlan) -> BucketLayout:
-        if isinstance(self.settings.buckets, Planned):
-            plan = per_tensor(self.layers.tensors)
-        return BucketLayout(plan, self.layers, allocated=False)
 
     def bucket_bytes(self, p: Tensor) -> int:
         """The bytes of the bucket of a parameter."""
@@ -359,6 +373,3 @@ class FreeingEngine(Engine):
         for bucket in self.layout.buckets:
             bucket.versions.clear()
         self.sent = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "plan": {}}  # none was searched
