@@ -1,6 +1,6 @@
 """Is nobody slowed by others, at 48 workers, beside a slow one, over a slow link?
 
-    python benchmarks/asynchronous.py --case emulated48 | straggler | slow_link
+    python benchmarks/asynchronous.py --case emulated48 | straggler | slow_link | nodes
 
 emulated48: 48 processes with cnn11, as wide as --cnn11 says (5.0 M parameters). A step computes by sleeping 1.0 s, with
 10 % log-normal jitter; all else is real: every worker pushes its whole update to the servers and pulls all parameters
@@ -12,6 +12,8 @@ falls under 40, from what one exchange costs the servers at most (48 workers wit
 straggler (root): four hosts, three with 40 % of a core and one with 8 %, cifarnet on CIFAR-10; async_over_ideal: over
 what the four do alone; the last meeting, which waits for a step of the slow one (8 s), counts.
 slow_link (root): two hosts at 200 Mbit/s, bf16 on the wire on both sides, equal samples.
+nodes (root): the same with two ranks a host: synchronous inside and asynchronous between the hosts, beside Overlap of
+all ranks in two levels; the sides take turns, with equal samples. On two cores it takes about eight minutes.
 Result: records/. Why it matters: [001], 48 GPUs asynchronously.
 """
 
@@ -51,6 +53,7 @@ OWN = {  # the link carries slow_link's parameters in about twice the time that 
     "emulated48": {"steps": STEPS},
     "straggler": {},
     "slow_link": {"steps": 4000, "batch": 32, "widths": [16, 32, 256]},
+    "nodes": {"steps": 2402, "batch": 16, "widths": [16, 32, 256]},  # three epochs, and two steps to warm up
 }
 
 
@@ -199,7 +202,7 @@ def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--case", choices=("emulated48", "straggler", "slow_link"), default="emulated48")
+    parser.add_argument("--case", choices=("emulated48", "straggler", "slow_link", "nodes"), default="emulated48")
     parser.add_argument("--servers", type=int, default=1, help="emulated48")
     parser.add_argument("--wire", choices=sorted(CODECS), default="fp32", help="emulated48")
     parser.add_argument("--mib", type=int, default=32, help="emulated48: of a group")
@@ -207,9 +210,11 @@ def main() -> int:
         "--cnn11", type=int, nargs=5, default=[48, 96, 192, 288, 320], help="emulated48: channels of its stages"
     )
     parser.add_argument("--sleep", type=float, default=1.0, help="emulated48")
-    parser.add_argument("--steps", type=int, help="a worker's (default: 12; of slow_link 4,000)")
+    parser.add_argument("--steps", type=int, help="a worker's (default: 12; slow_link: 4,000; nodes: 2,402)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16, 48], help="emulated48")
-    parser.add_argument("--batch", type=int, help="hosts: images a step (default: 64; of slow_link 32)")
+    parser.add_argument(
+        "--batch", type=int, help="hosts: images a step and rank (default: 64; slow_link: 32; nodes: 16)"
+    )
     parser.add_argument("--widths", type=int, nargs="+", help="hosts: of cifarnet")
     parser.add_argument("--lr", type=float, default=0.05, help="hosts")
     parser.add_argument("--every", type=int, default=0, help="hosts: steps between exchanges; 0: as the link allows")
@@ -225,9 +230,10 @@ def main() -> int:
         emulated48(arguments)
         return 0
     if "RANK" not in os.environ:
+        from asynchronous_hosts import HOSTS, NODE
         from cluster import on_hosts
 
-        return on_hosts(__file__, sys.argv[1:], 4 if arguments.case == "straggler" else 2)
+        return on_hosts(__file__, sys.argv[1:], HOSTS[arguments.case], each=NODE if arguments.case == "nodes" else 1)
     from asynchronous_hosts import rank_main
 
     rank_main(arguments)

@@ -1,13 +1,18 @@
-"""The cases of asynchronous.py that have hosts of their own: a slow one among four, and two with a slow link."""
+"""The cases of asynchronous.py that have hosts of their own: a slow one among four, and two with a slow link.
+
+Of the two with a slow link each has one rank, or two that step together (nodes).
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import os
+import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +20,19 @@ from typing import Any
 import torch
 
 from asynchronous_accuracy import images
-from cluster import connected, shape
+from cluster import connected, ratio, shape
 from common import finish
 from kasoku.core import Comm, Job, Technique
 from kasoku.core.schedule import Linear
 from kasoku.data import Augment, Dataset, loader, sample
 from kasoku.device import Device, choose
-from kasoku.distributed import Asynchronous, Graded, Overlap
-from kasoku.distributed.ddp.compression import Wire
+from kasoku.distributed import Asynchronous, Graded, Hierarchical, Overlap, Wire
 from kasoku.models import cifarnet
 from kasoku.optim import Rate, cross_entropy, sgd
 from kasoku.training.evaluation import evaluate
 
-HOSTS = {"straggler": 4, "slow_link": 2}
+HOSTS = {"straggler": 4, "slow_link": 2, "nodes": 2}
+NODE, ROUNDS = 2, 8  # of nodes: ranks of a host; turns of each side
 CLAIMS = {
     "straggler": {
         "async/straggler/over_sync": ("async_over_sync", "images_per_s", "mean_staleness"),
@@ -37,18 +42,26 @@ CLAIMS = {
         "async/slow_link/over_sync": ("async_over_sync", "images_per_s"),
         "async/slow_link/gap": ("accuracy_gap", "top1"),
     },
+    "nodes": {
+        "async/nodes/over_sync": ("async_over_sync", "images_per_s", "mean_staleness"),
+        "async/nodes/gap": ("accuracy_gap", "top1"),
+    },
 }
 SHARES = (0.4, 0.4, 0.4, 0.08)  # of a core, by rank
 PERIOD_US, MBIT, WARM = 100_000, 200.0, 2
 GROUPS = Graded()
 
 
-def sides(asked: argparse.Namespace) -> dict[str, Technique]:
+def sides(asked: argparse.Namespace) -> dict[str, tuple[Technique, ...]]:
     """The same groups on both sides, and over the slow link bf16."""
     own_pace = Asynchronous(buckets=GROUPS, every=asked.every)
     if asked.case == "straggler":
-        return {"sync": Overlap(GROUPS), "async": own_pace}
-    return {"sync": Overlap(GROUPS, reducer=Wire("bf16")), "async": replace(own_pace, wire="bf16")}
+        return {"sync": (Overlap(GROUPS),), "async": (own_pace,)}
+    own_pace = replace(own_pace, wire="bf16")
+    if asked.case == "slow_link":
+        return {"sync": (Overlap(GROUPS, reducer=Wire("bf16")),), "async": (own_pace,)}
+    two_levels = Overlap(GROUPS, reducer=Hierarchical(node=NODE, across=Wire("bf16")))
+    return {"sync": (two_levels,), "async": (replace(own_pace, node=NODE), Overlap(GROUPS))}
 
 
 def limited(share: float, rank: int) -> Path:
@@ -71,7 +84,7 @@ def freed(folder: Path) -> None:
     folder.parent.rmdir()
 
 
-def job_of(comm: Comm, dataset: Dataset, asked: argparse.Namespace, technique: Technique | None) -> Job:
+def job_of(comm: Comm, dataset: Dataset, asked: argparse.Namespace, techniques: Sequence[Technique]) -> Job:
     """The same network and data on all sides; rates that fall to 0 over `--steps`."""
     torch.manual_seed(0)
     batches = loader(dataset, "train", asked.batch * comm.size, comm=comm)
@@ -82,7 +95,7 @@ def job_of(comm: Comm, dataset: Dataset, asked: argparse.Namespace, technique: T
     job = Job(model, optimizer, loader=batches, loss=loss, comm=comm)
     course = [Rate(Linear(epochs=asked.steps / len(batches)))] if asked.steps else []
     varied = Augment(flip="random", translate=2)
-    return job.apply(*choose(Device(threads=1)).techniques, *course, varied, *([technique] if technique else []))
+    return job.apply(*choose(Device(threads=1)).techniques, *course, varied, *techniques)
 
 
 def trained(job: Job, *, steps: int = 10**9, seconds: float = 1e9) -> tuple[int, float]:
@@ -109,12 +122,12 @@ def straggler(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
     folder = limited(SHARES[comm.rank], comm.rank)
     figures: dict[str, Any] = {}
     try:
-        job = job_of(comm, dataset, asked, None)
+        job = job_of(comm, dataset, asked, ())
         trained(job, steps=2)
         comm.gather_objects(None)
         figures["ideal"] = rates(comm, *trained(job, seconds=asked.seconds))
-        for name, technique in sides(asked).items():
-            job = job_of(comm, dataset, asked, technique)
+        for name, techniques in sides(asked).items():
+            job = job_of(comm, dataset, asked, techniques)
             _, took = trained(job, steps=2)
             slowest = max(comm.gather_objects(took / 2))
             job.drain()
@@ -124,8 +137,7 @@ def straggler(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
             job.drain()
             figures[name] = rates(comm, done, took + time.perf_counter() - start)
             if name == "async":
-                found = job.kept("asynchronous").staleness
-                figures["mean_staleness"] = round(sum(s * n for s, n in found.items()) / max(1, sum(found.values())), 2)
+                figures["mean_staleness"] = mean_staleness(job)
             job.close()
     finally:
         freed(folder)
@@ -142,17 +154,15 @@ def slow_link(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
     dataset = images()
     shape(MBIT)
     pace, top1 = {}, {}
-    for name, technique in sides(asked).items():
-        job = job_of(comm, dataset, asked, technique)
+    for name, techniques in sides(asked).items():
+        job = job_of(comm, dataset, asked, techniques)
         trained(job, steps=WARM)
         job.drain()
         start = time.perf_counter()
         done, _ = trained(job, steps=asked.steps - WARM)
         job.drain()
         pace[name] = rates(comm, done, time.perf_counter() - start)
-        with job.evaluation() as judged:
-            score = 100 * evaluate(judged, loader(dataset, "test", 1000)).top1 if comm.rank == 0 else 0.0
-        top1[name] = comm.broadcast_object(score)
+        top1[name] = accuracy(comm, job, dataset)
         job.close()
     shape(0)
     return {
@@ -164,9 +174,59 @@ def slow_link(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def accuracy(comm: Comm, job: Job, dataset: Dataset) -> float:
+    """Percent of the test images, which rank 0 evaluates for all."""
+    with job.evaluation() as judged:
+        score = 100 * evaluate(judged, loader(dataset, "test", 1000)).top1 if comm.rank == 0 else 0.0
+    return comm.broadcast_object(score)
+
+
+def mean_staleness(job: Job) -> float:
+    """Of the updates up to the last sync point."""
+    found = job.kept("asynchronous").staleness
+    return round(sum(s * n for s, n in found.items()) / max(1, sum(found.values())), 2)
+
+
+def nodes(comm: Comm, asked: argparse.Namespace) -> dict[str, Any]:
+    """Two hosts of two ranks at 200 Mbit/s, equal samples on both sides, which take turns."""
+    dataset = images()
+    if comm.rank % NODE == 0:  # ranks of a host share its link
+        shape(MBIT)
+    jobs = {name: job_of(comm, dataset, asked, techniques) for name, techniques in sides(asked).items()}
+    for job in jobs.values():
+        trained(job, steps=WARM)
+        job.drain()
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    turn = (asked.steps - WARM) // ROUNDS
+    for number in range(ROUNDS):
+        for name in list(jobs) if number % 2 == 0 else reversed(list(jobs)):
+            comm.gather_objects(None)
+            start = time.perf_counter()
+            trained(jobs[name], steps=turn)
+            jobs[name].drain()
+            seconds[name].append(max(comm.gather_objects(time.perf_counter() - start)))
+    top1 = {name: accuracy(comm, job, dataset) for name, job in jobs.items()}
+    stale = mean_staleness(jobs["async"])
+    for job in jobs.values():
+        job.close()
+    if comm.rank % NODE == 0:
+        shape(0)
+    pace = {name: asked.batch * comm.size * turn / statistics.median(took) for name, took in seconds.items()}
+    return {
+        "async_over_sync": round(pace["async"] / pace["sync"], 3),
+        "spread": ratio(seconds["sync"], seconds["async"]),
+        "n": ROUNDS,
+        "accuracy_gap": round(top1["sync"] - top1["async"], 2),
+        "images_per_s": {name: round(x, 1) for name, x in pace.items()},
+        "top1": {name: round(x, 2) for name, x in top1.items()},
+        "samples": asked.batch * comm.size * (WARM + turn * ROUNDS),
+        "mean_staleness": stale,
+    }
+
+
 def rank_main(asked: argparse.Namespace) -> None:
     """What each host does."""
     comm = connected()
-    figures = {"straggler": straggler, "slow_link": slow_link}[asked.case](comm, asked)
+    figures = {"straggler": straggler, "slow_link": slow_link, "nodes": nodes}[asked.case](comm, asked)
     if comm.rank == 0:
-        finish(f"asynchronous_{asked.case}", {**vars(asked), "hosts": comm.size}, figures, CLAIMS[asked.case])
+        finish(f"asynchronous_{asked.case}", {**vars(asked), "hosts": HOSTS[asked.case]}, figures, CLAIMS[asked.case])

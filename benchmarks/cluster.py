@@ -40,25 +40,37 @@ SIDE = {"resnet18": 32, "alexnet": 64, "vgg16": 32}  # pixels: small, so that ra
 
 
 def on_hosts(
-    script: str, arguments: Sequence[str], hosts: int = 2, *, share: float = 0.0, limit_s: float = LIMIT_S
+    script: str,
+    arguments: Sequence[str],
+    hosts: int = 2,
+    *,
+    each: int = 1,
+    share: float = 0.0,
+    limit_s: float = LIMIT_S,
 ) -> int:
     """Runs script with RANK set on each host until all have ended; returns the worst exit code.
 
-    `share`: of a core, that each host may use (0: a whole one). `limit_s`: all are ended after so many seconds.
+    `each`: the ranks of a host. `share`: of a core, that each host may use (0: a whole one). `limit_s`: all are ended
+    after so many seconds.
     """
     if os.geteuid() != 0:
         raise InputError("network namespaces: only as root, on Linux; run it as root")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed then too
     with _namespaces(hosts) as names, _quotas(names if share else [], share) as groups:
         ranks = []
-        for rank, name in enumerate(names):
-            env = {"RANK": str(rank), "WORLD_SIZE": str(hosts), "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": str(PORT)}
+        for rank, name in enumerate(name for name in names for _ in range(each)):
+            env = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(hosts * each),
+                "MASTER_ADDR": "10.99.0.1",
+                "MASTER_PORT": str(PORT),
+            }
             env |= {"GLOO_SOCKET_IFNAME": "ve0", "OMP_NUM_THREADS": "1"}
             core = sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]
             command = ["ip", "netns", "exec", name, "taskset", "-c", str(core), sys.executable, script, *arguments]
             ranks.append(subprocess.Popen(command, env=os.environ | env))
             if groups:
-                (groups[rank] / "cgroup.procs").write_text(str(ranks[-1].pid))
+                (groups[rank // each] / "cgroup.procs").write_text(str(ranks[-1].pid))
         end = time.monotonic() + limit_s
         try:
             while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks) and time.monotonic() < end:

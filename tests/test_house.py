@@ -23,18 +23,18 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1985,
+    "core": 2000,
     "optim": 1180,
     "models": 830,
-    "device": 635,
-    "data": 5215,
-    "distributed": 5675,
+    "device": 640,
+    "data": 5220,
+    "distributed": 5840,
     "memory": 2295,
     "config": 1380,
     "tune": 2065,
     "simulate": 1755,
     "report": 2290,
-    "training": 2190,
+    "training": 2210,
     "commands": 1885,
     "testing": 630,
 }

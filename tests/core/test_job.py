@@ -289,7 +289,7 @@ def test_ranks_that_train_apart_are_warned_of_once():
 def test_a_model_that_ddp_wraps_is_refused_where_gradients_are_averaged():
     job: Any = SimpleNamespace(model=object.__new__(DistributedDataParallel))
     with pytest.raises(InputError, match="take the place of DistributedDataParallel: give Job the plain model"):
-        start_equal(job)
+        start_equal(job, Solo())
 
 
 def test_a_class_in_place_of_a_technique_is_refused():

@@ -553,7 +553,7 @@ def test_weights_that_are_not_finite_meet_and_go_on():
     ("wrong", "words"),
     [
         (lambda: Asynchronous(max_staleness=-1), "max_staleness=-1: 0 steps or more"),
-        (lambda: Asynchronous(every=-1), "every=-1: 0 ranks or more, and 0 steps or more"),
+        (lambda: Asynchronous(every=-1), "servers=0, every=-1, node=0: each 0 or more"),
         (lambda: Asynchronous(wire="fp8"), 'wire="fp8": "fp32", "bf16" or "int8"'),
         (lambda: Remedies(momentum=1.0), "from 0 to below 1"),
     ],

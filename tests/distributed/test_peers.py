@@ -115,7 +115,7 @@ class Time:
 def cluster(size: int) -> Iterator[tuple[list[Peers], Mail, Time, list[list[int]]]]:
     mail, time, gone = Mail(), Time(size), [[] for _ in range(size)]
     comms: list[Any] = [Posted(mail, rank, size) for rank in range(size)]
-    ranks = [Peers(comm, gone[comm.rank].append, time.pause(comm.rank)) for comm in comms]
+    ranks = [Peers(comm, range(comm.size), gone[comm.rank].append, time.pause(comm.rank)) for comm in comms]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         for rank in ranks:
@@ -264,7 +264,7 @@ def test_ranks_that_a_watchdog_watches_never_go_on_without_a_dead_one():
         comm.activity = Activity(0.0)
         comm.activity.heartbeat = verdict
     time, gone = Time(3), list[int]()
-    ranks = [Peers(comm, gone.append, time.pause(comm.rank)) for comm in comms]
+    ranks = [Peers(comm, range(comm.size), gone.append, time.pause(comm.rank)) for comm in comms]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for rank in ranks:

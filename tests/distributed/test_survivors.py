@@ -19,7 +19,7 @@ from helpers.ranks import context
 from helpers.started import port
 from helpers.survival import LIMIT_S, PROMISE_S, Counting, N, wait_for
 from kasoku.core import InputError, Job
-from kasoku.distributed import Asynchronous, TorchComm
+from kasoku.distributed import AllReduce, Asynchronous, TorchComm
 from kasoku.distributed.async_sgd import parameter_server as shards
 from kasoku.distributed.async_sgd import peers
 from kasoku.distributed.async_sgd import shared_memory as segments
@@ -49,7 +49,8 @@ def _main(
 
 def _trained(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]:
     model = Counting()
-    job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=TorchComm()).apply(technique)
+    inside = [AllReduce()] * bool(technique.node)
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=TorchComm()).apply(technique, *inside)
     x = torch.full((N,), 12.0 * (rank + 1))
 
     def step() -> None:
@@ -64,7 +65,7 @@ def _trained(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]
         job.drain()
         (folder / f"ready-{rank}").touch()
         until = time.monotonic() + LIMIT_S
-        while not (folder / "go").exists() and time.monotonic() < until:
+        while not job.step_comm.broadcast_object((folder / "go").exists()) and time.monotonic() < until:
             step()
             time.sleep(0.002)
         job.drain()
@@ -75,7 +76,7 @@ def _trained(rank: int, folder: Path, technique: Asynchronous) -> dict[str, Any]
         exchange = job.kept("asynchronous")
         moved, dead, stale = model.w.detach() - first, dict(exchange.dead), sum(exchange.staleness.values())
         weights = {"w": model.w.detach().clone(), "v": model.v.detach().clone(), "mean": model.mean.clone()}
-        shared = bool(exchange.segments.near) and exchange.trains
+        shared = bool(exchange.segments.near) and exchange.leads
         assert len(exchange.segments._allocated) == shared  # what was shared out before is gone
         job.close()
         return {"weights": weights, "moved": moved, "dead": dead, "updates": stale}
@@ -92,6 +93,8 @@ CASES = {
     "killed, int8": (1, KILLED, Asynchronous(wire="int8")),
     "server killed": (1, KILLED, Asynchronous(servers=2, hidden=False, wire="bf16")),
     "only server killed": (0, KILLED, Asynchronous(servers=1)),
+    "second of a node killed": (3, KILLED, Asynchronous(node=2)),
+    "first of a node killed": (0, KILLED, Asynchronous(node=2, hidden=False)),
 }
 NETWORKED = ("first killed", "stopped, bounded", "server killed")  # the others of one host, or all in both ways
 
@@ -112,7 +115,9 @@ def test_the_others_go_on_and_end_with_equal_weights(
     ranks = [context.Process(target=_main, args=(r, where, tmp_path, technique, hosts, _trained)) for r in range(SIZE)]
     for rank in ranks:
         rank.start()
-    others = [rank for rank in range(SIZE) if rank != victim]
+    node = max(1, technique.node)  # its ranks die together
+    lost = [rank for rank in range(SIZE) if rank // node == victim // node]
+    others = [rank for rank in range(SIZE) if rank not in lost]
     try:
         for rank in range(SIZE):
             wait_for(tmp_path / f"ready-{rank}")
@@ -138,7 +143,7 @@ def test_the_others_go_on_and_end_with_equal_weights(
     moved = -3 * 12.0 * sum(rank + 1 for rank in workers) / len(workers)
     for one in found:
         assert "error" not in one, one
-        assert list(one["dead"]) == [victim]
+        assert sorted(one["dead"]) == lost
         assert any(line.startswith(f"rank {victim} died: ") for line in one["said"]), one["said"]
         for name, x in found[0]["weights"].items():
             assert torch.equal(x, one["weights"][name])

@@ -181,17 +181,87 @@ def test_a_loss_that_is_not_finite_ends_all_ranks(tmp_path):
         fitted(recipe("optimizer.lr=1e30", "epochs=4"), tmp_path / "run")
 
 
+def test_servers_are_refused_in_a_line(tmp_path):
+    with pytest.raises(InputError, match="beside servers=1: kasoku train has all ranks train; leave it out"):
+        fitted(recipe(servers=1), tmp_path / "run")
+
+
+OVERLAP = "kasoku.distributed.Overlap"
+
+
+def beside(*techniques: str, **settings: Any) -> str:
+    """The setting of the techniques: Asynchronous and these."""
+    keys = "".join(f", {key} = {json.dumps(value)}" for key, value in settings.items())
+    own = f"{{use='{OURS}'{keys}}}"
+    return f"techniques=[{', '.join([own, *techniques])}]"
+
+
 @pytest.mark.parametrize(
-    ("settings", "technique", "words"),
+    ("settings", "size"),
     [
-        (["norm_batch=16"], {}, "beside norm_batch=16: ranks that do not wait share no statistics; leave it out"),
-        (["accumulate=2"], {}, "beside accumulate=2: each rank takes its share at once; leave it out"),
-        ([], {"servers": 1}, "beside servers=1: kasoku train has all ranks train; leave it out"),
+        (["accumulate=2"], 2),
+        (["norm_batch=16"], 2),
+        (["norm_batch=16", "accumulate=1"], 4),
+        (["norm_batch=16", "norm_average=0.5", beside("{use='kasoku.optim.EMA', decay=0.9}")], 2),
+        ([beside("{use='kasoku.device.LossScale'}")], 2),
+        ([beside(f"{{use='{OVERLAP}'}}", node=2)], 4),
+        ([beside(f"{{use='{OVERLAP}'}}", node=2), "accumulate=2"], 4),
+        (["norm_batch=32", "accumulate=1", beside("{use='kasoku.distributed.AllReduce'}", node=2)], 4),
+        ([beside(f"{{use='{OVERLAP}'}}", node=2, warmup=0.5, finish=1.5), "norm_batch=16"], 4),
+        ([beside(f"{{use='{OVERLAP}'}}")], 2),
     ],
 )
-def test_what_cannot_be_had_is_refused_in_a_line(settings, technique, words, tmp_path):
-    with pytest.raises(InputError, match=words):
-        fitted(recipe(*settings, **technique), tmp_path / "run")
+def test_what_acts_within_a_step_trains_on_each_image_once_an_epoch(settings: list[str], size: int, tmp_path):
+    whole = recipe("evaluate.every=0.5", "save.every_steps=8", "save.keep=9", *settings)
+    results, seen = fitted(whole, tmp_path / "run", size=size)
+    assert [result.epochs for result in results] == [2.0] * size
+    parts = whole.parts(size)
+    trained = sum(len(rank) for rank in seen) * parts  # the last part of each step was noted
+    assert trained == 44 * 64
+    if parts == 1:
+        every = [index for rank in seen for index in rank]
+        first, second = (set(order_of_epoch(1437, 0, epoch)[: 22 * 64].tolist()) for epoch in (0, 1))
+        assert {index for index in every if every.count(index) == 2} == first & second
+    assert results[0].top1 == results[-1].top1
+
+
+@pytest.mark.parametrize("settings", [["accumulate=2"], [beside(f"{{use='{OVERLAP}'}}", node=2), "norm_batch=8"]])
+def test_parts_and_nodes_resume_in_mid_epoch(settings: list[str], tmp_path):
+    asked, run = recipe("save.every_steps=8", "save.keep=9", "epochs=1", *settings), tmp_path / "run"
+    fitted(asked, run, size=4)
+    for late in [c for n in (16, 22) for c in (run / "checkpoints").glob(f"step-*{n}")]:
+        for file in late.iterdir():
+            file.unlink()
+        late.rmdir()
+    (run / "recipe.toml").write_text(dumps(asked))
+    results, seen = fitted(asked, run, size=4, resume=True)
+    assert sum(map(len, seen)) * asked.parts(4) == 14 * 64
+    left = {index for rank in seen for index in rank}
+    assert not left & set(order_of_epoch(1437, asked.seed, 0)[: 8 * 64].tolist())
+    assert results[0].epochs == 1.0
+
+
+def test_a_growing_batch_grows_on_all_ranks(tmp_path):
+    grow = "{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.StepDecay', milestones=[1.0], gamma=2.0}}"
+    asked = recipe(beside(grow, warmup=0.5), "evaluate.every=0.5")
+    results, seen = fitted(asked, tmp_path / "run")
+    assert results[0].epochs == 2.0
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 22 + 11
+    assert sum(map(len, seen)) == 22 * 64 + 11 * 64  # of a batch in two parts the last was noted
+
+
+def test_ranks_of_a_node_take_the_parts_of_its_shares(tmp_path):
+    data = f"data={{use='kasoku.data.folder', root='{images(tmp_path / 'images', 36)}', size=16}}"
+    asked = recipe(data, "batch=12", "epochs=2", beside(f"{{use='{OVERLAP}'}}", node=2))
+    _, seen = fitted(asked, tmp_path / "run", size=4)
+    assert sorted(index for rank in seen for index in rank) == sorted([*range(72)] * 2)
+    shares = [order_of_epoch(72, 0, epoch).view(6, 2, 2, 3) for epoch in range(2)]  # batch, share, rank, image
+    dealt = {
+        (rank, *part.tolist()) for share in shares for rank in range(2) for part in share[:, :, rank].reshape(-1, 3)
+    }
+    for rank, own in enumerate(seen):
+        assert {(rank % 2, *own[at : at + 3]) for at in range(0, len(own), 3)} <= dealt
+    assert [len(rank) for rank in seen[::2]] == [len(rank) for rank in seen[1::2]]
 
 
 def test_no_rank_waits_for_another_between_sync_points(tmp_path, monkeypatch):
@@ -223,20 +293,23 @@ def test_no_rank_waits_for_another_between_sync_points(tmp_path, monkeypatch):
     assert inside == [False, False]
 
 
-def test_a_signal_to_one_rank_stops_all_and_resuming_goes_on(tmp_path, monkeypatch):
-    own_request, run, asked = Trainer.own_request, tmp_path / "run", recipe("epochs=1")
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_signal_to_one_rank_stops_all_and_resuming_goes_on(tmp_path, monkeypatch, size: int):
+    """Four are two nodes of two."""
+    nodes = [beside(f"{{use='{OVERLAP}'}}", node=2)] * (size > 2)
+    own_request, run, asked = Trainer.own_request, tmp_path / "run", recipe("epochs=1", *nodes)
 
     def signalled(self: Trainer) -> Request:
-        late = self.job.comm.rank == 1 and self.job.plain_loader.last_share >= 10
+        late = self.job.comm.rank == size - 1 and self.job.plain_loader.last_share >= 5 * size
         return Request(stop=signal.SIGTERM) if late else own_request(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "own_request", signalled)
-        stopped, first = fitted(asked, run)
-    assert [result.stopped for result in stopped] == ["SIGTERM"] * 2
+        stopped, first = fitted(asked, run, size=size)
+    assert [result.stopped for result in stopped] == ["SIGTERM"] * size
     (run / "recipe.toml").write_text(dumps(asked))
-    results, rest = fitted(asked, run, resume=True)
-    assert [result.epochs for result in results] == [1.0] * 2
+    results, rest = fitted(asked, run, size=size, resume=True)
+    assert [result.epochs for result in results] == [1.0] * size
     every = [index for rank in (*first, *rest) for index in rank]
     assert 5 * 64 <= sum(map(len, first)) < 22 * 64
     assert len(every) == len(set(every)) == 22 * 64
@@ -272,6 +345,25 @@ def test_a_signal_to_the_process_of_one_rank_stops_all(tmp_path):
             rank.kill()
     assert [rank.returncode for rank in again] == [0, 0], said
     assert json.loads((run / "result.json").read_text())["steps"] == step + 22
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("size", "techniques"), [(2, beside("{use='kasoku.optim.EMA'}")), (4, beside(f"{{use='{OVERLAP}'}}", node=2))]
+)
+def test_the_command_trains_groups_in_parts_on_processes_and_resumes(size: int, techniques: str, tmp_path):
+    run, asked = tmp_path / "run", (*SETTINGS, techniques, "norm_batch=8", "norm_average=1", "epochs=1")
+    settings = [s for setting in asked for s in ("--set", setting)]
+    for arguments in (["train", str(RECIPE), *settings, "--out", str(run)], ["train", "--resume", str(run)]):
+        more = ["--set", "epochs=1.5"] * ("--resume" in arguments)
+        ranks = started([*arguments, *more, "--quiet"], size)
+        try:
+            said = [rank.communicate(timeout=120)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert [rank.returncode for rank in ranks] == [0] * size, said
+    assert json.loads((run / "result.json").read_text())["steps"] == 33
 
 
 def test_steps_together_may_begin_off_the_grid_of_batches(tmp_path):
@@ -311,8 +403,10 @@ def test_losses_are_written_at_every_sync_point(tmp_path):
     assert [line["step"] for line in lines if "loss" in line] == [11, 22, 33, 44]
 
 
-@pytest.mark.parametrize("warmup", [0.0, 1.0])
-def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup: float):
+@pytest.mark.parametrize(
+    ("size", "technique"), [(3, ""), (3, ", warmup=1.0"), (4, ", node=2"), (4, ", node=2, warmup=1.0")]
+)
+def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, size: int, technique: str):
     data = f"data={{use='kasoku.data.folder', root='{images(tmp_path / 'images', 36)}', size=16}}"
     monkeypatch.setattr(FileExecutor, "safe_batches", property(lambda _: 0, lambda *_: None), raising=False)
 
@@ -321,11 +415,12 @@ def test_a_source_that_fails_for_one_rank_ends_all(tmp_path, monkeypatch, warmup
         raise InputError("the source is gone")
 
     def rank(comm: Comm) -> None:
-        training = build(recipe(data, "batch=12", warmup=warmup), comm)
+        inside = f", {{use='{OVERLAP}'}}" if "node" in technique else ""
+        training = build(recipe(data, "batch=12", f"techniques=[{{use='{OURS}'{technique}}}{inside}]"), comm)
         if comm.rank == 1:
             training.job.around_loader(failing)
         with run_folder(comm, tmp_path / "run", resume=False) as run:
             fit(training, run, started=process_start(), quiet=True)
 
     with pytest.raises(InputError, match="rank 1: the source is gone"):
-        Threads(3).run(rank)
+        Threads(size).run(rank)

@@ -84,19 +84,9 @@ def techniques_for(recipe: Recipe, ranks: int) -> list[Technique]:
     """The recipe's techniques in the form that this number of ranks trains with.
 
     Raises:
-        InputError: for settings that asynchronous ranks cannot have.
+        InputError: for settings that `kasoku train` does not support on several ranks.
     """
-    techniques = [technique.for_ranks(ranks) for technique in recipe.techniques]
-    refusals = {
-        f"norm_batch={recipe.norm_batch}: ranks that do not wait share no statistics": recipe.norm_batch,
-        f"norm_average={recipe.norm_average:g}: needs the statistics of all ranks": recipe.norm_average,
-        f"accumulate={recipe.accumulate}: each rank takes its share at once": recipe.parts(ranks) > 1,
-        "GrowBatch: all ranks change the batch after the same step": any(t.changes_batch for t in recipe.techniques),
-    }
-    for line, present in refusals.items():
-        if present and is_asynchronous(recipe, ranks):
-            raise InputError(f"kasoku.distributed.Asynchronous beside {line}; leave it out")
-    return techniques
+    return [technique.for_ranks(ranks) for technique in recipe.techniques]
 
 
 def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Technique]:
@@ -107,10 +97,9 @@ def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> l
         ranks: their number.
         uneven: whether they take unequal shares of a batch.
     """
-    if is_asynchronous(recipe, ranks):
-        return []
     # Without groups the running statistics are each rank's own.
-    own = ranks == 1 or recipe.device.graphs or uneven
+    alone = is_asynchronous(recipe, ranks) and not any(t.averages_gradients for t in recipe.techniques)
+    own = ranks == 1 or recipe.device.graphs or uneven or alone
     norm_batch = recipe.norm_batch if own else recipe.images_per_norm(ranks)
     derived: list[Technique] = []
     if norm_batch or recipe.norm_average or (uneven and not recipe.device.graphs):  # Graphs average them itself

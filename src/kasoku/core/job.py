@@ -27,28 +27,14 @@ from torch.optim import Optimizer
 from kasoku.core.comm import Comm, default_comm
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.job_state import EpochProgress, KeptState, Patches, Stateful
+from kasoku.core.job_state import Batch, Batches, EpochProgress, KeptState, Patches, Stateful
 from kasoku.core.technique import Technique
 from kasoku.core.torch_internals import remove_step_hooks
 from kasoku.core.trace import Trace
 
-Batch = tuple[Tensor, Tensor]
 Hyper = list[dict[str, Any]]
 Around = Callable[[], AbstractContextManager[object]]
 _SET_BY_TORCH = ("_need_device_dtype_check_for_fused",)  # by torch's own step() on itself; no state of the rule
-
-
-class Batches:
-    """The job's loader as the loop sees it: the plain loader inside the generators of techniques."""
-
-    def __init__(self, plain: Iterable[Batch], inner: Iterable[Batch], around: Callable[..., Iterable[Batch]]) -> None:
-        self.plain, self._inner, self._around = plain, inner, around
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._around(self._inner))
-
-    def __len__(self) -> int:
-        return len(self.plain)  # type: ignore[arg-type]
 
 
 class Job:
@@ -66,7 +52,7 @@ class Job:
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
         in_backward: the `BackwardUpdates` of a technique that uses gradients as they arrive; None without one.
         vetoes_steps: an applied technique decides at each step whether any parameter changes.
-        step_comm: the ranks that make each step together: those of `comm`, unless a technique lets ranks run ahead.
+        step_comm: the ranks that make each step together; not all of `comm` where ranks run ahead, until a sync point.
         patches: what techniques changed in other objects.
     """
 
@@ -187,6 +173,10 @@ class Job:
         """Calls f() before parameters are read from outside; f finishes pending updates."""
         self._hooks["on_drain"].append(f)
 
+    def at_sync_point(self, f: Callable[[float], None]) -> None:
+        """Calls f(steps) where ranks that ran ahead have equal weights again; `steps`: the mean number since then."""
+        self._hooks["at_sync_point"].append(f)
+
     def on_close(self, f: Callable[[], object]) -> None:
         """Calls f() at `close()`; what was registered last comes first."""
         self.patches.callback(f)
@@ -206,13 +196,13 @@ class Job:
             if self.applied and technique.stage < self.applied[-1].stage:
                 name, late = type(technique).__name__, type(self.applied[-1]).__name__
                 raise InputError(f"technique {name} comes before {late}: give both to one call of apply")
+        self.applied += ordered
         for technique in ordered:
-            self.step_comm = technique.ranks_in_step(self.step_comm)
+            self.step_comm = technique.ranks_in_step(self.step_comm, self.applied)
         for technique in ordered:
             self.needs_whole_gradients |= technique.needs_whole_gradients
             self.vetoes_steps |= technique.vetoes_steps
             technique.apply(self)
-            self.applied.append(technique)
         return self
 
     def update(self, params: Iterable[Tensor], hyper: Hyper | None = None) -> None:
@@ -265,6 +255,11 @@ class Job:
         if params:
             for f in self._hooks["after_update"]:
                 f(params)
+
+    def run_at_sync_point(self, steps: float) -> None:
+        """Runs the `at_sync_point` hooks."""
+        for f in self._hooks["at_sync_point"]:
+            f(steps)
 
     def hyper(self) -> Hyper:
         """The settings of each parameter group as they are now: rate, momentum, weight decay."""

@@ -1,9 +1,13 @@
 """The parts of a job: its progress, its changes to other objects, and the state that its checkpoints hold."""
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+Batch = tuple[Tensor, Tensor]
 
 
 class Stateful(Protocol):
@@ -85,3 +89,16 @@ class KeptState(dict[str, Stateful]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in self.items():
             part.load_state_dict(state[name])
+
+
+class Batches:
+    """The job's loader as the loop sees it: the plain loader inside the generators of techniques."""
+
+    def __init__(self, plain: Iterable[Batch], inner: Iterable[Batch], around: Callable[..., Iterable[Batch]]) -> None:
+        self.plain, self._inner, self._around = plain, inner, around
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._around(self._inner))
+
+    def __len__(self) -> int:
+        return len(self.plain)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class Stage(IntEnum):
     """The order in which techniques are applied; their `before_step` hooks run in the opposite order.
 
-    GRADIENT is for techniques that unscale reduced gradients before STEP techniques read them.
+    GRADIENT is for techniques that unscale reduced gradients before STEP techniques read them; NODE for those that
+    exchange between groups of ranks, after COMM techniques have averaged within a group.
     """
 
     MODEL = 0
@@ -23,7 +24,8 @@ class Stage(IntEnum):
     DATA = 3
     STEP = 4
     GRADIENT = 5
-    COMM = 6
+    NODE = 6
+    COMM = 7
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,12 @@ class Technique:
     refuses: ClassVar[Mapping[str, str]] = {}
 
     exchanges_gradients: ClassVar[bool] = False  # sends gradients or updates to the other ranks
+    averages_gradients: ClassVar[bool] = False  # replaces gradients by their means over the ranks of `job.step_comm`
     overlaps_backward: ClassVar[bool] = False  # sends gradients in buckets while backward runs
-    needs_ranks_in_step: ClassVar[bool] = False  # communicates at every step, so that no rank may run ahead
+    needs_ranks_in_step: ClassVar[bool] = False  # communicates at every step, with the ranks of `job.step_comm`
     channels: ClassVar[int] = 0  # communicators of its own, opened while the training starts
     averages_weights: ClassVar[bool] = False  # evaluates with other weights than those that are trained
+    moves_weights: ClassVar[bool] = False  # changes weights by more than the optimizer's updates
     groups_span_ranks: ClassVar[bool] = False  # computes over the images of several ranks together
     renews_statistics: ClassVar[bool] = False  # measures BatchNorm's running statistics before evaluation
     compiles_model: ClassVar[bool] = False  # compiles the model or parts of it
@@ -83,8 +87,8 @@ class Technique:
         """
         return self
 
-    def ranks_in_step(self, comm: Comm) -> Comm:
-        """Those of the ranks in `comm` that make each step together with this one. Collective."""
+    def ranks_in_step(self, comm: Comm, applied: Sequence[Technique]) -> Comm:
+        """Those of the ranks in `comm` that make each step together with this one, by all techniques. Collective."""
         return comm
 
     @property

@@ -52,7 +52,8 @@ class LossScale(Technique, stage=Stage.GRADIENT, vetoes_steps=True):
 
     The loss itself is not changed. A step whose gradients are not all finite is left out, on every rank, and the scale
     is divided by `factor`; after `every` good steps it is multiplied by it. Under Overlap each rank looks at its own
-    gradients as they are sent, so the decision waits for no bucket and updates stay behind the next forward.
+    gradients as they are sent, so the decision waits for no bucket and updates stay behind the next forward. Beside
+    Asynchronous each rank (or node) has a scale of its own.
 
     Args:
         start: first scale, above 0.
@@ -87,11 +88,15 @@ class _Scaler:
         self.job, self.settings = job, settings
         self.inner: Callable[[Any, Tensor], Tensor] = job.loss
         self.scale, self.good = settings.start, 0
+        self.ranks = job.step_comm  # with one scale; ranks that run ahead of each other have their own
         self.decided = False  # another technique has asked on this step, and unscales its gradients
 
     def loss(self, outputs: Any, labels: Tensor) -> Tensor:
         loss = self.inner(outputs, labels)
         if loss.requires_grad:
+            if self.ranks is not self.job.step_comm:
+                self.ranks = self.job.step_comm
+                self.scale, self.good = min(self.ranks.gather_objects((self.scale, self.good)))
             scale = self.scale
             loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
         return loss

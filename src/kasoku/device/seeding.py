@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kasoku.core import InputError, Job, Stage, Technique
-from kasoku.core.job import Batch
+from kasoku.core.job_state import Batch
 
 
 @dataclass(frozen=True)

@@ -100,12 +100,14 @@ class CountingComm(Comm):
     """A Comm that counts its collectives, so that a line can name the stragglers; `activity` takes the steps.
 
     The methods are those of Comm. Messages between two ranks are not counted; each channel is counted by itself.
+    `ranks`: the numbers of its ranks among all ranks; empty: it has all.
     """
 
-    def __init__(self, inner: Comm, activity: Activity) -> None:
-        self.inner, self.activity = inner, activity
+    def __init__(self, inner: Comm, activity: Activity, ranks: Sequence[int] = ()) -> None:
+        self.inner, self.activity, self.ranks = inner, activity, ranks
         self.rank, self.size, self.clock, self.thread_safe = inner.rank, inner.size, inner.clock, inner.thread_safe
         self.name = f" on channel {len(activity.counts)}" if activity.counts else ""
+        self.name += f" of ranks {', '.join(map(str, ranks))}" if ranks else ""
         self.started = 0
         self._labels = [""] * _KEPT  # by number, modulo
         self._waits = ""  # for this collective or message
@@ -119,6 +121,7 @@ class CountingComm(Comm):
             "started": started,
             "waits": self._waits,
             "labels": {str(number): self._labels[number % _KEPT] for number in known},
+            "ranks": list(self.ranks),
         }
 
     def _count(self, name: str, x: Tensor | None = None) -> str:
@@ -177,9 +180,11 @@ class CountingComm(Comm):
         with self.waiting(self._count("gather_objects")):
             return self.inner.gather_objects(thing)
 
-    def sub(self, groups: Sequence[Sequence[int]]) -> Comm:
+    def sub(self, groups: Sequence[Sequence[int]]) -> CountingComm:
+        own = next(ranks for ranks in groups if self.rank in ranks)
         with self.waiting(self._count("sub")):
-            return self.inner.sub(groups)
+            ranks = [self.ranks[rank] for rank in own] if self.ranks else own
+            return CountingComm(self.inner.sub(groups), self.activity, ranks)
 
     def warm(self, device: torch.device, *, channels: int = 0) -> None:
         with self.waiting(self._count("warm")):
@@ -187,7 +192,7 @@ class CountingComm(Comm):
 
     def channel(self, *, patient: bool = False) -> CountingComm:
         with self.waiting(self._count("channel")):
-            return CountingComm(self.inner.channel(patient=patient), self.activity)
+            return CountingComm(self.inner.channel(patient=patient), self.activity, self.ranks)
 
 
 @dataclass(slots=True)
@@ -217,11 +222,12 @@ _ABSENT: dict[str, Any] = {"started": 0, "waits": "", "labels": {}}
 def describe_stragglers(reports: Sequence[Mapping[str, Any]], names: Names) -> str:
     """Names the ranks that hold up the rest, and the collective they have not joined, from the reports of all ranks."""
     candidates = []
-    for channel in max((report["counts"] for report in reports), key=len):
-        counts = [report["counts"].get(channel, _ABSENT) for report in reports]
-        low = min(count["started"] for count in counts)
-        late = [rank for rank, count in enumerate(counts) if count["started"] == low]
-        ahead = [rank for rank, count in enumerate(counts) if count["started"] > low]
+    channels = {channel: count.get("ranks") for report in reports for channel, count in report["counts"].items()}
+    for channel, ranks in channels.items():
+        counts = {rank: reports[rank]["counts"].get(channel, _ABSENT) for rank in ranks or range(len(reports))}
+        low = min(count["started"] for count in counts.values())
+        late = [rank for rank, count in counts.items() if count["started"] == low]
+        ahead = [rank for rank, count in counts.items() if count["started"] > low]
         if ahead:
             labels = [counts[rank]["labels"].get(str(low + 1)) for rank in ahead]
             label = next((label for label in labels if label), f"collective #{low + 1}")

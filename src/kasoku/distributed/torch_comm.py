@@ -42,6 +42,8 @@ class TorchComm(Comm):
     Args:
         group: the process group; the default one by default.
         clock: the real one by default.
+        parts: the ranks of this group and of the groups beside it, which open channels at the same time; itself alone
+            by default.
 
     Constructing it is local; all methods but send and receive are collective. None of them drains.
 
@@ -51,12 +53,15 @@ class TorchComm(Comm):
 
     thread_safe = True
 
-    def __init__(self, group: dist.ProcessGroup | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, clock: Clock | None = None, parts: Sequence[Sequence[int]] = ()
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise InputError("TorchComm: torch.distributed is not initialised: call its init_process_group first")
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.clock: Clock = clock or Wall()
         self._group = group
+        self._parts = parts or [dist.get_process_group_ranks(group or dist.group.WORLD)]
         self._spare: list[TorchComm] = []
 
     def warm(self, device: torch.device, *, channels: int = 0) -> None:
@@ -100,9 +105,7 @@ class TorchComm(Comm):
         return _Handle(dist.all_to_all_single(out.view(-1), x.view(-1), group=self._group, async_op=True))
 
     def sub(self, groups: Sequence[Sequence[int]]) -> TorchComm:
-        world = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        created = [dist.new_group([world[rank] for rank in ranks]) for ranks in groups]
-        return TorchComm(next(g for g, ranks in zip(created, groups, strict=True) if self.rank in ranks), self.clock)
+        return self._opened([[part[rank] for rank in ranks] for part in self._parts for ranks in groups])
 
     def channel(self, *, patient: bool = False) -> TorchComm:
         """The same ranks in a process group of its own.
@@ -112,8 +115,13 @@ class TorchComm(Comm):
         """
         if self._spare and not patient:
             return self._spare.pop(0)
-        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        return TorchComm(dist.new_group(ranks, timeout=_FOR_EVER if patient else None), self.clock)
+        return self._opened(self._parts, timeout=_FOR_EVER if patient else None)
+
+    def _opened(self, parts: Sequence[Sequence[int]], timeout: timedelta | None = None) -> TorchComm:
+        """This rank's one of new groups. torch numbers groups, so every rank calls it for the groups of all."""
+        groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in parts]
+        own = next(group for group, ranks in zip(groups, parts, strict=True) if dist.get_rank() in ranks)
+        return TorchComm(own, self.clock, parts)
 
     def gather_objects(self, thing: T) -> list[T]:
         things: list[Any] = [None] * self.size

@@ -25,6 +25,8 @@ _REFUSED = {"averages_weights": "both evaluate with averaged weights; leave one 
 class EMA(Technique, refuses=_REFUSED, averages_weights=True):
     """Evaluates an exponential moving average of the weights; training itself is not changed.
 
+    Beside Asynchronous a round is at each sync point, where ranks have equal weights: it keeps decay^n after n steps.
+
     Args:
         decay: share of the average kept at each step, from 0 to below 1; 0: the weights themselves.
         every: steps between rounds, at least 1; a round keeps decay^every, so `decay` is always per step.
@@ -46,14 +48,14 @@ class EMA(Technique, refuses=_REFUSED, averages_weights=True):
     def apply(self, job: Job) -> None:
         _Average(job, "ema", every=self.every, share=self._share)
 
-    def _share(self, updates: int) -> float:
+    def _share(self, updates: int, steps: float) -> float:
         n = updates // self.every
-        kept = self.decay**self.every
-        return min(kept, (1 + n) / (10 + n)) if self.warmup else kept
+        most: float = ((1 + n) / (10 + n)) ** (steps / self.every) if self.warmup else 1.0
+        return min(float(self.decay**steps), most)
 
 
 @dataclass(frozen=True)
-class Lookahead(Technique, refuses=_REFUSED, averages_weights=True):
+class Lookahead(Technique, refuses=_REFUSED, averages_weights=True, moves_weights=True):
     """Every few steps sets the weights back to a slow average of themselves.
 
     Args:
@@ -82,7 +84,7 @@ class Lookahead(Technique, refuses=_REFUSED, averages_weights=True):
     def apply(self, job: Job) -> None:
         """At every `every`-th update, averages and writes the average back; evaluation uses the slow weights."""
 
-        def share(updates: int) -> float:
+        def share(updates: int, steps: float) -> float:
             if not self.power:
                 return self.decay
             passed = updates * job.accumulate / max(1, len(job.loader)) / self.epochs  # type: ignore[arg-type]
@@ -95,7 +97,7 @@ class _Average:
     """The averaged tensors by name, and how many updates each has seen."""
 
     def __init__(
-        self, job: Job, name: str, *, every: int, share: Callable[[int], float], write_back: bool = False
+        self, job: Job, name: str, *, every: int, share: Callable[[int, float], float], write_back: bool = False
     ) -> None:
         self.job, self.every, self.share, self.write_back = job, every, share, write_back
         self.params: dict[str, Tensor] = {n: p for n, p in job.model.named_parameters() if p.requires_grad}
@@ -104,6 +106,7 @@ class _Average:
         self.updates: dict[str, int] = {}
         job.after_update(lambda params: self.advance((self.names[p], p) for p in params if p in self.names))
         job.after_step(lambda: self.advance(self.buffers().items()))
+        job.at_sync_point(lambda steps: self.advance({**self.params, **self.buffers()}.items(), steps))
         job.keep(name, self)
         job.around_evaluation(self.stepped_in)
 
@@ -111,12 +114,14 @@ class _Average:
         return {n: b for n, b in self.job.model.named_buffers() if b.is_floating_point()}
 
     @torch.no_grad()
-    def advance(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Counts one more update of each of these tensors, and averages those that are due."""
+    def advance(self, named: Iterable[tuple[str, Tensor]], steps: float = 0.0) -> None:
+        """Counts an update of each of these tensors, or `steps` at a sync point, and averages those that are due."""
+        if not steps and self.job.step_comm is not self.job.comm:
+            return  # until the next sync point ranks have different weights
         due: dict[int, list[tuple[str, Tensor]]] = {}
         for name, x in named:
-            self.updates[name] = n = self.updates.get(name, 0) + 1
-            if n % self.every == 0:
+            self.updates[name] = n = self.updates.get(name, 0) + (round(steps) or 1)
+            if steps or n % self.every == 0:
                 due.setdefault(n, []).append((name, x))
         for n, items in due.items():
             for name, x in items:
@@ -124,7 +129,7 @@ class _Average:
                     self.averages[name] = x.detach().clone()
             averages = [self.averages[name] for name, _ in items]
             weights = [x.detach() for _, x in items]
-            torch._foreach_lerp_(averages, weights, 1 - self.share(n))
+            torch._foreach_lerp_(averages, weights, 1 - self.share(n, steps or self.every))
             if self.write_back:
                 torch._foreach_copy_(weights, averages)
 

@@ -16,7 +16,6 @@ from kasoku.config.toml import Factory
 from kasoku.config.updates import data_info, evaluations, updates
 from kasoku.core import InputError
 from kasoku.data import Facts
-from kasoku.device import Graphs
 from kasoku.distributed import OneBucket, Overlap, Planned, Policy
 from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
@@ -206,11 +205,12 @@ def _inspect(model: Factory, facts: Facts) -> ModelCosts:
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
     """How a recipe's ranks share gradients. Raises InputError for techniques that are not simulated."""
     techniques = techniques_for(recipe, 1)
-    exchange: Any = next((t for t in techniques if t.exchanges_gradients), Overlap())
+    exchanging = sorted((t for t in techniques if t.exchanges_gradients), key=lambda t: t.stage)
+    exchange: Any = [*exchanging, Overlap()][0]
     if exchange.is_asynchronous:
-        combined = [t for t in techniques if t is not exchange] + [Graphs()] * recipe.device.graphs
-        if conflicts := [line for other in combined if (line := exchange.conflict(other))]:
-            raise InputError(conflicts[0])
+        if len(exchanging) > 1:
+            beside = type(exchanging[1]).__name__
+            raise InputError(f"Asynchronous beside {beside}: nodes are not simulated; leave one of them out")
         if algorithm:
             raise InputError(f"--allreduce {algorithm}: asynchronous ranks send no all-reduces: leave it out")
         return Sharing(exchange.buckets, asynchronous=exchange)

@@ -149,9 +149,10 @@ class Simulator:
         images = -(-batch // (gpus * parts))  # of the GPU with the most
         spread = self.cluster.device.spread if self.spread is None else self.spread
         pace = self.sharing.asynchronous if gpus > 1 else None
-        if pace and (pace.servers or pace.max_staleness == 0 or parts > 1):  # ranks exchange in another way
-            given = f"servers={pace.servers}, max_staleness={pace.max_staleness}, {parts} parts"
-            allowed = "servers=0, max_staleness above 0 and a share in one part"
+        within = self.norm_batch <= images  # BatchNorm's groups, within a rank's share
+        if pace and (pace.servers or pace.max_staleness == 0 or parts > 1 or not within):
+            given = f"servers={pace.servers}, max_staleness={pace.max_staleness}, {parts} parts of {images} images"
+            allowed = "servers=0, max_staleness above 0, a share in one part, and norm_batch at most that share"
             raise InputError(f"{given}: asynchronous ranks are simulated with {allowed}")
         # slow GPUs stay slow, so with bounded staleness all ranks finally wait for the slowest
         slower = 1.0 if pace and pace.max_staleness is None else slowest(spread, gpus)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kasoku.core import Batch, Comm, InputError, Job, Work
 from kasoku.distributed.async_sgd.asynchronous import Exchange
-from kasoku.distributed.consensus import raise_on_all_ranks
+from kasoku.distributed.consensus import ReportedElsewhereError, raise_on_all_ranks
 from kasoku.distributed.counting_comm import Activity
 from kasoku.training.control import ControlChannel, Request
 from kasoku.training.metrics import Metrics
@@ -80,37 +80,49 @@ class AsyncSource:
         self._channel = ControlChannel(self.job.comm)
         self._request, self._failure = Request(), None  # type: Request, InputError | None
         self._synchronous, self._steps = False, self.job.steps
+        self._epoch, self._first = 0, 0  # where the loader was at the last sync point, in batches
+
+    @property
+    def _in_epoch(self) -> int:
+        """The batches of an epoch."""
+        return len(self.job.plain_loader) // int(self.job.plain_loader.parts)
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's batches up to the next sync point."""
-        job, loader, size, exchange = self.job, self.job.plain_loader, self.job.comm.size, self._exchange
-        epoch, first, end = loader.epoch, loader.position, self._end()
+        """This rank's batches, in parts, up to the next sync point."""
+        job, loader, exchange, activity = self.job, self.job.plain_loader, self._exchange, self.state.activity
+        self._epoch, self._first = loader.epoch, loader.position // loader.parts
         self._request, self._synchronous = Request(), exchange.sync_phases.due
         if self._synchronous != exchange.sync_phases.active:  # on all ranks, also on those that get no share
             exchange.change_phase()
-        barrier = BatchBarrier(job.comm)
+        barrier = BatchBarrier(job.step_comm)
         try:
             if self._synchronous:
-                for batch in islice(batches(job, self.state.activity, barrier), end - first):
+                for part, batch in enumerate(batches(job, activity, barrier), 1):
+                    end = self._end()
                     yield batch
-                    request = self._channel.exchange(self._update_request())
+                    batch_number, within = divmod(part, loader.parts)
+                    request = None if within else self._channel.exchange(self._update_request())
                     if request is not None:  # of all ranks
                         self._request = request
-                        if any(request):
-                            return
+                    if any(request or ()) or (not within and self._first + batch_number == end):
+                        return
             else:
-                exchange.deal(first * size, end * size)
-                with loader.deal_from(lambda: exchange.share_of_data(any(self._update_request()))):
-                    for batch in own_batches(job.loader, self.state.activity):
-                        number = loader.last_share // size  # all shares of a batch have the same progress
-                        job.set_progress(epoch + number / len(loader))
+                with loader.deal_from(self._next_share):
+                    for batch in batches(job, activity, barrier):
+                        number = loader.last_share // job.comm.size  # all shares of a batch have the same progress
+                        job.set_progress(self._epoch + number / self._in_epoch)
                         yield batch
         except InputError as error:
             self._failure, self._request = error, Request(failed=True)
             if not self._synchronous:
-                exchange.share_of_data(True)
+                exchange.deal(self._first, self._end())
+                exchange.share_of_data(last=True)
         finally:
             barrier.close()
+
+    def _next_share(self) -> int | None:
+        self._exchange.deal(self._first, self._end())  # not earlier: a growing batch grows with the first one
+        return self._exchange.share_of_data(any(self._update_request()))
 
     def images(self, y_N: Tensor) -> int:
         """0: images are counted at the sync points."""
@@ -127,13 +139,15 @@ class AsyncSource:
         metrics.read_own()
         own = self._request, metrics.own_sum, metrics.own_count
         requests, sums, counts = zip(*job.comm.gather_objects(own), strict=True)
+        length = self._in_epoch
         if not self._synchronous:
-            reached = job.comm.broadcast_object(self._exchange.shares_dealt) // job.comm.size
-            loader.seek(loader.epoch + reached // len(loader), reached % len(loader))
+            epochs, position = divmod(self._exchange.batches_dealt, length)
+            loader.seek(self._epoch + epochs, position * loader.parts)
         state.mark_position()
-        before, self._steps = self._steps, loader.epoch * len(loader) + loader.position
-        job.set_progress(self._steps / len(loader), self._steps)
-        state.progress.images += (job.steps - before) * state.recipe.batch
+        passed = (loader.epoch - self._epoch) * length + loader.position // loader.parts - self._first
+        self._steps += passed
+        job.set_progress(loader.epoch + loader.position / len(loader), self._steps)
+        state.progress.images += passed * loader.batch
         raise_on_all_ranks(job.comm, self._failure)
         metrics.read_mean(sum(sums), sum(counts))
         return Request.merge(requests)
@@ -152,16 +166,14 @@ class AsyncSource:
 
     def _end(self) -> int:
         """The batch of this epoch before which the next sync point is."""
-        job, loader, recipe = self.job, self.job.plain_loader, self.state.recipe
-        length: int = len(loader)
-        position: int = loader.position
+        length, position, recipe = self._in_epoch, self._first, self.state.recipe
         every, every_steps = recipe.evaluate.every, recipe.save.every_steps
-        epoch = loader.epoch + position / length
+        epoch = self._epoch + position / length
         evaluation = (math.floor(epoch / every + 1e-9) + 1) * every
         change = min((bound for bound in self._exchange.sync_phases.bounds if bound > epoch + 1e-9), default=math.inf)
-        left: int = self.state.training.total_steps - job.steps
-        until_save = every_steps - job.steps % every_steps if every_steps else left
-        in_epoch = min(evaluation, change, loader.epoch + 1.0) - loader.epoch
+        left = self.state.training.total_steps - self._steps
+        until_save = every_steps - self._steps % every_steps if every_steps else left
+        in_epoch = min(evaluation, change, self._epoch + 1.0) - self._epoch
         end: int = min(length, position + min(left, until_save), math.ceil(in_epoch * length - 1e-6))
         return max(position + 1, end)
 
@@ -173,10 +185,13 @@ class AsyncSource:
 
 
 def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Batch]:
-    """The rest of an epoch. If the input of one rank fails, all ranks raise before that batch. Collective."""
+    """The rest of an epoch. If the input of one rank fails, all ranks raise before that batch. Collective.
+
+    `barrier`: of the ranks that step together; those of a node raise without the other nodes.
+    """
     loader = job.plain_loader
-    if job.comm.size == 1 or loader.skipped is None:  # memory does not fail
-        yield from job.loader
+    if barrier.comm.size == 1 or loader.skipped is None:  # memory does not fail
+        yield from own_batches(job.loader, activity)
         return
     with closing(own_batches(job.loader, activity)) as own:  # an error's traceback would keep its threads
         while True:
@@ -191,7 +206,9 @@ def batches(job: Job, activity: Activity, barrier: BatchBarrier) -> Iterator[Bat
             with job.trace.span("wait", "the other ranks' input"):
                 passes = barrier.passes(failure, loader.safe_batches)
             if not passes:
-                raise_on_all_ranks(job.comm, failure)
+                if barrier.comm is job.comm:
+                    raise_on_all_ranks(job.comm, failure)
+                raise failure or ReportedElsewhereError("another rank of this node has no batch")
             yield batch.pop()
 
 
@@ -215,7 +232,7 @@ class BatchBarrier:
     """
 
     def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+        self.comm = comm
         self._work: Work | None = None
         self._values = torch.zeros(0)
         self._batch = self._started = self._sure = 0  # numbers: this batch, that of the exchange, the last sure one
@@ -247,7 +264,7 @@ class BatchBarrier:
 
     def _start(self, failed: bool, sure: int) -> None:
         self._values = torch.tensor([float(failed), -float(sure)])
-        self._work, self._started = self._comm.all_reduce(self._values, op="max"), self._batch
+        self._work, self._started = self.comm.all_reduce(self._values, op="max"), self._batch
 
     def _finish(self) -> bool:
         if self._work:

@@ -65,7 +65,7 @@ class Trainer:
         self.metrics = Metrics(self.state, started=started, resumed=resume, quiet=quiet)
         self.checkpointing = Checkpointing(self.state, self.metrics)
         self.validation = Validation(self.state, self.metrics)
-        source = AsyncSource if is_asynchronous(training.recipe, self.job.comm.size) else SyncSource
+        source = SyncSource if self.job.step_comm is self.job.comm else AsyncSource
         self.source: AsyncSource | SyncSource = source(self.state, self.metrics, self.own_request)
         self.caught: Sequence[str] = ()  # names of the signals that this rank caught
         self.stopped: str | None = None  # the signal that ends the training, once all ranks know of it

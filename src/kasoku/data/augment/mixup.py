@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kasoku.core.errors import InputError
-from kasoku.core.job import Batch, Job
+from kasoku.core.job import Job
+from kasoku.core.job_state import Batch
 from kasoku.core.technique import Stage, Technique
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch.nn import functional
 
 from kasoku.core.errors import InputError
-from kasoku.core.job import Batch, Job
+from kasoku.core.job import Job
+from kasoku.core.job_state import Batch
 from kasoku.core.schedule import Schedule
 from kasoku.core.technique import Stage, Technique
 

@@ -12,7 +12,7 @@ import torch
 
 from kasoku.core.comm import Comm
 from kasoku.core.errors import InputError
-from kasoku.core.job import Batch
+from kasoku.core.job_state import Batch
 from kasoku.core.trace import Trace
 from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, GoneError, Memory
@@ -131,8 +131,10 @@ class Loader:
 
         def dealt() -> Iterator[tuple[int, int]]:
             while next_share and (share := next_share()) is not None:
-                ahead.append(share)
-                yield divmod(share, ranks)
+                batch_number, rank = divmod(share, ranks)
+                for part in range(parts):
+                    ahead.append(share)
+                    yield batch_number * parts + part, rank
 
         part_numbers = dealt() if next_share else pipeline.part_numbers(number)
         with closing(self.executor.run(pipeline, epoch, part_numbers, self.trace)) as batches:
@@ -180,8 +182,8 @@ class Loader:
     def deal_from(self, next_share: Callable[[], int | None]) -> Iterator[None]:
         """In the body, iterating gives the shares of batches that next_share returns, until it returns None.
 
-        A share is a number, batch * size + rank, so that ranks take another one when they have used theirs. `position`
-        does not move.
+        A share is a number, batch * size + rank, so that ranks take another one when they have used theirs. Its parts
+        come one after the other. `position` does not move.
         """
         self._next_share, self.last_share = next_share, 0
         try:

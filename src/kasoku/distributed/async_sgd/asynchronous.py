@@ -4,6 +4,9 @@ Note: an exchange. Each rank steps its own copy with its own optimizer. It sends
 shards, which add them to the shared weights and reply with these. With `hidden`, transfer, addition and reply overlap
 the next step (transport.py, Note: progress), and the reply is read at its end; otherwise the rank waits for it.
 
+Note: nodes. Beside Overlap or AllReduce the ranks of a node step together, and the node is one worker: its first rank
+exchanges, and hands the replies to the others. All of them do the same arithmetic, so their weights stay equal.
+
 Note: sync points. `drain()` is collective: it finishes all exchanges, gives all ranks equal weights and ends all
 threads. The next forward in training starts them again.
 
@@ -11,7 +14,7 @@ Note: dead ranks. In a training loop of the user's own, the other ranks name a d
 updates its own copy of the dead rank's pieces; at the next sync point these copies are averaged and all weights are
 divided among the survivors. `job.comm` still contains the dead rank, so its collectives (an evaluation's sums,
 synchronous steps) would wait for it. So under `kasoku train` all ranks end instead, and resume from a checkpoint
-(distributed/liveness.py, Note: two policies).
+(distributed/liveness.py, Note: two policies). A node dies with each of its ranks.
 
 Note: joining ranks. The other ranks call `close()`, which leaves equal weights, and form a new group and new jobs with
 the joining rank. It gets rank 0's weights from `apply`, and may load rank 0's `state_dict`
@@ -25,41 +28,20 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core import Comm, InputError, Job, Solo, Stage, Technique
 from kasoku.core.hardware import is_dense
+from kasoku.distributed.async_sgd.nodes import ranks_of_node
 from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.shared_memory import Segments
-from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
-from kasoku.distributed.async_sgd.sync_phases import Momentum, SyncPhases
+from kasoku.distributed.async_sgd.survivors import Table, copy_buffers, mean_buffers
+from kasoku.distributed.async_sgd.sync_phases import Momentum, Remedies, SyncPhases
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
 from kasoku.distributed.async_sgd.worker import WorkerGroup, most_local_steps
-from kasoku.distributed.ddp.all_reduce import TWO_EXCHANGES, start_equal
+from kasoku.distributed.ddp.all_reduce import start_equal
 from kasoku.distributed.ddp.bucket_plan import Graded, Policy
 from kasoku.distributed.ddp.layer_index import LayerIndex
 from kasoku.distributed.ddp.overlap import Overlap, SingleRank
-
-
-@dataclass(frozen=True)
-class Remedies:
-    """Corrections for stale updates.
-
-    Args:
-        predict: computes gradients at the weights' predicted position: any multiple of the other ranks' last movement
-            ahead; 0: no prediction. Below 0: 2 with hidden=True, where the weights read are that many exchanges old,
-            else 0 (chosen by measurement: RECORDS.md).
-        momentum: the optimizers' momentum between sync points, below 1, as several workers act like momentum
-            themselves; rates are scaled so that a gradient moves the weights as far as before. Below 0: unchanged.
-
-    Ref: predict: Sato 2017 (the [001] team). momentum: Mitliagkas et al. 2016 (arXiv 1605.09774).
-    """
-
-    predict: float = -1.0
-    momentum: float = -1.0
-
-    def __post_init__(self) -> None:
-        if self.momentum >= 1:
-            raise InputError(f"momentum={self.momentum}: from 0 to below 1, or below 0 to leave it as it is")
 
 
 @dataclass(frozen=True)
@@ -68,7 +50,9 @@ class Asynchronous(Technique):
 
     `job.drain()`, `evaluation()`, `state_dict()` and `close()` are collective: they are sync points, after which all
     ranks have equal weights. Between them each rank has its own copy plus a prediction. `apply` broadcasts rank 0's
-    parameters and buffers. A sync point averages floating-point buffers and takes the maximum of integer ones.
+    parameters and buffers. A sync point averages floating-point buffers and takes the maximum of integer ones. Beside
+    Overlap or AllReduce, which then average within a node only, each node takes the place of a rank: its ranks step
+    together and have equal weights.
 
     Args:
         max_staleness: how many steps a rank may be ahead of the slowest one, 0 or more; 0: synchronous steps, by
@@ -86,6 +70,8 @@ class Asynchronous(Technique):
         remedies: corrections for stale updates.
         warmup: epochs of synchronous steps at the start, 0 or more.
         finish: the epoch from which steps are synchronous again, 0 or more; 0: none.
+        node: ranks of a node that step together beside Overlap or AllReduce, which have consecutive numbers, 0 or more;
+            0: those that share a host.
 
     Saves: the time that ranks wait for each other and for the network.
     Costs: memory on each rank, 20 bytes a parameter (16 without prediction, 8 with hidden=False in fp32; the
@@ -98,12 +84,9 @@ class Asynchronous(Technique):
     Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
     """
 
-    stage: ClassVar[Stage] = Stage.COMM
+    stage: ClassVar[Stage] = Stage.NODE
     refuses: ClassVar[Mapping[str, str]] = {
-        **TWO_EXCHANGES,
-        "captures_graph": "the weights change between two steps; leave one of them out",
-        "needs_ranks_in_step": "ranks that run ahead share nothing within a step; leave one of them out",
-        "averages_weights": "each rank has its own weights between sync points; leave one of them out",
+        "moves_weights": "an exchange would send what it changes to all ranks as updates; use EMA, or leave one out"
     }
     exchanges_gradients: ClassVar[bool] = True
     channels: ClassVar[int] = 1
@@ -118,12 +101,14 @@ class Asynchronous(Technique):
     remedies: Remedies = field(default_factory=Remedies)
     warmup: float = 0.0
     finish: float = 0.0
+    node: int = 0
 
     def __post_init__(self) -> None:
         if self.max_staleness is not None and self.max_staleness < 0:
             raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
-        if self.servers < 0 or self.every < 0:
-            raise InputError(f"servers={self.servers}, every={self.every}: 0 ranks or more, and 0 steps or more")
+        if min(self.servers, self.every, self.node) < 0:
+            given = f"servers={self.servers}, every={self.every}, node={self.node}"
+            raise InputError(f"{given}: each 0 or more")
         if self.wire not in CODECS:
             raise InputError(f'wire="{self.wire}": "fp32", "bf16" or "int8"')
         if self.warmup < 0 or self.finish < 0:
@@ -151,16 +136,29 @@ class Asynchronous(Technique):
             raise InputError(f"{given}: kasoku train has all ranks train; leave it out")
         return self
 
+    def ranks_in_step(self, comm: Comm, applied: Sequence[Technique]) -> Comm:
+        """This rank alone, or the ranks of its node beside a technique that averages gradients."""
+        if not self.is_asynchronous or comm.size == 1:
+            return comm
+        beside = next((type(t).__name__ for t in applied if t.averages_gradients), "")
+        if not beside:
+            return Solo(comm.clock)
+        if self.servers:
+            raise InputError(f"servers={self.servers} beside {beside}: a node has no server: leave one of them out")
+        return ranks_of_node(comm, self.node, beside)
+
     def apply(self, job: Job) -> None:
         """Broadcasts rank 0's weights, then exchanges the optimizer's updates."""
-        if self.max_staleness == 0:
-            Overlap(self.buckets).apply(job)
-        elif job.comm.size == 1:
+        if not self.is_asynchronous:
+            if not any(technique.averages_gradients for technique in job.applied):
+                Overlap(self.buckets).apply(job)
+        elif job.step_comm is job.comm:
             job.keep("asynchronous", SingleRank({"staleness": {}}))
         elif self.servers >= job.comm.size:
             raise InputError(f"servers={self.servers} of {job.comm.size} ranks: at least one rank must train")
         else:
-            start_equal(job)
+            job.needs_whole_gradients = True  # predictions leave the weights before any of them is updated
+            start_equal(job, job.comm)
             Exchange(job, self)
 
 
@@ -168,29 +166,31 @@ class Exchange:
     """The exchanges of one job.
 
     Attributes: `staleness`: the number of all ranks' updates by staleness, up to the last sync point; `step`: steps
-        since then; `shares_dealt`: shares of the data that were dealt before it; `dead`: the reason of each rank's
-        death.
+        since then; `batches_dealt`: batches that were dealt before it; `dead`: the reason of each rank's death.
     """
 
     def __init__(self, job: Job, settings: Asynchronous) -> None:
         self.job, self.settings = job, settings
         self.comm = job.comm.channel(patient=True)
         size, rank, servers, momentum = job.comm.size, job.comm.rank, settings.servers, settings.remedies.momentum
-        self.trains = rank >= servers
+        self.node = job.step_comm.channel()
+        leaders = job.comm.gather_objects(self.node.broadcast_object(rank))
+        self.trains, self.leads = rank >= servers, leaders[rank] == rank >= servers
         self._units = LayerIndex(job.model)
         for name, p in self._units.named:
             if p.dtype != torch.float32 or not is_dense(p):
                 raise InputError(f"Asynchronous: {name} is {p.dtype} of strides {p.stride()}: dense float32 only")
         self.segments = Segments(self.comm)
         in_turn = not self.comm.thread_safe  # ranks in one process
-        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, self.segments)
+        self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, self.segments, leaders)
         self.dead: dict[int, str] = self.transport.dead
-        self.weights = self._divide(range(servers, size), range(servers or size))
+        training = dict(enumerate(leaders[servers:], servers))
+        self.weights = self._divide(training, range(servers) or sorted({*leaders}))
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
         self._momentum = Momentum(job, momentum) if momentum >= 0 else None
         self.staleness: Counter[int] = Counter()
         self._turn = 0  # the group that is next with `stream`
-        self.step, self.shares_dealt = 0, 0
+        self.step, self.batches_dealt, self._shares = 0, 0, 0  # _shares: that this rank asked for since then
         self._started = self._entered = False
         job.before_step(self._before_step)
         job.after_step(self._after_step)
@@ -204,16 +204,16 @@ class Exchange:
         if not self.trains:
             job.around_loader(lambda _: ())
 
-    def _divide(self, workers: Sequence[int], owners: Sequence[int]) -> SharedWeights:
-        """Divides the weights, equal on all ranks, among the owners."""
+    def _divide(self, leaders: Mapping[int, int], owners: Sequence[int]) -> SharedWeights:
+        """Divides the weights, equal on all ranks, among the owners. `leaders`: each training rank's worker."""
         settings, named, tensors, zeros = self.settings, self._units.named, self._units.tensors, self.segments.zeros
         groups = [[named[i][1] for i in group] for group in settings.buckets.plan(tensors).buckets]
-        self.segments.open(2 * len(groups), 8 * self.trains * sum(t.elements for t in tensors))
+        self.segments.open(2 * len(groups), 8 * self.leads * sum(t.elements for t in tensors))
         codec, ahead = CODECS[settings.wire], settings.ahead
         blocking = not settings.hidden and not ahead
         copies = [WorkerGroup(params, owners, codec, blocking=blocking, ahead=ahead, zeros=zeros) for params in groups]
-        weights = SharedWeights(copies, workers, owners, self.comm.rank, settings.max_staleness)
-        self.transport.set_server(weights.server, workers, owners)
+        weights = SharedWeights(copies, leaders, owners, self.comm.rank, self.node, settings.max_staleness)
+        self.transport.set_server(weights.server, owners)
         return weights
 
     # ---- a step
@@ -248,30 +248,29 @@ class Exchange:
         """Starts the transport after a sync point."""
         if self._started:
             return
-        bits = torch.int32  # NaN is not equal to itself
-        pairs = ((group.current.load().view(bits), group.base.flat.view(bits)) for group in self.weights.groups)
-        if not self.step and not all(torch.equal(present, begun) for present, begun in pairs):
+        if not self.step and not self.weights.unchanged:
             changed = "Asynchronous: the weights were changed since the last sync point"
             raise InputError(f"{changed}: load them before apply, or by job.load_state_dict")
         self.transport.start()
         self._started = True
 
     def deal(self, first: int, end: int) -> None:
-        """Starts to deal these shares of the data until the next sync point; all ranks call it after the last one."""
-        self.weights.server.dealt = (first, end)
+        """Starts to deal these batches until the next sync point, unless it has begun; all ranks call it."""
+        self.weights.server.deal(first, end)
 
-    def share_of_data(self, stop: bool = False) -> int | None:
-        """The number of this rank's next share; None: the sync point is reached.
+    def share_of_data(self, stop: bool = False, *, last: bool = False) -> int | None:
+        """The number of this rank's next share, as a loader's `deal_from` counts; None: the sync point is reached.
 
-        `stop` requests a sync point as soon as a whole batch is dealt.
+        `stop` requests a sync point as soon as a whole batch is dealt; so does `last`, from a rank that takes no more.
         """
         self._start()
-        share = self._ask_first_owner(SHARE, int(stop))
-        return share if share >= 0 else None
+        share = self._ask_first_owner(SHARE, int(stop or last), -1 if last else self._shares)
+        self._shares += 1
+        return share * self.node.size + self.node.rank if share >= 0 else None
 
     def _send_clock(self, clock: int) -> None:
         """Sends this worker's clock, and waits while it is too far ahead of the slowest worker."""
-        if self.settings.max_staleness is not None and self.trains:
+        if self.settings.max_staleness is not None and self.leads:
             with self.job.trace.span("wait", "the slowest rank"):
                 self._ask_first_owner(CLOCK, clock)
 
@@ -293,9 +292,9 @@ class Exchange:
         settings, weights, groups, due = self.settings, self.weights, self.weights.groups, list[int]()
         if not settings.every or self.step % settings.every == 0:
             self._start()
-            candidates = [self._turn] if settings.stream else list(range(len(groups)))
+            due = [self._turn] if settings.stream else list(range(len(groups)))
             most = most_local_steps(settings.max_staleness) * (len(groups) if settings.stream else 1)
-            due = [g for g in candidates if settings.every or groups[g].due(self.step, most)]
+            due = due if settings.every else weights.due(due, self.step, most)
         for g in due:
             self._turn = (g + 1) % len(groups)
             weights.receive(groups[g], self.job.trace)
@@ -313,13 +312,11 @@ class Exchange:
         """A sync point: finishes all exchanges; all ranks have equal weights then."""
         model, weights = self.job.model, self.weights
         if self.sync_phases.active:
-            means = mean_buffers(model, Table(self.comm), trains=True, workers=self.comm.size)
-            for x, mean in zip(model.buffers(), means, strict=True):
-                x.copy_(mean)
+            copy_buffers(model, mean_buffers(model, Table(self.comm), trains=True, workers=self.comm.size))
             self._begin()
             return
         self._start()
-        self.weights.remove_predictions()
+        weights.remove_predictions()
         for g, group in enumerate(weights.groups if self.trains else ()):
             weights.receive(group, self.job.trace)
             if self.step > group.sent_at:
@@ -327,19 +324,21 @@ class Exchange:
                 weights.receive(group, self.job.trace)
         self._send_clock(RESTS)
         self.transport.finish_requests()
-        staleness, self.shares_dealt, means, living = self.transport.at_sync_point(lambda x: weights.sums(x, model))
-        self.staleness += staleness  # keeps those above 0
+        result = self.transport.at_sync_point(lambda x: weights.sums(x, model, self.step))
+        self.staleness += result.staleness  # keeps those above 0
+        self.batches_dealt = result.batches_dealt
         for group in weights.groups:
             group.current.store()
-        for x, mean in zip(model.buffers(), means, strict=True):
-            x.copy_(mean)
+        copy_buffers(model, result.means)
         self.transport.stop()
-        if len(living) < len({*weights.owners, *weights.workers}):
-            workers = [rank for rank in weights.workers if rank in living]
-            owners = [rank for rank in weights.owners if rank in living]
-            self.weights = self._divide(workers, owners or workers)
+        if not {*weights.owners, *weights.leaders} <= {*result.living}:
+            leaders = {rank: leader for rank, leader in weights.leaders.items() if rank in result.living}
+            owners = [rank for rank in weights.owners if rank in result.living]
+            self.weights = self._divide(leaders, owners or sorted(leaders))
         self._begin()
-        self._started, self._entered, self.weights.server.dealt = False, False, None
+        self._started, self._entered, self.weights.server.dealt, self._shares = False, False, None, 0
+        if result.steps:
+            self.job.run_at_sync_point(result.steps)
 
     def _begin(self) -> None:
         self.weights.begin()

@@ -6,14 +6,17 @@ updates by other workers that were added to the same shard since. The worker's o
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kasoku.core import Trace
+from kasoku.core import Comm, Trace
+from kasoku.distributed.async_sgd.nodes import copy_from_first
+from kasoku.distributed.async_sgd.peers import Reply
 from kasoku.distributed.async_sgd.quantization import Codec
 from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
 from kasoku.distributed.async_sgd.sync_phases import Momentum
@@ -77,15 +80,25 @@ class ParameterShard:
 class ParameterServer:
     """Answers the requests of all ranks: has the owned shards and, on the first owner, the clocks and data shares.
 
-    `shards`: one for each group, or None where this rank owns nothing of it. `workers`: the ranks that train. `ahead`:
-    how many steps a worker may be ahead of the slowest one; None: any number.
+    `shards`: one for each group, or None where this rank owns nothing of it. `leaders`: the ranks that train, and the
+    worker of each. `ahead`: how many steps a worker may be ahead of the slowest one; None: any number.
+
+    Note: shares. The ranks of a node look ahead for shares by different numbers of batches. So each asks by number for
+    the next share of its node; the first one that asks has it dealt, the others get the same.
     """
 
-    def __init__(self, shards: Sequence[ParameterShard | None], workers: Sequence[int], ahead: int | None) -> None:
-        self.shards, self._ahead = shards, ahead
+    def __init__(self, shards: Sequence[ParameterShard | None], leaders: Mapping[int, int], ahead: int | None) -> None:
+        self.shards, self.leaders, self._ahead = shards, leaders, ahead
         self._lock = threading.Lock()
         self.dealt: tuple[int, int] | None = None  # the next share of the data, and the end; None: not set yet
-        self.clocks = dict.fromkeys(workers, 0)
+        self.clocks = dict.fromkeys(leaders.values(), 0)
+        self._shares: dict[int, list[int]] = {}  # by worker
+
+    def deal(self, first: int, end: int) -> None:
+        """Starts to deal these batches, of which each worker takes a share, unless it has begun."""
+        if self.dealt is None:
+            self._shares = {worker: [] for worker in self.clocks}
+            self.dealt = (first * len(self.clocks), end * len(self.clocks))
 
     def rank_died(self, rank: int) -> None:
         """Takes a dead worker out of the bound on clocks."""
@@ -113,35 +126,52 @@ class ParameterServer:
             return (shard.take(rank, body, head[2], out),)
         if head[0] == CLOCK:  # `ready` has noted it
             return (0,)
-        with self._lock:  # the next share, or -1 at the sync point
-            share, end = self.dealt or (0, 0)
+        with self._lock:  # a share, or -1 at the sync point
+            (share, end), shares = self.dealt or (0, 0), self._shares[self.leaders[rank]]
             if head[1]:  # the shares end with the current batch
                 end = min(end, -(-share // len(self.clocks)) * len(self.clocks))
-            self.dealt = (min(end, share + 1), end)
-            return (share if share < end else -1,)
+            if head[2] == len(shares):
+                shares.append(share if share < end else -1)
+                share = min(end, share + 1)
+            self.dealt = (min(end, share), end)
+            return (shares[head[2]] if head[2] >= 0 else -1,)
+
+
+class SyncResult(NamedTuple):
+    """The result of a sync point. `steps`: of a worker, since the last one; `means`: of the model's buffers."""
+
+    staleness: Counter[int]
+    batches_dealt: int
+    steps: float
+    means: list[Tensor]
+    living: list[int]
 
 
 @dataclass(eq=False)
 class SharedWeights:
-    """One division of the weights among owners; `workers` train, and `groups` are this rank's copies.
+    """One division of the weights among owners; `groups` are this rank's copies.
 
-    `max_staleness`: how many steps a worker may be ahead of the slowest one; None: any number. `server`: of the shards
-    that this rank owns.
+    `leaders`: the ranks that train, and the worker of each: the first rank of its node. `node`: the ranks of this one's
+    node. They have equal weights, groups and predictions: each computes the update, the worker alone sends it, and all
+    read its replies. `max_staleness`: how many steps a worker may be ahead of the slowest one; None: any number.
+    `server`: of the shards that this rank owns.
     """
 
     groups: Sequence[WorkerGroup]
-    workers: Sequence[int]
+    leaders: Mapping[int, int]
     owners: Sequence[int]
     rank: int
+    node: Comm
     max_staleness: int | None
 
     def __post_init__(self) -> None:
+        self.workers = sorted({*self.leaders.values()})
         self._share = 1 / max(1, len(self.workers))  # of each worker's update that is added
         codec = self.groups[0].codec
         share = self._share if codec.exact else 1.0  # workers scale before they round
         owned = [group.pieces.get(self.rank) for group in self.groups]
         shards = [ParameterShard(x.stop - x.start, self.workers, codec, share=share) if x else None for x in owned]
-        self.server = ParameterServer(shards, self.workers, self.max_staleness)
+        self.server = ParameterServer(shards, self.leaders, self.max_staleness)
         self.begin()
 
     @torch.no_grad()
@@ -158,44 +188,63 @@ class SharedWeights:
         for group in self.groups:
             group.prediction.remove()
 
+    @property
+    def unchanged(self) -> bool:
+        """Whether the parameters are the last known weights, bit for bit: NaN is not equal to itself."""
+        pairs = ((group.current.load(), group.base.flat) for group in self.groups)
+        return all(torch.equal(now.view(torch.int32), base.view(torch.int32)) for now, base in pairs)
+
+    def due(self, candidates: Sequence[int], step: int, most: int) -> list[int]:
+        """The groups to exchange now, by `WorkerGroup.due` of the worker; the same on all ranks of its node."""
+        flags = [self.rank in self.workers and self.groups[g].due(step, most) for g in candidates]
+        flags = copy_from_first(self.node, torch.tensor(flags)).tolist()
+        return [g for g, due in zip(candidates, flags, strict=True) if due]
+
     def send(self, g: int, step: int, transport: Any, momentum: Momentum | None) -> None:
         """Sends this rank's update of group g to the owners."""
         group = self.groups[g]
         group.sent_at = step
         group.write_request(self._share, momentum.factors(group.params) if momentum else None)
         for owner, slot in group.slots.items():
-            head = (UPDATE, g, group.version_used[owner])
-            group.pending[owner] = transport.ask(owner, head, group.request[slot], group.reply[slot])
+            reply: Reply = Future()
+            if self.rank in self.workers:
+                head = (UPDATE, g, group.version_used[owner])
+                reply = transport.ask(owner, head, group.request[slot], group.reply[slot])
+            group.pending[owner] = reply
         group.version_used.update(group.version_read)
 
     def receive(self, group: WorkerGroup, trace: Trace) -> None:
         """Reads the pending replies of a group into the parameters."""
         if not group.pending:
             return
+        replies = group.pending.values() if self.rank in self.workers else ()
         with trace.span("wait", "fresh weights", bytes=group.reply.nbytes):
-            lost = [owner for owner, reply in group.pending.items() if reply.exception()]
-        for owner in lost:  # after all other owners have replied
-            del group.pending[owner]
-            group.drop_owner(owner)
-        group.version_read.update({owner: int(reply.result()[0]) for owner, reply in group.pending.items()})
+            read = [-1 if reply.exception() else int(reply.result()[0]) for reply in replies]
+            versions = copy_from_first(self.node, torch.tensor(read or [0] * len(group.pending)))
+            copy_from_first(self.node, group.reply)
+        for owner, version in zip(group.pending, versions.tolist(), strict=True):
+            if version < 0:  # lost, and all other owners have replied
+                group.drop_owner(owner)
+            else:
+                group.version_read[owner] = version
         group.pending.clear()
         group.read_reply()
 
-    def sums(self, table: Table, model: nn.Module) -> tuple[Counter[int], int, list[Tensor], list[int]]:
-        """The number of updates by staleness, the shares of data dealt, the means of the model's buffers, the ranks.
-
-        The sums of the weights remain in each group's `current`. Collective over the ranks of the table.
-        """
-        trains, server = self.rank in self.workers, self.server
+    def sums(self, table: Table, model: nn.Module, step: int) -> SyncResult:
+        """Sums the parts of all ranks of the table; `step`: this rank's steps since the last sync point. Collective."""
+        works, server = self.rank in self.workers, self.server
         workers = sum(rank in table.ranks for rank in self.workers)
         for group, shard in zip(self.groups, server.shards, strict=True):
             owned = {self.rank: shard.weights} if shard else {}
-            table.all_reduce(group.contribution(owned, table.ranks, workers if trains else 0))
+            table.all_reduce(group.contribution(owned, table.ranks, workers if works else 0))
         staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
-        dealt = server.dealt[0] if server.dealt and self.rank == self.owners[0] else 0
+        dealt = server.dealt[0] // max(1, len(self.workers)) if server.dealt and self.rank == self.owners[0] else 0
         largest = torch.tensor([max(staleness, default=0), dealt])
         table.all_reduce(largest, op="max")
-        updates = torch.tensor([staleness[steps] for steps in range(int(largest[0]) + 1)])
-        table.all_reduce(updates)
-        means = mean_buffers(model, table, trains=trains, workers=workers)
-        return Counter(dict(enumerate(updates.tolist()))), int(largest[1]), means, table.ranks
+        counts = torch.tensor([step * works, *(staleness[steps] for steps in range(int(largest[0]) + 1))])
+        table.all_reduce(counts)
+        steps, *updates = counts.tolist()
+        trains = sum(rank in table.ranks for rank in self.leaders)
+        means = mean_buffers(model, table, trains=self.rank in self.leaders, workers=trains)
+        staleness = Counter(dict(enumerate(updates)))
+        return SyncResult(staleness, int(largest[1]), steps / max(1, workers), means, table.ranks)

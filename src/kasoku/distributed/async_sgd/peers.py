@@ -114,6 +114,7 @@ class Peers:
 
     Args:
         comm: sends the heartbeats, on channels of its own. Its policy (liveness.py) decides what a death does.
+        leaders: for each rank, the first rank of its node: ranks of one node step together, and die together.
         on_death: called once for each dead rank that is removed.
         pause: waits for an event or a number of seconds, as `threading.Event.wait` does; tests advance it themselves.
 
@@ -121,8 +122,10 @@ class Peers:
         `reports`: from each rank's heartbeat: its attempt, whether it ended, and a flag for each dead rank.
     """
 
-    def __init__(self, comm: Comm, on_death: Callable[[int], object], pause: Pause = threading.Event.wait) -> None:
-        self.comm, self.on_death, self._pause = comm, on_death, pause
+    def __init__(
+        self, comm: Comm, leaders: Sequence[int], on_death: Callable[[int], object], pause: Pause = threading.Event.wait
+    ) -> None:
+        self.comm, self.leaders, self.on_death, self._pause = comm, leaders, on_death, pause
         self.small = comm.channel(patient=True)
         self.dead: dict[int, str] = {}
         self.changed = threading.Condition(threading.RLock())
@@ -237,7 +240,13 @@ class Peers:
             self.on_death(rank)
             self.changed.notify_all()
         self.send_heartbeat(also=rank)
+        if self.leaders[rank] == self.leaders[self.comm.rank]:
+            self.fail(LostRankError(f"rank {rank}, which steps together with this one, died: {why}"))
+            return
         warnings.warn(f"rank {rank} died: {why}; the other ranks go on without it", RuntimeWarning, stacklevel=2)
+        for other, leader in enumerate(self.leaders):
+            if leader == self.leaders[rank]:
+                self.lose(other, f"rank {rank} of its node died")
 
     def _end_by_verdict(self, watched: Any, rank: int, why: str) -> None:
         watched.wait_for_verdict()  # usually it ends the process; nothing recovers meanwhile

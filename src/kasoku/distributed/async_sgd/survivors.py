@@ -5,7 +5,7 @@ Its messages have tags of their own, and it counts when all living ranks report 
 begins another.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import TypeVar
 
@@ -68,6 +68,12 @@ def mean_buffers(model: nn.Module, table: Table, *, trains: bool, workers: int) 
         table.all_reduce(mine if trains else mine.zero_(), op="sum" if exact else "max")
         means.append((mine / max(1, workers) if exact else mine).view_as(x))
     return means
+
+
+def copy_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
+    """Gives the model's buffers these values."""
+    for x, value in zip(model.buffers(), values, strict=True):
+        x.copy_(value)
 
 
 def on_survivors(comm: Comm, peers: Peers, f: Callable[[Table], T]) -> T:

@@ -41,7 +41,7 @@ class InProcess:
     def start(self) -> None:
         pass  # there are no threads
 
-    def set_server(self, server: ParameterServer, workers: Sequence[int], owners: Sequence[int]) -> None:
+    def set_server(self, server: ParameterServer, owners: Sequence[int]) -> None:
         self._servers = self._comm.gather_objects(server)
 
     def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Reply:
@@ -65,19 +65,22 @@ class InProcess:
 class NetworkTransport:
     """Ranks in processes of their own, on a channel of its own; see Note: progress."""
 
-    def __init__(self, comm: Comm, segments: Segments) -> None:
+    def __init__(self, comm: Comm, segments: Segments, leaders: Sequence[int]) -> None:
         self._comm, self._segments = comm, segments
         self._threads: list[tuple[int, threading.Thread]] = []
-        self.peers = Peers(comm, lambda rank: self._server.rank_died(rank))
+        self.peers = Peers(comm, leaders, lambda rank: self._server.rank_died(rank))
         self.dead = self.peers.dead
 
-    def set_server(self, server: ParameterServer, workers: Sequence[int], owners: Sequence[int]) -> None:
-        """Sets what answers the requests of the workers from the next `start` on, and the owners to send them to."""
-        self._server, rank = server, self._comm.rank
-        one, both = [self._comm], [self._comm, self.peers.small]
-        channels = {owner: both if owner == owners[0] else one for owner in owners}
-        self._callers = [(worker, x) for worker in workers if worker != rank for x in channels.get(rank, ())]
-        self._callees = [(owner, x) for owner in owners if owner != rank and rank in workers for x in channels[owner]]
+    def set_server(self, server: ParameterServer, owners: Sequence[int]) -> None:
+        """Sets what answers requests from the next `start` on, and the owners to send them to.
+
+        Workers send their updates to all owners; every rank that trains asks the first owner on the small channel.
+        """
+        self._server, rank, workers, trains = server, self._comm.rank, server.clocks, server.leaders
+        pairs = [(caller, owner, self._comm) for caller in workers for owner in owners]
+        pairs += [(caller, owners[0], self.peers.small) for caller in trains]
+        self._callers = [(caller, x) for caller, owner, x in pairs if owner == rank != caller]
+        self._callees = [(owner, x) for caller, owner, x in pairs if caller == rank != owner]
 
     def start(self) -> None:
         """Starts the threads that answer requests."""

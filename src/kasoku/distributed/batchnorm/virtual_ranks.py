@@ -25,8 +25,8 @@ class VirtualRanks(Technique):
 
     Args:
         norm_batch: images that share statistics, 0 or more. If a device takes fewer at once, a group spans neighbouring
-            ranks. 0: all images that a device takes at once. This is plain BatchNorm, but ranks with unequal shares of
-            the batch keep equal running statistics.
+            ranks (beside Asynchronous those of its node). 0: all images that a device takes at once. This is plain
+            BatchNorm, but ranks with unequal shares of the batch keep equal running statistics.
         average: epochs, 0 or more, that the running statistics average over, even if an epoch has few updates:
             momentum = 1 - exp(-1 / (average * updates an epoch)). 0: each module's own momentum.
 
@@ -66,7 +66,7 @@ class VirtualRanks(Technique):
             return
         running = _RunningStatistics(job, self.average, self.norm_batch)
         for i, norm in enumerate(running.norms):
-            steer = Steer(norm, self.norm_batch, job.comm, partial(running.take, i), trace=job.trace)
+            steer = Steer(norm, self.norm_batch, job.step_comm, partial(running.take, i), trace=job.trace)
             steer.install(job.patch)
         job.on_close(job.model.register_forward_hook(lambda *_: running.add()).remove)
         job.before_step(running.move)  # before other techniques average the model and its statistics
@@ -93,6 +93,9 @@ class VirtualRanks(Technique):
         if once < group and (parts > 1 or job.comm.size == 1):
             most = max(1, batch // (group * job.comm.size))
             raise InputError(f"{part}, and a group cannot span parts: accumulate at most {most}")
+        if group > once * job.step_comm.size:
+            together = f"and {job.step_comm.size} of {job.comm.size} ranks step together"
+            raise InputError(f"{part}, {together}: norm_batch at most {once * job.step_comm.size}")
 
 
 class _RunningStatistics:
@@ -153,7 +156,7 @@ class _RunningStatistics:
         counted = [self.norms[i].num_batches_tracked for i, n in enumerate(self.groups) if n]
         torch._foreach_add_([c for c in counted if c is not None], 1)
         counts = self.flat.new_tensor([self.groups, self.values])
-        works = [job.comm.all_reduce(x) for x in (self.flat, counts)]
+        works = [job.step_comm.all_reduce(x) for x in (self.flat, counts)]
         with job.trace.span("wait", "statistics"):
             for work in works:
                 work.wait()

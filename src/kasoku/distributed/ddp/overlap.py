@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kasoku.core import Hyper, InputError, Job, Stage, Technique
+from kasoku.core import Comm, Hyper, InputError, Job, Stage, Technique
 from kasoku.core.backward_updates import BackwardUpdates
 from kasoku.core.torch_internals import version
-from kasoku.distributed.ddp.all_reduce import TWO_EXCHANGES, start_equal
+from kasoku.distributed.ddp.all_reduce import TWO_AVERAGES, start_equal
 from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
 from kasoku.distributed.ddp.bucket_plan import PerTensor, Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reducer
@@ -36,7 +36,7 @@ class Overlap(Technique):
     A gradient is copied into its bucket as it arrives. A bucket is sent when it is whole, and its parameters are
     updated when its mean has arrived: at the latest before the next forward of a layer with one of them. At `apply`
     all ranks copy rank 0's parameters and buffers. Call `job.drain()` before you read parameters; `state_dict()`,
-    evaluation and `close()` drain themselves.
+    evaluation and `close()` drain themselves. Beside Asynchronous it averages within a node, and the step waits for it.
 
     Beside a technique that frees gradients in backward (SavedMemory), a bucket is allocated when its first gradient
     arrives, and updated and freed in backward, when its mean has arrived; nothing is left for the next forward. Planned
@@ -60,8 +60,9 @@ class Overlap(Technique):
     """
 
     stage: ClassVar[Stage] = Stage.COMM
-    refuses: ClassVar[Mapping[str, str]] = TWO_EXCHANGES
+    refuses: ClassVar[Mapping[str, str]] = TWO_AVERAGES
     exchanges_gradients: ClassVar[bool] = True
+    averages_gradients: ClassVar[bool] = True
     overlaps_backward: ClassVar[bool] = True
     channels: ClassVar[int] = 1
     buckets: Policy = field(default_factory=Planned)
@@ -75,13 +76,13 @@ class Overlap(Technique):
             raise InputError(f'unused="{self.unused}": "refuse" or "skip"')
 
     def apply(self, job: Job) -> None:
-        if job.comm.size == 1:
+        if job.step_comm.size == 1:
             job.keep("overlap", SingleRank({"plan": {}, "reduce": []}))
             return
-        start_equal(job)
+        start_equal(job, job.step_comm)
         updates = job.in_backward
         frees = updates is not None and self.unused == "refuse" and updates.is_possible(exchanged=True)
-        engine = FreeingEngine(job, self) if frees else Engine(job, self)
+        engine = (FreeingEngine if frees else Engine)(job, self, job.step_comm)
         job.gradient_ready(engine.arrive)
         job.before_step(engine.step)
         job.after_step(engine.end_step)
@@ -119,9 +120,9 @@ class Engine:
 
     allocated = True  # the buffers are there all the time
 
-    def __init__(self, job: Job, settings: Overlap) -> None:
+    def __init__(self, job: Job, settings: Overlap, ranks: Comm) -> None:
         self.job, self.settings, self.late = job, settings, settings.next_forward
-        self.comm = job.comm.channel()  # gradients must not hold up the other collectives
+        self.ranks, self.comm = ranks, ranks.channel()  # gradients must not hold up the other collectives
         self.reduce = settings.reducer.bind(self.comm)
         self.layers = LayerIndex(job.model, whole=any(technique.captures_graph for technique in job.applied))
         self.profiler: StepProfiler | None = None  # measures the first steps for the search of a plan
@@ -149,7 +150,7 @@ class Engine:
 
     def print_once(self, line: str) -> None:
         """Prints on rank 0."""
-        if self.comm.rank == 0:
+        if self.job.comm.rank == 0:
             print(f"kasoku: {line}", flush=True)
 
     # ---- in backward
@@ -203,7 +204,7 @@ class Engine:
             return  # no backward since the last step: nothing changes
         self.layout.refuse_changed(self.layout.buckets)
         if skip_unused:
-            self.layout.fill_missing(self.job.comm)
+            self.layout.fill_missing(self.ranks)
             self.send()
         else:
             self.layout.refuse_missing()
@@ -311,7 +312,7 @@ class Engine:
             order = tuple(Chunk(*chunk) for chunk in searched["order"])
             self.change_plan(BucketPlan(buckets, order, searched["policy"]), late=searched["late"])
         states = state["reduce"]
-        self.reduce.load_state_dict(states[self.comm.rank] if len(states) == self.comm.size else {})
+        self.reduce.load_state_dict(states[self.job.comm.rank] if len(states) == self.job.comm.size else {})
 
 
 class FreeingEngine(Engine):
@@ -319,10 +320,10 @@ class FreeingEngine(Engine):
 
     allocated = False
 
-    def __init__(self, job: Job, settings: Overlap) -> None:
+    def __init__(self, job: Job, settings: Overlap, ranks: Comm) -> None:
         self.updates: BackwardUpdates = job.in_backward
         buckets = PerTensor() if isinstance(settings.buckets, Planned) else settings.buckets
-        super().__init__(job, replace(settings, buckets=buckets, next_forward=False))
+        super().__init__(job, replace(settings, buckets=buckets, next_forward=False), ranks)
         self.factors = self.comm.channel()
         self.updates.exchange = self
 

@@ -180,14 +180,14 @@ class StepProfiler:
     def all_reduced(self, values: Sequence[float], *, op: str) -> list[float]:
         """The mean or the maximum over ranks."""
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self.job.comm.all_reduce(x, op=op).wait()
+        self.job.step_comm.all_reduce(x, op=op).wait()
         return cast(list[float], x.tolist())
 
     # ---- the plan
 
     def search_plan(self, *, next_forward: bool) -> tuple[BucketPlan, Forecast, bool, LinkModel] | None:
         """The result of rank 0's `search`, and the link; None if a rank saw no whole step. Collective."""
-        layers, comm = self.layers, self.job.comm
+        layers, comm = self.layers, self.job.step_comm
         n = len(layers.modules)
         alone, beside = (self.steps[kind] for kind in _KINDS)
         incomplete = not (alone and beside)
