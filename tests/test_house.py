@@ -23,13 +23,13 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1865,
+    "core": 2000,
     "optim": 1180,
     "models": 830,
     "device": 640,
     "data": 5230,
-    "distributed": 5705,
-    "memory": 2175,
+    "distributed": 5840,
+    "memory": 2295,
     "config": 1410,
     "tune": 2065,
     "simulate": 1840,
