@@ -1,4 +1,4 @@
-"""One question of benchmarks/memory.py, in a process of its own: the last line is its answer in JSON.
+"""One question of benchmarks/memory.py and memory_ranks.py, in a process of its own: the last line is its JSON answer.
 
     LD_PRELOAD=malloc_live.so python benchmarks/memory_step.py '{"ask": "peak", "network": "vgg16", "batch": 16}'
 
@@ -7,22 +7,28 @@ foreseen within `limit` bytes at `time` more), "pairs" (the peak and, if it is w
 take turns with those of plain PyTorch at its own batch `plain`: `pairs` of them, or as many as end within `seconds` of
 the process, and one at least).
 way: "plain", "saved" (with `settings`), "checkpoint", "budget" (torch's activation_memory_budget).
+Where RANK is set, it is one of several ranks: all have Overlap, a step of plain Overlap is timed after another one, and
+the largest peak of all ranks decides.
 """
 
 import ctypes
 import gc
 import json
+import os
 import sys
 import time
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cluster import connected
 from kasoku import models
-from kasoku.core import Job
+from kasoku.core import Job, Solo
 from kasoku.device import Autocast, ChannelsLast
+from kasoku.distributed import Graded, Overlap
 from kasoku.memory import SavedMemory
 from kasoku.memory.network import InspectedNetwork
 from kasoku.memory.ops import Numerics
@@ -34,6 +40,7 @@ VGG_STAGES = (5, 10, 17, 24, 31)  # where a stage of VGG-16 ends, with its pool
 BACKEND = "aot_eager_decomp_partition"
 BEGAN = time.perf_counter()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COMM = connected() if "RANK" in os.environ else Solo()
 
 
 class Bytes:
@@ -65,10 +72,12 @@ def made(asked: dict, way: str) -> Job:
     """A training of the network, in a way."""
     torch.manual_seed(0)
     model = getattr(models, asked["network"])(CLASSES).to(DEVICE)
-    job = Job(model, lambda m: sgd(m, 0.001))
+    job = Job(model, lambda m: sgd(m, 0.001), comm=COMM)
     techniques = [ChannelsLast(), *([Autocast("bf16")] if asked.get("half") else [])]
     if way == "saved":
         techniques.append(SavedMemory(**asked["settings"], show=False))
+    if COMM.size > 1:  # Graded: the buckets that Planned begins with; it has as many bytes
+        techniques.append(Overlap() if way == "saved" else Overlap(Graded()))
     job.apply(*techniques)
     if way == "checkpoint":
         rerun(model)
@@ -110,10 +119,18 @@ def step(job: Job, x: Tensor, y: Tensor) -> float:
 
 def load_libraries(way: str) -> None:
     """What torch imports at a first step, and the compiler where it is asked for, is not the network's."""
-    job = Job(nn.Linear(2, 2).to(DEVICE), lambda m: sgd(m, 0.1))
+    job = Job(nn.Linear(2, 2).to(DEVICE), lambda m: sgd(m, 0.1), comm=COMM).apply(Overlap(Graded()))
     if way == "budget":
         job.model.forward = torch.compile(job.model.forward, backend=BACKEND)
     step(job, torch.ones(1, 2, device=DEVICE), torch.zeros(1, dtype=torch.long, device=DEVICE))
+    job.close()
+
+
+def most(value: float) -> float:
+    """The largest value of all ranks, which wait for each other."""
+    x = torch.tensor(value, dtype=torch.float64)
+    COMM.all_reduce(x, op="max").wait()
+    return float(x)
 
 
 def planner_of(job: Job) -> Planner:
@@ -141,6 +158,7 @@ def peak_of(job: Job, asked: dict, counted: Bytes, base: int) -> tuple[dict[str,
     gc.collect()
     counted.reset()
     told: dict[str, object] = {"step_s": step(job, x, y), "peak": counted.peak() - base, "libraries": base}
+    job.drain()
     if asked.get("way") == "saved":
         planner = planner_of(job)
         told |= {"foreseen": planner.plan.peak, "time_foreseen": planner.network.longer(planner.plan)}
@@ -186,7 +204,7 @@ def pairs(asked: dict) -> dict[str, object]:
     base = counted.live()
     other = made(asked, asked["way"])
     told, *theirs = peak_of(other, asked, counted, base)
-    if told["peak"] > asked["limit"]:
+    if most(told["peak"]) > asked["limit"]:
         return told
     plain = made(asked, "plain")
     turns = {"plain": (plain, *images(asked["plain"], asked["side"])), "other": (other, *theirs)}
@@ -195,14 +213,20 @@ def pairs(asked: dict) -> dict[str, object]:
     longest = 0.0
     for number in range(asked["pairs"]):
         begin = time.perf_counter()
-        if number and begin - BEGAN + longest > asked["seconds"]:
+        if number and most(begin - BEGAN + longest) > asked["seconds"]:
             break
         for name in [*turns][:: 1 if number % 2 else -1]:
+            if COMM.size > 1 and name == "plain":  # the update of one step is hidden behind the next one
+                most(step(*turns[name]))
             seconds[name].append(step(*turns[name]) / len(turns[name][1]))
+            turns[name][0].drain()
+            most(0.0)
         longest = max(longest, time.perf_counter() - begin)
     return told | {"seconds_per_image": seconds}
 
 
 if __name__ == "__main__":
     QUESTION = json.loads(sys.argv[1])
-    print(json.dumps({"peak": peak, "plan": plan, "pairs": pairs}[QUESTION["ask"]](QUESTION)))
+    print(json.dumps({"peak": peak, "plan": plan, "pairs": pairs}[QUESTION["ask"]](QUESTION)), flush=True)
+    if COMM.size > 1:
+        dist.destroy_process_group()

@@ -52,7 +52,7 @@ ROWS = [
     Row(Overlap(Graded(first=1, power=1.5, least_bytes=1000)), neutral=Overlap()),
     Row(Rate(Linear(epochs=12, warmup=1)), neutral=Rate(Constant()), owns_rate=True),
     Row(Recalibrate(images=32)),
-    Row(SavedMemory(factor=1, show=False), neutral=SavedMemory(factor=1, lossless=True, show=False), compiles=False),
+    Row(SavedMemory(factor=1, show=False), neutral=SavedMemory(factor=1, lossless=True, show=False)),
     Row(Seeded(seed=3), neutral=Seeded(seed=3)),
     Row(Timed(), neutral=Timed()),
     Row(VirtualRanks(norm_batch=8, average=0.5), neutral=VirtualRanks()),

@@ -23,13 +23,13 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1840,
+    "core": 1985,
     "optim": 1180,
     "models": 830,
-    "device": 640,
+    "device": 635,
     "data": 5220,
-    "distributed": 5705,
-    "memory": 2175,
+    "distributed": 5835,
+    "memory": 2295,
     "config": 1380,
     "tune": 2065,
     "simulate": 1755,

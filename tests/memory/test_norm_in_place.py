@@ -13,7 +13,7 @@ from helpers.nets import FEW, assert_near, images, networks, one_step, peak_of_s
 from helpers.nets import blocks as light_blocks
 from kasoku.core import Job
 from kasoku.device import Autocast, ChannelsLast
-from kasoku.memory import SavedMemory, network, ops
+from kasoku.memory import SavedMemory, network, norms, ops
 from kasoku.memory.graph import GraphNode, Instruction, LayerGraph
 from kasoku.memory.segment import build_program, norms_in_place
 from kasoku.memory.solver import segment_choices
@@ -57,7 +57,7 @@ def in_place(layer: nn.BatchNorm2d, x: Tensor, dy: Tensor) -> list[Tensor]:
     node, area, given_dy = GraphNode("norm", (0,), layer), x.clone(), dy.clone()
     with torch.no_grad():
         _, side = ops.compute(node, [area], how=ops.Numerics())
-        dx, found = ops.norm_gradients(node, dy, area, side, inplace=True)
+        dx, found = norms.gradients(node, dy, area, side, inplace=True)
     assert dx.data_ptr() == area.data_ptr()
     assert dx.stride() == x.stride()
     assert torch.equal(dy, given_dy)
@@ -122,7 +122,7 @@ def chain(*ops_: str) -> LayerGraph:
 
 def written_over(graph: LayerGraph, kept: set[int], **more) -> list[int]:
     """The nodes whose gradient is written over their input."""
-    steps = norms_in_place(build_program(graph, kept, input_gradient=True, **more)).backward
+    steps = norms_in_place(build_program(graph, kept, input_gradient=True, **more), 2).backward
     return [do.at for do in steps if do.kind == "grad" and graph.nodes[do.at].op == "norm" and do.inplace]
 
 
@@ -139,7 +139,7 @@ def test_only_where_nobody_else_holds_the_input_and_nobody_reads_it_later():
 
 def test_what_was_in_bf16_is_written_over_where_it_was_loaded():
     graph = chain("conv", "norm", "conv")
-    steps = norms_in_place(build_program(graph, {0, 1, 2}, input_gradient=True, bf16=frozenset({1, 2}))).backward
+    steps = norms_in_place(build_program(graph, {0, 1, 2}, input_gradient=True, bf16=frozenset({1, 2})), 2).backward
     assert Instruction("grad", 1, True, ("set",), loads=((1, True),), frees=(1,)) in steps
 
 

@@ -11,7 +11,7 @@ from contracts import through_a_file
 from helpers.nets import images
 from kasoku.core import InputError, Job
 from kasoku.memory import SavedMemory
-from kasoku.memory.step_in_backward import LinearInBackward
+from kasoku.memory.large_linear import LinearInBackward
 from kasoku.optim import EMA, sgd
 
 SAVED = SavedMemory(factor=1, show=False)

@@ -126,10 +126,25 @@ def test_autocast_computes_the_same_bits(model):
     assert_equal(plain, one_step(model, x, y, ChannelsLast(), Autocast("bf16"), saved))
 
 
-def test_compile_beside_it_is_refused_in_a_line(model):
-    job = Job(model, lambda m: sgd(m, 0.05))
-    with pytest.raises(InputError, match="SavedMemory and Compile cannot be combined"):
-        job.apply(SavedMemory(), Compile(backend="eager"))
+class Mixer(nn.Module):
+    """A block of which nothing can be planned, though it has a layer that could be."""
+
+    def __init__(self, n: int):
+        super().__init__()
+        self.norm, self.one, self.act, self.two = nn.LayerNorm(n), nn.Linear(n, 2 * n), nn.GELU(), nn.Linear(2 * n, n)
+
+    def forward(self, x):
+        return x + self.two(self.act(self.one(self.norm(x))))
+
+
+def test_compile_takes_the_blocks_of_which_nothing_is_planned(model, capsys):
+    both = nn.Sequential(*model[:-2], nn.AdaptiveAvgPool2d(1), nn.Flatten(), Mixer(16), nn.Linear(16, 4))
+    saved = SavedMemory(factor=1, lossless=True, show=False)
+    ours = trained(both, saved, Compile(backend="aot_eager"))
+    assert "Compile: 4 of 6 blocks are not compiled" in capsys.readouterr().err
+    assert "_SegmentFunction" in str(ours.model[:3](images()[0]).grad_fn)
+    assert ours.model[-2].forward.__func__ is not Mixer.forward
+    assert_same_weights(trained(both, saved), ours)
 
 
 def test_a_network_that_reads_between_two_layers_is_refused(model):

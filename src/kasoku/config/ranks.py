@@ -97,10 +97,9 @@ def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> l
         ranks: their number.
         uneven: whether they take unequal shares of a batch.
     """
-    # Without groups the running statistics are each rank's own, as where another technique runs BatchNorm itself.
-    replaced = any("replaces_batchnorm" in t.refuses for t in techniques_for(recipe, ranks))
     alone = is_asynchronous(recipe, ranks) and not any(t.averages_gradients for t in recipe.techniques)
-    own = ranks == 1 or recipe.device.graphs or replaced or uneven or alone
+    # Without groups the running statistics are each rank's own.
+    own = ranks == 1 or recipe.device.graphs or uneven or alone
     norm_batch = recipe.norm_batch if own else recipe.images_per_norm(ranks)
     derived: list[Technique] = []
     if norm_batch or recipe.norm_average or (uneven and not recipe.device.graphs):  # Graphs average them itself

@@ -29,3 +29,23 @@ def ignores_values(hook: F) -> F:
     """
     hook.ignores_values = True  # type: ignore[attr-defined]
     return hook
+
+
+def stays_in_place(forward: F) -> F:
+    """Declares that a forward, which replaces the one of a module until the job is closed, is not replaced itself.
+
+    `Compile` leaves out the blocks that contain one. For a BatchNorm it obeys `steering`.
+    """
+    forward.stays_in_place = True  # type: ignore[attr-defined]
+    return forward
+
+
+def is_in_place(module: nn.Module) -> bool:
+    """Whether the module's forward is one that stays in place."""
+    return bool(getattr(vars(module).get("forward"), "stays_in_place", False))
+
+
+def steering(norm: nn.Module) -> Any:
+    """What groups the images of this BatchNorm in training now (`Steer`); None where torch's own forward holds."""
+    steer = vars(norm).get("steer")
+    return steer if norm.training and steer is not None and steer.norm is norm else None  # not of a deep copy

@@ -50,6 +50,7 @@ class Job:
 
     Attributes:
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
+        in_backward: the `BackwardUpdates` of a technique that uses gradients as they arrive; None without one.
         vetoes_steps: an applied technique decides at each step whether any parameter changes.
         step_comm: the ranks that make each step together; not all of `comm` where ranks run ahead, until a sync point.
         patches: what techniques changed in other objects.
@@ -78,6 +79,7 @@ class Job:
         self.clock = self.comm.clock
         self.trace = Trace(self.clock, rank=self.comm.rank)
         self.needs_whole_gradients = self.vetoes_steps = False
+        self.in_backward: Any = None
         self.patches = Patches()
         self.applied: list[Technique] = []
         self.documents: dict[str, Callable[[], object]] = {}

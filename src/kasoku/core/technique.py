@@ -47,7 +47,6 @@ class Technique:
     channels: ClassVar[int] = 0  # communicators of its own, opened while the training starts
     averages_weights: ClassVar[bool] = False  # evaluates with other weights than those that are trained
     moves_weights: ClassVar[bool] = False  # changes weights by more than the optimizer's updates
-    replaces_batchnorm: ClassVar[bool] = False  # runs the forward of BatchNorm layers itself
     groups_span_ranks: ClassVar[bool] = False  # computes over the images of several ranks together
     renews_statistics: ClassVar[bool] = False  # measures BatchNorm's running statistics before evaluation
     compiles_model: ClassVar[bool] = False  # compiles the model or parts of it

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from kasoku.core import InputError, Job, Stage, Technique
-from kasoku.core.blocks import blocks
+from kasoku.core import InputError, Job, Stage, Technique, say
+from kasoku.core.blocks import blocks, is_in_place
 from kasoku.core.torch_internals import recompile_limit
 
 _LIMIT = 64  # compiled forms a function may have: blocks of one class, in training and in evaluation
@@ -26,7 +26,7 @@ _REFUSED = {"captures_graph": "each replaces the calls of a forward by one; leav
 
 @dataclass(frozen=True)
 class Compile(Technique, stage=Stage.COMPILE, refuses=_REFUSED, compiles_model=True):
-    """Compiles the forward of each block (torch.compile).
+    """Compiles the forward of each block (torch.compile), but not where SavedMemory runs layers; a line says so.
 
     Args:
         backend: "inductor" generates kernels; "aot_eager" and "eager" serve tests.
@@ -52,8 +52,12 @@ class Compile(Technique, stage=Stage.COMPILE, refuses=_REFUSED, compiles_model=T
             raise InputError('Compile(backend="inductor") needs triton on a GPU: pip install triton')
         job.patches.enter_context(recompile_limit(_LIMIT))
         compiled: dict[type, Callable[..., Any]] = {}
-        for _, block in blocks(job.model) or [("", job.model)]:
-            if not any(True for _ in block.parameters()):
+        learning = [block for _, block in blocks(job.model) or [("", job.model)] if [*block.parameters()]]
+        left = [block for block in learning if any(is_in_place(module) for module in block.modules())]
+        if left and job.comm.rank == 0:
+            say(f"Compile: {len(left)} of {len(learning)} blocks are not compiled, since SavedMemory runs their layers")
+        for block in learning:
+            if block in left:
                 continue
             if "forward" in vars(block):
                 job.patch(block, "forward", self._compile(block.forward))

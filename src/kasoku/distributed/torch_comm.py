@@ -15,6 +15,7 @@ from kasoku.core.hardware import is_dense
 
 T = TypeVar("T")
 _FOR_EVER = timedelta(days=3650)
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -84,7 +85,7 @@ class TorchComm(Comm):
         return _Handle(dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self._group, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        return _Handle(dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self._group, async_op=True))
+        return _Handle(_all_gather(out.view(-1), x.view(-1), group=self._group, async_op=True))
 
     def send(self, x: Tensor, *, to: int, tag: int = 0) -> Work:
         """Sends x to one rank; gloo knows only in `wait()` whether it has ended."""

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
+from kasoku.core.blocks import stays_in_place, steering
 from kasoku.core.torch_internals import module_hooks
 from kasoku.memory.graph import LayerGraph, attributes_of, changed_attribute, decides, graph_of, with_own_forward
 from kasoku.memory.segment import Segment
@@ -32,6 +33,8 @@ from kasoku.memory.segment import Segment
 
 class BoundToModel:
     """Belongs to the modules of one model: a deep copy of the model shares it, and it cannot be pickled."""
+
+    inspected = False  # while its layers run for the plan alone
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
@@ -159,9 +162,12 @@ def install(job: Job) -> list[LayerProxy]:
     candidates = [("", job.model)]
     while candidates:
         name, module = candidates.pop()
-        altered = any("forward" in vars(m) or module_hooks(m) for m in module.modules())
+        altered = any(("forward" in vars(m) and "steer" not in vars(m)) or module_hooks(m) for m in module.modules())
         graph = None if altered else graph_of(module)
         if graph is None or not graph.nodes:
+            own_forward = not type(module).__module__.startswith("torch.")
+            if own_forward and not any(isinstance(m, nn.Conv2d) for m in module.modules()):
+                continue  # nothing here can be planned, and Compile can take it whole
             children = [(f"{name}.{child}".lstrip("."), m) for child, m in module.named_children()]
             candidates += reversed(children)
             continue
@@ -171,10 +177,13 @@ def install(job: Job) -> list[LayerProxy]:
     return proxies
 
 
+@stays_in_place
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs the segment that begins with this layer, passes on the output of one that has run, or runs the layer."""
     proxy: LayerProxy = module.saved_memory
-    plain = functools.partial(type(module).forward, module, *args, **kwargs)
+    steer = steering(module)
+    forward = functools.partial(type(module).forward, module) if steer is None else steer.forward
+    plain = functools.partial(forward, *args, **kwargs)
     if proxy.module is not module:
         return plain()  # of a deep copy
     x = args[0] if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else None
@@ -214,6 +223,9 @@ def autocast_type(x: Tensor) -> torch.dtype | None:
 def without_side_effects(model: nn.Module, x: Tensor) -> Iterator[None]:
     """Puts modules with buffers in eval mode, with gradients on; restores modes and random state afterwards."""
     modes = [(m, m.training) for m in model.modules()]
+    owners = [vars(m)["saved_memory"] for m, _ in modes if "saved_memory" in vars(m)]
+    for owner in owners:
+        owner.inspected = True
     try:
         with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
             for module, _ in modes:
@@ -223,6 +235,8 @@ def without_side_effects(model: nn.Module, x: Tensor) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        for owner in owners:
+            owner.inspected = False
 
 
 def record_forward(model: nn.Module, proxies: Sequence[LayerProxy], x: Tensor) -> CallLog:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kasoku.memory.graph import GraphNode, Instruction, LayerGraph
-from kasoku.memory.ops import IN_PLACE_PARTS, Numerics, has_2_bit_positions
+from kasoku.memory.norms import IN_PLACE_PARTS, group_sizes
+from kasoku.memory.ops import Numerics, has_2_bit_positions
 from kasoku.memory.segment import Program
 
 _WORK_OF_A_BYTE = 16.0  # multiply-adds that a machine does while it moves a byte: 490 GFLOP/s against some 30 GB/s
@@ -187,13 +188,23 @@ class _ByteCount:
             if backward:  # torch's index of 8 bytes, and unpacked positions
                 return (9 if two_bits else 8) * out.numel()
             return out.nbytes + 4 * out.numel() if two_bits else 19 * out.numel()
-        if node.op == "norm" and step.inplace:  # parts of it and of the gradient in fp32, if they have fewer bits
-            images = x.shape[0]
-            return 0 if x.dtype.itemsize >= 4 else 8 * -(-images // IN_PLACE_PARTS) * (x.numel() // images)
+        if node.op == "norm":
+            return self._norm_workspace(node, x, out, step)
         if node.op == "other" and backward:  # its output; in place: the copy, and what torch keeps of that
             return out.nbytes * (2 if getattr(node.layer, "inplace", False) else 1)
-        copies_gradient = node.op == "norm" and backward and self.setting.device == "cpu"  # as torch's kernel does
-        return out.nbytes if copies_gradient else 0
+        return 0
+
+    def _norm_workspace(self, node: GraphNode, x: Tensor, out: Tensor, step: Instruction) -> int:
+        images = x.shape[0]
+        sizes = group_sizes(node.layer, images)
+        if not sizes:  # the group spans ranks: the normalised input, or a product
+            return out.nbytes
+        group = max(sizes)
+        if step.inplace:  # parts of it and of the gradient in fp32, if they have fewer bits
+            return 0 if x.dtype.itemsize >= 4 else 8 * -(-group // IN_PLACE_PARTS) * (x.numel() // images)
+        copies_gradient = step.kind == "grad" and self.setting.device == "cpu"  # as torch's kernel does
+        beside = len(sizes) > 1  # the result of a group, which is copied into the whole
+        return (copies_gradient + beside) * out.nbytes * group // images
 
     def _conv_workspace(self, node: GraphNode, x: Tensor, out: Tensor, *, backward: bool) -> int:
         """OneDNN's reordered copies, as measured on AVX-512: of weights always, of images in the NCHW layout.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kasoku.core import InputError, Job
+from kasoku.core.backward_updates import LIMIT
 from kasoku.memory.graph import LayerGraph
 from kasoku.memory.inspection import (
     CallLog,
@@ -20,11 +21,11 @@ from kasoku.memory.inspection import (
     tensors_in,
     without_side_effects,
 )
+from kasoku.memory.large_linear import LinearInBackward
 from kasoku.memory.memory_model import ChainSetting, work_of
 from kasoku.memory.ops import Numerics
 from kasoku.memory.segment import Segment
 from kasoku.memory.solver import MemoryPlan, OutsideBytes, SegmentChoice, plan_within, segment_choices
-from kasoku.memory.step_in_backward import LinearInBackward
 
 _INSPECTED_IMAGES = 2
 
@@ -91,17 +92,24 @@ class InspectedNetwork:
         kept, copies = (sum(n for proxy, n in count.items() if proxy not in planned) for count in counts)
         kept = round(kept * len(x) / len(images))
         learning = [p for p in job.model.parameters() if p.requires_grad]
-        tensors = [*job.model.parameters(), *job.model.buffers(), *(learning if job.accumulate > 1 else [])]
+        tensors = [*job.model.parameters(), *job.model.buffers()]
         fixed = sum(t.nbytes for t in tensors) + x.nbytes + self.optimizer_bytes
         inner = {p for proxy in planned for node in proxy.graph.nodes for p in node.params}
-        linear_weights = {linear.layer.weight for linear in linears if linear.calls == 1 and linear.group}
+        updating = [linear for linear in linears if linear.calls == 1 and linear.group]
+        if job.comm.size > 1:
+            updating = [linear for linear in updating if linear.bytes_in_flight(linear.rows * len(x))]
+        linear_weights = {linear.layer.weight for linear in updating}
+        in_buckets = job.comm.size > 1 and any(technique.overlaps_backward for technique in job.applied)
         outside = []
         for freed, without_gradient in ((gradients_freed, inner | linear_weights), (False, inner)):
             gradients = [p.nbytes for p in learning if p not in without_gradient]
-            if job.accumulate > 1 or freed:
-                outside.append(OutsideBytes(fixed, kept, 0, False, copies + max(gradients, default=0)))
+            copied = (job.accumulate > 1) + (in_buckets and not freed)  # all gradients, all the time
+            own = fixed + copied * sum(p.nbytes for p in learning)
+            sent = _bytes_in_flight(job, learning, updating, len(x)) if freed else 0
+            if copied or freed:
+                outside.append(OutsideBytes(own, kept, sent, False, copies + max(gradients, default=0) + sent))
             else:
-                outside.append(OutsideBytes(fixed, kept, sum(gradients), True, copies + sum(gradients)))
+                outside.append(OutsideBytes(own, kept, sum(gradients), True, copies + sum(gradients)))
         self.outside, self.plain_outside = outside
 
     def plain_bytes(self, batch: float) -> float:
@@ -257,6 +265,17 @@ def _units_and_choices(
             units.append(ChainUnit(part, plain, copies, work, setting.how, full.need.gradients, moves))
             own = replace(own, images=shapes[-1], image_gradient=True, reads_batch=False)
     return units, choices
+
+
+def _bytes_in_flight(job: Job, params: Sequence[Tensor], linears: Sequence[LinearInBackward], batch: int) -> int:
+    """Bytes of the gradients that are averaged in backward at once, at most; `linears`: those that send factors."""
+    exchange = job.in_backward.exchange if job.in_backward is not None else None
+    if exchange is None:
+        return 0
+    factors = {linear.layer.weight: linear.bytes_in_flight(linear.rows * batch) for linear in linears}
+    buckets: list[int] = [exchange.bucket_bytes(p) for p in params if p not in factors]
+    total = sum(p.nbytes for p in params if p not in factors) + sum(factors.values())
+    return min(total, max(LIMIT, *buckets, *factors.values()))
 
 
 def optimizer_bytes(job: Job) -> int:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kasoku.core.torch_internals import batch_norm, batch_norm_backward
+from kasoku.memory import norms
 from kasoku.memory.graph import GraphNode, Instruction, pair
 
 _aten = torch.ops.aten
-IN_PLACE_PARTS = 16  # in which a gradient is written over its input
 
 
 @dataclass(frozen=True)
@@ -27,16 +26,6 @@ class Numerics:
     bf16: bool = False  # values are held in bf16 between forward and backward
 
 
-class NormStatistics(NamedTuple):
-    """The results of a BatchNorm's forward that its backward reads."""
-
-    mean: Tensor  # empty where running statistics were used
-    scale: Tensor  # 1 / sqrt(variance + eps); empty where running statistics were used
-    reserve: Tensor
-    kernel: int
-    of_batch: bool
-
-
 class MaxPositions(NamedTuple):
     """The position of each maximum in its window: 2 bits each for windows of 2x2, else a byte."""
 
@@ -46,22 +35,13 @@ class MaxPositions(NamedTuple):
 
 
 def compute(node: GraphNode, inputs: list[Tensor], *, how: Numerics, inplace: bool = False) -> tuple[Tensor, Any]:
-    """The node's value, and what its backward needs besides values: NormStatistics, MaxPositions or None."""
+    """The node's value, and what its backward needs besides values: statistics of its groups, MaxPositions or None."""
     x, layer = inputs[0], node.layer
     if node.op == "pool":
         return pool(layer, x)
-    if node.op != "norm":
-        return recompute(node, inputs, None, how=how, inplace=inplace), None
-    of_batch = node.uses_batch_statistics
-    momentum = 0.0 if layer.momentum is None else layer.momentum
-    if layer.training and layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-        if layer.momentum is None:
-            momentum = 1.0 / float(layer.num_batches_tracked)
-    settings = (of_batch, momentum, layer.eps, torch.backends.cudnn.enabled)
-    running = (layer.running_mean, layer.running_var)
-    out, mean, scale, reserve, kernel = batch_norm(x, layer.weight, layer.bias, *running, *settings)
-    return out, NormStatistics(mean, scale, reserve, kernel, of_batch)
+    if node.op == "norm":
+        return norms.compute(node, x)
+    return recompute(node, inputs, None, how=how, inplace=inplace), None
 
 
 def recompute(node: GraphNode, inputs: list[Tensor], extra: Any, *, how: Numerics, inplace: bool = False) -> Tensor:
@@ -73,14 +53,7 @@ def recompute(node: GraphNode, inputs: list[Tensor], extra: Any, *, how: Numeric
         window = (layer.stride, layer.padding, layer.dilation, layer.groups)
         return functional.conv2d(_cast(x, how.half), weight, bias, *window)
     if node.op == "norm":
-        if extra.of_batch and how.exact:
-            settings = (None, None, True, 0.0, layer.eps, torch.backends.cudnn.enabled)
-            out: Tensor = batch_norm(x, layer.weight, layer.bias, *settings)[0]
-            return out
-        mean, variance = layer.running_mean, layer.running_var
-        if extra.of_batch:
-            mean, variance = extra.mean, extra.scale.pow(-2).sub_(layer.eps)
-        return functional.batch_norm(x, mean, variance, layer.weight, layer.bias, False, 0.0, layer.eps)
+        return norms.recompute(node, x, extra, exact=how.exact)
     if node.op == "relu":
         return x.relu_() if inplace else x.relu()
     if node.op == "add":
@@ -120,7 +93,7 @@ def gradients(
             out = _run_layer(layer, leaf)
         return [torch.autograd.grad(out, leaf, dy)[0]], []
     if node.op == "norm":
-        dx, of_weights = norm_gradients(node, dy, x, extra, inplace=step.inplace)
+        dx, of_weights = norms.gradients(node, dy, x, extra, inplace=step.inplace)
         return [dx], of_weights
     learns = [p.requires_grad for p in node.params]
     bias = None if layer.bias is None else [layer.out_channels]
@@ -130,54 +103,6 @@ def gradients(
     dx, dw, db = _aten.convolution_backward(dy, x, weight, bias, *window, False, [0, 0], layer.groups, mask)
     of_weights = [dw, db][: len(learns)]
     return [dx], [None if g is None else _cast(g, p.dtype) for g, p in zip(of_weights, node.params, strict=True)]
-
-
-def norm_gradients(
-    node: GraphNode, dy: Tensor, x: Tensor, statistics: NormStatistics, *, inplace: bool = False
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Gradients of a BatchNorm's input (`inplace`: written over it), and of its weights that learn."""
-    layer = node.layer
-    learns = [p.requires_grad for p in node.params]
-    wanted = [bool(learns) and learns[0], bool(learns) and learns[-1]]
-    mask = [not inplace, *(want or (inplace and statistics.of_batch) for want in wanted)]
-    kernel = 0 if inplace else statistics.kernel  # 0: torch's own, which leaves out what the mask does not request
-    weight = layer.weight
-    if weight is None and mask[1]:
-        weight = torch.ones_like(statistics.scale)  # or CUDA sums nothing
-    running = (layer.running_mean, layer.running_var)
-    of_batch = (statistics.mean, statistics.scale, statistics.of_batch)
-    dx, dw, db = batch_norm_backward(kernel, x, dy, weight, *running, *of_batch, layer.eps, mask, statistics.reserve)
-    if inplace:
-        dx = _norm_gradient_in_place(layer, dy, x, statistics, (dw, db))
-    of_weights = [g if want else None for g, want in zip((dw, db), wanted, strict=True)]
-    return dx, of_weights[: len(learns)]
-
-
-def _norm_gradient_in_place(
-    layer: Any, dy: Tensor, x: Tensor, statistics: NormStatistics, sums: tuple[Tensor, Tensor]
-) -> Tensor:
-    """A BatchNorm's gradient over its input: scale * (dy - mean of dy - y * mean of dy * y), y being x normed.
-
-    `sums`: of dy * y and of dy, over all but channels; not read with running statistics, which depend on no input.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    scale = statistics.scale if statistics.of_batch else (layer.running_var + layer.eps).rsqrt_()
-    scale_C11 = (scale if layer.weight is None else scale * layer.weight).to(wide)[:, None, None]
-    parts = zip(x.chunk(IN_PLACE_PARTS), dy.chunk(IN_PLACE_PARTS), strict=True)
-    if not statistics.of_batch:
-        for x_part, dy_part in parts:
-            torch.mul(dy_part, scale_C11, out=x_part)
-        return x
-    count = x.numel() // x.shape[1]
-    sums = (sums[0] * statistics.scale, sums[1])
-    slope_C11, shift_C11 = (-scale_C11 / count * s.to(wide)[:, None, None] for s in sums)
-    mean_C11 = statistics.mean.to(wide)[:, None, None]
-    for x_part, dy_part in parts:
-        dx_part = x_part.to(wide)
-        torch.addcmul(shift_C11, dx_part.sub_(mean_C11), slope_C11, out=dx_part).addcmul_(dy_part, scale_C11)
-        if dx_part.dtype is not x_part.dtype:
-            x_part.copy_(dx_part)
-    return x
 
 
 def _run_layer(layer: Any, x: Tensor) -> Tensor:

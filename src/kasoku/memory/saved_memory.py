@@ -9,23 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import InputError, Job, Stage, Technique
+from kasoku.core.backward_updates import BackwardUpdates
 from kasoku.memory.inspection import BoundToModel, LayerProxy, autocast_type, install
+from kasoku.memory.large_linear import install_linears
 from kasoku.memory.network import InspectedNetwork, optimizer_bytes
 from kasoku.memory.ops import Numerics
 from kasoku.memory.solver import MemoryPlan
-from kasoku.memory.step_in_backward import StepInBackward, install_linears
 
 BUDGET_SHARE = 0.98  # that is planned for: the smallest ratio of predicted to measured bytes was 0.983
 _REFUSED = {
-    "compiles_model": "both replace the forward of layers; leave one of them out",
     "captures_graph": "a graph keeps the memory of its whole step; leave one of them out",
-    "replaces_batchnorm": "both replace the forward of BatchNorm; leave one of them out",
 }
 _UNITS = {None: 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
-class SavedMemory(Technique, stage=Stage.MEMORY, refuses=_REFUSED, saves_memory=True, replaces_batchnorm=True):
+class SavedMemory(Technique, stage=Stage.MEMORY, refuses=_REFUSED, saves_memory=True):
     """Keeps less between forward and backward, so that a larger batch fits in the same memory.
 
     In the first training forward it records the network on two images of the batch, adds up the bytes that backward
@@ -44,18 +43,21 @@ class SavedMemory(Technique, stage=Stage.MEMORY, refuses=_REFUSED, saves_memory=
         bf16: hold all values of more than 16 bits in bf16 from forward to backward, whatever the budget: lossy. Outputs
             and statistics do not change, gradients do (see Maths). Tensors that the network's own Python holds
             (features for later) keep their type, and are not predicted.
-        in_backward: update each parameter as its gradient arrives and free the gradient. Gradients are kept as usual if
-            a technique needs all of them (Clip), or may veto a step (LossScale), or ranks share them.
+        in_backward: update each parameter as its gradient arrives, or its mean over ranks (Overlap), and free it. If a
+            technique needs all gradients at once (Clip, LossScale), or AllReduce averages them, they are kept; a line
+            says so.
         show: print the plan.
 
     Saves: memory: the values kept for backward, to half or less, and the gradients.
-    Costs: the time of recomputation, rounding and conversion, which the plan predicts.
+    Costs: the time of recomputation, rounding and conversion, which the plan predicts. On several ranks no bucket waits
+        for the next forward, and a large Linear's mean gradient is equal on all ranks on equal hardware only.
     Maths: the same gradients; bit for bit if lossless, else sums in another order. With bf16 the relative error (norm
         of the difference over the norm, all weights together, on small random networks) is less than 1e-2 if values are
         kept; less than 0.1 if layers are recomputed, as a ReLU of rounded values may switch near 0; parts of the batch
         add nothing. The median of the worst weight's error is 1e-3. A BatchNorm loses most if the mean of its input is
         many times its spread; values below 1e-40 become 0.
-    Ref: [003]; Chen et al. 2016 (arXiv 1604.06174); Jain et al. 2018 (Gist); Bulo et al. 2018 (arXiv 1712.02616).
+    Ref: [003]; Chen et al. 2016 (arXiv 1604.06174); Jain et al. 2018 (Gist); Bulo et al. 2018 (arXiv 1712.02616); Xie
+        et al. 2015 (arXiv 1511.05617).
     """
 
     factor: float = 0.0
@@ -99,9 +101,10 @@ class Planner(BoundToModel):
 
     def __init__(self, job: Job, settings: SavedMemory, proxies: list[LayerProxy]) -> None:
         self.job, self.settings, self.proxies = job, settings, proxies
-        self.stepper = StepInBackward(job, enabled=settings.in_backward, show=settings.show)
+        self.updates = BackwardUpdates(job, enabled=settings.in_backward, show=settings.show)
+        job.patch(job, "in_backward", self.updates)
         updates_linears = settings.in_backward and not settings.lossless
-        self.linears = install_linears(job, self.stepper) if updates_linears else []
+        self.linears = install_linears(job, self.updates) if updates_linears else []
         self.network: InspectedNetwork | None = None  # the last inspection
         self.plan: MemoryPlan | None = None  # from that inspection
         self._key: Any = None
@@ -114,7 +117,7 @@ class Planner(BoundToModel):
             proxy.waiting = []
         if not model.training or not torch.is_grad_enabled():
             return
-        self.stepper.before_forward()
+        self.updates.before_forward()
         for proxy in self.proxies:
             proxy.check_forward()
         if len(args) != 1 or not isinstance(args[0], Tensor):
@@ -140,7 +143,7 @@ class Planner(BoundToModel):
         images = (x.shape[1:], x.dtype, x.device, x.requires_grad, channels_last, autocast_type(x))
         hooked = tuple(proxy.hooked for proxy in self.proxies)
         linears = tuple(linear.group is not None for linear in self.linears)
-        steps = (self.job.needs_whole_gradients, self.job.accumulate, self.stepper.active, linears)
+        steps = (self.job.needs_whole_gradients, self.job.accumulate, self.updates.active, linears)
         return images, modes, learns, hooked, steps
 
     def _optimizer_grew(self) -> bool:
@@ -153,7 +156,7 @@ class Planner(BoundToModel):
     def _make_plan(self, x: Tensor) -> None:
         how = Numerics(exact=self.settings.lossless, bf16=self.settings.bf16)
         network = InspectedNetwork(
-            self.job, self.proxies, x, how=how, gradients_freed=self.stepper.active, linears=self.linears
+            self.job, self.proxies, x, how=how, gradients_freed=self.updates.active, linears=self.linears
         )
         if self.settings.budget:
             plan = network.choose(bytes_of(self.settings.budget), share=BUDGET_SHARE)

@@ -26,6 +26,7 @@ from kasoku.core import InputError
 from kasoku.core.torch_internals import forward_pre_hooks, version
 from kasoku.memory import ops
 from kasoku.memory.graph import GraphNode, Instruction, LayerGraph, weights_of
+from kasoku.memory.norms import group_sizes
 
 _NEAR = 4  # gradient steps during which a recomputed cheap value, or one converted from bf16, is kept for its next use
 _rounded = WeakTensorKeyDictionary()  # tensor -> (its version, its bf16)
@@ -47,14 +48,15 @@ class Program:
     in_bf16: frozenset[int] = frozenset()
 
 
-def norms_in_place(program: Program) -> Program:
+def norms_in_place(program: Program, images: int) -> Program:
     """The same program, in which norms write their gradient over their input if nothing reads it later.
 
+    Not those whose groups span ranks, for a batch of so many images.
     Ref: [003], which writes errors over the data that they belong to.
     """
     nodes, steps = program.graph.nodes, list(program.backward)
     for i, step in enumerate(steps):
-        if step.kind == "grad" and nodes[step.at].op == "norm":
+        if step.kind == "grad" and nodes[step.at].op == "norm" and group_sizes(nodes[step.at].layer, images):
             (x,) = nodes[step.at].inputs
             steps[i] = step._replace(inplace=x != 0 and x in step.frees)
     return replace(program, backward=tuple(steps))

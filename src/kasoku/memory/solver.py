@@ -85,7 +85,7 @@ def _choices_for(graph: LayerGraph, setting: ChainSetting, units: tuple[int, int
         if (program.kept, program.backward) in seen:
             continue
         seen.add((program.kept, program.backward))
-        over = program if how.exact else norms_in_place(program)
+        over = program if how.exact else norms_in_place(program, batch)
         for chunk in chunks:
             parts = f", {chunk} images at a time" if chunk else ""
             need = memory_need(program, shapes, setting, chunk)

@@ -2,7 +2,8 @@
 
 Note: patching. `steered` replaces the `forward` of a BatchNorm module and reads its settings from the attribute `steer`
 of the module: the size of a group, the ranks, and a callback for each group's statistics. A deep copy of the module
-sees that its `steer` belongs to another module, and runs torch's own forward.
+sees that its `steer` belongs to another module, and runs torch's own forward. `SavedMemory`, which runs the layers of a
+segment itself, keeps its own `forward` in place and obeys `steer`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kasoku.core import Comm, InputError, Trace
+from kasoku.core.blocks import is_in_place, steering
 
 Take = Callable[[Tensor, Tensor, int], None]  # (mean_C, variance_C (biased), values a channel) of one group
 
@@ -34,7 +36,7 @@ class Steer:
         trace: records the time spent waiting for other ranks.
     """
 
-    norm: nn.Module
+    norm: Any
     images: int
     comm: Comm
     take: Take
@@ -44,10 +46,85 @@ class Steer:
     def install(self, patch: Callable[[nn.Module, str, object], object]) -> None:
         """Steers the module, by a function that sets an attribute."""
         patch(self.norm, "steer", self)
-        patch(self.norm, "forward", MethodType(steered, self.norm))
+        if not is_in_place(self.norm):
+            patch(self.norm, "forward", MethodType(steered, self.norm))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Steer:
         return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The module's output; its running statistics do not change."""
+        norm, sizes = self.norm, self.sizes(len(x))
+        if not sizes:
+            return cast(Tensor, _Across.apply(x, norm.weight, norm.bias, self))  # type: ignore[no-untyped-call]
+        groups = [_group(norm, part, self.take) for part in torch.split(x, sizes)]
+        return torch.cat(groups) if len(groups) > 1 else groups[0]
+
+    def sizes(self, images: int) -> list[int]:
+        """The images of each group of a forward, in order; empty if a group spans ranks."""
+        group = min(self.images or images, images) if self.alone else self.images or images
+        if group > images:
+            self._ranks(images)  # refuses
+            return []
+        sizes, left = [group] * (images // group), images % group
+        if left and not self.alone:
+            raise InputError(f"norm_batch={group}: a forward has {images} images, not a multiple of norm_batch")
+        if left == 1:  # one image alone may have no variance
+            sizes[-1] += 1
+        elif left:
+            sizes.append(left)
+        return sizes
+
+    def _ranks(self, images: int) -> int:
+        """The number of ranks that a group spans."""
+        size, (ranks, left) = self.comm.size, divmod(self.images, images)
+        given = f"norm_batch={self.images}: a forward has {images} images"
+        if size == 1:
+            raise InputError(f"{given}, and a group cannot span several of them: lower norm_batch or accumulate")
+        if left or size % ranks:
+            raise InputError(f"{given} on each of {size} ranks: a group is part of it, or it times a divisor of {size}")
+        return ranks
+
+    def across(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, the mean and 1 / sqrt(variance + eps) of a group that spans ranks. Collective."""
+        variance_C, mean_C = torch.var_mean(x.float(), dim=_but_channels(x), correction=0)
+        both_R2C = self._of_group(torch.stack([mean_C, variance_C]), len(x))
+        mean_C = both_R2C[:, 0].mean(0)
+        variance_C = both_R2C[:, 1].mean(0) + both_R2C[:, 0].var(0, correction=0)
+        self.take(mean_C, variance_C, self.images * (x.numel() // (x.shape[0] * x.shape[1])))
+        scale_C = (variance_C + self.norm.eps).rsqrt()
+        return self.affine(x, mean_C, scale_C), mean_C, scale_C
+
+    def affine(self, x: Tensor, mean_C: Tensor, scale_C: Tensor) -> Tensor:
+        """The output of `across` again."""
+        normal = (x.float() - _wide(mean_C, x)).mul_(_wide(scale_C, x))
+        if self.norm.weight is not None:
+            normal.mul_(_wide(self.norm.weight, x))
+        if self.norm.bias is not None:
+            normal.add_(_wide(self.norm.bias, x))
+        return normal.to(x.dtype)
+
+    def gradients(self, dy: Tensor, x: Tensor, mean_C: Tensor, scale_C: Tensor) -> tuple[Tensor, Any, Any]:
+        """The gradients of the input, weight and bias of `across`. Collective."""
+        dy, weight = dy.float(), self.norm.weight
+        normal = (x.float() - _wide(mean_C, x)).mul_(_wide(scale_C, x))
+        sums_2C = torch.stack([dy.sum(_but_channels(x)), (dy * normal).sum(_but_channels(x))])
+        n = x.numel() // x.shape[1] * self._ranks(len(x))
+        all_2C = self._of_group(sums_2C, len(x)).sum(0) / n
+        dx = (dy - _wide(all_2C[0], x)).sub_(normal.mul_(_wide(all_2C[1], x))).mul_(_wide(scale_C, x))
+        if weight is None:
+            return dx.to(x.dtype), None, None
+        return dx.mul_(_wide(weight, x)).to(x.dtype), sums_2C[1].to(weight.dtype), sums_2C[0].to(weight.dtype)
+
+    def _of_group(self, x: Tensor, images: int) -> Tensor:
+        """Gathers x from the ranks of this rank's group, in rank order along a new first dimension."""
+        comm, ranks = self.comm, self._ranks(images)
+        every = x.new_empty((comm.size, *x.shape))
+        work = comm.all_gather(every, x.contiguous())
+        with self.trace.span("wait", "BatchNorm", bytes=every.nbytes) if self.trace else nullcontext():
+            work.wait()
+        first = comm.rank // ranks * ranks
+        return every[first : first + ranks]
 
 
 def norms(model: nn.Module) -> list[_BatchNorm]:
@@ -56,36 +133,9 @@ def norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def steered(norm: Any, x: Tensor) -> Tensor:
-    """The forward of a steered BatchNorm module; its running statistics do not change."""
-    steer: Steer = norm.steer
-    if not norm.training or steer.norm is not norm:
-        return cast(Tensor, type(norm).forward(norm, x))
-    images = steer.images or len(x)
-    if steer.alone:
-        images = min(images, len(x))
-    if images > len(x):
-        size, (ranks, left) = steer.comm.size, divmod(images, len(x))
-        given = f"norm_batch={images}: a forward has {len(x)} images"
-        if size == 1:
-            raise InputError(f"{given}, and a group cannot span several of them: lower norm_batch or accumulate")
-        if left or size % ranks:
-            raise InputError(f"{given} on each of {size} ranks: a group is part of it, or it times a divisor of {size}")
-        out, mean_C, variance_C = _Across.apply(  # type: ignore[no-untyped-call]
-            x, norm.weight, norm.bias, (norm.eps, steer.comm, ranks, steer.trace)
-        )
-        steer.take(mean_C, variance_C, images * (x.numel() // (x.shape[0] * x.shape[1])))
-        return cast(Tensor, out)
-    if images == len(x):
-        return _group(norm, x, steer.take)
-    sizes = [images] * (len(x) // images)
-    left = len(x) % images
-    if left and not steer.alone:
-        raise InputError(f"norm_batch={images}: a forward has {len(x)} images, not a multiple of norm_batch")
-    if left == 1:  # one image alone may have no variance
-        sizes[-1] += 1
-    elif left:
-        sizes.append(left)
-    return torch.cat([_group(norm, part, steer.take) for part in torch.split(x, sizes)])
+    """The forward of a steered BatchNorm module."""
+    steer = steering(norm)
+    return cast(Tensor, type(norm).forward(norm, x) if steer is None else steer.forward(x))
 
 
 def _group(norm: Any, x: Tensor, take: Take) -> Tensor:
@@ -99,53 +149,23 @@ def _group(norm: Any, x: Tensor, take: Take) -> Tensor:
 
 
 class _Across(torch.autograd.Function):
-    """BatchNorm of a group on `ranks` neighbouring ranks, each with the same number of images."""
+    """BatchNorm of a group on neighbouring ranks, each with the same number of images."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[float, Comm, int, Trace | None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        eps, comm, ranks, trace = how
-        dims = [0, *range(2, x.ndim)]
-        variance_C, mean_C = torch.var_mean(x.float(), dim=dims, correction=0)
-        both_R2C = _of_group(torch.stack([mean_C, variance_C]), comm, ranks, trace)
-        mean_C = both_R2C[:, 0].mean(0)
-        variance_C = both_R2C[:, 1].mean(0) + both_R2C[:, 0].var(0, correction=0)
-        scale_C = (variance_C + eps).rsqrt()
-        normal = (x.float() - _wide(mean_C, x)) * _wide(scale_C, x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, steer: Steer) -> Tensor:
+        out, mean_C, scale_C = steer.across(x)
         ctx.save_for_backward(x, weight, mean_C, scale_C)
-        ctx.comm, ctx.ranks, ctx.trace = comm, ranks, trace
-        ctx.mark_non_differentiable(mean_C, variance_C)
-        if weight is not None:
-            normal = normal * _wide(weight, x)
-        if bias is not None:
-            normal = normal + _wide(bias, x)
-        return normal.to(x.dtype), mean_C, variance_C
+        ctx.steer = steer
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x, weight, mean_C, scale_C = ctx.saved_tensors
-        dy = grads[0].float()
-        dims = [0, *range(2, x.ndim)]
-        normal = (x.float() - _wide(mean_C, x)) * _wide(scale_C, x)
-        sums_2C = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
-        n = x.numel() // x.shape[1] * ctx.ranks
-        all_2C = _of_group(sums_2C, ctx.comm, ctx.ranks, ctx.trace).sum(0) / n
-        dx = (dy - _wide(all_2C[0], x) - normal * _wide(all_2C[1], x)) * _wide(scale_C, x)
-        if weight is None:
-            return dx.to(x.dtype), None, None, None
-        dx = dx * _wide(weight, x)
-        return dx.to(x.dtype), sums_2C[1].to(weight.dtype), sums_2C[0].to(weight.dtype), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, _, mean_C, scale_C = ctx.saved_tensors
+        return (*ctx.steer.gradients(dy, x, mean_C, scale_C), None)
 
 
-def _of_group(x: Tensor, comm: Comm, ranks: int, trace: Trace | None) -> Tensor:
-    """Gathers x from the ranks of this rank's group, in rank order along a new first dimension."""
-    every = x.new_empty((comm.size, *x.shape))
-    work = comm.all_gather(every, x.contiguous())
-    with trace.span("wait", "BatchNorm", bytes=every.nbytes) if trace else nullcontext():
-        work.wait()
-    first = comm.rank // ranks * ranks
-    return every[first : first + ranks]
+def _but_channels(x: Tensor) -> list[int]:
+    return [0, *range(2, x.ndim)]
 
 
 def _wide(x_C: Tensor, like: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ class VirtualRanks(Technique):
     refuses: ClassVar[Mapping[str, str]] = {
         "captures_graph": "a graph runs no Python that could group the images; leave norm_batch or the graphs out"
     }
-    replaces_batchnorm: ClassVar[bool] = True
     needs_ranks_in_step: ClassVar[bool] = True
     groups_span_ranks: ClassVar[bool] = True
 

@@ -17,22 +17,43 @@ from kasoku.distributed.ddp.layer_index import LayerIndex
 class Bucket:
     """A flat buffer of gradients, and the collectives that average it.
 
-    `views`: of each parameter, the part of the buffer for its gradient, in the parameter's own shape and strides.
+    Attributes:
+        flat: the buffer; without elements while it is freed.
+        views: of each parameter, the part of the buffer for its gradient, in the parameter's own shape and strides.
+        versions: of the gradients in the bucket, when they were copied there; None for one that was used since, or that
+            does not come.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        like = named[0][1]
-        self.flat = torch.zeros(sum(p.numel() for _, p in named), dtype=like.dtype, device=like.device)
-        self.views: dict[Tensor, Tensor] = {}
-        for (name, p), part in zip(named, torch.split(self.flat, [p.numel() for _, p in named]), strict=True):
+        for name, p in named:
             if not is_dense(p):
                 strides = f"strides {p.stride()} for shape {tuple(p.shape)}"
                 raise InputError(f"Overlap: {name} has {strides}: dense ones only")
-            self.views[p] = part.as_strided(p.shape, p.stride()).data
-        self.versions: dict[Tensor, int] = {}  # of the gradients in the bucket, when they were copied there
+        self.size = sum(p.numel() for _, p in named)
+        self.flat = named[0][1].detach().new_empty(0)
+        self.views: dict[Tensor, Tensor] = {p: self.flat for _, p in named}
+        self.versions: dict[Tensor, int | None] = {}
+        self.unsent = self.size  # elements since it was allocated
         self.works: list[Work] = []
         self.pending = False  # its update comes after the step
         self.idle: frozenset[Tensor] = frozenset()  # without a gradient on any rank
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer when it is allocated."""
+        return self.size * self.flat.element_size()
+
+    def allocate(self) -> None:
+        """Allocates the buffer."""
+        self.flat, self.unsent = self.flat.new_empty(self.size), self.size
+        parts = torch.split(self.flat, [p.numel() for p in self.views])
+        self.views = {p: x.as_strided(p.shape, p.stride()).data for p, x in zip(self.views, parts, strict=True)}
+
+    def free(self) -> None:
+        """Frees the buffer; its gradients were used, or do not come."""
+        self.flat = self.flat.new_empty(0)
+        self.views = dict.fromkeys(self.views, self.flat)
+        self.versions = dict.fromkeys(self.views)
 
     @property
     def whole(self) -> bool:
@@ -57,14 +78,16 @@ class Bucket:
 
 
 class BucketLayout:
-    """The buckets of a plan, in its numbering."""
+    """The buckets of a plan, in its numbering; `allocated`: their buffers are there all the time."""
 
-    def __init__(self, plan: BucketPlan, layers: LayerIndex) -> None:
+    def __init__(self, plan: BucketPlan, layers: LayerIndex, *, allocated: bool = True) -> None:
         self.plan = plan
         self.ranges: list[tuple[Tensor, Tensor]] = []  # least and largest gradient of each chunk that was sent
         self.notes_ranges = False
         self.names = {p: name for name, p in layers.named}
         self.buckets = [Bucket([layers.named[i] for i in bucket]) for bucket in plan.buckets]
+        for bucket in self.buckets if allocated else ():
+            bucket.allocate()
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
         last = {chunk.bucket: i for i, chunk in enumerate(plan.order)}  # of each bucket, when its last chunk is sent
         self.by_arrival = [self.buckets[b] for b in sorted(last, key=lambda b: last[b])]
@@ -77,6 +100,7 @@ class BucketLayout:
         """Starts to average one chunk; the reducer keeps its state by the chunk's key."""
         bucket = self.buckets[chunk.bucket]
         x = bucket.flat[chunk.start : chunk.stop]
+        bucket.unsent -= x.numel()
         if self.notes_ranges:
             self.ranges.append(x.aminmax())
         work = reduce(f"{prefix} {chunk.bucket}:{chunk.start}", x)
@@ -101,9 +125,9 @@ class BucketLayout:
                     late += ", but required none when Overlap was applied, or was added later"
                     raise InputError(f"{late}: unfreeze and add parameters before apply")
 
-    def refuse_changed(self) -> None:
+    def refuse_changed(self, buckets: Sequence[Bucket]) -> None:
         """Raises InputError for a gradient that was written to after it was copied into its bucket."""
-        views = ((bucket.versions.get(p), p, view) for bucket in self.buckets for p, view in bucket.views.items())
+        views = ((bucket.versions.get(p), p, view) for bucket in buckets for p, view in bucket.views.items())
         for copied, p, view in views:
             if copied is not None and (p.grad is not view or version(view) != copied):
                 changed = f"Overlap: the gradient of {self.names[p]} changed between backward and step, while sent"

@@ -125,6 +125,16 @@ class PerLayer(Policy):
 
 
 @dataclass(frozen=True)
+class PerTensor(Policy):
+    """One bucket for each tensor of at least 1 MiB, and for each run of smaller ones: the smallest buffers."""
+
+    def plan(self, tensors: Sequence[Sized]) -> BucketPlan:
+        large = [(i,) for i, t in enumerate(tensors) if t.size >= MIB]
+        small = [(i,) for i, t in enumerate(tensors) if t.size < MIB]
+        return ready_order([*large, *_merged(small, tensors, MIB)], tensors, "a tensor")
+
+
+@dataclass(frozen=True)
 class Planned(Policy):
     """The plan with the shortest forecast step, searched for the times of this model on this device and these links.
 

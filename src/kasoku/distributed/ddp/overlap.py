@@ -10,17 +10,19 @@ version counter of its own. A write to it (clipping by hand, a second backward) 
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kasoku.core import Comm, Hyper, InputError, Job, Stage, Technique
+from kasoku.core.backward_updates import BackwardUpdates
 from kasoku.core.torch_internals import version
 from kasoku.distributed.ddp.all_reduce import TWO_AVERAGES, start_equal
 from kasoku.distributed.ddp.bucket_buffers import Bucket, BucketLayout
-from kasoku.distributed.ddp.bucket_plan import Planned, Policy, table
+from kasoku.distributed.ddp.bucket_plan import PerTensor, Planned, Policy, table
 from kasoku.distributed.ddp.compression import Mean, Reducer
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Forecast, LinkModel
 from kasoku.distributed.ddp.layer_index import LayerIndex
@@ -35,6 +37,10 @@ class Overlap(Technique):
     updated when its mean has arrived: at the latest before the next forward of a layer with one of them. At `apply`
     all ranks copy rank 0's parameters and buffers. Call `job.drain()` before you read parameters; `state_dict()`,
     evaluation and `close()` drain themselves. Beside Asynchronous it averages within a node, and the step waits for it.
+
+    Beside a technique that frees gradients in backward (SavedMemory), a bucket is allocated when its first gradient
+    arrives, and updated and freed in backward, when its mean has arrived; nothing is left for the next forward. Planned
+    then measures nothing, and takes one bucket for each large tensor.
 
     Args:
         buckets: the policy that assigns gradients to buckets: Planned, OneBucket, Fixed, Graded, PerLayer.
@@ -74,7 +80,11 @@ class Overlap(Technique):
             job.keep("overlap", SingleRank({"plan": {}, "reduce": []}))
             return
         start_equal(job, job.step_comm)
-        engine = Engine(job, self, job.step_comm)
+        updates = job.in_backward
+        frees = updates is not None and self.unused == "refuse" and updates.is_possible(exchanged=True)
+        engine = (FreeingEngine if frees else Engine)(job, self, job.step_comm)
+        if frees and self.next_forward:
+            engine.print_once("Overlap: gradients are freed in backward, so no update waits for the next forward")
         job.gradient_ready(engine.arrive)
         job.before_step(engine.step)
         job.after_step(engine.end_step)
@@ -88,7 +98,7 @@ class Overlap(Technique):
         if engine.late and (reason := engine.needs_all()):
             engine.late = False
             engine.print_once(f"Overlap: {reason}, so it waits for all of them")
-        if isinstance(self.buckets, Planned):
+        if isinstance(self.buckets, Planned) and not frees:
             engine.profiler = StepProfiler(job, self.buckets, engine.comm, engine.reduce, engine.layers, engine.layout)
         elif self.show:
             engine.print_once(table(engine.layout.plan, engine.layers.tensors))
@@ -110,6 +120,8 @@ class SingleRank:
 class Engine:
     """Overlap at work on one job."""
 
+    allocated = True  # the buffers are there all the time
+
     def __init__(self, job: Job, settings: Overlap, ranks: Comm) -> None:
         self.job, self.settings, self.late = job, settings, settings.next_forward
         self.ranks, self.comm = ranks, ranks.channel()  # gradients must not hold up the other collectives
@@ -121,7 +133,7 @@ class Engine:
         self.key_prefix = "first"  # of the reducer's keys
         self.forecast: Forecast | None = None  # of the plan that was searched, if it was
         self.link: LinkModel | None = None
-        self.layout = BucketLayout(settings.buckets.plan(self.layers.tensors), self.layers)
+        self.layout = BucketLayout(settings.buckets.plan(self.layers.tensors), self.layers, allocated=self.allocated)
         least_max = min(torch.finfo(p.dtype).max for _, p in self.layers.named)
         self.largest = min(settings.reducer.largest(self.comm.size), least_max / self.comm.size)  # 0: not known
         self.layout.notes_ranges = self.decides = job.vetoes_steps and self.largest > 0
@@ -173,8 +185,12 @@ class Engine:
         self.job.trace.poll_transfers()
         order, buckets = self.layout.plan.order, self.layout.buckets
         while self.sent < len(order) and buckets[order[self.sent].bucket].whole:
-            self.layout.send(order[self.sent], self.key_prefix, self.reduce, self.job.trace)
+            self.send_chunk(order[self.sent])
             self.sent += 1
+
+    def send_chunk(self, chunk: Chunk) -> None:
+        """Starts to average a chunk."""
+        self.layout.send(chunk, self.key_prefix, self.reduce, self.job.trace)
 
     # ---- at the step
 
@@ -188,7 +204,7 @@ class Engine:
         skip_unused = self.settings.unused == "skip"
         if not any(bucket.versions for bucket in self.layout.buckets) and not skip_unused:
             return  # no backward since the last step: nothing changes
-        self.layout.refuse_changed()
+        self.layout.refuse_changed(self.layout.buckets)
         if skip_unused:
             self.layout.fill_missing(self.ranks)
             self.send()
@@ -275,7 +291,7 @@ class Engine:
         self.reduce.load_state_dict({})
         self.late = self.late and late
         self.key_prefix = "planned"
-        self.layout = BucketLayout(plan, self.layers)
+        self.layout = BucketLayout(plan, self.layers, allocated=self.allocated)
         self.layout.notes_ranges = self.decides
 
     def state_dict(self) -> dict[str, Any]:
@@ -299,3 +315,64 @@ class Engine:
             self.change_plan(BucketPlan(buckets, order, searched["policy"]), late=searched["late"])
         states = state["reduce"]
         self.reduce.load_state_dict(states[self.job.comm.rank] if len(states) == self.job.comm.size else {})
+
+
+class FreeingEngine(Engine):
+    """Allocates, uses and frees the buckets in backward: the `exchange` of the job's `BackwardUpdates`."""
+
+    allocated = False
+
+    def __init__(self, job: Job, settings: Overlap, ranks: Comm) -> None:
+        self.updates: BackwardUpdates = job.in_backward
+        buckets = PerTensor() if isinstance(settings.buckets, Planned) else settings.buckets
+        super().__init__(job, replace(settings, buckets=buckets, next_forward=False), ranks)
+        self.factors = self.comm.channel()
+        self.updates.exchange = self
+
+    def bucket_bytes(self, p: Tensor) -> int:
+        """The bytes of the bucket of a parameter."""
+        return self.layout.bucket_of[p].nbytes
+
+    def leave_out(self, p: Tensor) -> None:
+        """Marks a bucket whose only gradient does not come, so that the order goes on without it."""
+        self.layout.bucket_of[p].versions[p] = None
+        self.send()
+
+    def arrive(self, p: Tensor) -> None:
+        bucket = self.layout.bucket_of.get(p)
+        self.updates.land(wait=False)
+        if bucket is None or p in self.updates.stand_ins:  # refused in step(); left out
+            return
+        if not bucket.flat.numel():
+            self.updates.reserve(bucket.nbytes)
+            bucket.allocate()
+        super().arrive(p)
+
+    def send_chunk(self, chunk: Chunk) -> None:
+        bucket = self.layout.buckets[chunk.bucket]
+        if bucket.flat.numel():  # else its gradient was left out
+            super().send_chunk(chunk)
+            bucket.pending = not bucket.unsent
+            if bucket.pending:
+                self.updates.launch(bucket.nbytes, bucket.works, partial(self.update, bucket))
+
+    def update(self, bucket: Bucket) -> None:
+        if bucket.pending:
+            self.layout.refuse_changed([bucket])
+            self.hyper = self.job.hyper()
+            super().update(bucket)
+            bucket.free()
+            for p in bucket.views:
+                self.updates.free_gradient(p)
+
+    def step(self) -> None:
+        """Waits for the buckets that are still under way, and updates them; the others were updated in backward."""
+        self.layout.refuse_unknown(self.job.optimizer)
+        for p in [p for p in self.layout.missing() if p.grad is not None]:  # not in the last accumulated pass
+            self.arrive(p)
+        if any(bucket.versions for bucket in self.layout.buckets):
+            self.layout.refuse_missing()
+            self.updates.land(wait=True)
+        for bucket in self.layout.buckets:
+            bucket.versions.clear()
+        self.sent = 0
