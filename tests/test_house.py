@@ -23,7 +23,7 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1985,
+    "core": 1995,
     "optim": 1180,
     "models": 830,
     "device": 635,
