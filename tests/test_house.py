@@ -23,12 +23,12 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 1995,
+    "core": 2000,
     "optim": 1180,
     "models": 830,
-    "device": 635,
+    "device": 640,
     "data": 5220,
-    "distributed": 5835,
+    "distributed": 5840,
     "memory": 2295,
     "config": 1380,
     "tune": 2065,

@@ -97,8 +97,8 @@ def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> l
         ranks: their number.
         uneven: whether they take unequal shares of a batch.
     """
-    alone = is_asynchronous(recipe, ranks) and not any(t.averages_gradients for t in recipe.techniques)
     # Without groups the running statistics are each rank's own.
+    alone = is_asynchronous(recipe, ranks) and not any(t.averages_gradients for t in recipe.techniques)
     own = ranks == 1 or recipe.device.graphs or uneven or alone
     norm_batch = recipe.norm_batch if own else recipe.images_per_norm(ranks)
     derived: list[Technique] = []
