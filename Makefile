@@ -2,9 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-SLOW = process or timing or data or browser or exhaustive or docs
+SLOW = process or timing or data or browser or exhaustive or docs or matrix
 
-.PHONY: setup demo test test-rest test-all check docs fuzz bench records gpu dist clean
+.PHONY: setup demo test test-rest test-all check docs fuzz bench combining records gpu dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,6 +54,11 @@ fuzz: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python benchmarks/trainer_overhead.py
+
+# every pair of techniques, and the page that says what combines; WITH="EMA Clip": the pairs of these
+combining: .venv/dev
+	cd tests && ../$(BIN)/python -m helpers.matrix $(WITH)
+	$(BIN)/python docs/reference.py
 
 # RECORDS.md from records/*.jsonl
 records:

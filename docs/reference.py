@@ -1,4 +1,4 @@
-"""Writes the generated parts of the pages in docs/, between their markers: recipes.md, techniques.md, commands.md.
+"""Writes the generated parts of the pages in docs/, between their markers: recipes.md, techniques.md, and others.
 
 Run it after a change of a setting, a docstring or an option; tests/test_docs.py says when that is due.
 """
@@ -6,6 +6,7 @@ Run it after a change of a setting, a docstring or an option; tests/test_docs.py
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field, fields
@@ -19,6 +20,7 @@ from kasoku.config import describe
 from kasoku.core import Technique
 
 DOCS = Path(__file__).parent
+COMBINING = DOCS.parent / "tests" / "files" / "combining.json"  # written by `make combining`
 MARKED = re.compile(r"(<!-- generated: (\w+) ?([\w.]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"\d\.\d|\d ?(%|(us|ms|s|min|times|MB)\b)")  # may look measured
 PAPER = re.compile(r"\[(00\d)\]")  # a text that the project began with
@@ -39,6 +41,7 @@ def pages() -> dict[str, str]:
         "techniques": techniques,
         "overview": overview,
         "names": names_for_use,
+        "combining": combining,
     }
     parts |= {"commands": commands, "shared": shared_options, "package": package}
     texts = {page.name: page.read_text() for page in sorted(DOCS.glob("*.md"))}
@@ -121,7 +124,7 @@ def technique(name: str, thing: Any, known: dict[str, Any]) -> Iterator[str]:
     lines = [f"- **{word}:** {sentence(notes[word])}" for word in ("Saves", "Costs") if word in notes]
     lines += [f"- **{word}:** {cited(notes[word])}" for word in ("Maths", "Seen", "Ref") if word in notes]
     others = ", ".join(refused(thing, known))
-    lines.append(f"- **Combines with:** all others but {others}." if others else "- **Combines with:** all others.")
+    lines.append(f"- **Combines with:** all others{f' but {others}' if others else ''}.")
     if thing.needs_whole_gradients:
         lines.append("- **Updates:** no parameter before all gradients are there, so Overlap waits for all buckets.")
     if thing.vetoes_steps:
@@ -135,6 +138,46 @@ def technique(name: str, thing: Any, known: dict[str, Any]) -> Iterator[str]:
 def refused(technique: type[Technique], known: dict[str, Any]) -> list[str]:
     """The other techniques that cannot be combined with one."""
     return [short(name) for name, other in known.items() if other is not technique and technique.conflict(other)]
+
+
+# ---- pairs of techniques
+
+
+def linked(name: str) -> str:
+    """The name of a technique as a link to its section, where a recipe can have it."""
+    known = map(short, describe.listed()["techniques"])
+    return f"[{name}](techniques.md#{name.lower()})" if name in known else f"`{name}`"
+
+
+def combining() -> str:
+    """What became of each pair, from the run of all of them."""
+    known = json.loads(COMBINING.read_text())
+    others: dict[str, list[tuple[str, str, str]]] = {"refuse": [], "less": [], "not run": []}
+    for row in known["others"]:
+        others[row["kind"]].append((linked(row["one"]), linked(row["other"]), row["line"]))
+    refused = [(one, other, *line.partition(": ")[2].split("; ", 1)) for one, other, line in others["refuse"]]
+    names = list(known["signs"])
+    counts = (
+        f"{len(names)} techniques make {known['pairs']} pairs: {known['pairs'] - len(refused) - len(others['not run'])}"
+    )
+    shown = [f"{counts} train together, {len(refused)} are refused, {len(others['not run'])} were not run."]
+    shown += ["## Pairs that are refused", table(["one", "other", "why", "instead"], refused)]
+    shown += [
+        "## Pairs in which one technique does less, and says so",
+        table(["one", "other", "the line"], others["less"]),
+    ]
+    if others["not run"]:
+        shown += ["## Pairs that were not run", table(["one", "other", "why"], others["not run"])]
+    if known["stand_ins"]:
+        pairs = sum(len(names) - 1 - i for i in range(len(known["stand_ins"])))
+        on_cpu = "; ".join(f"{linked(name)}, by {way}" for name, way in known["stand_ins"].items())
+        told = f"Some techniques need a GPU. Their {pairs} pairs ran on a CPU with stand-ins: {on_cpu}."
+        shown += ["## Pairs without their device", f"{told}\nNo GPU has seen these pairs."]
+    stacks = [(cited(sentence(name)), ", ".join(map(linked, members))) for name, members in known["stacks"].items()]
+    shown += ["## More than two", "Whole stacks pass the same contracts:", table(["stack", "techniques"], stacks)]
+    signs = [(linked(name), sentence(sign)) for name, sign in known["signs"].items()]
+    shown += ["## How each technique shows that it worked", table(["technique", "a training with it shows"], signs)]
+    return "\n\n".join(part for part in shown if part)
 
 
 # ---- recipes

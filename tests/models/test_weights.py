@@ -207,6 +207,10 @@ def test_pretrained_loads_and_freezes_and_lets_train_again_when_taken_off(tmp_pa
     assert same(model, state)
     assert not model.group1.conv1.weight.requires_grad
     assert model.group2.conv1.weight.requires_grad
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert {norm.training for norm in norms} == {True, False}
     job.close()
+    assert all(norm.training for norm in norms)
+    assert not any("train" in vars(norm) for norm in norms)
     assert model.group1.conv1.weight.requires_grad
     assert not model.whitening.weight.requires_grad

@@ -21,7 +21,9 @@ from kasoku.core.blocks import blocks, is_in_place
 from kasoku.core.torch_internals import recompile_limit
 
 _LIMIT = 64  # compiled forms a function may have: blocks of one class, in training and in evaluation
-_REFUSED = {"captures_graph": "each replaces the calls of a forward by one; leave one of them out"}
+_REFUSED = {
+    "captures_graph": "a block that compiles anew breaks a capture; leave Graphs out, or Compile for small models"
+}
 
 
 @dataclass(frozen=True)

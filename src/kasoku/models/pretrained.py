@@ -1,6 +1,7 @@
 """Fine-tuning: loads published weights into a model and freezes its first blocks."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,10 @@ class Pretrained(Technique, stage=Stage.MODEL, in_sandbox=False):
             raise InputError(f"freeze={self.freeze}: 0 blocks or more")
 
     def apply(self, job: Job) -> None:
-        """Loads the weights and freezes the blocks; undo unfreezes the blocks but keeps the weights."""
+        """Loads the weights and freezes the blocks; `close` unfreezes the blocks but keeps the weights."""
         load(job.model, self.weights)
         trained = [p for p in job.model.parameters() if p.requires_grad]
-        freeze(job.model, self.freeze)
+        freeze(job.model, self.freeze, patch=job.patch)
         job.on_close(lambda: [p.requires_grad_() for p in trained])
 
 
@@ -121,13 +122,13 @@ def fill(model: nn.Module, state: dict[str, Tensor], path: str | Path, *, head: 
     return fresh
 
 
-def freeze(model: nn.Module, blocks: int) -> list[str]:
+def freeze(model: nn.Module, blocks: int, *, patch: Callable[[nn.Module, str, Any], object] = setattr) -> list[str]:
     """Freeze the first blocks of a model; return the names of those blocks.
 
     Blocks are the model's top-level modules with weights. A normalisation belongs to the block before it, and an
     nn.Sequential with max-pools is split after each pool. ResNet has stem and layer1 to layer4; VGG has five stages.
     The last block, the head, always trains. Frozen normalisations stay in eval mode, also in copies and pickles of
-    the model, so their running statistics do not change.
+    the model, so their running statistics do not change. `patch` sets attributes, such as a job's, which undoes it.
 
     Raises:
         InputError: `blocks` is below 0, or above the number of blocks before the head.
@@ -141,8 +142,8 @@ def freeze(model: nn.Module, blocks: int) -> list[str]:
         part.requires_grad_(False)
         for module in part.modules():
             if hasattr(module, "running_mean"):
-                setattr(module, "train", functools.partial(_stay_in_eval, module))  # noqa: B010 - mypy: a method
-                module.eval()
+                patch(module, "train", functools.partial(_stay_in_eval, module))
+                patch(module, "training", False)
     return names[:blocks]
 
 

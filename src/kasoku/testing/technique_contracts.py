@@ -75,7 +75,7 @@ class _CallsSuper(torch.optim.SGD):
         return super().step(closure)
 
 
-def _traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+def traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """All that a technique may leave behind: attributes, hooks, layouts, hyperparameters."""
 
     def attributes(thing: object) -> dict[str, object]:
@@ -117,13 +117,13 @@ class TechniqueContracts(Contracts):
         model = ToyNet()
         optimizer = toy_optimizer(model)
         job = toy_job(model=model, optimizer=optimizer)
-        loss, loader, before = job.loss, job.loader, _traces(model, optimizer)
+        loss, loader, before = job.loss, job.loader, traces(model, optimizer)
         job.apply(*row.beside(_FIXED_SEEDS))
         train_toy(job, 3)
         job.close()
         assert job.loss == loss
         assert job.loader is loader
-        for name, found in _traces(model, optimizer).items():
+        for name, found in traces(model, optimizer).items():
             assert found == before[name], name
         x_NCHW, y_N = next(iter(job.loader))  # training goes on without it, with state and layout that fit
         job.backward(job.loss(model(x_NCHW), y_N))

@@ -86,7 +86,7 @@ class Asynchronous(Technique):
 
     stage: ClassVar[Stage] = Stage.NODE
     refuses: ClassVar[Mapping[str, str]] = {
-        "moves_weights": "an exchange would send what it changes to all ranks as updates; use EMA, or leave one out"
+        "moves_weights": "an exchange would send its changes to all ranks as updates; use EMA instead"
     }
     exchanges_gradients: ClassVar[bool] = True
     channels: ClassVar[int] = 1

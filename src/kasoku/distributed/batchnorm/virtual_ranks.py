@@ -39,7 +39,7 @@ class VirtualRanks(Technique):
 
     stage: ClassVar[Stage] = Stage.COMM
     refuses: ClassVar[Mapping[str, str]] = {
-        "captures_graph": "a graph runs no Python that could group the images; leave norm_batch or the graphs out"
+        "captures_graph": "a graph runs no Python that could group the images; leave Graphs out, or norm_batch"
     }
     needs_ranks_in_step: ClassVar[bool] = True
     groups_span_ranks: ClassVar[bool] = True
@@ -117,7 +117,8 @@ class _RunningStatistics:
         channels, modules = sum(self.sizes), len(self.norms)
         self.noted: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of each norm, the groups of this forward
         self.groups, self.values = [0] * modules, [0] * modules  # of each norm, since the last update
-        self.flat = self.means[0].new_zeros(2 * channels, dtype=torch.float32)
+        exact = torch.promote_types(self.means[0].dtype, torch.float32)
+        self.flat = self.means[0].new_zeros(2 * channels, dtype=exact)
         self.first, self.second = torch.split(self.flat, channels)
         sizes = torch.tensor(self.sizes, device=self.flat.device)
         self.owner = torch.arange(modules, device=self.flat.device).repeat_interleave(sizes)  # the norm of each channel

@@ -83,6 +83,8 @@ class Overlap(Technique):
         updates = job.in_backward
         frees = updates is not None and self.unused == "refuse" and updates.is_possible(exchanged=True)
         engine = (FreeingEngine if frees else Engine)(job, self, job.step_comm)
+        if frees and self.next_forward:
+            engine.print_once("Overlap: gradients are freed in backward, so no update waits for the next forward")
         job.gradient_ready(engine.arrive)
         job.before_step(engine.step)
         job.after_step(engine.end_step)
