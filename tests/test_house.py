@@ -23,19 +23,19 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2000,
+    "core": 2075,
     "optim": 1180,
     "models": 830,
-    "device": 640,
-    "data": 5230,
-    "distributed": 5840,
+    "device": 615,
+    "data": 5240,
+    "distributed": 5825,
     "memory": 2295,
-    "config": 1410,
-    "tune": 2065,
+    "config": 1405,
+    "tune": 2030,
     "simulate": 1840,
-    "report": 2460,
+    "report": 2465,
     "training": 2360,
-    "commands": 1940,
+    "commands": 1975,
     "testing": 630,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
