@@ -150,6 +150,23 @@ def asynchronous() -> str:
     return "; ".join(shown)
 
 
+def ranks() -> str:
+    """Two ranks by turns on one GPU, in fp16 with loss scaling and late updates, eager and with graphs in buckets."""
+    from kasoku.config.recipe import load
+    from kasoku.core import Threads, process_start
+    from kasoku.training.trainer import build, fit
+
+    shown = []
+    for graphs in ("false", "true"):
+        settings = ["device.precision=fp16", f"device.graphs={graphs}"]
+        recipe = load(ROOT / "recipes" / "digits_cnn_98.toml", settings)
+        results = Threads(2).run(lambda comm, r=recipe: fit(build(r, comm), None, started=process_start(), quiet=True))
+        shown.append(f"graphs={graphs} {results[0].top1:.2%}")
+        if results[0].top1 < 0.95:
+            return f"FAILED: {shown[-1]}"
+    return "; ".join(shown)
+
+
 CHECKS: dict[str, Callable[[], str]] = {
     "digits": digits,
     "deterministic resume": deterministic_resume,
@@ -158,6 +175,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "lars": lars,
     "virtual ranks": virtual_ranks,
     "asynchronous": asynchronous,
+    "ranks": ranks,
 }
 
 
