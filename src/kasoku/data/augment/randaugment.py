@@ -16,9 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kasoku.core.errors import InputError
-from kasoku.core.job import Job
-from kasoku.core.technique import Stage, Technique
+from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.data.augment.basic import own_loader
 from kasoku.data.loading.shuffle import draws, whole
 

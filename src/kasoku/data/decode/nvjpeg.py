@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from kasoku.core.errors import InputError
-from kasoku.core.job import Job
-from kasoku.core.technique import Stage, Technique
+from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.data.decode import native
 from kasoku.data.decode.decode import crop
 from kasoku.data.decode.native import Box

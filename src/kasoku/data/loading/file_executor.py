@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kasoku.core.errors import InputError
+from kasoku.core import InputError, Trace
 from kasoku.core.hardware import cores
-from kasoku.core.trace import Trace
 from kasoku.data.datasets.base import Encoded, GoneError, Items
 from kasoku.data.decode import nvjpeg
 from kasoku.data.decode.decode import decode

@@ -10,10 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from kasoku.core.comm import Comm
-from kasoku.core.errors import InputError
-from kasoku.core.job_state import Batch
-from kasoku.core.trace import Trace
+from kasoku.core import Batch, Comm, InputError, Trace
 from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, GoneError, Memory
 from kasoku.data.decode.decode import read_image
