@@ -20,8 +20,7 @@ from kasoku.core.hardware import cores
 from kasoku.data.datasets.base import Encoded, GoneError, Items
 from kasoku.data.decode import nvjpeg
 from kasoku.data.decode.decode import decode
-from kasoku.data.loading.bad_samples import Skipped
-from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches
+from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches, Skipped
 from kasoku.data.loading.pipeline import Pipeline
 from kasoku.data.loading.workers import Autotuner, Bad, Chunk, Pool, ProcessPool, ThreadPool, decode_chunk, result
 from kasoku.data.packs.reader import Shards

@@ -14,8 +14,7 @@ from kasoku.core import Batch, Comm, InputError, Trace
 from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, GoneError, Memory
 from kasoku.data.decode.decode import read_image
-from kasoku.data.loading.bad_samples import Skipped
-from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor
+from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor, Skipped
 from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.pipeline import Pipeline
 
