@@ -242,14 +242,17 @@ class _Iteration:
                 batch.images_NHWC[cut] = torch.from_numpy(decoded_NHWC)
             bad |= {cut.start + row: error for row, error in errors.items()}
         if batch.jpegs:
-            bad |= batch.jpegs.decode(batch.index_N, batch.images_NHWC)
+            failed = batch.jpegs.decode()
+            for row, index in enumerate(batch.index_N.tolist()):
+                if index in failed and (reason := self._crop(index, batch.images_NHWC[row])):
+                    bad[row] = reason
         shown_N, train = batch.index_N, self.pipeline.train
         if bad:
             shown_N = shown_N.clone()
             for row, reason in bad.items():
                 self.skipped.add(int(shown_N[row]), reason)
                 if train:
-                    shown_N[row] = self._replacement(int(shown_N[row]), batch.images_NHWC[row].numpy())
+                    shown_N[row] = self._replacement(int(shown_N[row]), batch.images_NHWC[row])
         y_N = self.split.labels_N[shown_N]
         if bad and not train:
             good_N = torch.ones(len(y_N), dtype=torch.bool)
@@ -257,15 +260,19 @@ class _Iteration:
             return batch.images_NHWC[good_N], y_N[good_N], batch.index_N[good_N]
         return batch.images_NHWC, y_N, batch.index_N
 
-    def _replacement(self, index: int, out_HWC: np.ndarray) -> int:
+    def _crop(self, index: int, image_HWC: torch.Tensor) -> str | None:
+        """Decodes an image into image_HWC, now and on the CPU; returns what is wrong with it."""
+        crops = self.pipeline.crops(torch.tensor([index]), self.epoch)
+        return decode_chunk(image_HWC.numpy()[None], [index], crops, self._source, self.split.name)[1].get(0)
+
+    def _replacement(self, index: int, image_HWC: torch.Tensor) -> int:
         """The next image that can be decoded, written in place of this one."""
         for step in range(1, len(self.split)):
             other = (index + step) % len(self.split)
-            crops = self.pipeline.crops(torch.tensor([other]), self.epoch)
-            _, bad = decode_chunk(out_HWC[None], [other], crops, self._source, self.split.name)
-            if not bad:
+            reason = self._crop(other, image_HWC)
+            if reason is None:
                 return other
-            self.skipped.add(other, bad[0])
+            self.skipped.add(other, reason)
         raise InputError(f"{self.pipeline.dataset.name}: no image can be decoded: {self.skipped.summary()}")
 
 
