@@ -23,7 +23,6 @@ from kasoku.data.decode.decode import decode
 from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches, Skipped
 from kasoku.data.loading.pipeline import Pipeline
 from kasoku.data.loading.workers import Autotuner, Bad, Chunk, Pool, ProcessPool, ThreadPool, decode_chunk, result
-from kasoku.data.packs.reader import Shards
 
 _AHEAD = 2  # batches that are decoded while one is used
 _CHUNK = 16  # images a thread takes at a time
@@ -47,8 +46,6 @@ class FileExecutor(Executor):
 
     def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
         nvjpeg.check(pipeline.decoder, pipeline.device)
-        if isinstance(self.split, Shards):
-            self.split.begin_epoch()
         pool = self._pool(pipeline)
         try:
             yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, part_numbers))
