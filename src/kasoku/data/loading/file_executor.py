@@ -17,6 +17,7 @@ import torch
 
 from kasoku.core import InputError, Trace
 from kasoku.core.hardware import cores
+from kasoku.data.augment.randaugment import grey
 from kasoku.data.datasets.base import Encoded, GoneError, Items
 from kasoku.data.decode import nvjpeg
 from kasoku.data.decode.decode import decode
@@ -213,7 +214,7 @@ class _Iteration:
                 if batch.jpegs:
                     batch.jpegs.fill(images_NHWC, host[2])
                 if len(self.pipeline.dataset.mean) == 1:
-                    images_NHWC = _grey(images_NHWC)
+                    images_NHWC = grey(images_NHWC.permute(0, 3, 1, 2))[..., None].to(torch.uint8)
                 return (images_NHWC, y_N, index_N), self.stream and self.stream.record_event()
 
     def _arrive(self, moving: Moving) -> RawBatch:
@@ -271,13 +272,6 @@ class _Iteration:
                 return other
             self.skipped.add(other, reason)
         raise InputError(f"{self.pipeline.dataset.name}: no image can be decoded: {self.skipped.summary()}")
-
-
-def _grey(images_NHWC: torch.Tensor) -> torch.Tensor:
-    """Luma (ITU-R 601-2) of RGB, rounded as Pillow rounds it: (N, H, W, 1), uint8."""
-    weights_C = torch.tensor([19595, 38470, 7471], dtype=torch.int32, device=images_NHWC.device)
-    luma = (images_NHWC * weights_C).sum(3, keepdim=True, dtype=torch.int32)
-    return (luma + (1 << 15) >> 16).to(torch.uint8)
 
 
 @dataclass(eq=False)

@@ -33,7 +33,7 @@ def loader(
     """Loader of dataset's split "train" (shuffled, full batches only) or "test" (in order, whole, never augmented).
 
     `batch` is global: each rank of comm gets its contiguous share of it. Iterating gives (x_NCHW normalised, y_N int64)
-    on the device for one epoch, or for what is left of it. Print it to see its pipeline.
+    on the device for one epoch, or for what is left of it.
 
     `settings` are those of kasoku.data.Pipeline: seed, parts, fill, augment, threads, cache_bytes
     and more. Raises InputError for a batch that is too large or not a multiple of the ranks.
@@ -105,9 +105,6 @@ class Loader:
         self.index_N = torch.zeros(0, dtype=torch.int64)
         self.last_share = 0
         self._next_share: Callable[[], int | None] | None = None
-
-    def __str__(self) -> str:
-        return str(self.pipeline)
 
     def __len__(self) -> int:
         """Batches in a whole epoch; parts of batches where they are handed out so."""
