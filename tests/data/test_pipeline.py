@@ -31,10 +31,6 @@ OTHER = {
 }
 
 
-class OfTwo:
-    rank, size = 0, 2
-
-
 @pytest.fixture
 def photos(tmp_path):
     """28 training images and 12 test images."""
