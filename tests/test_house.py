@@ -24,11 +24,11 @@ LAYERS = [
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2075,
-    "optim": 1180,
+    "optim": 1170,
     "models": 830,
     "device": 615,
-    "data": 5240,
-    "distributed": 5825,
+    "data": 4980,
+    "distributed": 5765,
     "memory": 2295,
     "config": 1405,
     "tune": 2030,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "report": 2465,
     "training": 2360,
     "commands": 1975,
-    "testing": 630,
+    "testing": 625,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is

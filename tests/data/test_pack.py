@@ -7,6 +7,7 @@ import sys
 import tarfile
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -582,7 +583,7 @@ def test_verify_asks_the_source_and_not_the_cache(photos, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("form", ["jpeg", "raw"])
-def test_a_changed_bit_of_a_local_pack_is_named(photos, tmp_path, capsys, form):
+def test_a_changed_bit_of_a_local_pack_is_named(photos, tmp_path, form):
     pack(str(photos), str(tmp_path / "p"), side=16, format=form, quiet=True)
     split = shards(str(tmp_path / "p")).train
     shard, offset, size, *_ = split.place_N5[3].tolist()
@@ -591,9 +592,6 @@ def test_a_changed_bit_of_a_local_pack_is_named(photos, tmp_path, capsys, form):
     data[offset + size - 5] ^= 1
     path.write_bytes(data)
     split = shards(str(tmp_path / "p")).train
-    if form == "raw":
-        split._background.run()
-        assert f"{split.name(3)}: its bytes have changed since it was packed" in capsys.readouterr().err
     for index in range(len(split)):
         if index == 3:
             with pytest.raises(InputError, match=f"{split.name(3)}: its bytes in .* changed: bring that file back"):
@@ -602,45 +600,14 @@ def test_a_changed_bit_of_a_local_pack_is_named(photos, tmp_path, capsys, form):
             split.read(index)
 
 
-def checks_of(split):
-    """Collects the checks of a split, each when it has ended."""
-    checks, run = [], split._background.run
-    split._background.run = lambda: checks.append(run())
-    return checks
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_has_raw_images_checked_once_an_epoch(photos, tmp_path, rank):
+def test_a_raw_image_is_compared_when_it_is_first_read(photos, tmp_path, monkeypatch):
     pack(str(photos), str(tmp_path / "p"), side=16, format="raw", quiet=True)
-    dataset = shards(str(tmp_path / "p"), 16)
-    batches, checks = loader(dataset, "train", 8, rank=rank, size=2), checks_of(dataset.train)
-    for epoch in (1, 2, 3):
-        assert len(list(batches)) == 3
-        dataset.train._background._thread.join()
-        assert len(checks) == epoch
-
-
-def test_packing_raw_images_has_them_checked(photos, tmp_path, monkeypatch):
-    pack(str(photos), str(tmp_path / "p"), side=16, format="raw", quiet=True)
-    dataset = shards(str(tmp_path / "p"))
-    checks = [checks_of(split) for split in splits(dataset)]
-    monkeypatch.setattr(pack_module, "shards", lambda *_, **__: dataset)
-    pack(str(tmp_path / "p"), str(tmp_path / "q"), side=16, quiet=True)
-    for split, found in zip(splits(dataset), checks, strict=True):
-        split._background._thread.join()
-        assert len(found) == 1
-
-
-def test_a_check_that_outlasts_its_epoch_says_so_once(photos, tmp_path, capsys, monkeypatch):
-    pack(str(photos), str(tmp_path / "p"), side=16, format="raw", quiet=True)
-    split, ended = shards(str(tmp_path / "p")).train, threading.Event()
-    monkeypatch.setattr(split._background, "run", lambda: ended.wait(20))
+    split, compared = shards(str(tmp_path / "p")).train, []
+    monkeypatch.setattr("zlib.crc32", lambda data, crc32=zlib.crc32: compared.append(1) or crc32(data))
     for _ in range(3):
-        split.begin_epoch()
-    ended.set()
-    split._background._thread.join()
-    split.begin_epoch()
-    assert capsys.readouterr().err.count("comparing the checksums of raw images takes several epochs") == 1
+        for index in range(len(split)):
+            split.read(index)
+    assert len(compared) == len(split)
 
 
 def test_a_pack_that_is_refused_leaves_no_file_open(photos, tmp_path):

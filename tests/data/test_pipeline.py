@@ -31,10 +31,6 @@ OTHER = {
 }
 
 
-class OfTwo:
-    rank, size = 0, 2
-
-
 @pytest.fixture
 def photos(tmp_path):
     """28 training images and 12 test images."""
@@ -44,52 +40,6 @@ def photos(tmp_path):
             pixels = Image.fromarray(np.full((40, 40, 3), 10 * number, np.uint8))
             pixels.save(tmp_path / "photos" / name / f"{number}.png")
     return folder(str(tmp_path / "photos"), size=32, validation=0.3)
-
-
-def test_a_pipeline_of_files_prints_its_stages(photos):
-    augment = Augment(flip="random", translate=2, crop="random_resized", scale_min=0.35)
-    assert str(loader(photos, "train", 8, seed=3, comm=OfTwo(), augment=augment)) == "\n".join(
-        [
-            "photos: 28 images of the train split",
-            "  shuffle      seed 3",
-            "  shard        batch 8: rank 0 of 2 takes 4 images, in 1 part; the last incomplete batch is dropped",
-            "  draw crops   random_resized, area from 0.35",
-            "  decode       cpu, autotuned threads; decoded images are kept",
-            "  stack        uint8 (N, 32, 32, 3)",
-            "  to device    cpu",
-            "  augment      flip=random, translate=2; float32",
-        ]
-    )
-
-
-def test_a_pipeline_in_memory_prints_its_stages():
-    job = Job(torch.nn.Flatten(), sgd, loader=loader(digits(), "train", 96, parts=2, fill=True)).apply(RandAugment(1))
-    vary = job.loader.pipeline.vary
-    assert str(job.loader) == "\n".join(
-        [
-            "digits: 1,437 images of the train split",
-            "  shuffle      seed 0",
-            "  shard        batch 96: rank 0 of 1 takes 96 images, in 2 parts; the last incomplete batch is filled up",
-            "  decode       in memory",
-            "  stack        uint8 (N, 8, 8, 1)",
-            "  to device    cpu",
-            f"  vary         {vary}",
-            "  augment      none; float32",
-        ]
-    )
-
-
-def test_test_images_are_printed_in_order_and_as_they_are(photos):
-    batches = loader(photos, "test", 5, augment=Augment(flip="random"), threads=2, cache_bytes=0, dtype=torch.bfloat16)
-    assert str(batches).splitlines()[1:] == [
-        "  shuffle      none: in order",
-        "  shard        batch 5: rank 0 of 1 takes 5 images",
-        "  draw crops   center",
-        "  decode       cpu, 2 threads",
-        "  stack        uint8 (N, 32, 32, 3)",
-        "  to device    cpu",
-        "  augment      none; bfloat16",
-    ]
 
 
 def test_every_setting_of_a_pipeline_can_be_changed_by_its_name():

@@ -335,7 +335,7 @@ def _rank_main(rank: int, size: int, port: int, folder: Path, watchdog: Watchdog
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
     comm = watchdog.start(TorchComm(), ("127.0.0.1", port))
     act(comm, lambda: (folder / f"ready-{rank}").touch())
-    comm.activity.close()
+    comm.activity.heartbeat.close()
     dist.destroy_process_group()
 
 

@@ -102,7 +102,7 @@ def assert_same_on_all_ranks(comm: Comm, facts: Mapping[str, object]) -> None:
     if comm.size == 1 or len(set(comm.gather_objects(_digest(sorted(facts.items()))))) == 1:
         return
     wanted = comm.broadcast_object(dict(facts) if comm.rank == 0 else {})
-    line, names = "", [name for name in {**wanted, **facts} if not _same(facts.get(name), wanted.get(name))]
+    line, names = "", [name for name in {**wanted, **facts} if _digest(facts.get(name)) != _digest(wanted.get(name))]
     if names:
         first, *rest = names
         also = f" (also another {', '.join(rest)})" if rest else ""
@@ -138,12 +138,8 @@ def version_facts() -> dict[str, str]:
 
 
 def _digest(facts: object) -> str:
+    """Equal for equal facts in the same order: that of parameters is the order of their collectives."""
     return hashlib.sha256(json.dumps(facts, default=dict).encode()).hexdigest()
-
-
-def _same(here: object, wanted: object) -> bool:
-    """Equal, and in the same order: that of parameters is the order of their collectives."""
-    return _digest(here) == _digest(wanted)
 
 
 def _first_place(here: object, wanted: object, path: str = "") -> str:
@@ -151,7 +147,7 @@ def _first_place(here: object, wanted: object, path: str = "") -> str:
     here, wanted = (dict(enumerate(fact)) if isinstance(fact, list) else fact for fact in (here, wanted))
     if isinstance(here, Mapping) and isinstance(wanted, Mapping):
         for key in {**wanted, **here}:
-            if not _same(here.get(key), wanted.get(key)):
+            if _digest(here.get(key)) != _digest(wanted.get(key)):
                 return _first_place(here.get(key), wanted.get(key), f"{path}.{key}" if path else str(key))
         mine, theirs = next(pair for pair in zip(here, wanted, strict=True) if pair[0] != pair[1])
         return f"{path + ': ' if path else ''}{mine} comes where {theirs} comes on rank 0"

@@ -58,14 +58,6 @@ class Activity:
         finally:
             self._last_step, self._busy_until = self._clock.now(), outer
 
-    def close(self, failed: str = "") -> None:
-        """Announces that this rank has ended, or that it `failed` (a line), which ends the other ranks.
-
-        Rank 0 waits until all other ranks have read it, as its store may end with it. They stop watching then.
-        """
-        if self.heartbeat is not None:
-            self.heartbeat.close(failed)
-
     def wait_for_verdict(self) -> None:
         """Waits as long as it may take to name a death, which usually ends the process."""
         if self.heartbeat is not None:

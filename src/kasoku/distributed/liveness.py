@@ -301,8 +301,11 @@ class StoreHeartbeat:
         self.failed = " ".join(failed.split())
         self.closing.set()
 
-    def close(self, failed: str) -> None:
-        """Announces the same, and waits until the other ranks may end too."""
+    def close(self, failed: str = "") -> None:
+        """Announces that this rank has ended, or that it `failed` (a line), which ends the other ranks.
+
+        Rank 0 waits until all other ranks have read it, as its store may end with it. They stop watching then.
+        """
         self.end(failed)
         self.over.wait(self.settings.dead_s + 4 * self.settings.beat_s)
 

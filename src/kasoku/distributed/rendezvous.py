@@ -62,16 +62,16 @@ def process_group(here: Place, start: Start, packages: Callable[[], object]) -> 
     comm = Watchdog().start(TorchComm(), (str(address[0]), int(str(address[1]))))
     try:
         yield comm
-        comm.activity.close()
+        comm.activity.heartbeat.close()
     except SHARED_ERRORS:
-        comm.activity.close()
+        comm.activity.heartbeat.close()
         raise
     except BaseException as error:
         line, lost = summary(error), is_lost_rank(error)
         if lost:
             comm.activity.wait_for_verdict()  # usually another rank is the cause
         elsewhere = isinstance(error, InputError) and not comm.activity.heartbeat.reports(line)
-        comm.activity.close(failed=line)
+        comm.activity.heartbeat.close(failed=line)
         if elsewhere:
             raise ReportedElsewhereError(line) from error
         if lost:

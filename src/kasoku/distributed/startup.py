@@ -17,8 +17,7 @@ from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, TypeVar, cast
 
-from kasoku.core.clock import Clock, Wall
-from kasoku.core.trace import Span
+from kasoku.core import Clock, Span, Wall
 
 T = TypeVar("T")
 SEQUENTIAL = "KASOKU_SEQUENTIAL"  # 1: one task after the other, for comparison

@@ -19,7 +19,7 @@ from kasoku.core import Comm, InputError, Job, Solo, say, summary
 from kasoku.core.files import checked_file, is_number, load_weights, read_json
 from kasoku.data import Dataset, Files, decode, folder, loader
 from kasoku.data.augment.basic import stored_side
-from kasoku.data.loading.bad_samples import Skipped
+from kasoku.data.loading.executor import Skipped
 from kasoku.device import choose
 from kasoku.device.select import Precision
 from kasoku.distributed.consensus import iterate_on_all_ranks, run_on_all_ranks

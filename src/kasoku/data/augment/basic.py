@@ -7,9 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from kasoku.core.errors import InputError
-from kasoku.core.job import Job
-from kasoku.core.technique import Stage, Technique
+from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.data.decode import native
 from kasoku.data.loading.shuffle import draws, whole
 

@@ -11,10 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kasoku.core.errors import InputError
-from kasoku.core.job import Job
-from kasoku.core.job_state import Batch
-from kasoku.core.technique import Stage, Technique
+from kasoku.core import Batch, InputError, Job, Stage, Technique
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch.nn import functional
 
-from kasoku.core.errors import InputError
-from kasoku.core.job import Job
-from kasoku.core.job_state import Batch
-from kasoku.core.schedule import Schedule, epoch_of
-from kasoku.core.technique import Stage, Technique
+from kasoku.core import Batch, InputError, Job, Schedule, Stage, Technique
+from kasoku.core.schedule import epoch_of
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kasoku.core.errors import InputError
-from kasoku.core.job import Job
-from kasoku.core.technique import Stage, Technique
+from kasoku.core import InputError, Job, Stage, Technique
 from kasoku.data.augment.basic import own_loader
 from kasoku.data.loading.shuffle import draws, whole
 
@@ -158,7 +156,7 @@ class Changes:
     def _coloured(self, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
         """Nearer to grey, or further away."""
         factor_N = self.factor_K.index_select(0, change_N)
-        return _blended(_grey(images_NCHW)[:, None], images_NCHW, factor_N[:, None, None, None])
+        return _blended(grey(images_NCHW)[:, None], images_NCHW, factor_N[:, None, None, None])
 
     def _sharpened(self, images_NCHW: Tensor, change_N: Tensor) -> Tensor:
         """Nearer to the smoothed image (3x3, the middle weighs 5 of 13), or further away; pixels at the border stay."""
@@ -225,13 +223,13 @@ def _counted(value_NCP: Tensor, op_N: Tensor) -> Tensor:
 def _contrasted(images_NCHW: Tensor, factor_N: Tensor) -> Tensor:
     """Tables of contrast, one for all channels: away from the mean grey, or towards it."""
     pixels = images_NCHW.shape[2] * images_NCHW.shape[3]
-    mean_N = (2 * _grey(images_NCHW).sum((1, 2)) + pixels) // (2 * pixels)
+    mean_N = (2 * grey(images_NCHW).sum((1, 2)) + pixels) // (2 * pixels)
     value_V = torch.arange(256, device=images_NCHW.device)
     return _blended(mean_N[:, None], value_V, factor_N[:, None])
 
 
-def _grey(images_NCHW: Tensor) -> Tensor:
-    """Luma as Pillow has it (ITU-R 601-2), (N, H, W) int32."""
+def grey(images_NCHW: Tensor) -> Tensor:
+    """Luma (ITU-R 601-2) of RGB, rounded as Pillow rounds it: (N, H, W), int32."""
     if images_NCHW.shape[1] == 1:
         return images_NCHW[:, 0].int()
     red_NHW, green_NHW, blue_NHW = images_NCHW.int().unbind(1)

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kasoku.core.attribution import described
-from kasoku.core.errors import InputError, one_line, say
+from kasoku.core import InputError, described, one_line, say
 from kasoku.core.files import open_regular
 from kasoku.data.decode import native
 from kasoku.data.decode.decode import upright

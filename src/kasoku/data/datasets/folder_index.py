@@ -19,8 +19,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kasoku.core.comm import Comm
-from kasoku.core.errors import InputError
+from kasoku.core import Comm, InputError
 from kasoku.core.files import scan
 from kasoku.data.datasets.base import warn_left_out
 from kasoku.data.decode.decode import SUFFIXES

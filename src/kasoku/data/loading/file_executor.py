@@ -15,17 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kasoku.core.errors import InputError
+from kasoku.core import InputError, Trace
 from kasoku.core.hardware import cores
-from kasoku.core.trace import Trace
+from kasoku.data.augment.randaugment import grey
 from kasoku.data.datasets.base import Encoded, GoneError, Items
 from kasoku.data.decode import nvjpeg
 from kasoku.data.decode.decode import decode
-from kasoku.data.loading.bad_samples import Skipped
-from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches
+from kasoku.data.loading.executor import Executor, PartNumbers, RawBatch, RawBatches, Skipped
 from kasoku.data.loading.pipeline import Pipeline
 from kasoku.data.loading.workers import Autotuner, Bad, Chunk, Pool, ProcessPool, ThreadPool, decode_chunk, result
-from kasoku.data.packs.reader import Shards
 
 _AHEAD = 2  # batches that are decoded while one is used
 _CHUNK = 16  # images a thread takes at a time
@@ -49,8 +47,6 @@ class FileExecutor(Executor):
 
     def run(self, pipeline: Pipeline, epoch: int, part_numbers: PartNumbers, trace: Trace | None) -> RawBatches:
         nvjpeg.check(pipeline.decoder, pipeline.device)
-        if isinstance(self.split, Shards):
-            self.split.begin_epoch()
         pool = self._pool(pipeline)
         try:
             yield from _Iteration(self, pipeline, epoch, pool, trace).batches(pipeline.indices(epoch, part_numbers))
@@ -218,7 +214,7 @@ class _Iteration:
                 if batch.jpegs:
                     batch.jpegs.fill(images_NHWC, host[2])
                 if len(self.pipeline.dataset.mean) == 1:
-                    images_NHWC = _grey(images_NHWC)
+                    images_NHWC = grey(images_NHWC.permute(0, 3, 1, 2))[..., None].to(torch.uint8)
                 return (images_NHWC, y_N, index_N), self.stream and self.stream.record_event()
 
     def _arrive(self, moving: Moving) -> RawBatch:
@@ -244,14 +240,17 @@ class _Iteration:
                 batch.images_NHWC[cut] = torch.from_numpy(decoded_NHWC)
             bad |= {cut.start + row: error for row, error in errors.items()}
         if batch.jpegs:
-            bad |= batch.jpegs.decode(batch.index_N, batch.images_NHWC)
+            failed = batch.jpegs.decode()
+            for row, index in enumerate(batch.index_N.tolist()):
+                if index in failed and (reason := self._crop(index, batch.images_NHWC[row])):
+                    bad[row] = reason
         shown_N, train = batch.index_N, self.pipeline.train
         if bad:
             shown_N = shown_N.clone()
             for row, reason in bad.items():
                 self.skipped.add(int(shown_N[row]), reason)
                 if train:
-                    shown_N[row] = self._replacement(int(shown_N[row]), batch.images_NHWC[row].numpy())
+                    shown_N[row] = self._replacement(int(shown_N[row]), batch.images_NHWC[row])
         y_N = self.split.labels_N[shown_N]
         if bad and not train:
             good_N = torch.ones(len(y_N), dtype=torch.bool)
@@ -259,23 +258,20 @@ class _Iteration:
             return batch.images_NHWC[good_N], y_N[good_N], batch.index_N[good_N]
         return batch.images_NHWC, y_N, batch.index_N
 
-    def _replacement(self, index: int, out_HWC: np.ndarray) -> int:
+    def _crop(self, index: int, image_HWC: torch.Tensor) -> str | None:
+        """Decodes an image into image_HWC, now and on the CPU; returns what is wrong with it."""
+        crops = self.pipeline.crops(torch.tensor([index]), self.epoch)
+        return decode_chunk(image_HWC.numpy()[None], [index], crops, self._source, self.split.name)[1].get(0)
+
+    def _replacement(self, index: int, image_HWC: torch.Tensor) -> int:
         """The next image that can be decoded, written in place of this one."""
         for step in range(1, len(self.split)):
             other = (index + step) % len(self.split)
-            crops = self.pipeline.crops(torch.tensor([other]), self.epoch)
-            _, bad = decode_chunk(out_HWC[None], [other], crops, self._source, self.split.name)
-            if not bad:
+            reason = self._crop(other, image_HWC)
+            if reason is None:
                 return other
-            self.skipped.add(other, bad[0])
+            self.skipped.add(other, reason)
         raise InputError(f"{self.pipeline.dataset.name}: no image can be decoded: {self.skipped.summary()}")
-
-
-def _grey(images_NHWC: torch.Tensor) -> torch.Tensor:
-    """Luma (ITU-R 601-2) of RGB, rounded as Pillow rounds it: (N, H, W, 1), uint8."""
-    weights_C = torch.tensor([19595, 38470, 7471], dtype=torch.int32, device=images_NHWC.device)
-    luma = (images_NHWC * weights_C).sum(3, keepdim=True, dtype=torch.int32)
-    return (luma + (1 << 15) >> 16).to(torch.uint8)
 
 
 @dataclass(eq=False)

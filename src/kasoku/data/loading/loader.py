@@ -10,15 +10,11 @@ from typing import Any, Literal
 
 import torch
 
-from kasoku.core.comm import Comm
-from kasoku.core.errors import InputError
-from kasoku.core.job_state import Batch
-from kasoku.core.trace import Trace
+from kasoku.core import Batch, Comm, InputError, Trace
 from kasoku.data.augment.basic import normalise, stored_side
 from kasoku.data.datasets.base import Dataset, GoneError, Memory
 from kasoku.data.decode.decode import read_image
-from kasoku.data.loading.bad_samples import Skipped
-from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor
+from kasoku.data.loading.executor import Executor, MemoryExecutor, SharedExecutor, Skipped
 from kasoku.data.loading.file_executor import FileExecutor
 from kasoku.data.loading.pipeline import Pipeline
 
@@ -37,7 +33,7 @@ def loader(
     """Loader of dataset's split "train" (shuffled, full batches only) or "test" (in order, whole, never augmented).
 
     `batch` is global: each rank of comm gets its contiguous share of it. Iterating gives (x_NCHW normalised, y_N int64)
-    on the device for one epoch, or for what is left of it. Print it to see its pipeline.
+    on the device for one epoch, or for what is left of it.
 
     `settings` are those of kasoku.data.Pipeline: seed, parts, fill, augment, threads, cache_bytes
     and more. Raises InputError for a batch that is too large or not a multiple of the ranks.
@@ -109,9 +105,6 @@ class Loader:
         self.index_N = torch.zeros(0, dtype=torch.int64)
         self.last_share = 0
         self._next_share: Callable[[], int | None] | None = None
-
-    def __str__(self) -> str:
-        return str(self.pipeline)
 
     def __len__(self) -> int:
         """Batches in a whole epoch; parts of batches where they are handed out so."""

@@ -1,14 +1,4 @@
-"""What the batches of a split are: a description without threads or position, which can be printed.
-
-photos: 28 images of the train split
-  shuffle      seed 3
-  shard        batch 8: rank 0 of 2 takes 4 images, in 1 part; the last incomplete batch is dropped
-  draw crops   random_resized, area from 0.35
-  decode       cpu, autotuned threads; decoded images are kept
-  stack        uint8 (N, 32, 32, 3)
-  to device    cpu
-  augment      flip=random, translate=2; float32
-"""
+"""What the batches of a split are: a description without threads or position."""
 
 from __future__ import annotations
 
@@ -174,34 +164,3 @@ class Pipeline:
         """What makes x_NCHW of a batch of uint8 images."""
         dataset, augment = self.dataset, self.augment if self.train else Augment()
         return Transform(augment, self.seed, dataset.mean, dataset.std, self.dtype)
-
-    # ---- print
-
-    def __str__(self) -> str:
-        title = f"{self.dataset.name}: {self.images:,} images of the {self.split} split"
-        return "\n".join([title, *(f"  {name:12} {text}" for name, text in self._lines())])
-
-    def _lines(self) -> Iterator[tuple[str, str]]:
-        height, width = self.dataset.image_size
-        yield "shuffle", f"seed {self.seed}" if self.train else "none: in order"
-        parts = f", in {self.parts} part{'s' * (self.parts > 1)}" if self.train else ""
-        dropped = f"; the last incomplete batch is {'filled up' if self.fill else 'dropped'}" if self.train else ""
-        own = f"rank {self.rank} of {self.size} takes {self.own_batch} images"
-        yield "shard", f"batch {self.batch}: {own}{parts}{dropped}"
-        if self.in_memory:
-            yield "decode", "in memory"
-        else:
-            random = self.train and self.augment.crop == "random_resized"
-            yield "draw crops", f"random_resized, area from {self.augment.scale_min:g}" if random else "center"
-            processes = getattr(self.source, "processes", 0)
-            workers = f"{processes} processes" if processes else f"{self.threads or 'autotuned'} threads"
-            kept = "; decoded images are kept" if self.keeps_decoded else ""
-            yield "decode", f"{self.decoder}, {workers}{kept}"
-        yield "stack", f"uint8 (N, {height}, {width}, {self.dataset.channels})"
-        yield "to device", str(self.device)
-        if self.train and self.vary:
-            yield "vary", str(self.vary)
-        changes = [f"{f.name}={getattr(self.augment, f.name)}" for f in fields(Augment) if self.train]
-        neutral = [f"{f.name}={f.default}" for f in fields(Augment)]
-        shown = [text for text in changes if text not in neutral and not text.startswith(("crop", "scale_min"))]
-        yield "augment", f"{', '.join(shown) or 'none'}; {str(self.dtype).removeprefix('torch.')}"

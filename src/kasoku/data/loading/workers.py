@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
-import functools
 import math
 import multiprocessing
-import os
 import pickle
-import platform
 import queue
 import signal
 import statistics
@@ -38,7 +34,6 @@ Chunk = tuple[np.ndarray, Bad]  # some images of a batch, decoded
 _PERIOD = 8  # batches between two decisions, at first
 _RARE = 512  # at last
 _GAIN = 0.98  # batches come in less than this share of the time: a change was worth it
-_M_ARENA_MAX, _ARENAS = -8, 2  # malloc.h
 _WAITING = 0.05  # of the time of a batch: the input is what is waited for
 _END_S = 1.0  # that is waited for threads when Python ends
 _POOLS: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
@@ -59,7 +54,6 @@ class ThreadPool:
     """Threads whose number may change: decoders release the interpreter's lock."""
 
     def __init__(self, size: int) -> None:
-        _share_arenas()
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._size, self._closed = 0, False
@@ -109,17 +103,6 @@ class ThreadPool:
             del task, future, call  # what the task held is not kept until the next one comes
 
 
-@functools.cache
-def _share_arenas() -> None:
-    """Has glibc keep what threads freed in two places, for the whole process; in one for each it keeps MiB a thread.
-
-    What the environment sets stays. Ref: mallopt(3).
-    """
-    by_user = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
-    if not by_user and platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
-
-
 def decode_chunk(
     out_NHWC: np.ndarray,
     index: list[int],
@@ -136,7 +119,7 @@ def decode_chunk(
     for row, (image, box) in enumerate(zip(index, crops, strict=True)):
         try:
             source = read(image)
-            if jpegs is None or not jpegs.take(image, source, box, name=name(image)):
+            if jpegs is None or not jpegs.take(image, source, box):
                 crop(source, box, out_NHWC[row], name=name(image))
         except GoneError:
             raise

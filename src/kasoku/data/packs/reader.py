@@ -23,7 +23,6 @@ from kasoku.core.errors import InputError, one_line, say, summary
 from kasoku.data.datasets.base import Dataset, GoneError
 from kasoku.data.datasets.folder import IMAGENET_MEAN, IMAGENET_STD, check_settings, held_out
 from kasoku.data.decode.decode import is_image
-from kasoku.data.packs.background_check import BackgroundCheck
 from kasoku.data.packs.tar_index import VERSION, Damaged, Index, walk
 from kasoku.data.remote.cache import cache_folder, keep
 from kasoku.data.remote.store import TRIES, Store
@@ -42,7 +41,7 @@ class Shards:
     """One split as images in tar shards, read by any number of threads at once; labels_N int64.
 
     Raw images of a local shard are views of the memory-mapped file, whose pages are read on first use. Their checksums
-    are compared in the background once an epoch (background_check.py), those of all others when they are read.
+    are compared when they are first read, since that takes about as long as a crop; those of all others at each read.
     """
 
     store: Store
@@ -59,11 +58,6 @@ class Shards:
         """The name of the image before it was packed; in foreign shards, the shard and the member."""
         return self.names[index]
 
-    def begin_epoch(self) -> None:
-        """Starts the background check of local raw images, unless one is running."""
-        if self.store.local:
-            self._background.start()
-
     def read(self, index: int) -> bytes | np.ndarray:
         """The bytes of an image file, or pixels_HWC (uint8, a view of colour planes) of a raw image.
 
@@ -72,9 +66,12 @@ class Shards:
         shard, offset, size, crc32, raw = self.place_N5[index].tolist()
         file, name = self.files[shard], self.names[index]
         if raw and self.store.local:
-            if index in self._background.changed:
-                raise self._changed(index)
-            return planes(self.mapped(file)[offset : offset + size], name)
+            data_B = self.mapped(file)[offset : offset + size]
+            if not self._compared_N[index]:
+                if crc32 >= 0 and zlib.crc32(data_B.data) != crc32:
+                    raise self._changed(index)
+                self._compared_N[index] = True
+            return planes(data_B, name)
 
         def matches(data: bytes) -> bool:
             return len(data) == size and bool(crc32 < 0 or zlib.crc32(data) == crc32)
@@ -101,12 +98,9 @@ class Shards:
         return InputError(f"{where} {fault}: {advice} (`kasoku pack --verify` finds all such images)")
 
     @functools.cached_property
-    def _background(self) -> BackgroundCheck:
-        raw_N = np.flatnonzero((self.place_N5[:, 3] >= 0) & (self.place_N5[:, 4] != 0))
-        rows_N5 = np.column_stack([raw_N, self.place_N5[raw_N, :4]])
-        rows_N5 = rows_N5[np.lexsort((rows_N5[:, 2], rows_N5[:, 1]))]
-        files = [f"{self.store.shown}/{file}" for file in self.files]
-        return BackgroundCheck(files, rows_N5.tobytes(), self.name)
+    def _compared_N(self) -> np.ndarray:  # noqa: N802
+        """Which raw images of this machine had the checksum that they were packed with."""
+        return np.zeros(len(self), np.bool_)
 
     def take(self, rows_N: np.ndarray) -> Shards:
         names = tuple(self.names[row] for row in rows_N.tolist())

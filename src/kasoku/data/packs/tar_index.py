@@ -13,9 +13,10 @@ import json
 import re
 import tarfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ _AHEAD_BYTES = 8192  # read at each header: mostly enough for the label and the 
 _SMALL_BYTES = 2**20  # labels and long names are smaller
 _MOST_CLASSES = 2**20
 _PARSING = threading.Lock()  # numpy parses headers by ast, which is not thread-safe before Python 3.11.8 (gh-106905)
+_COLUMNS = {"offset": np.int64, "size": np.int64, "label": np.int32, "crc32": np.uint32}  # of an index, as stored
 _NO_DATA = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)
 
 
@@ -51,19 +53,13 @@ class Index:
 
     def dump(self) -> bytes:
         out = io.BytesIO()
-        offset_N, size_N, label_N, crc32_N = self.rows_N4.T
-        np.savez(
-            out,
-            version=np.int64(VERSION),
-            offset=offset_N,
-            size=size_N,
-            label=label_N.astype(np.int32),
-            crc32=crc32_N.astype(np.uint32),
-            names=_letters(self.names),
-            bytes=np.int64(self.shard_bytes),
-            sha256=_letters((self.sha256,)),
-            left_out=_letters(self.left_out),
-        )
+        columns = zip(_COLUMNS.items(), self.rows_N4.T, strict=True)
+        numbers = {name: column_N.astype(dtype) for (name, dtype), column_N in columns}
+        texts = {"names": self.names, "sha256": (self.sha256,), "left_out": self.left_out}
+        letters: dict[str, Any] = {
+            name: np.frombuffer("\n".join(lines).encode(), np.uint8) for name, lines in texts.items()
+        }
+        np.savez(out, version=np.int64(VERSION), bytes=np.int64(self.shard_bytes), **numbers, **letters)
         return out.getvalue()
 
     @staticmethod
@@ -73,9 +69,7 @@ class Index:
             with _PARSING, np.load(io.BytesIO(data), allow_pickle=False) as stored:
                 if int(stored["version"]) != VERSION:
                     raise ValueError(f"version {int(stored['version'])}, this kasoku reads {VERSION}")
-                columns = [
-                    stored[name].astype(np.int64, casting="safe") for name in ("offset", "size", "label", "crc32")
-                ]
+                columns = [stored[name].astype(np.int64, casting="safe") for name in _COLUMNS]
                 whole = int(stored["bytes"].astype(np.int64, casting="safe"))
                 texts = [stored[name].tobytes().decode() for name in ("names", "sha256", "left_out")]
             names, sha256, left_out = (tuple(text.split("\n")) if text else () for text in texts)
@@ -230,7 +224,3 @@ def _label(suffix: str, text: bytes) -> int | None:
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             return None
     return label if type(label) is int and 0 <= label < _MOST_CLASSES else None
-
-
-def _letters(texts: Sequence[str]) -> np.ndarray:
-    return np.frombuffer("\n".join(texts).encode(), np.uint8)

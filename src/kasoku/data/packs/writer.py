@@ -33,7 +33,7 @@ from kasoku.data.datasets.base import Dataset, Encoded, GoneError
 from kasoku.data.datasets.folder import folder
 from kasoku.data.decode.decode import SUFFIXES, decode, upright
 from kasoku.data.loading.shuffle import order
-from kasoku.data.packs.reader import Shards, pack_facts, pack_index, shards
+from kasoku.data.packs.reader import pack_facts, pack_index, shards
 from kasoku.data.packs.tar_index import BLOCK_BYTES, VERSION, Damaged, Index, member
 from kasoku.data.remote.store import Store, is_remote
 
@@ -282,8 +282,6 @@ def _finished(run: _Run, dataset: Dataset, facts: dict[str, Any]) -> str:
     each = facts["images_per_shard"]
     for part, split in (("train", dataset.train), ("val", dataset.test)):
         rows, count = order(len(split), 0, 0).tolist(), 0
-        if isinstance(split, Shards):
-            split.begin_epoch()
         for first in range(0, len(rows), each):
             file = f"{part}-{first // each:05d}.tar"
             index = run.shard(cast(Encoded, split), file, first, rows[first : first + each])

@@ -24,6 +24,7 @@ from kasoku.core.hardware import is_dense
 from kasoku.core.torch_internals import fused_sgd
 
 _ROW = 2048  # values in one running sum
+_PLAIN: dict[str, Any] = {"dampening": 0.0, "nesterov": False, "maximize": False}  # of torch's fused SGD
 
 
 @dataclass(frozen=True)
@@ -109,18 +110,8 @@ def _sgd(
 ) -> None:
     """Calls torch's fused SGD. Its first step must fill the buffer, which it would not do with momentum 0."""
     first = bool(buffers) and momentum == 0
-    fused_sgd(
-        params,
-        grads,
-        buffers,
-        lr=lr,
-        momentum=1.0 if first else momentum,
-        weight_decay=decay,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=first,
-    )
+    momentum = 1.0 if first else momentum
+    fused_sgd(params, grads, buffers, lr=lr, momentum=momentum, weight_decay=decay, is_first_step=first, **_PLAIN)
 
 
 def _norm(x: Tensor) -> float:
