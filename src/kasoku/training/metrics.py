@@ -179,13 +179,8 @@ class Metrics:
         """Writes result.json, ledger.json, timeline.json and the techniques' documents. Collective."""
         job, progress, recipe = self.job, self.state.progress, self.state.recipe
         with self.state.busy("save"):
-            facts = facts_of(
-                job,
-                recipe.images_at_once(job.comm.size),
-                threads=self.state.training.device_setup.threads,
-                processes=place().ranks_on_its_cores if job.comm.size > 1 else 1,
-                starved=self.ledger.starved(),
-            )
+            images, threads = recipe.images_at_once(job.comm.size), self.state.training.device_setup.threads
+            facts = facts_of(job, images, threads=threads, starved=self.ledger.starved())
         ledger, timeline = self.ledger.document(job.comm, facts)
         result = Result(
             top1=progress.scores.get("top1"),
