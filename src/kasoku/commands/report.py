@@ -97,10 +97,8 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
             values = json.loads(line)
         except (ValueError, RecursionError):
             continue  # half written, or damaged
-        if isinstance(values, dict):
-            numbers = [values.get(key) for key in ("step", "epoch", "time_s")]
-            if all(map(is_number, numbers)):
-                lines.append(values)
+        if isinstance(values, dict) and all(is_number(values.get(key)) for key in ("step", "epoch", "time_s")):
+            lines.append(values)
     return lines
 
 
