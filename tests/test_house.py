@@ -30,12 +30,12 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "data": 5240,
     "distributed": 5825,
     "memory": 2295,
-    "config": 1405,
+    "config": 1400,
     "tune": 2030,
     "simulate": 1840,
-    "report": 2465,
-    "training": 2360,
-    "commands": 1975,
+    "report": 2400,
+    "training": 2340,
+    "commands": 1935,
     "testing": 630,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
