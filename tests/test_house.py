@@ -30,13 +30,13 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "data": 4980,
     "distributed": 5765,
     "memory": 2295,
-    "config": 1405,
+    "config": 1400,
     "tune": 2030,
     "simulate": 1840,
     "report": 2465,
     "training": 2360,
     "commands": 1975,
-    "testing": 625,
+    "testing": 630,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6
 TOO_LARGE = {  # "file" or "file:name": why it stays as it is

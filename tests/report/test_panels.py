@@ -1,4 +1,4 @@
-"""Line charts as a page: the points given, one colour a name, and a refusal in one sentence of what cannot be drawn."""
+"""Line charts as a page: the points given, and one colour a name."""
 
 import json
 import math
@@ -83,24 +83,6 @@ def test_the_same_values_give_the_same_bytes_and_no_other_file(draw, tmp_path):
         draw(tmp_path / name, "t", one((0, 1), (1, 2)))
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.html", "b.html"]
-
-
-@pytest.mark.parametrize(
-    ("panels", "settings", "message"),
-    [
-        ([], {}, "no panels: give 1 or more"),
-        ([Panel("y", {})], {}, "panel 'y' has no lines"),
-        (one(), {}, "line 'a' of 'loss': 0 points, none finite"),
-        (one((0, nan), (inf, 1)), {}, "2 points, none finite"),
-        (one((0, 1), (1, 0), log=True), {}, r"line 'a' of 'loss' goes down to \(0, 0\): log axes take values > 0"),
-        (one((0, 1), (1, -2), log=True), {}, r"goes down to \(0, -2\)"),
-        (one((0, 1), (1, 2)), {"x_log": True}, r"goes down to \(0, 1\)"),
-    ],
-)
-def test_a_line_that_cannot_be_drawn_is_refused_and_nothing_written(draw, tmp_path, panels, settings, message):
-    with pytest.raises(InputError, match=message):
-        draw(tmp_path / "chart.html", "t", panels, **settings)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_path_that_cannot_be_written_is_named(draw, tmp_path):

@@ -13,7 +13,7 @@ from contracts import Net
 from kasoku.core import InputError
 from kasoku.core.files import load_weights
 from kasoku.training import checkpoint
-from kasoku.training.run_folder import RunFolder
+from kasoku.training.run_folder import RunFolder, load_recipe
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(run: RunFolder, tmp_path: 
     with pytest.raises(InputError, match="holds a run already: go on with --resume"):
         RunFolder(run.path)
     with pytest.raises(InputError, match="no run there"):
-        RunFolder(tmp_path / "nothing", resume=True)
+        load_recipe(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write there"):
         RunFolder(tmp_path / "file" / "run")

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from contextlib import closing
@@ -311,22 +310,6 @@ def test_a_folder_that_cannot_be_written_is_told_without_hidden_names(tmp_path: 
     assert str(told.value).endswith("choose a folder that can be written")
 
 
-@pytest.mark.timing
-def test_a_training_beside_a_busy_program_says_so(tmp_path: Path) -> None:
-    pin = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
-    with subprocess.Popen([*pin, sys.executable, "-c", "while True: pass"]) as busy:
-        try:
-            settings = ["--set", "epochs=40", "--set", "evaluate.stop=false", "--set", "device.threads=1"]
-            command = [*pin, *KASOKU, "train", DIGITS, *settings, "--out", str(tmp_path / "run")]
-            out = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-        finally:
-            busy.kill()
-    lines = (out.stdout + out.stderr).splitlines()
-    said = [i for i, line in enumerate(lines) if "of the time this process waited for a core" in line]
-    assert len(said) == 1
-    assert said[0] < len(lines) / 2  # early
-
-
 @pytest.mark.process
 def test_a_module_beside_that_is_named_like_one_of_pythons_is_not_taken_for_it(tmp_path: Path) -> None:
     for name in ("random", "dill", "tensorflow"):  # dill, and some others, are imported where they are installed
@@ -334,18 +317,6 @@ def test_a_module_beside_that_is_named_like_one_of_pythons_is_not_taken_for_it(t
     words = ["--nodes", "1", "--gpus-per-node", "2", "--set", "device.kind=cpu", "--set", "epochs=1", "--quiet"]
     for command in ([*KASOKU, "list"], [*KASOKU, "launch", "local", DIGITS, *words, "--out", "run"]):
         subprocess.run(command, cwd=tmp_path, env=clean(), timeout=100, check=True, capture_output=True)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_starved_training_says_so_once(run: Path, monkeypatch: pytest.MonkeyPatch, capsys, threads: int) -> None:
-    monkeypatch.setattr("kasoku.report.ledger.Ledger.starved", lambda self: 0.4)
-    monkeypatch.setattr("kasoku.training.metrics._STARVED_S", 0.0)
-    shutil.rmtree(run)
-    settings = ["--set", "epochs=1", "--set", "schedule.epochs=1", "--set", f"device.threads={threads}"]
-    assert main(["train", DIGITS, *settings, "--out", str(run)]) == 0
-    out = "".join(capsys.readouterr())
-    assert out.count("40% of the time this process waited for a core") == 1
-    assert ("--set device.threads=1" in out) == (threads > 1)
 
 
 def test_the_members_of_an_ensemble_are_no_links(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

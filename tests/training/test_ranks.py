@@ -241,7 +241,7 @@ def test_an_error_in_the_users_code_on_one_rank_ends_the_other_with_its_name(wit
 @pytest.mark.parametrize(
     ("more", "pattern"),
     [
-        (("--resume", "nowhere"), "--resume nowhere: no run there"),
+        (("--resume", "nowhere"), "nowhere: no run there"),
         (("--resume", "nowhere", "--data", "x"), "one of RECIPE"),
     ],
 )

@@ -155,7 +155,6 @@ class ReportArguments(CommandArguments):
     runs: tuple[Path, ...] = argument(nargs="+", metavar="RUN")
     out: Path | None = option(metavar="FILE", help="(default: report.html; of one run or ensemble, in its folder)")
     compare: bool = option(default=False, help="refuse runs that are not of two groups")
-    trace: Path | None = option(metavar="FILE", help="write a timeline for Chrome or Perfetto (and --out, if given)")
     description: ClassVar[str] = (
         "Runs of two recipes are compared over their seeds: A1 A2 A3 -- B1 B2 B3, or all of them in any order, by "
         "recipe."

@@ -82,18 +82,14 @@ def run(arguments: ExportArguments) -> int:
     return 0
 
 
-def _resize(size: tuple[int, int]) -> str:
-    """How a photo becomes the input, in the words of other programs."""
-    shape = " x ".join(map(str, size))
-    if size[0] != size[1]:
-        return f"the middle 7/8 of the photo in the shape of {shape}, bilinear, antialiased"
-    return f"shorter side to {stored_side(size[0])}, bilinear, antialiased; then the middle {shape}"
-
-
 def _facts(members: Sequence[Trained], *, weights_only: bool) -> dict[str, str]:
     """What another program must know to use the network; the same in all formats."""
     trained, count = members[0], len(members)
-    side = " x ".join(map(str, (trained.channels, *trained.image_size)))
+    shape = " x ".join(map(str, trained.image_size))
+    resize = f"the middle 7/8 of the photo in the shape of {shape}, bilinear, antialiased"
+    if len(set(trained.image_size)) == 1:
+        side = stored_side(trained.image_size[0])
+        resize = f"shorter side to {side}, bilinear, antialiased; then the middle {shape}"
     colours = {1: "grey", 3: "RGB"}.get(trained.channels, "all channels")
     mean, std = json.dumps(trained.mean), json.dumps(trained.std)
     then = f"then normalised: (pixel - mean) / std, mean {mean}, std {std}" if weights_only else "not normalised"
@@ -101,8 +97,8 @@ def _facts(members: Sequence[Trained], *, weights_only: bool) -> dict[str, str]:
     if count > 1:
         output += f"; of the ensemble the logarithms of its {count} members' mean probabilities"
     return {
-        "input": f"pixels, float32, N x {side}, {colours} from 0 to 1, {then}",
-        "resize": _resize(trained.image_size),
+        "input": f"pixels, float32, N x {trained.channels} x {shape}, {colours} from 0 to 1, {then}",
+        "resize": resize,
         "output": output,
         "classes": json.dumps(trained.classes),
         "model": ", ".join(dict.fromkeys(member.recipe.model.use for member in members)),

@@ -18,7 +18,8 @@ def run(arguments: ListArguments) -> int:
         title: {name: describe.summary_of(thing) for name, thing in things.items()}
         for title, things in describe.listed().items()
     }
-    sections["recipes"] = {name: _first_comment(file.read_text()) for name, file in RECIPES.items()}
+    # the first line of each is a comment that says what it trains
+    sections["recipes"] = {name: file.read_text().partition("\n")[0].lstrip("# ") for name, file in RECIPES.items()}
     console = Console(highlight=False)
     for title, rows in sections.items():
         table = _table(title)
@@ -47,8 +48,3 @@ def _table(title: str) -> Table:
     table = Table(title=title, show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     return table
-
-
-def _first_comment(text: str) -> str:
-    first = text.partition("\n")[0]
-    return first.removeprefix("#").strip() if first.startswith("#") else ""

@@ -18,7 +18,6 @@ from kasoku.config.recipe import Recipe
 from kasoku.core import Comm, InputError
 from kasoku.core.files import write_text
 from kasoku.distributed.consensus import run_on_all_ranks
-from kasoku.distributed.environment import place
 from kasoku.distributed.local_launch import on_ranks
 from kasoku.distributed.startup import Start
 from kasoku.report import Ledger, StepBottleneck, facts_of, print_table
@@ -62,8 +61,7 @@ def _profile(arguments: ProfileArguments, comm: Comm, start: Start) -> int:
     job, device_setup = training.job, training.device_setup
     profiler = Profiler(job, device_setup.dtype)
     profiler.warm_up()
-    images, sharing = recipe.images_at_once(comm.size), place().ranks_on_its_cores if comm.size > 1 else 1
-    facts = facts_of(job, images, threads=device_setup.threads, processes=sharing)  # its time is in no step
+    facts = facts_of(job, recipe.images_at_once(comm.size), threads=device_setup.threads)  # its time is in no step
     ledger = Ledger(job.trace, started=job.clock.now())
     plain = profiler.plain(arguments.steps)
     facts = replace(facts, starved=round(ledger.starved(), 4))

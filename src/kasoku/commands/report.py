@@ -1,4 +1,4 @@
-"""`kasoku report`: reads run folders, and writes a page of them, a verdict over seeds, or a trace for Perfetto."""
+"""`kasoku report`: reads run folders, and writes a page of them and a verdict over seeds."""
 
 import json
 import re
@@ -12,7 +12,6 @@ from kasoku.config.recipe import flat_settings
 from kasoku.core import InputError
 from kasoku.core.files import check_regular, is_number, read_json, write_text
 from kasoku.report.html import RunRecord
-from kasoku.report.html.timeline import chrome_trace
 from kasoku.report.significance import compare
 from kasoku.training.run_folder import ENSEMBLE, members_of
 
@@ -30,13 +29,6 @@ def run(arguments: ReportArguments) -> int:
     ensembles = {str(path): _json(path / ENSEMBLE, []) for path in arguments.runs if members_of(path)}
     paths = [path for members in expanded for path in members]
     runs = read(paths)
-    if arguments.trace:
-        if len(runs) != 1:
-            raise InputError(f"--trace: the timeline of one run is written; {len(runs)} are given")
-        write_text(arguments.trace, _trace_of(runs[0]))
-        print(arguments.trace)
-        if not arguments.out:
-            return 0
     split = sum(map(len, expanded[:-after])) if after else 0
     groups = [(_label(part[0]), part) for part in (runs[:split], runs[split:])] if split else by_recipe(runs)
     if arguments.compare and len(groups) < 2:
@@ -105,10 +97,8 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
             values = json.loads(line)
         except (ValueError, RecursionError):
             continue  # half written, or damaged
-        if isinstance(values, dict):
-            numbers = [values.get(key) for key in ("step", "epoch", "time_s")]
-            if all(map(is_number, numbers)):
-                lines.append(values)
+        if isinstance(values, dict) and all(is_number(values.get(key)) for key in ("step", "epoch", "time_s")):
+            lines.append(values)
     return lines
 
 
@@ -160,17 +150,3 @@ def _label(run: RunRecord) -> str:
     file = next((word for word in command if isinstance(word, str) and word.endswith(".toml")), "")
     name = Path(run.name).name
     return Path(file).stem if file else re.sub(r"[-_]?(seed)?[-_]?\d+$", "", name) or name
-
-
-# ---- files
-
-
-def _trace_of(run: RunRecord) -> str:
-    timeline = run.parts.get("timeline")
-    if timeline is None:
-        raise InputError(f"--trace: {run.name} has no timeline.json; train it anew, or give another run")
-    try:
-        return json.dumps(chrome_trace(timeline))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        got = f"timeline.json of {run.name} is damaged ({type(error).__name__}: {error})"
-        raise InputError(f"--trace: {got}; train it anew") from error

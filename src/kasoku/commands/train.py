@@ -94,16 +94,10 @@ def _has_run(arguments: TrainArguments) -> bool:
     return True
 
 
-def _has_members(arguments: TrainArguments, folder: Path) -> bool:
-    return bool(arguments.members or (arguments.resume and not (folder / "recipe.toml").is_file()))
-
-
 def _recipe_and_folder(arguments: TrainArguments) -> tuple[Recipe, Path]:
     """The recipe and the run folder; without --out and --resume a new one."""
     if arguments.resume:
         run = next(iter(members_of(arguments.resume)), arguments.resume)
-        if not (run / "recipe.toml").is_file():
-            raise InputError(f"--resume {arguments.resume}: no run there (no recipe.toml): an earlier run is wanted")
         return load_recipe(run, arguments.set), arguments.resume
     trust.allow_beside(arguments.recipe)
     source = arguments.recipe or arguments.data or Path()
@@ -144,7 +138,7 @@ def _train_on_rank(arguments: TrainArguments, comm: Comm, start: Start) -> int:
     folder = comm.broadcast_object(folder)
     check_same(recipe, comm)
     resume = arguments.resume is not None
-    if _has_members(arguments, folder):
+    if arguments.members or (resume and members_of(folder)):
         return _train_members(arguments, folder, comm)
     if arguments.dry_run or arguments.show:
         return _preview(arguments, recipe, comm, start)

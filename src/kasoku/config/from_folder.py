@@ -66,11 +66,10 @@ def recipe_for(data: Path, weights: Path | None, *, freeze: int = 0, settings: S
         "loss": {"use": "kasoku.optim.cross_entropy", "smoothing": 0.1},
     }
     for setting in settings:
-        if setting.partition("=")[0].strip() in ("batch", "epochs"):
-            override(document, setting)
+        override(document, setting)
     if document["batch"] == AUTO:
-        document["reference_batch"] = batch  # of the rates above; tuning begins there
-    return from_document(document, settings)
+        document.setdefault("reference_batch", batch)  # of the rates above; tuning begins there
+    return from_document(document)
 
 
 def _usual_side(paths: tuple[str, ...]) -> int:

@@ -29,12 +29,13 @@ _KINDS = (Technique, Schedule, nn.Module, Optimizer, LRScheduler)
 _allowed: set[str] = set()  # modules and packages that the user has named
 _folders: set[Path] = set()  # of recipes that the user has given
 _own_used: set[str] = set()  # modules beside a recipe that it names
+_KNOWN: tuple[set[Any], ...] = (_allowed, _folders, _own_used)
 
 
 def forget() -> None:
     """Forgets all that this process was allowed."""
-    for names in (_allowed, _folders, _own_used):
-        names.clear()
+    for known in _KNOWN:
+        known.clear()
 
 
 def allow(names: Iterable[str]) -> None:
@@ -45,16 +46,15 @@ def allow(names: Iterable[str]) -> None:
 @contextmanager
 def only(names: Iterable[str]) -> Iterator[None]:
     """Allows these modules and packages, and forgets the rest until the end: for a run folder of anybody's."""
-    before = set(_allowed), set(_folders), set(_own_used)
+    before = [set(names) for names in _KNOWN]
     forget()
     allow(names)
     try:
         yield
     finally:
         forget()
-        _allowed.update(before[0])
-        _folders.update(before[1])
-        _own_used.update(before[2])
+        for known, old in zip(_KNOWN, before, strict=True):
+            known.update(old)
 
 
 def allow_beside(recipe: Path | None) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from kasoku.core import Job
 from kasoku.core.clock import Stopwatch, Wall
 from kasoku.core.hardware import cores
+from kasoku.distributed.environment import place
 
 # a bottleneck is reported from this share of a step on
 _MIN_SHARE = 0.1
@@ -250,11 +251,10 @@ def _ms(seconds: float) -> str:
 # ---- facts
 
 
-def facts_of(job: Job, batch: int, *, threads: int = 0, processes: int = 1, starved: float = 0.0) -> StepFacts:
+def facts_of(job: Job, batch: int, *, threads: int = 0, starved: float = 0.0) -> StepFacts:
     """The facts of a job with its techniques applied; measures `layer_s`, a few milliseconds.
 
-    `batch`: images of one forward on one rank; `threads`: of one rank, 0: torch's; `processes`: ranks that share these
-    cores; `starved`: `Ledger.starved()`.
+    `batch`: images of one forward on one rank; `threads`: of one rank, 0: torch's; `starved`: `Ledger.starved()`.
     """
     model = job.model
     first = next(model.parameters(), torch.zeros(0))
@@ -269,7 +269,7 @@ def facts_of(job: Job, batch: int, *, threads: int = 0, processes: int = 1, star
         parts=job.accumulate,
         threads=threads or torch.get_num_threads(),
         cores=cores(),
-        processes=processes,
+        processes=place().ranks_on_its_cores if job.comm.size > 1 else 1,
         starved=round(min(0.95, starved), 4),
     )
 

@@ -33,11 +33,8 @@ _ITERATION = "kasoku iteration"
 _MAX_OPERATORS = 20
 _MAX_TRACED = 5  # steps in the trace, which grows by megabytes a step
 _GAP = 1 / 500  # of a step: shorter gaps between kernels are not shown
-_PARTS = {
-    "input over": "input",
-    "backward over": "forward and backward",
-    "updated": "update",
-}  # by the event at its end
+# parts of a step, by the event at its end
+_PARTS = {"input over": "input", "backward over": "forward and backward", "updated": "update"}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Top-1, top-5 and loss of a model over a loader, with test-time averaging."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,28 +42,42 @@ def evaluate(
             same scores; one rank by default.
         also: called with logits_NK and y_N of each batch.
     """
+
+    def outputs(x_NCHW: Tensor, y_N: Tensor) -> list[Tensor]:
+        logits_NK = averaged(model, x_NCHW, views)
+        if also is not None:
+            also(logits_NK, y_N)
+        return [logits_NK]
+
+    return score(outputs, loader, comm)[0]
+
+
+def score(
+    outputs: Callable[[Tensor, Tensor], Sequence[Tensor]],
+    loader: Iterable[Batch],
+    comm: Comm | None = None,
+    *,
+    count: int = 1,
+) -> list[Scores]:
+    """The scores of each of the `count` logits_NK that outputs(x_NCHW, y_N) gives; otherwise as `evaluate`."""
     totals: Tensor | None = None
     images = 0
     for x_NCHW, y_N in loader:
         if totals is None:
-            totals = torch.zeros(4, dtype=_exact(x_NCHW.device), device=x_NCHW.device)
+            totals = torch.zeros(count, 4, dtype=_exact(x_NCHW.device), device=x_NCHW.device)
         if len(y_N):
-            logits_NK = averaged(model, x_NCHW, views)
-            totals[:3] += tally(logits_NK, y_N)
-            if also is not None:
-                also(logits_NK, y_N)
+            totals[:, :3] += torch.stack([_tally(logits_NK, y_N) for logits_NK in outputs(x_NCHW, y_N)])
             images += len(y_N)
     if totals is None:
-        return Scores(0.0, 0.0, float("nan"), 0)
-    totals[3] = images
+        return [Scores(0.0, 0.0, float("nan"), 0)] * count
+    totals[:, 3] = images
     if comm is not None:
         comm.all_reduce(totals).wait()
-    *sums, counted = totals.tolist()  # the one time the host waits for the device
-    top1, top5, loss = (total / counted for total in sums)
-    return Scores(top1, top5, loss, int(counted))
+    rows = totals.tolist()  # the one time the host waits for the device
+    return [Scores(top1 / n, top5 / n, loss / n, int(n)) for top1, top5, loss, n in rows]
 
 
-def tally(logits_NK: Tensor, y_N: Tensor) -> Tensor:
+def _tally(logits_NK: Tensor, y_N: Tensor) -> Tensor:
     """Sums over a batch, on the device: right at first guess, among the first five, cross-entropy."""
     best_N5 = logits_NK.topk(min(5, logits_NK.shape[1]), dim=1).indices
     hits_N5 = best_N5 == y_N[:, None]

@@ -17,7 +17,6 @@ from kasoku.training.run_folder import RunFolder
 from kasoku.training.run_state import Result, RunState
 
 _READ_S, _SHOWN_S = 0.5, 0.2
-_STARVED, _STARVED_S = 0.2, 1.0  # the share without a core that is worth a line, and when the first one is looked at
 
 
 class Metrics:
@@ -52,7 +51,7 @@ class Metrics:
         setup, beside = training.start.shares(started)
         earlier = state.progress.spent_s
         self.ledger = Ledger(self.job.trace, started=started, setup=setup, beside=beside, earlier=earlier)
-        self._began_s, self._first_step, self._starved_said = self.job.clock.now(), True, False
+        self._began_s, self._first_step = self.job.clock.now(), True
 
     def close(self) -> None:
         self.bar.close()
@@ -138,19 +137,7 @@ class Metrics:
             return False
         self._shown_s = now_s
         self.bar.step(self.job.steps, self.job.progress, loss=self.loss, images_per_s=self.images_per_s())
-        self._say_if_starved()
         return True
-
-    def _say_if_starved(self) -> None:
-        """Says once, early in the training, that other programs take this process's cores."""
-        if self._starved_said or self.job.clock.now() - self._began_s < _STARVED_S:
-            return
-        starved = self.ledger.starved()
-        if starved > _STARVED:
-            self._starved_said = True
-            fewer = ", or take fewer threads (--set device.threads=1)" if torch.get_num_threads() > 1 else ""
-            got = f"{starved:.0%} of the time this process waited for a core, because other programs use it"
-            self.bar.say(f"{got}: stop them, reserve cores with taskset{fewer}")
 
     # ---- time
 
@@ -179,18 +166,11 @@ class Metrics:
         """Writes result.json, ledger.json, timeline.json and the techniques' documents. Collective."""
         job, progress, recipe = self.job, self.state.progress, self.state.recipe
         with self.state.busy("save"):
-            facts = facts_of(
-                job,
-                recipe.images_at_once(job.comm.size),
-                threads=self.state.training.device_setup.threads,
-                processes=place().ranks_on_its_cores if job.comm.size > 1 else 1,
-                starved=self.ledger.starved(),
-            )
+            images, threads = recipe.images_at_once(job.comm.size), self.state.training.device_setup.threads
+            facts = facts_of(job, images, threads=threads, starved=self.ledger.starved())
         ledger, timeline = self.ledger.document(job.comm, facts)
         result = Result(
-            top1=progress.scores.get("top1"),
-            top5=progress.scores.get("top5"),
-            loss=progress.scores.get("loss"),
+            **{name: progress.scores.get(name) for name in ("top1", "top5", "loss")},
             best_top1=progress.best,
             target=recipe.evaluate.target,
             time_to_target_s=progress.reached_s,

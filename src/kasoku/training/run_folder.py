@@ -49,8 +49,6 @@ class RunFolder:
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        if resume and not (path / "recipe.toml").is_file():
-            raise InputError(f"--resume {path}: no run there (no recipe.toml): the folder of an earlier run is wanted")
         self._lock = locked_folder(path, "training", below="checkpoints")
         if not resume and (path / "recipe.toml").exists():
             self._lock.close()
@@ -87,7 +85,9 @@ class RunFolder:
 
 
 def load_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
-    """The recipe of a run, with settings over it. Raises InputError where it was changed."""
+    """The recipe of a run, with settings over it. Raises InputError where there is none, and where it was changed."""
+    if not (folder / "recipe.toml").is_file():
+        raise InputError(f"{folder}: no run there (no recipe.toml): the folder of a training is wanted")
     check_regular(folder)
     file = checked_file(folder, "recipe.toml")
     trust.search_import_folders(file)

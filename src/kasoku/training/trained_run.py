@@ -8,9 +8,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 from torch import Tensor
 
 from kasoku.config import recipe as recipes
@@ -24,8 +21,9 @@ from kasoku.device import choose
 from kasoku.device.select import Precision
 from kasoku.distributed.consensus import iterate_on_all_ranks, run_on_all_ranks
 from kasoku.distributed.environment import place
+from kasoku.report import print_table
 from kasoku.training.checkpoint import newest
-from kasoku.training.evaluation import Scores, averaged, tally
+from kasoku.training.evaluation import Scores, averaged, score
 from kasoku.training.run_folder import load_recipe, members_of
 
 Classified = tuple[Path, list[tuple[str, float]], str]  # an image, its likeliest classes, why it cannot be read
@@ -56,8 +54,6 @@ def load(path: Path, *, precision: Precision | None = None) -> Trained:
 
     `precision`: what it computes in; None: as in training, so that its accuracy is that of the training.
     """
-    if not (path / "recipe.toml").is_file():
-        raise InputError(f"{path}: no run there (no recipe.toml): the folder of a training is wanted")
     recipe, data = load_recipe(path), checked_file(path, "data.json")
     try:
         facts = read_json(data)
@@ -147,31 +143,24 @@ def score_runs(paths: Sequence[Path], data: Path | None = None, comm: Comm | Non
     members = run_on_all_ranks(comm, lambda: load_members(paths))
     first = members[0]
     dataset = run_on_all_ranks(comm, lambda: _test_images(first, data))
-    totals = torch.zeros(len(members) + 1, 4, dtype=torch.double)
     batch = first.recipe.evaluate.batch or first.recipe.images_at_once(1)
     batches = loader(dataset, "test", batch + -batch % comm.size, device=first.device, comm=comm)
-    for x_NCHW, y_N in iterate_on_all_ranks(comm, batches):
-        if len(y_N):
-            logits = [member.logits(x_NCHW) for member in members]
-            tallies = [tally(logits_NK.float(), y_N) for logits_NK in [*logits, mean_probabilities(logits).log()]]
-            totals[:, :3] += torch.stack(tallies).cpu()
-            totals[:, 3] += len(y_N)
+
+    def outputs(x_NCHW: Tensor, _: Tensor) -> list[Tensor]:
+        logits = [member.logits(x_NCHW).float() for member in members]
+        return [*logits, mean_probabilities(logits).log()]
+
+    scores = score(outputs, iterate_on_all_ranks(comm, batches), comm, count=len(members) + 1)
     if batches.skipped and batches.skipped.reasons:
         say(f"{len(batches.skipped.reasons)} images skipped: {batches.skipped.summary()}")
-    comm.all_reduce(totals).wait()
     names = [str(member.path) for member in members] + [f"ensemble of {len(members)}"] * (len(members) > 1)
-    images = int(totals[0, 3])
-    means = (totals[:, :3] / images).tolist()
-    return [(name, Scores(top1, top5, loss, images)) for name, (top1, top5, loss) in zip(names, means, strict=False)]
+    return list(zip(names, scores, strict=False))
 
 
 def print_scores(scores: Sequence[tuple[str, Scores]]) -> None:
     """Prints top-1, top-5 and loss as a table."""
-    columns = [Column(name, justify="right") for name in ("top-1", "top-5", "loss")]
-    table = Table("run", *columns, title=f"{scores[0][1].images:,} test images", title_justify="left")
-    for name, each in scores:
-        table.add_row(escape(name), f"{each.top1:.2%}", f"{each.top5:.2%}", f"{each.loss:.4f}")
-    Console(highlight=False).print(table)
+    rows = [(name, f"{each.top1:.2%}", f"{each.top5:.2%}", f"{each.loss:.4f}") for name, each in scores]
+    print_table(f"{scores[0][1].images:,} test images", rows, ("run", "top-1", "top-5", "loss"))
 
 
 def _test_images(trained: Trained, data: Path | None) -> Dataset:

@@ -54,7 +54,7 @@ class RunRecord:
 class Panel:
     """One line chart: lines (name -> points (x, y), in order of x).
 
-    A line breaks at values that are not finite. A log axis refuses values <= 0: dropping them would hide them.
+    A line breaks at values that are not finite, and on a log axis at values <= 0.
     """
 
     label: str

@@ -6,14 +6,13 @@ every text that comes from a run goes through `plain`, and reaches a hover text 
 
 import html
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kasoku.core import InputError
 from kasoku.report.html.content import Panel, RunRecord
-from kasoku.report.html.timeline import depths, lane_of, lanes
 
 try:
     import plotly.graph_objects as go
@@ -146,26 +145,17 @@ def _targets(runs: Sequence[RunRecord], traces: Sequence[Any]) -> list[Any]:
 
 
 def panels(charts: Sequence[Panel], x_label: str, *, x_log: bool = False) -> list[Chart]:
-    """A chart for each panel; a name has one colour in all of them. Refuses lines that cannot be drawn."""
+    """A chart for each panel; a name has one colour in all of them."""
     order = list(dict.fromkeys(name for panel in charts for name in panel.lines))
     drawn = []
     for number, panel in enumerate(charts):
         traces = []
         for name, points in panel.lines.items():
-            finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-            if not finite:
-                raise InputError(f"line {name!r} of {panel.label!r}: {len(points)} points, none finite: give 1 or more")
-            x, y = min(x for x, _ in finite), min(y for _, y in finite)
-            if (x_log and x <= 0) or (panel.log and y <= 0):
-                message = f"line {name!r} of {panel.label!r} goes down to ({x:g}, {y:g}): log axes take values > 0"
-                raise InputError(message)
             i = order.index(name)
             line = {"color": COLOURS[i % len(COLOURS)], "dash": _DASHES[i // len(COLOURS) % len(_DASHES)], "width": 2}
-            mode = "lines+markers" if panel.markers or len(finite) == 1 else "lines"
+            mode = "lines+markers" if panel.markers or len(points) == 1 else "lines"
             xs, ys = [x for x, _ in points], [y for _, y in points]
             traces.append(go.Scatter(x=xs, y=ys, name=plain(name), mode=mode, line=line))
-        if not traces:
-            raise InputError(f"panel {panel.label!r} has no lines: give 1 or more")
         x_axis = {"title_text": plain(x_label), "type": "log" if x_log else "linear"}
         y_axis = {"title_text": plain(panel.label), "type": "log" if panel.log else "linear", "exponentformat": "power"}
         figure = new_figure(traces, 340, x_axis, y_axis, showlegend=len(traces) > 1)
@@ -219,18 +209,21 @@ def ledger(document: Mapping[str, Any]) -> Chart:
 
 
 def timeline(document: Mapping[str, Any]) -> Chart:
-    """A lane for each rank and stream, in milliseconds; a span inside another is thinner."""
+    """A lane for each rank and stream, in milliseconds; a span inside another is thinner.
+
+    `document`: {"spans": [{"kind", "name", "start", "stop", "rank", "bytes", "stream"}]}, in seconds from the first.
+    """
     spans = sorted(document["spans"], key=lambda s: (float(s["start"]), -float(s["stop"])))
-    all_lanes = lanes(spans)
+    all_lanes = sorted(dict.fromkeys(map(_lane_of, spans)), key=lambda lane: lane[0])
     place = {lane: i for i, lane in enumerate(all_lanes[:_MAX_LANES])}
-    drawn = [s for s in spans if lane_of(s) in place][:_MAX_SPANS]
+    drawn = [s for s in spans if _lane_of(s) in place][:_MAX_SPANS]
     depth = depths(drawn)
     kinds: dict[str, list[int]] = {}
     hover = []
     for i, span in enumerate(drawn):
         kinds.setdefault(str(span["kind"]), []).append(i)
         kind, name = plain(span["kind"], 40), plain(span["name"], 60)
-        lines = [kind if not name or name == kind else f"{kind}: {name}", f"rank {lane_of(span)[0]}"]
+        lines = [kind if not name or name == kind else f"{kind}: {name}", f"rank {_lane_of(span)[0]}"]
         lines.append(f"{1e3 * (span['stop'] - span['start']):.3f} ms, from {1e3 * span['start']:.3f} ms on")
         lines += [f"{span['bytes'] / 2**20:.2f} MiB"] if span.get("bytes") else []
         hover.append("<br>".join(lines))
@@ -240,7 +233,7 @@ def timeline(document: Mapping[str, Any]) -> Chart:
         go.Bar(
             base=[1e3 * drawn[i]["start"] for i in kinds[kind]],
             x=[1e3 * (drawn[i]["stop"] - drawn[i]["start"]) for i in kinds[kind]],
-            y=[place[lane_of(drawn[i])] for i in kinds[kind]],
+            y=[place[_lane_of(drawn[i])] for i in kinds[kind]],
             width=[max(0.2, 0.86 * 0.7 ** depth[i]) for i in kinds[kind]],
             name=plain(kind, 30), orientation="h", marker={"color": row_colour(kind, [*kinds]), "line_width": 0},
             customdata=[hover[i] for i in kinds[kind]], **HOVER,
@@ -254,6 +247,25 @@ def timeline(document: Mapping[str, Any]) -> Chart:
     cut = f"The first {len(drawn):,} spans of {len(spans):,} are drawn. " if len(drawn) < len(spans) else ""
     figure = new_figure(traces, 150 + 30 * len(names), {"title_text": "ms"}, y, barmode="overlay", bargap=0)
     return Chart("timeline", "A few steps", figure, f"{cut}Drag to zoom in, double-click to see all again.")
+
+
+def _lane_of(span: Mapping[str, Any]) -> tuple[int, str]:
+    """The rank and the stream of a span."""
+    stream = span.get("stream")
+    return int(span.get("rank", 0)), "" if stream is None else str(stream)
+
+
+def depths(spans: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many spans of its lane enclose each span. The spans come in order of their starts, longer ones first."""
+    enclosing: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    out = []
+    for span in spans:
+        stops = enclosing[_lane_of(span)]
+        while stops and stops[-1] <= span["start"] + 1e-9:
+            stops.pop()
+        out.append(len(stops))
+        stops.append(span["stop"])
+    return out
 
 
 # ---- classes

@@ -11,6 +11,7 @@ from kasoku.report.html.figures import AXIS, COLOURS, HOVER, MORE_COLOURS, Chart
 _MAX_TICKS = 9
 _FALLING, _RISING = {"color": COLOURS[2], "dash": "dot", "width": 2}, {"color": COLOURS[0], "width": 2}
 Samples = Sequence[Mapping[str, Any]]
+OfStep = Callable[[int, float], float]  # (batch, seconds of a step) -> what is drawn
 
 
 def tuning(document: Mapping[str, Any]) -> list[Chart]:
@@ -21,28 +22,16 @@ def tuning(document: Mapping[str, Any]) -> list[Chart]:
     chosen = next(s for s in reversed(samples) if s["batch"] == document["chosen"] and not s["failed"])
     speed = f"{chosen['images_per_s']:,.1f} images/s, {_step(chosen)}{_cost(document)}"
     note = f"Chosen by {document['strategy']}: batch {chosen['batch']}, {speed}. {document['why']}."
-    rate = _over_batch(
-        samples, chosen, "images/s", lambda batch, step_s: batch / step_s, right=("goodput", "goodput", "")
-    )
-    image = _over_batch(
-        samples,
-        chosen,
-        "ms per image",
-        lambda batch, step_s: 1e3 * step_s / batch,
-        right=("utilisation", "device used", "~%"),
-    )
+    rate = _over_batch(samples, chosen, lambda batch, s: batch / s, "images/s", ("goodput", "goodput", ""))
+    busy = ("utilisation", "device used", "~%")
+    image = _over_batch(samples, chosen, lambda batch, s: 1e3 * s / batch, "ms per image", busy)
     return [Chart("tuning", "Tuning of the batch", rate, note), Chart("tuning-image", "Time per image", image)]
 
 
 def _over_batch(
-    samples: Samples,
-    chosen: Mapping[str, Any],
-    label: str,
-    of: Callable[[int, float], float],
-    *,
-    right: tuple[str, str, str],
+    samples: Samples, chosen: Mapping[str, Any], of: OfStep, label: str, right: tuple[str, str, str]
 ) -> go.Figure:
-    """of(batch, seconds of a step) over the batch size; on the right axis the value of a key, by name and format."""
+    """`of` over the batch size; on the right axis the value of a key, by name and format."""
     good = [*{s["batch"]: s for s in samples if not s["failed"]}.values()]  # the last one of each size
     traces = [_line(label, good, of, mode="lines+markers", line=_RISING)]
     star = {"color": COLOURS[1], "size": 13, "symbol": "star"}
@@ -70,7 +59,7 @@ def _over_batch(
     return new_figure(traces, 340, x_axis, y_axis, **second)
 
 
-def _line(name: str, samples: Samples, of: Callable[[int, float], float], **style: Any) -> Any:
+def _line(name: str, samples: Samples, of: OfStep, **style: Any) -> Any:
     """A trace of of(batch, step_s), with intervals that follow from those of the step times."""
     middle, *ends = ([of(s["batch"], s[at] or math.nan) for s in samples] for at in ("step_s", "low_s", "high_s"))
     # a low end of 0 s has no rate: no line upwards
