@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from kasoku.core import Comm, InputError, Solo, Threads
 from kasoku.training import ensemble
 from kasoku.training.run_folder import load_recipe, members_of
 from kasoku.training.trained_run import score_runs
+from kasoku.training.trainer import Trainer
 
 SMALL = ("epochs=2", "data.size=32", "device.threads=1", "model={use='kasoku.models.cifarnet', widths=[8, 8]}")
 SHORT = (*SETTINGS, "epochs=1")
@@ -162,6 +164,18 @@ def caught(comm: Comm, out: Path) -> str:
     with pytest.raises(InputError) as error:
         members_on(comm, out, 3)
     return str(error.value)
+
+
+def test_a_mistake_on_one_rank_of_a_member_is_raised_at_once(tmp_path, monkeypatch):
+    def steps(trainer: Trainer, caught: list[str]) -> Iterator[None]:
+        if trainer.job.comm.rank == 1:
+            raise InputError("broken on this rank")
+        yield from of_all(trainer, caught)
+
+    of_all = Trainer.steps
+    monkeypatch.setattr(Trainer, "steps", steps)
+    with pytest.raises(InputError, match="broken on this rank"):
+        Threads(4).run(lambda comm: members_on(comm, tmp_path / "four", 2))
 
 
 def test_ranks_that_members_cannot_share_equally_are_refused(tmp_path):

@@ -20,7 +20,7 @@ from kasoku.commands.arguments import FORMATS, ExportArguments
 from kasoku.core import InputError
 from kasoku.core.files import write_atomically
 from kasoku.data.augment.basic import stored_side
-from kasoku.training.trained_run import Trained, load_members, mean_probabilities
+from kasoku.training.trained_run import Trained, ensemble_logits, load_members
 
 
 class _FromPixels(nn.Module):
@@ -37,8 +37,7 @@ class _FromPixels(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         x_NCHW = (pixels - self.mean) / self.std
-        logits: list[Tensor] = [network(x_NCHW) for network in self.networks]
-        return logits[0] if len(logits) == 1 else mean_probabilities(logits).log()
+        return ensemble_logits([network(x_NCHW) for network in self.networks])
 
 
 def run(arguments: ExportArguments) -> int:

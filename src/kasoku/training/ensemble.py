@@ -22,7 +22,7 @@ from kasoku.core import Comm, InputError, Solo, Wall, say
 from kasoku.core.comm import default_comm
 from kasoku.core.files import write_text
 from kasoku.data import GoneError, Memory
-from kasoku.distributed.consensus import raise_on_all_ranks, run_on_all_ranks
+from kasoku.distributed.consensus import SHARED_ERRORS, raise_on_all_ranks, run_on_all_ranks
 from kasoku.training import trained_run
 from kasoku.training.control import signals
 from kasoku.training.run_folder import ENSEMBLE, RunFolder, finished, run_folder
@@ -118,6 +118,8 @@ def train(
                 members, started=started, resume=resume, quiet=quiet or comm.rank > 0
             )
         except InputError as error:
+            if each > 1 and not isinstance(error, SHARED_ERRORS):
+                raise  # the other ranks of the member wait in a collective: the failure detector ends them
             failure = error
         with comm.activity.busy() if comm.activity else nullcontext():
             outcomes = meeting.gather_objects(outcome)
@@ -145,7 +147,11 @@ def _build(recipes: Sequence[Recipe], own: Sequence[Recipe], comm: Comm) -> list
     first = build(recipes[0], comm)
     dataset = first.dataset
     if isinstance(dataset.train, Memory):
-        return [first if recipe is recipes[0] else build(recipe, comm, dataset=dataset) for recipe in own]
+        members = [first if recipe is recipes[0] else build(recipe, comm, dataset=dataset) for recipe in own]
+        if all(member is not first for member in members):
+            first.job.plain_loader.close()
+            first.job.close()
+        return members
     if any(_batch_settings(other) != _batch_settings(recipes[0]) for other in recipes):
         alike = "batch, accumulate, norm_batch, last_batch and the techniques of kasoku.data"
         raise InputError(f"--vary: members share decoded batches, so {alike} must be the same for all")

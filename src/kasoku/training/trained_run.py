@@ -1,6 +1,7 @@
 """Trained runs, read back and evaluated."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,9 +95,13 @@ def load_members(paths: Sequence[Path], *, precision: Precision | None = None) -
     return members
 
 
-def mean_probabilities(logits: Sequence[Tensor]) -> Tensor:
-    """Probabilities_NK of an ensemble: the mean of its members'."""
-    return torch.stack([logits_NK.float().softmax(1) for logits_NK in logits]).mean(0)
+def ensemble_logits(logits: Sequence[Tensor]) -> Tensor:
+    """Logits_NK of an ensemble: the logarithm of the mean of its members' probabilities; of one member its own."""
+    if len(logits) == 1:
+        return logits[0]
+    # not the logarithm of a mean: a probability that rounds to 0 would become -inf
+    each_MNK = torch.stack([logits_NK.float().log_softmax(1) for logits_NK in logits])
+    return each_MNK.logsumexp(0) - math.log(len(logits))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +130,8 @@ def classify(members: Sequence[Trained], files: Sequence[Path], top: int) -> Ite
     for x_NCHW, _ in batches:
         known: dict[int, list[tuple[str, float]]] = {}
         if len(x_NCHW):
-            best = mean_probabilities([member.logits(x_NCHW) for member in members]).topk(min(top, len(first.classes)))
+            logits_NK = ensemble_logits([member.logits(x_NCHW) for member in members])
+            best = logits_NK.softmax(1).topk(min(top, len(first.classes)))
             rows = zip(batches.index_N.tolist(), best.values.tolist(), best.indices.tolist(), strict=True)
             known = {i: [(first.classes[k], p) for k, p in zip(ks, ps, strict=True)] for i, ps, ks in rows}
         for index in range(start, min(start + batch, count)):
@@ -148,7 +154,7 @@ def score_runs(paths: Sequence[Path], data: Path | None = None, comm: Comm | Non
 
     def outputs(x_NCHW: Tensor, _: Tensor) -> list[Tensor]:
         logits = [member.logits(x_NCHW).float() for member in members]
-        return [*logits, mean_probabilities(logits).log()]
+        return [*logits, ensemble_logits(logits)]
 
     scores = score(outputs, iterate_on_all_ranks(comm, batches), comm, count=len(members) + 1)
     if batches.skipped and batches.skipped.reasons:
