@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "models": 830,
     "device": 615,
     "data": 5240,
-    "distributed": 5726,
+    "distributed": 5714,
     "memory": 2295,
     "config": 1405,
     "tune": 2030,

@@ -291,7 +291,7 @@ def test_resumed_nodes_go_on_from_the_same_weights():
     ("techniques", "words"),
     [
         ((Asynchronous(node=3), AllReduce()), "node=3: 4 ranks cannot be divided into such nodes; give a divisor"),
-        ((Lookahead(), Asynchronous()), "an exchange would send what it changes to all ranks as updates; use EMA"),
+        ((Lookahead(), Asynchronous()), "an exchange would send its changes to all ranks as updates; use EMA"),
         ((Overlap(), AllReduce(), Asynchronous()), "both average gradients over the ranks; leave one of them out"),
         ((VirtualRanks(norm_batch=16), nodes(), AllReduce()), r"2 of 4 ranks step together: norm_batch at most 8"),
     ],

@@ -21,16 +21,16 @@ the joining rank. It gets rank 0's weights from `apply`, and may load rank 0's `
 (tests/distributed/test_joining.py).
 """
 
-from collections import Counter
+import socket
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from kasoku.core import Comm, InputError, Job, Solo, Stage, Technique
+from kasoku.core import Comm, InputError, Job, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.nodes import ranks_of_node
 from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.shared_memory import Segments
@@ -122,7 +122,7 @@ class Asynchronous(Technique):
         """True unless `max_staleness` is 0."""
         return self.max_staleness != 0
 
-    def for_ranks(self, ranks: int) -> Technique:
+    def over(self, epochs: float) -> Technique:
         """Overlap where no rank may run ahead."""
         return self if self.is_asynchronous else Overlap(self.buckets)
 
@@ -131,7 +131,7 @@ class Asynchronous(Technique):
         if not self.is_asynchronous or comm.size == 1:
             return comm
         beside = next((type(t).__name__ for t in applied if t.averages_gradients), "")
-        return ranks_of_node(comm, self.node, beside) if beside else Solo(comm.clock)
+        return _ranks_of_node(comm, self.node, beside) if beside else Solo(comm.clock)
 
     def apply(self, job: Job) -> None:
         """Broadcasts rank 0's weights, then exchanges the optimizer's updates."""
@@ -144,6 +144,27 @@ class Asynchronous(Technique):
             job.needs_whole_gradients = True  # predictions leave the weights before any of them is updated
             start_equal(job, job.comm)
             Exchange(job, self)
+
+
+def _ranks_of_node(comm: Comm, size: int, beside: str) -> Comm:
+    """The ranks of this one's node: `size` consecutive ones, or with 0 those of its host. Collective.
+
+    Raises InputError for nodes of unequal size. `beside`: the technique that averages gradients in a node.
+    """
+    if comm.size % max(1, size):
+        raise InputError(f"node={size}: {comm.size} ranks cannot be divided into such nodes; give a divisor of them")
+    nodes: defaultdict[object, list[int]] = defaultdict(list)
+    for rank, host in enumerate(comm.gather_objects(socket.gethostname())):
+        nodes[rank // size if size else host].append(rank)
+    if len({*map(len, nodes.values())}) > 1:
+        got = f"Asynchronous beside {beside}: hosts of {[*map(len, nodes.values())]} ranks"
+        raise InputError(f"{got}; start as many on each, or give node, a divisor of all these numbers")
+    if len(nodes) > 1:
+        own = comm.sub([*nodes.values()])
+        return own if own.size > 1 else Solo(comm.clock)
+    if comm.rank == 0:
+        say(f"Asynchronous: all ranks share a host, so that {beside} has them all step together; node=... divides them")
+    return comm
 
 
 class Exchange:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm, Trace
-from kasoku.distributed.async_sgd.nodes import copy_from_first
 from kasoku.distributed.async_sgd.peers import Reply
 from kasoku.distributed.async_sgd.quantization import Codec
 from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
@@ -30,15 +29,13 @@ _STRETCH = 1 << 16  # elements: 256 KiB
 class ParameterShard:
     """The owned part, of n elements, of one group of parameters; `workers` send its updates.
 
-    `share`: the factor of each fp32 update; workers scale updates of other codecs before rounding.
-
     Attributes: `weights`: the authoritative values. `staleness`: the number of updates since `begin` by staleness.
     """
 
-    def __init__(self, n: int, workers: Sequence[int], codec: Codec, *, share: float = 1.0) -> None:
+    def __init__(self, n: int, workers: Sequence[int], codec: Codec) -> None:
         self.weights = torch.zeros(n)
         self.codec = codec
-        self._workers, self._share = workers, share
+        self._workers, self._share = workers, 1 / len(workers)
         self._lock = threading.Lock()
         self._decoded = torch.zeros(0 if codec.exact else n)  # an update, then the reply
 
@@ -55,8 +52,9 @@ class ParameterShard:
         The reply is the weights in fp32; with other codecs it is their difference from the worker's copy. A version is
         the number of updates by other workers in the weights.
 
-        `share` of the update is added, as the worker has done in its copy; `version`: of the weights that it was
-        computed on. The update's memory is overwritten; `out` may share it.
+        Each worker's share of an fp32 update is added, as it has done in its copy; updates of other codecs were scaled
+        before rounding. `version`: of the weights that it was computed on. The update's memory is overwritten; `out`
+        may share it.
         """
         with self._lock:
             new_version = self._updates.total() - self._updates[rank]
@@ -166,9 +164,8 @@ class SharedWeights:
         self.workers = sorted({*self.leaders.values()})
         self._share = 1 / len(self.workers)  # of each worker's update that is added
         codec = self.groups[0].codec
-        share = self._share if codec.exact else 1.0  # workers scale before they round
         owned = [group.pieces.get(self.rank) for group in self.groups]
-        shards = [ParameterShard(x.stop - x.start, self.workers, codec, share=share) if x else None for x in owned]
+        shards = [ParameterShard(x.stop - x.start, self.workers, codec) if x else None for x in owned]
         self.server = ParameterServer(shards, self.leaders, self.max_staleness)
         self.begin()
 
@@ -195,7 +192,7 @@ class SharedWeights:
     def due(self, candidates: Sequence[int], step: int, most: int) -> list[int]:
         """The groups to exchange now, by `WorkerGroup.due` of the worker; the same on all ranks of its node."""
         flags = [self.rank in self.workers and self.groups[g].due(step, most) for g in candidates]
-        flags = copy_from_first(self.node, torch.tensor(flags)).tolist()
+        flags = _copy_from_first(self.node, torch.tensor(flags)).tolist()
         return [g for g, due in zip(candidates, flags, strict=True) if due]
 
     def send(self, g: int, step: int, transport: Any) -> None:
@@ -218,8 +215,8 @@ class SharedWeights:
         replies = group.pending.values() if self.rank in self.workers else ()
         with trace.span("wait", "fresh weights", bytes=group.reply.nbytes):
             read = [-1 if reply.exception() else int(reply.result()[0]) for reply in replies]
-            versions = copy_from_first(self.node, torch.tensor(read or [0] * len(group.pending)))
-            copy_from_first(self.node, group.reply)
+            versions = _copy_from_first(self.node, torch.tensor(read or [0] * len(group.pending)))
+            _copy_from_first(self.node, group.reply)
         for owner, version in zip(group.pending, versions.tolist(), strict=True):
             if version < 0:  # lost, and all other owners have replied
                 group.drop_owner(owner)
@@ -244,3 +241,11 @@ class SharedWeights:
         steps, *updates = counts.tolist()
         staleness = Counter(dict(enumerate(updates)))
         return SyncResult(staleness, int(largest[1]), steps / workers, mean_buffers(model, table), table.ranks)
+
+
+def _copy_from_first(node: Comm, x: Tensor) -> Tensor:
+    """Copies x from the node's first rank to the others, bit for bit: a sum of integers and zeros."""
+    if node.size > 1:
+        bits = x.view(torch.int32 if x.itemsize == 4 else torch.uint8)
+        node.all_reduce(bits.zero_() if node.rank else bits).wait()
+    return x
