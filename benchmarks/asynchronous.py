@@ -3,12 +3,13 @@
     python benchmarks/asynchronous.py --case emulated48 | straggler | slow_link | nodes
 
 emulated48: 48 processes with cnn11, as wide as --cnn11 says (5.0 M parameters). A step computes by sleeping 1.0 s, with
-10 % log-normal jitter; all else is real: every worker pushes its whole update to the servers and pulls all parameters
-each step, and waits for that; as all are of one host, through memory that they have in common. speedup_48: exchanges a
-second of 48 workers over those of one, in the same run; the first steps do not count.
+10 % log-normal jitter; all else is real: every worker pushes its update to the owners of the weights, which are all
+workers, pulls all parameters each step, and waits for that; as all are of one host, through memory that they have in
+common. speedup_48: exchanges a second of 48 workers over the steps of one, which exchanges with nobody, in the same
+run; the first steps do not count.
 sum_error: how far the weights moved in all, against the sum of what was pushed, relative.
 sync_speedup_48: the same of an all-reduce by Overlap; sleep_at_40: seconds of computing below which the speed-up of 48
-falls under 40, from what one exchange costs the servers at most (48 workers without any sleep).
+falls under 40, from what the 48 exchange at most (without any sleep).
 straggler (root): four hosts, three with 40 % of a core and one with 8 %, cifarnet on CIFAR-10; async_over_ideal: over
 what the four do alone; the last meeting, which waits for a step of the slow one (8 s), counts.
 slow_link (root): two hosts at 200 Mbit/s, bf16 on the wire on both sides, equal samples.
@@ -100,15 +101,14 @@ def _child(rank: int, size: int, folder: Path, f: Callable[[Comm], Any]) -> None
 
 def paced(comm: Comm, model: torch.nn.Module, technique: Any, *, sleep_s: float, steps: int) -> dict[str, Any]:
     """The moments at which this rank's steps ended, and what was pushed and moved in all."""
-    servers = getattr(technique, "servers", 0)
     job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=comm).apply(technique)
     params = [p for p in model.parameters() if p.requires_grad]
     first = sum(p.detach().double().sum() for p in params)
-    draw, before_s = random.Random(comm.rank), time.process_time()
+    draw = random.Random(comm.rank)
     ends, seconds, busy = [], [], []
     value = torch.tensor(2.0**-12 * (1 + comm.rank % 7))
     gradient = [value.expand(p.shape) for p in params]  # computing it is what the sleep stands for
-    for _ in range(steps if comm.rank >= servers else 0):
+    for _ in range(steps):
         time.sleep(sleep_s * draw.lognormvariate(-(JITTER**2) / 2, JITTER))
         begin = time.monotonic()
         for p, g in zip(params, gradient, strict=True):
@@ -122,25 +122,19 @@ def paced(comm: Comm, model: torch.nn.Module, technique: Any, *, sleep_s: float,
         seconds.append(ends[-1] - begin)
     job.drain()
     moved = float(sum(p.detach().double().sum() for p in params) - first)
-    pushed = -float(sum(g.double().sum() for g in gradient)) * len(ends) / max(1, comm.size - servers)
-    stale = {} if isinstance(technique, Overlap) else job.kept("asynchronous").staleness
+    pushed = -float(sum(g.double().sum() for g in gradient)) * len(ends) / comm.size
+    stale = {} if isinstance(technique, Overlap) or comm.size == 1 else job.kept("asynchronous").staleness
     job.close()
-    cpu_s = (busy[-1] - busy[WARM - 1]) / (len(busy) - WARM) if busy else time.process_time() - before_s
+    cpu_s = (busy[-1] - busy[WARM - 1]) / (len(busy) - WARM)
     told = {"ends": ends, "exchange_s": seconds, "moved": moved, "pushed": pushed, "staleness": dict(stale)}
-    return told | {"cpu_s": cpu_s}  # of a worker's step; of a server in all
+    return told | {"cpu_s": cpu_s}  # of a step
 
 
 def rate(found: list[dict[str, Any]]) -> float:
     """Steps a second of all workers, while all of them are at work and after the first ones."""
-    ends = [one["ends"] for one in found if one["ends"]]
+    ends = [one["ends"] for one in found]
     start, stop = max(e[WARM - 1] for e in ends), min(e[-1] for e in ends)
     return sum(start < moment <= stop for e in ends for moment in e) / (stop - start)
-
-
-def cpu_of(found: list[dict[str, Any]], exchanges: int) -> tuple[float, float]:
-    """Seconds of CPU that an exchange takes a worker, and all servers."""
-    workers = [one["cpu_s"] for one in found if one["ends"]]
-    return statistics.mean(workers), sum(one["cpu_s"] for one in found if not one["ends"]) / exchanges
 
 
 def emulated48(arguments: argparse.Namespace) -> None:
@@ -148,14 +142,12 @@ def emulated48(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = cnn11(widths=tuple(arguments.cnn11))
     size = sum(p.numel() for p in model.parameters())
-    technique = Asynchronous(
-        servers=arguments.servers, hidden=False, wire=arguments.wire, buckets=Fixed(arguments.mib * MIB, MIB)
-    )
+    technique = Asynchronous(hidden=False, wire=arguments.wire, buckets=Fixed(arguments.mib * MIB, MIB))
     figures: dict[str, Any] = {}
     rates, errors, exchange_ms, cpu_ms = {}, [], {}, {}
     for workers in arguments.workers:
         found = forked(
-            workers + arguments.servers,
+            workers,
             lambda comm: paced(comm, model, technique, sleep_s=arguments.sleep, steps=arguments.steps),
             limit_s=300,
         )
@@ -166,9 +158,9 @@ def emulated48(arguments: argparse.Namespace) -> None:
             raise RuntimeError(f"{workers} workers moved the weights by {found[0]['moved']}, and pushed {pushed}")
         every = [s for one in found for s in one["exchange_s"][WARM:]]
         exchange_ms[workers] = round(1e3 * statistics.median(every), 1)
-        cpu_ms[workers] = [round(1e3 * s, 1) for s in cpu_of(found, workers * arguments.steps)]
+        cpu_ms[workers] = round(1e3 * statistics.mean(one["cpu_s"] for one in found), 1)
         print(f"{workers}: {rates[workers]:.2f} exchanges/s, {exchange_ms[workers]} ms each, error {errors[-1]:.1e}, "
-              f"CPU of worker and server {cpu_ms[workers]} ms", flush=True)  # fmt: skip
+              f"CPU of a worker's step {cpu_ms[workers]} ms", flush=True)  # fmt: skip
     most = max(rates)
     width = CODECS[arguments.wire].dtype.itemsize
     figures |= {f"efficiency_{n}": round(x / rates[1] / n, 3) for n, x in rates.items() if 1 < n < most}
@@ -186,9 +178,9 @@ def emulated48(arguments: argparse.Namespace) -> None:
 
 
 def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any, alone: float) -> dict[str, Any]:
-    """What the synchronous engine gains with as many workers, and what the servers bear at most."""
+    """What the synchronous engine gains with as many workers, and what the workers bear at most."""
     most, extra = max(arguments.workers), {"sleep_s": 0.0, "steps": arguments.steps}
-    found = forked(most + arguments.servers, lambda comm: paced(comm, model, technique, **extra), limit_s=300)
+    found = forked(most, lambda comm: paced(comm, model, technique, **extra), limit_s=300)
     bears = rate(found)  # exchanges a second when nobody computes
     sync = Overlap(technique.buckets, next_forward=False)
     extra = {"sleep_s": arguments.sleep, "steps": WARM + 4}
@@ -203,7 +195,6 @@ def limits(arguments: argparse.Namespace, model: torch.nn.Module, technique: Any
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--case", choices=("emulated48", "straggler", "slow_link", "nodes"), default="emulated48")
-    parser.add_argument("--servers", type=int, default=1, help="emulated48")
     parser.add_argument("--wire", choices=sorted(CODECS), default="fp32", help="emulated48")
     parser.add_argument("--mib", type=int, default=32, help="emulated48: of a group")
     parser.add_argument(

@@ -4,8 +4,8 @@
 
 CIFAR-10 (all 50,000 training images, top-1 of all test images), a small cifarnet, 8 workers of one process that take
 turns in an uneven order (each lets others go first at random), so that updates are as stale as those of 8 machines.
-sync: Overlap. async_plain: Asynchronous without any remedy. async_default: with its own remedies (--predict and the
-other options: others), a synchronous epoch at first and a synchronous finish.
+sync: Overlap. async_plain: Asynchronous without prediction. async_default: with it (--predict and the other
+options: others), a synchronous epoch at first and a synchronous finish.
 async_gap: sync - async_default, in points. async_fraction: of its steps, those that were asynchronous.
 Each side of a seed is a process of its own with one thread.
 Result: records/. Why it matters: nobody is told a speed without the accuracy.
@@ -34,7 +34,7 @@ from kasoku.core.schedule import Linear
 from kasoku.data import Augment, Dataset, LowResolution, cifar10, loader, sample
 from kasoku.data.datasets.base import Memory, in_memory
 from kasoku.device import Device, choose
-from kasoku.distributed import Asynchronous, Overlap, Remedies
+from kasoku.distributed import Asynchronous, Overlap
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.models import cifarnet
 from kasoku.optim import Rate, cross_entropy, sgd
@@ -48,16 +48,15 @@ UNEVEN = 0.3  # how often a worker lets the others go first, again and again
 
 def techniques(asked: argparse.Namespace) -> dict[str, Technique]:
     """The sides, by name."""
-    remedies = Remedies(predict=asked.predict, momentum=asked.momentum)
     chosen = Asynchronous(
-        remedies=remedies,
+        predict=asked.predict,
         warmup=asked.warmup,
         finish=asked.finish,
         hidden=asked.hidden,
         wire=asked.wire,
         every=asked.every,
     )
-    plain = Asynchronous(remedies=Remedies(predict=0.0), every=asked.every)
+    plain = Asynchronous(predict=0.0, every=asked.every)
     return {"sync": Overlap(), "async_plain": plain, "async_default": chosen}
 
 
@@ -135,7 +134,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=float, default=1.0)
     parser.add_argument("--finish", type=float, default=5.5)
     parser.add_argument("--predict", type=float, default=-1.0)
-    parser.add_argument("--momentum", type=float, default=-1.0)
     parser.add_argument("--hidden", type=int, default=1)
     parser.add_argument("--wire", choices=sorted(CODECS), default="fp32")
     parser.add_argument("--every", type=int, default=1, help="steps between exchanges, which take no time here")

@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "optim": 1170,
     "models": 830,
     "device": 615,
-    "data": 4980,
+    "data": 5240,
     "distributed": 5765,
     "memory": 2295,
     "config": 1400,

@@ -143,7 +143,6 @@ def test_a_sweep_has_at_least_40_sizes_evenly_spaced_in_logarithms() -> None:
         (["--cluster", "abci", "--sweep", "gpus=8:4"], "from at least 1 up to more"),
         (["--cluster", "abci", "--profile", "nowhere:40"], "nowhere: no profile there"),
         (["--cluster", "abci", *asynchronous(), "--set", "norm_batch=81920"], "norm_batch at most these images"),
-        (["--cluster", "abci", *asynchronous("servers=1")], "servers=1: kasoku train has all ranks train"),
         (["--cluster", "abci", *asynchronous("", "{use='kasoku.distributed.Overlap'}")], "nodes are not simulated"),
         (["--cluster", "abci", *asynchronous(), "--allreduce", "ring"], "send no all-reduces: leave it out"),
     ],

@@ -18,8 +18,7 @@ from contracts import Net, assert_same, make, train, weights
 from helpers.ranks import on_processes
 from helpers.timed import compute, timed
 from kasoku.core import Comm, InputError, Job, Technique, Threads
-from kasoku.data import digits, loader
-from kasoku.distributed import Asynchronous, Graded, OneBucket, Overlap, PerLayer, Remedies
+from kasoku.distributed import Asynchronous, Graded, OneBucket, Overlap, PerLayer
 from kasoku.distributed.async_sgd import shared_memory as segments
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.worker import WorkerGroup
@@ -78,12 +77,10 @@ def trained(comm: Comm, technique: Technique, epochs: int = 3, **net: Any) -> tu
         Asynchronous(buckets=GROUPS),
         Asynchronous(buckets=GROUPS, hidden=False, wire="bf16"),
         Asynchronous(buckets=GROUPS, wire="int8"),
-        Asynchronous(buckets=GROUPS, servers=1, stream=True),
-        Asynchronous(
-            buckets=GROUPS, every=3, max_staleness=1, hidden=False, remedies=Remedies(predict=1.0, momentum=0.5)
-        ),
+        Asynchronous(buckets=GROUPS, stream=True),
+        Asynchronous(buckets=GROUPS, every=3, max_staleness=1, hidden=False, predict=1.0),
     ],
-    ids=["default", "bf16", "int8", "servers", "all remedies"],
+    ids=["default", "bf16", "int8", "in turn", "predicted"],
 )
 def test_all_ranks_end_with_the_same_weights(on_ranks, technique: Asynchronous):
     ranks = on_ranks(trained, technique)
@@ -103,23 +100,27 @@ def test_every_update_is_counted_with_its_staleness(on_ranks):
 @pytest.mark.parametrize(
     "technique",
     [
-        pytest.param(Asynchronous(buckets=GROUPS, servers=1, every=1), marks=pytest.mark.smoke),
-        Asynchronous(buckets=GROUPS, servers=1, hidden=False),
-        Asynchronous(buckets=GROUPS, servers=1, hidden=False, remedies=Remedies(predict=1.0)),
-        Asynchronous(buckets=GROUPS, servers=1, wire="bf16", every=1),
-        Asynchronous(buckets=GROUPS, servers=1, hidden=False, wire="int8"),
+        pytest.param(Asynchronous(buckets=GROUPS, every=1), marks=pytest.mark.smoke),
+        Asynchronous(buckets=GROUPS, hidden=False),
+        Asynchronous(buckets=GROUPS, hidden=False, predict=1.0),
+        Asynchronous(buckets=GROUPS, wire="bf16", every=1),
+        Asynchronous(buckets=GROUPS, hidden=False, wire="int8"),
     ],
     ids=["default", "in place", "predicting", "bf16", "int8"],
 )
 @process
-def test_one_worker_and_a_server_come_to_the_same_bits_by_whatever_way(technique: Asynchronous):
+def test_one_rank_that_steps_comes_to_the_same_bits_by_whatever_way(technique: Asynchronous):
     turns, near = Threads(2).run(lambda comm: _not_random(comm, technique)), on_processes(2, _not_random, technique)
     for a, b in zip(turns, near, strict=True):
         assert_same(a, b)
 
 
 def _not_random(comm: Comm, technique: Technique) -> dict[str, Tensor]:
-    return trained(comm, technique, dropout=0)[0]
+    """The last rank alone steps; the others own parts of the weights."""
+    torch.set_num_threads(1)
+    job = make(technique, model=Net(seed=comm.rank, dropout=0), comm=comm)
+    train(job, 8 * (comm.rank == comm.size - 1))
+    return weights(job)
 
 
 def _synchronous(comm: Comm, technique: Technique, **net: Any) -> dict[str, Tensor]:
@@ -235,23 +236,20 @@ def test_ranks_that_meet_seldom_live_on():
 )
 def test_what_fewer_bits_take_away_is_sent_later(wire: Any, x: list[float], apart: float, hidden: bool):
     def rank(comm: Comm) -> list[float]:
-        model = Counting(2)
+        model = Counting(4)  # half of it for each owner
         job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0), comm=comm)
-        job.apply(Asynchronous(wire=wire, hidden=hidden, buckets=OneBucket(), servers=1, every=1))
+        job.apply(Asynchronous(wire=wire, hidden=hidden, buckets=OneBucket(), every=1))
         for _ in range(300 if comm.rank else 0):
-            model(torch.tensor(x)).backward()
+            model(torch.tensor(x + x)).backward()
             job.optimizer.step()
             job.optimizer.zero_grad()
-        if not job.kept("asynchronous").trains:
-            found = []
-        else:
-            group = job.kept("asynchronous").weights.groups[0]
-            found = (group.base.flat / -300).tolist()  # what the server knows before the sync point
+        group = job.kept("asynchronous").weights.groups[0]
+        found = (group.base.flat / -150).tolist()  # what the owners know before the sync point, of half of each update
         job.drain()
-        assert (model.w / -300).tolist() == pytest.approx(x, rel=1e-6)
+        assert (model.w / -150).tolist() == pytest.approx(x + x, rel=1e-6)
         return found
 
-    assert Threads(2).run(rank)[1] == pytest.approx(x, rel=apart)
+    assert Threads(2).run(rank)[1] == pytest.approx(x + x, rel=apart)
 
 
 @settings(max_examples=25, deadline=None)
@@ -329,13 +327,8 @@ def _steps(comm: Comm, technique: Asynchronous, steps: int) -> Counter[int]:
 
 
 def test_a_worker_alone_is_never_stale():
-    one, other = Threads(2).run(lambda comm: _steps(comm, Asynchronous(servers=1), 20 * comm.rank))
-    assert one == other == {0: 20}
-
-
-def test_a_server_that_trains_is_refused():
-    with pytest.raises(InputError, match=r"rank 0 is a server \(servers=1\): it makes no step"):
-        Threads(2).run(lambda comm: _steps(comm, Asynchronous(servers=1), 1))
+    one, other = Threads(2).run(lambda comm: _steps(comm, Asynchronous(), 20 * comm.rank))
+    assert one == other == {0: 40}  # a piece for each owner
 
 
 def test_a_warmup_without_end_is_the_synchronous_step_bit_for_bit():
@@ -355,36 +348,18 @@ def test_ranks_step_together_at_first_and_in_the_end(on_ranks):
 
 def _phases(comm: Comm) -> list[Tensor]:
     torch.set_num_threads(1)
-    technique = Asynchronous(warmup=1.0, finish=2.0, hidden=False, remedies=Remedies(momentum=0.5))
+    technique = Asynchronous(warmup=1.0, finish=2.0, hidden=False)
     job = make(technique, model=Net(norm=False), comm=comm)  # epochs of four steps
     seen: list[Tensor] = []
     train(job, 12, each=lambda: seen.append(job.model.head.weight.detach().clone()))
-    assert job.optimizer.param_groups[0]["momentum"] == 0.9
     job.close()
     return seen
-
-
-def test_a_lower_momentum_moves_the_weights_as_far():
-    def rank(comm: Comm) -> float:
-        model = Counting(1)
-        job = Job(model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), comm=comm)
-        job.apply(Asynchronous(remedies=Remedies(momentum=0.5)))
-        for step in range(40):
-            model(torch.ones(1)).backward()
-            if step:
-                model.w.grad.zero_()
-            job.optimizer.step()
-            job.optimizer.zero_grad()
-        job.drain()
-        return model.w.item()
-
-    assert Threads(2).run(rank) == pytest.approx([-10.0, -10.0])  # 1 / (1 - 0.9), and not 1 / (1 - 0.5)
 
 
 @pytest.mark.parametrize(
     ("technique", "first"),
     [
-        (Asynchronous(hidden=False, remedies=Remedies(predict=1.0)), -5.0),  # two own, two of the other, one ahead
+        (Asynchronous(hidden=False, predict=1.0), -5.0),  # two own, two of the other, one ahead
         (Asynchronous(every=1), -5.0),  # two own, one of the other, which is known late, and two ahead
     ],
     ids=["read at once", "default"],
@@ -423,9 +398,7 @@ class Seeing(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize(
-    "technique", [Asynchronous(every=1), Asynchronous(hidden=False, remedies=Remedies(predict=1.0))], ids=["2", "1"]
-)
+@pytest.mark.parametrize("technique", [Asynchronous(every=1), Asynchronous(hidden=False, predict=1.0)], ids=["2", "1"])
 def test_an_optimizer_steps_from_the_weights_not_from_the_prediction(technique: Asynchronous):
     def rank(comm: Comm) -> list[float]:
         model, at_forward, at_step = Counting(1), [], []
@@ -447,7 +420,7 @@ def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
     group, found = WorkerGroup([p.data], [0], CODECS["fp32"], blocking=False, ahead=2.0), []
     group.begin()
     for others in (2, 4, 6, 46, 48):  # updates by others so far, of -1 each
-        group.write_request(1.0, None)
+        group.write_request(1.0)
         group.reply.fill_(-others)
         group.version_read[0] = others
         group.read_reply()
@@ -456,29 +429,6 @@ def test_after_a_halt_it_is_not_gone_ahead_as_far_as_others_went_meanwhile():
             found.append(p.item() + others)
     places = [-4.0, -4.0, -4.0, -5.0, -4.0]  # 40 of a movement that is 2 as a rule: an eighth of 2
     assert found == [x for place in places for x in (place, place, 0.0, 0.0)]
-
-
-def test_a_server_has_no_batches_and_the_workers_share_all():
-    def rank(comm: Comm) -> list[int]:
-        data = digits()
-        batches = loader(data, "train", 48, comm=comm)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-        job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=batches, comm=comm)
-        job.apply(Asynchronous(servers=1))
-        seen = []
-        for x_NCHW, y_N in job.loader:
-            seen += batches.index_N.tolist()
-            job.loss(model(x_NCHW), y_N).backward()
-            job.optimizer.step()
-            job.optimizer.zero_grad()
-        job.close()
-        assert (batches.pipeline.rank, batches.pipeline.size) == (comm.rank, comm.size)
-        return seen
-
-    server, *workers = Threads(3).run(rank)
-    assert server == []
-    seen = [index for worker in workers for index in worker]
-    assert len(seen) == len(set(seen)) == 29 * 48
 
 
 def test_resumed_ranks_go_on_from_the_same_weights():
@@ -553,19 +503,13 @@ def test_weights_that_are_not_finite_meet_and_go_on():
     ("wrong", "words"),
     [
         (lambda: Asynchronous(max_staleness=-1), "max_staleness=-1: 0 steps or more"),
-        (lambda: Asynchronous(every=-1), "servers=0, every=-1, node=0: each 0 or more"),
+        (lambda: Asynchronous(every=-1), "every=-1, node=0: each 0 or more"),
         (lambda: Asynchronous(wire="fp8"), 'wire="fp8": "fp32", "bf16" or "int8"'),
-        (lambda: Remedies(momentum=1.0), "from 0 to below 1"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: Callable[[], object], words: str):
     with pytest.raises(InputError, match=words):
         wrong()
-
-
-def test_all_ranks_as_servers_are_refused():
-    with pytest.raises(InputError, match="servers=2 of 2 ranks: at least one rank must train"):
-        Threads(2).run(lambda comm: make(Asynchronous(servers=2), comm=comm))
 
 
 def test_weights_loaded_behind_its_back_are_refused():

@@ -12,7 +12,7 @@ from helpers.graphs import captured_on_cpu
 from helpers.ranks import on_processes
 from kasoku.core import Comm, InputError, Job, Technique, Threads
 from kasoku.device import Graphs, LossScale
-from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, PerLayer, Remedies, VirtualRanks
+from kasoku.distributed import AllReduce, Asynchronous, Graded, Overlap, PerLayer, VirtualRanks
 from kasoku.distributed.batchnorm import virtual_ranks
 from kasoku.optim import EMA, Lookahead, sgd
 
@@ -45,7 +45,7 @@ def stepped(
 EXCHANGES = {
     "default": nodes(),
     "at once": nodes(hidden=False),
-    "at once, predicted": nodes(hidden=False, remedies=Remedies(predict=1.0, momentum=0.5)),
+    "at once, predicted": nodes(hidden=False, predict=1.0),
     "bf16": nodes(wire="bf16", every=1),
     "int8": nodes(wire="int8", hidden=False),
     "in turn, bounded": nodes(stream=True, max_staleness=1),
@@ -291,7 +291,6 @@ def test_resumed_nodes_go_on_from_the_same_weights():
     ("techniques", "words"),
     [
         ((Asynchronous(node=3), AllReduce()), "node=3: 4 ranks cannot be divided into such nodes; give a divisor"),
-        ((Asynchronous(servers=1), Overlap()), "servers=1 beside Overlap: a node has no server: leave one of them out"),
         ((Lookahead(), Asynchronous()), "an exchange would send its changes to all ranks as updates; use EMA"),
         ((Overlap(), AllReduce(), Asynchronous()), "both average gradients over the ranks; leave one of them out"),
         ((VirtualRanks(norm_batch=16), nodes(), AllReduce()), r"2 of 4 ranks step together: norm_batch at most 8"),

@@ -203,9 +203,8 @@ def test_an_exchange_overlaps_all_parts_of_a_share(hidden: bool) -> None:
     assert parts.exposed_s == pytest.approx(max(0.0, shown), rel=1e-9)
 
 
-@pytest.mark.parametrize("pace", [Asynchronous(servers=2), Asynchronous(max_staleness=0)])
-def test_what_is_no_exchange_among_equals_is_one_clear_line(pace: Asynchronous) -> None:
-    simulator = Simulator(ideal(8), small(), Sharing(asynchronous=pace))
+def test_what_is_no_exchange_among_equals_is_one_clear_line() -> None:
+    simulator = Simulator(ideal(8), small(), Sharing(asynchronous=Asynchronous(max_staleness=0)))
     with pytest.raises(InputError, match="asynchronous ranks are simulated") as caught:
         simulator.step(8, 800)
     assert "\n" not in str(caught.value)

@@ -181,11 +181,6 @@ def test_a_loss_that_is_not_finite_ends_all_ranks(tmp_path):
         fitted(recipe("optimizer.lr=1e30", "epochs=4"), tmp_path / "run")
 
 
-def test_servers_are_refused_in_a_line(tmp_path):
-    with pytest.raises(InputError, match="beside servers=1: kasoku train has all ranks train; leave it out"):
-        fitted(recipe(servers=1), tmp_path / "run")
-
-
 OVERLAP = "kasoku.distributed.Overlap"
 
 

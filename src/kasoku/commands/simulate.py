@@ -11,7 +11,6 @@ from typing import Any
 
 from kasoku.commands.arguments import SimulateArguments
 from kasoku.config import toml
-from kasoku.config.ranks import techniques_for
 from kasoku.core import InputError, say
 from kasoku.core.files import write_text
 from kasoku.distributed import Asynchronous
@@ -38,7 +37,6 @@ def run(arguments: SimulateArguments) -> int:
     if changed and changed.device != cluster.device and profiles:
         raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave gpu or --profile out")
     over = sizes(cluster, *_range(arguments.sweep), fits=case.simulator.sharing.fits) if arguments.sweep else []
-    techniques_for(recipe, max(over, default=1))  # raises for settings that asynchronous ranks refuse
     step = case.step(gpus)
     for line in case.remarks(step):
         say(line)

@@ -26,7 +26,6 @@ TABLES: dict[str, Callable[..., Any]] = {
     "device": device.Device,
     "kasoku.optim.SGDSettings": optim.SGDSettings,
     "kasoku.optim.Trust": optim.Trust,
-    "kasoku.distributed.Remedies": distributed.Remedies,
 }
 _SECTIONS = {  # title: what a function returns, or a class is a subclass of; the packages that have them
     "models": (nn.Module, (models,)),

@@ -96,15 +96,6 @@ def unit_of_shares(recipe: Recipe, ranks: int) -> int:
     return (recipe.norm_batch or 1) * recipe.parts(ranks)
 
 
-def techniques_for(recipe: Recipe, ranks: int) -> list[Technique]:
-    """The recipe's techniques in the form that this number of ranks trains with.
-
-    Raises:
-        InputError: for settings that `kasoku train` does not support on several ranks.
-    """
-    return [technique.for_ranks(ranks) for technique in recipe.scaled_techniques]
-
-
 def derived_techniques(recipe: Recipe, ranks: int, *, uneven: bool = False) -> list[Technique]:
     """The techniques that real or virtual ranks need: BatchNorm over groups of images, and an exchange of gradients.
 

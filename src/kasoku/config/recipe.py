@@ -211,7 +211,7 @@ class Recipe:
 
     @cached_property
     def scaled_techniques(self) -> tuple[Technique, ...]:
-        """The techniques, with times that follow `epochs`."""
+        """The techniques that `kasoku train` applies, with times that follow `epochs`."""
         return tuple(technique.over(self.epochs) for technique in self.techniques)
 
     def parts(self, ranks: int) -> int:

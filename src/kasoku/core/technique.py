@@ -80,15 +80,7 @@ class Technique:
         return False
 
     def over(self, epochs: float) -> Technique:
-        """The technique in a training of this length, if it has times that are shares of the training."""
-        return self
-
-    def for_ranks(self, ranks: int) -> Technique:
-        """The technique that `kasoku train` applies in place of this one on this number of ranks.
-
-        Raises:
-            InputError: for settings that `kasoku train` does not support on this number of ranks.
-        """
+        """The technique that `kasoku train` applies in place of this one; its times may be shares of the training."""
         return self
 
     def ranks_in_step(self, comm: Comm, applied: Sequence[Technique]) -> Comm:

@@ -1,7 +1,6 @@
 """How ranks train together."""
 
 from kasoku.distributed.async_sgd.asynchronous import Asynchronous
-from kasoku.distributed.async_sgd.sync_phases import Remedies
 from kasoku.distributed.batchnorm.precise_bn import Recalibrate
 from kasoku.distributed.batchnorm.virtual_ranks import VirtualRanks
 from kasoku.distributed.ddp.all_reduce import AllReduce
@@ -25,7 +24,6 @@ __all__ = [
     "Policy",
     "Recalibrate",
     "Reducer",
-    "Remedies",
     "TorchComm",
     "VirtualRanks",
     "Wire",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kasoku.config.ranks import TEST_PASSES, can_share, check_share, is_asynchronous, techniques_for
+from kasoku.config.ranks import TEST_PASSES, can_share, check_share, is_asynchronous
 from kasoku.config.recipe import Recipe
 from kasoku.config.toml import Factory
 from kasoku.config.updates import data_info, evaluations, growth, pixel_share, updates, updates_in_epoch
@@ -70,7 +70,6 @@ class Scenario:
         """A step of the recipe's batch. Raises InputError where the GPUs cannot share it."""
         self.simulator.cluster.nodes_for(gpus)
         check_share(self.recipe, gpus)
-        techniques_for(self.recipe, gpus)  # raises for what asynchronous ranks refuse
         if updates(self.recipe, self.facts.images) < 1:
             given = f"batch={self.recipe.batch}, epochs={self.recipe.epochs:g}, {self.facts.images:,} images"
             raise InputError(f"{given}: not one update: a smaller batch or more epochs")
@@ -237,7 +236,7 @@ def _inspect(model: Factory, facts: Facts) -> ModelCosts:
 
 def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
     """How a recipe's ranks share gradients. Raises InputError for techniques that are not simulated."""
-    techniques = techniques_for(recipe, 1)
+    techniques = recipe.scaled_techniques
     exchanging = sorted((t for t in techniques if t.exchanges_gradients), key=lambda t: t.stage)
     exchange: Any = [*exchanging, Overlap()][0]
     if exchange.is_asynchronous:

@@ -217,8 +217,7 @@ def planned_recipe(chosen: Choice) -> Recipe:
     recipe, shared = chosen.scenario.recipe, chosen.scenario.simulator.sharing
     if not _has_groups(chosen.scenario):
         return recipe
-    techniques = [technique.for_ranks(1) for technique in recipe.techniques]  # whose shares follow other epochs
-    own: Any = next((t for t in techniques if t.overlaps_backward), Overlap())
+    own: Any = next((t for t in recipe.techniques if t.overlaps_backward), Overlap())
     own = replace(own, buckets=shared.policy, next_forward=shared.next_forward, reducer=shared.reducer)
-    local = tuple(t for t in techniques if not t.exchanges_gradients)
+    local = tuple(t for t in recipe.techniques if not t.exchanges_gradients)
     return replace(recipe, techniques=(*local, own))

@@ -156,9 +156,9 @@ class Simulator:
         spread = self.cluster.device.spread if self.spread is None else self.spread
         pace = self.sharing.asynchronous if gpus > 1 else None
         within = self.norm_batch <= images  # BatchNorm's groups, within a rank's share
-        if pace and (pace.servers or pace.max_staleness == 0 or not within):
-            given = f"servers={pace.servers}, max_staleness={pace.max_staleness}, {images} images at once"
-            allowed = "servers=0, max_staleness above 0, and norm_batch at most these images"
+        if pace and (pace.max_staleness == 0 or not within):
+            given = f"max_staleness={pace.max_staleness}, {images} images at once"
+            allowed = "max_staleness above 0, and norm_batch at most these images"
             raise InputError(f"{given}: asynchronous ranks are simulated with {allowed}")
         # slow GPUs stay slow, so with bounded staleness all ranks finally wait for the slowest
         slower = 1.0 if pace and pace.max_staleness is None else slowest(spread, gpus)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kasoku.config import recipe as recipes
-from kasoku.config.ranks import check_share, derived_techniques, is_asynchronous, techniques_for
+from kasoku.config.ranks import check_share, derived_techniques, is_asynchronous
 from kasoku.config.recipe import Recipe, checked, optimizer
 from kasoku.config.toml import resolve
 from kasoku.config.updates import updates
@@ -286,7 +286,7 @@ def _apply_techniques(job: Job, recipe: Recipe, device_setup: Chosen, shares: Se
     derived = derived_techniques(recipe, job.comm.size, uneven=bool(shares))
     uneven = [Shares(tuple(shares))] if shares else []
     own = [Seeded(recipe.seed), Rate(recipe.scaled_schedule, recipe.rate_scale), *derived, *uneven]
-    job.apply(*device_setup.techniques, *own, *techniques_for(recipe, job.comm.size), Timed())
+    job.apply(*device_setup.techniques, *own, *recipe.scaled_techniques, Timed())
 
 
 def _try_loss(job: Job, use: str, classes: int) -> None:

@@ -1,1 +1,1 @@
-"""Asynchronous SGD: workers push updates to parameter servers without waiting."""
+"""Asynchronous SGD: workers add their updates to shared weights without waiting."""

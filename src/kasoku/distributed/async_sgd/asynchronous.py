@@ -21,21 +21,21 @@ the joining rank. It gets rank 0's weights from `apply`, and may load rank 0's `
 (tests/distributed/test_joining.py).
 """
 
-from collections import Counter
+import socket
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from kasoku.core import Comm, InputError, Job, Solo, Stage, Technique
+from kasoku.core import Comm, InputError, Job, Solo, Stage, Technique, say
 from kasoku.core.hardware import is_dense
-from kasoku.distributed.async_sgd.nodes import ranks_of_node
 from kasoku.distributed.async_sgd.parameter_server import CLOCK, RESTS, SHARE, SharedWeights
 from kasoku.distributed.async_sgd.quantization import CODECS
 from kasoku.distributed.async_sgd.shared_memory import Segments
 from kasoku.distributed.async_sgd.survivors import Table, copy_buffers, mean_buffers
-from kasoku.distributed.async_sgd.sync_phases import Momentum, Remedies, SyncPhases
+from kasoku.distributed.async_sgd.sync_phases import SyncPhases
 from kasoku.distributed.async_sgd.transport import InProcess, NetworkTransport
 from kasoku.distributed.async_sgd.worker import WorkerGroup, most_local_steps
 from kasoku.distributed.ddp.all_reduce import start_equal
@@ -58,8 +58,6 @@ class Asynchronous(Technique):
         max_staleness: how many steps a rank may be ahead of the slowest one, 0 or more; 0: synchronous steps, by
             Overlap with these buckets; left out (None): no limit.
         buckets: how parameters are grouped for the exchange.
-        servers: the number of parameter servers, the first ranks, which do not train (their loaders are empty), 0 or
-            more; 0: all ranks train and own equal parts of the weights.
         every: local steps between two exchanges, 0 or more; 0 sends again as soon as the previous exchange has
             finished, so that no step waits for the network (after at most 16 or max_staleness steps, times the groups
             with stream; after each step with hidden=False).
@@ -67,7 +65,9 @@ class Asynchronous(Technique):
         wire: the codec of updates and replies: "fp32", "bf16" or "int8" (256 elements share a scale, a power of two).
             Rounding errors are added to the next message.
         stream: exchange one group at a time, in turn, instead of all.
-        remedies: corrections for stale updates.
+        predict: computes gradients at the weights' predicted position: any multiple of the other ranks' last movement
+            ahead; 0: no prediction. Below 0: 2 with hidden=True, where the weights read are that many exchanges old,
+            else 0 (chosen by measurement: RECORDS.md).
         warmup: epochs of synchronous steps at the start, 0 or more.
         finish: the epoch from which steps are synchronous again, 0 or more; 0: none.
         node: ranks of a node that step together beside Overlap or AllReduce, which have consecutive numbers, 0 or more;
@@ -81,7 +81,7 @@ class Asynchronous(Technique):
         stale, and no two runs are alike; a resumed run has rank 0's optimizer state on all ranks, so it is only
         statistically the same.
     Maths: W += u / workers for each worker's update u, computed on a W that lacks the other workers' latest updates.
-    Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017.
+    Ref: [001]; Dean et al. 2012 (Downpour); Ho et al. 2013 (SSP: max_staleness); Sato 2017 (the [001] team: predict).
     """
 
     stage: ClassVar[Stage] = Stage.NODE
@@ -93,12 +93,11 @@ class Asynchronous(Technique):
 
     max_staleness: int | None = None
     buckets: Policy = field(default_factory=Graded)
-    servers: int = 0
     every: int = 0
     hidden: bool = True
     wire: Literal["fp32", "bf16", "int8"] = "fp32"
     stream: bool = False
-    remedies: Remedies = field(default_factory=Remedies)
+    predict: float = -1.0
     warmup: float = 0.0
     finish: float = 0.0
     node: int = 0
@@ -106,46 +105,33 @@ class Asynchronous(Technique):
     def __post_init__(self) -> None:
         if self.max_staleness is not None and self.max_staleness < 0:
             raise InputError(f"max_staleness={self.max_staleness}: 0 steps or more, or None for any number")
-        if min(self.servers, self.every, self.node) < 0:
-            given = f"servers={self.servers}, every={self.every}, node={self.node}"
-            raise InputError(f"{given}: each 0 or more")
+        if min(self.every, self.node) < 0:
+            raise InputError(f"every={self.every}, node={self.node}: each 0 or more")
         if self.wire not in CODECS:
             raise InputError(f'wire="{self.wire}": "fp32", "bf16" or "int8"')
         if self.warmup < 0 or self.finish < 0:
             raise InputError(f"warmup={self.warmup}, finish={self.finish}: epochs, 0 or more")
-        if self.servers and (self.warmup or self.finish):
-            raise InputError(f"servers={self.servers}: servers make no synchronous steps: leave out warmup and finish")
 
     @property
     def ahead(self) -> float:
         """The prediction, in multiples of the other ranks' last movement."""
-        predict = self.remedies.predict
-        return predict if predict >= 0 else 2.0 * self.hidden
+        return self.predict if self.predict >= 0 else 2.0 * self.hidden
 
     @property
     def is_asynchronous(self) -> bool:
         """True unless `max_staleness` is 0."""
         return self.max_staleness != 0
 
-    def for_ranks(self, ranks: int) -> Technique:
-        """Overlap where no rank may run ahead. Raises InputError for `servers`: `kasoku train` has all ranks train."""
-        if not self.is_asynchronous:
-            return Overlap(self.buckets)
-        if ranks > 1 and self.servers:
-            given = f"kasoku.distributed.Asynchronous beside servers={self.servers}"
-            raise InputError(f"{given}: kasoku train has all ranks train; leave it out")
-        return self
+    def over(self, epochs: float) -> Technique:
+        """Overlap where no rank may run ahead."""
+        return self if self.is_asynchronous else Overlap(self.buckets)
 
     def ranks_in_step(self, comm: Comm, applied: Sequence[Technique]) -> Comm:
         """This rank alone, or the ranks of its node beside a technique that averages gradients."""
         if not self.is_asynchronous or comm.size == 1:
             return comm
         beside = next((type(t).__name__ for t in applied if t.averages_gradients), "")
-        if not beside:
-            return Solo(comm.clock)
-        if self.servers:
-            raise InputError(f"servers={self.servers} beside {beside}: a node has no server: leave one of them out")
-        return ranks_of_node(comm, self.node, beside)
+        return _ranks_of_node(comm, self.node, beside) if beside else Solo(comm.clock)
 
     def apply(self, job: Job) -> None:
         """Broadcasts rank 0's weights, then exchanges the optimizer's updates."""
@@ -154,12 +140,31 @@ class Asynchronous(Technique):
                 Overlap(self.buckets).apply(job)
         elif job.step_comm is job.comm:
             job.keep("asynchronous", SingleRank({"staleness": {}}))
-        elif self.servers >= job.comm.size:
-            raise InputError(f"servers={self.servers} of {job.comm.size} ranks: at least one rank must train")
         else:
             job.needs_whole_gradients = True  # predictions leave the weights before any of them is updated
             start_equal(job, job.comm)
             Exchange(job, self)
+
+
+def _ranks_of_node(comm: Comm, size: int, beside: str) -> Comm:
+    """The ranks of this one's node: `size` consecutive ones, or with 0 those of its host. Collective.
+
+    Raises InputError for nodes of unequal size. `beside`: the technique that averages gradients in a node.
+    """
+    if comm.size % max(1, size):
+        raise InputError(f"node={size}: {comm.size} ranks cannot be divided into such nodes; give a divisor of them")
+    nodes: defaultdict[object, list[int]] = defaultdict(list)
+    for rank, host in enumerate(comm.gather_objects(socket.gethostname())):
+        nodes[rank // size if size else host].append(rank)
+    if len({*map(len, nodes.values())}) > 1:
+        got = f"Asynchronous beside {beside}: hosts of {[*map(len, nodes.values())]} ranks"
+        raise InputError(f"{got}; start as many on each, or give node, a divisor of all these numbers")
+    if len(nodes) > 1:
+        own = comm.sub([*nodes.values()])
+        return own if own.size > 1 else Solo(comm.clock)
+    if comm.rank == 0:
+        say(f"Asynchronous: all ranks share a host, so that {beside} has them all step together; node=... divides them")
+    return comm
 
 
 class Exchange:
@@ -172,10 +177,8 @@ class Exchange:
     def __init__(self, job: Job, settings: Asynchronous) -> None:
         self.job, self.settings = job, settings
         self.comm = job.comm.channel(patient=True)
-        size, rank, servers, momentum = job.comm.size, job.comm.rank, settings.servers, settings.remedies.momentum
         self.node = job.step_comm.channel()
-        leaders = job.comm.gather_objects(self.node.broadcast_object(rank))
-        self.trains, self.leads = rank >= servers, leaders[rank] == rank >= servers
+        leaders = job.comm.gather_objects(self.node.broadcast_object(job.comm.rank))
         self._units = LayerIndex(job.model)
         for name, p in self._units.named:
             if p.dtype != torch.float32 or not is_dense(p):
@@ -184,36 +187,31 @@ class Exchange:
         in_turn = not self.comm.thread_safe  # ranks in one process
         self.transport = InProcess(self.comm) if in_turn else NetworkTransport(self.comm, self.segments, leaders)
         self.dead: dict[int, str] = self.transport.dead
-        training = dict(enumerate(leaders[servers:], servers))
-        self.weights = self._divide(training, range(servers) or sorted({*leaders}))
+        self.weights = self._divide(dict(enumerate(leaders)))
         self.sync_phases = SyncPhases(job, settings.buckets, settings.warmup, settings.finish)
-        self._momentum = Momentum(job, momentum) if momentum >= 0 else None
         self.staleness: Counter[int] = Counter()
         self._turn = 0  # the group that is next with `stream`
         self.step, self.batches_dealt, self._shares = 0, 0, 0  # _shares: that this rank asked for since then
         self._started = self._entered = False
-        job.before_step(self._before_step)
+        job.before_step(lambda: self.weights.remove_predictions())  # weight decay must act on the weights alone
         job.after_step(self._after_step)
         job.on_drain(self.drain)
         job.keep("asynchronous", self)
         model = job.model  # deep copies keep the hook, which must act on the original alone
         hook = model.register_forward_pre_hook(lambda m, _: self._before_forward() if m is model else None)
         job.on_close(hook.remove)
-        if servers and hasattr(job.plain_loader, "configure"):
-            job.configure_loader(rank=max(0, rank - servers), size=size - servers)
-        if not self.trains:
-            job.around_loader(lambda _: ())
 
-    def _divide(self, leaders: Mapping[int, int], owners: Sequence[int]) -> SharedWeights:
-        """Divides the weights, equal on all ranks, among the owners. `leaders`: each training rank's worker."""
+    def _divide(self, leaders: Mapping[int, int]) -> SharedWeights:
+        """Divides the weights, equal on all ranks, among the workers. `leaders`: the worker of each rank."""
         settings, named, tensors, zeros = self.settings, self._units.named, self._units.tensors, self.segments.zeros
         groups = [[named[i][1] for i in group] for group in settings.buckets.plan(tensors).buckets]
-        self.segments.open(2 * len(groups), 8 * self.leads * sum(t.elements for t in tensors))
+        self.segments.open(2 * len(groups), 8 * (not self.node.rank) * sum(t.elements for t in tensors))
         codec, ahead = CODECS[settings.wire], settings.ahead
         blocking = not settings.hidden and not ahead
-        copies = [WorkerGroup(params, owners, codec, blocking=blocking, ahead=ahead, zeros=zeros) for params in groups]
-        weights = SharedWeights(copies, leaders, owners, self.comm.rank, self.node, settings.max_staleness)
-        self.transport.set_server(weights.server, owners)
+        workers = sorted({*leaders.values()})
+        copies = [WorkerGroup(params, workers, codec, blocking=blocking, ahead=ahead, zeros=zeros) for params in groups]
+        weights = SharedWeights(copies, leaders, self.comm.rank, self.node, settings.max_staleness)
+        self.transport.set_server(weights.server)
         return weights
 
     # ---- a step
@@ -221,8 +219,6 @@ class Exchange:
     def _before_forward(self) -> None:
         if self._entered or not self.job.model.training:
             return
-        if not self.trains:
-            raise InputError(f"rank {self.comm.rank} is a server (servers={self.settings.servers}): it makes no step")
         self._entered = True
         if self.sync_phases.due != self.sync_phases.active:
             self.change_phase()
@@ -236,12 +232,6 @@ class Exchange:
             raise InputError(f"ranks {sorted(self.dead)} are dead: synchronous steps need all ranks (finish=0)")
         self.drain()
         self.sync_phases.switch()
-
-    def _before_step(self) -> None:
-        if not self.sync_phases.active:
-            self.weights.remove_predictions()  # weight decay must act on the weights alone
-            if self._momentum is not None:
-                self._momentum.lower()
 
     @torch.no_grad()
     def _start(self) -> None:
@@ -270,14 +260,14 @@ class Exchange:
 
     def _send_clock(self, clock: int) -> None:
         """Sends this worker's clock, and waits while it is too far ahead of the slowest worker."""
-        if self.settings.max_staleness is not None and self.leads:
+        if self.settings.max_staleness is not None and self.node.rank == 0:
             with self.job.trace.span("wait", "the slowest rank"):
                 self._ask_first_owner(CLOCK, clock)
 
     def _ask_first_owner(self, *head: int) -> int:
         """The reply of the owner that deals the data and keeps the clocks; -1 if it is dead."""
         none = torch.zeros(0)
-        reply = self.transport.ask(self.weights.owners[0], head, none, none)
+        reply = self.transport.ask(self.weights.workers[0], head, none, none)
         # raised, the error would keep the callers' tensors alive
         return -1 if reply.exception() else int(reply.result()[0])
 
@@ -287,8 +277,6 @@ class Exchange:
         self._entered = False
         if self.sync_phases.active:
             return
-        if self._momentum is not None:
-            self._momentum.restore()
         settings, weights, groups, due = self.settings, self.weights, self.weights.groups, list[int]()
         if not settings.every or self.step % settings.every == 0:
             self._start()
@@ -298,7 +286,7 @@ class Exchange:
         for g in due:
             self._turn = (g + 1) % len(groups)
             weights.receive(groups[g], self.job.trace)
-            weights.send(g, self.step, self.transport, self._momentum)
+            weights.send(g, self.step, self.transport)
         for g in due if not settings.hidden else ():
             weights.receive(groups[g], self.job.trace)
             groups[g].version_used.update(groups[g].version_read)
@@ -312,15 +300,15 @@ class Exchange:
         """A sync point: finishes all exchanges; all ranks have equal weights then."""
         model, weights = self.job.model, self.weights
         if self.sync_phases.active:
-            copy_buffers(model, mean_buffers(model, Table(self.comm), trains=True, workers=self.comm.size))
+            copy_buffers(model, mean_buffers(model, Table(self.comm)))
             self._begin()
             return
         self._start()
         weights.remove_predictions()
-        for g, group in enumerate(weights.groups if self.trains else ()):
+        for g, group in enumerate(weights.groups):
             weights.receive(group, self.job.trace)
             if self.step > group.sent_at:
-                weights.send(g, self.step, self.transport, self._momentum)
+                weights.send(g, self.step, self.transport)
                 weights.receive(group, self.job.trace)
         self._send_clock(RESTS)
         self.transport.finish_requests()
@@ -331,10 +319,8 @@ class Exchange:
             group.current.store()
         copy_buffers(model, result.means)
         self.transport.stop()
-        if not {*weights.owners, *weights.leaders} <= {*result.living}:
-            leaders = {rank: leader for rank, leader in weights.leaders.items() if rank in result.living}
-            owners = [rank for rank in weights.owners if rank in result.living]
-            self.weights = self._divide(leaders, owners or sorted(leaders))
+        if len(result.living) < len(weights.leaders):
+            self.weights = self._divide({rank: weights.leaders[rank] for rank in result.living})
         self._begin()
         self._started, self._entered, self.weights.server.dealt, self._shares = False, False, None, 0
         if result.steps:

@@ -1,4 +1,4 @@
-"""The shared weights: a rank's copy as a worker, its shards as an owner, and the server that adds all updates to them.
+"""The shared weights: a worker's copy, its shards as an owner, and the server that adds all updates to them.
 
 Note: staleness. A worker computes an update on weights that it read earlier. The update's staleness is the number of
 updates by other workers that were added to the same shard since. The worker's own updates are in its copy already.
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from kasoku.core import Comm, Trace
-from kasoku.distributed.async_sgd.nodes import copy_from_first
 from kasoku.distributed.async_sgd.peers import Reply
 from kasoku.distributed.async_sgd.quantization import Codec
 from kasoku.distributed.async_sgd.survivors import Table, mean_buffers
-from kasoku.distributed.async_sgd.sync_phases import Momentum
 from kasoku.distributed.async_sgd.worker import WorkerGroup
 
 Head = Sequence[int]  # of a request or a reply: a request's kind, and up to three more numbers
@@ -31,15 +29,13 @@ _STRETCH = 1 << 16  # elements: 256 KiB
 class ParameterShard:
     """The owned part, of n elements, of one group of parameters; `workers` send its updates.
 
-    `share`: the factor of each fp32 update; workers scale updates of other codecs before rounding.
-
     Attributes: `weights`: the authoritative values. `staleness`: the number of updates since `begin` by staleness.
     """
 
-    def __init__(self, n: int, workers: Sequence[int], codec: Codec, *, share: float = 1.0) -> None:
+    def __init__(self, n: int, workers: Sequence[int], codec: Codec) -> None:
         self.weights = torch.zeros(n)
         self.codec = codec
-        self._workers, self._share = workers, share
+        self._workers, self._share = workers, 1 / len(workers)
         self._lock = threading.Lock()
         self._decoded = torch.zeros(0 if codec.exact else n)  # an update, then the reply
 
@@ -56,8 +52,9 @@ class ParameterShard:
         The reply is the weights in fp32; with other codecs it is their difference from the worker's copy. A version is
         the number of updates by other workers in the weights.
 
-        `share` of the update is added, as the worker has done in its copy; `version`: of the weights that it was
-        computed on. The update's memory is overwritten; `out` may share it.
+        Each worker's share of an fp32 update is added, as it has done in its copy; updates of other codecs were scaled
+        before rounding. `version`: of the weights that it was computed on. The update's memory is overwritten; `out`
+        may share it.
         """
         with self._lock:
             new_version = self._updates.total() - self._updates[rank]
@@ -80,8 +77,8 @@ class ParameterShard:
 class ParameterServer:
     """Answers the requests of all ranks: has the owned shards and, on the first owner, the clocks and data shares.
 
-    `shards`: one for each group, or None where this rank owns nothing of it. `leaders`: the ranks that train, and the
-    worker of each. `ahead`: how many steps a worker may be ahead of the slowest one; None: any number.
+    `shards`: one for each group, or None where this rank owns nothing of it. `leaders`: the worker of each
+    rank. `ahead`: how many steps a worker may be ahead of the slowest one; None: any number.
 
     Note: shares. The ranks of a node look ahead for shares by different numbers of batches. So each asks by number for
     the next share of its node; the first one that asks has it dealt, the others get the same.
@@ -149,28 +146,26 @@ class SyncResult(NamedTuple):
 
 @dataclass(eq=False)
 class SharedWeights:
-    """One division of the weights among owners; `groups` are this rank's copies.
+    """One division of the weights among the workers; `groups` are this rank's copies.
 
-    `leaders`: the ranks that train, and the worker of each: the first rank of its node. `node`: the ranks of this one's
-    node. They have equal weights, groups and predictions: each computes the update, the worker alone sends it, and all
-    read its replies. `max_staleness`: how many steps a worker may be ahead of the slowest one; None: any number.
+    `leaders`: the worker of each rank: the first one of its node. `node`: the ranks of this one's node.
+    They have equal weights, groups and predictions: each computes the update, the worker alone sends it, and all read
+    its replies. `max_staleness`: how many steps a worker may be ahead of the slowest one; None: any number.
     `server`: of the shards that this rank owns.
     """
 
     groups: Sequence[WorkerGroup]
     leaders: Mapping[int, int]
-    owners: Sequence[int]
     rank: int
     node: Comm
     max_staleness: int | None
 
     def __post_init__(self) -> None:
         self.workers = sorted({*self.leaders.values()})
-        self._share = 1 / max(1, len(self.workers))  # of each worker's update that is added
+        self._share = 1 / len(self.workers)  # of each worker's update that is added
         codec = self.groups[0].codec
-        share = self._share if codec.exact else 1.0  # workers scale before they round
         owned = [group.pieces.get(self.rank) for group in self.groups]
-        shards = [ParameterShard(x.stop - x.start, self.workers, codec, share=share) if x else None for x in owned]
+        shards = [ParameterShard(x.stop - x.start, self.workers, codec) if x else None for x in owned]
         self.server = ParameterServer(shards, self.leaders, self.max_staleness)
         self.begin()
 
@@ -197,14 +192,14 @@ class SharedWeights:
     def due(self, candidates: Sequence[int], step: int, most: int) -> list[int]:
         """The groups to exchange now, by `WorkerGroup.due` of the worker; the same on all ranks of its node."""
         flags = [self.rank in self.workers and self.groups[g].due(step, most) for g in candidates]
-        flags = copy_from_first(self.node, torch.tensor(flags)).tolist()
+        flags = _copy_from_first(self.node, torch.tensor(flags)).tolist()
         return [g for g, due in zip(candidates, flags, strict=True) if due]
 
-    def send(self, g: int, step: int, transport: Any, momentum: Momentum | None) -> None:
+    def send(self, g: int, step: int, transport: Any) -> None:
         """Sends this rank's update of group g to the owners."""
         group = self.groups[g]
         group.sent_at = step
-        group.write_request(self._share, momentum.factors(group.params) if momentum else None)
+        group.write_request(self._share)
         for owner, slot in group.slots.items():
             reply: Reply = Future()
             if self.rank in self.workers:
@@ -220,8 +215,8 @@ class SharedWeights:
         replies = group.pending.values() if self.rank in self.workers else ()
         with trace.span("wait", "fresh weights", bytes=group.reply.nbytes):
             read = [-1 if reply.exception() else int(reply.result()[0]) for reply in replies]
-            versions = copy_from_first(self.node, torch.tensor(read or [0] * len(group.pending)))
-            copy_from_first(self.node, group.reply)
+            versions = _copy_from_first(self.node, torch.tensor(read or [0] * len(group.pending)))
+            _copy_from_first(self.node, group.reply)
         for owner, version in zip(group.pending, versions.tolist(), strict=True):
             if version < 0:  # lost, and all other owners have replied
                 group.drop_owner(owner)
@@ -238,13 +233,19 @@ class SharedWeights:
             owned = {self.rank: shard.weights} if shard else {}
             table.all_reduce(group.contribution(owned, table.ranks, workers if works else 0))
         staleness = sum((shard.staleness for shard in server.shards if shard), Counter[int]())
-        dealt = server.dealt[0] // max(1, len(self.workers)) if server.dealt and self.rank == self.owners[0] else 0
+        dealt = server.dealt[0] // len(self.workers) if server.dealt and self.rank == self.workers[0] else 0
         largest = torch.tensor([max(staleness, default=0), dealt])
         table.all_reduce(largest, op="max")
         counts = torch.tensor([step * works, *(staleness[steps] for steps in range(int(largest[0]) + 1))])
         table.all_reduce(counts)
         steps, *updates = counts.tolist()
-        trains = sum(rank in table.ranks for rank in self.leaders)
-        means = mean_buffers(model, table, trains=self.rank in self.leaders, workers=trains)
         staleness = Counter(dict(enumerate(updates)))
-        return SyncResult(staleness, int(largest[1]), steps / max(1, workers), means, table.ranks)
+        return SyncResult(staleness, int(largest[1]), steps / workers, mean_buffers(model, table), table.ranks)
+
+
+def _copy_from_first(node: Comm, x: Tensor) -> Tensor:
+    """Copies x from the node's first rank to the others, bit for bit: a sum of integers and zeros."""
+    if node.size > 1:
+        bits = x.view(torch.int32 if x.itemsize == 4 else torch.uint8)
+        node.all_reduce(bits.zero_() if node.rank else bits).wait()
+    return x

@@ -59,14 +59,14 @@ class Survivors(Table):
         self.swap(dict.fromkeys(self.ranks, mine.clone()), parts)
 
 
-def mean_buffers(model: nn.Module, table: Table, *, trains: bool, workers: int) -> list[Tensor]:
-    """Each floating-point buffer's mean over the workers; of other buffers the largest. Collective."""
+def mean_buffers(model: nn.Module, table: Table) -> list[Tensor]:
+    """Each floating-point buffer's mean over the ranks; of other buffers the largest. Collective."""
     means = []
     for x in model.buffers():
         exact = x.is_floating_point()
         mine = x.detach().to("cpu", torch.float32 if exact else torch.int64, copy=True).reshape(-1)
-        table.all_reduce(mine if trains else mine.zero_(), op="sum" if exact else "max")
-        means.append((mine / max(1, workers) if exact else mine).view_as(x))
+        table.all_reduce(mine, op="sum" if exact else "max")
+        means.append((mine / len(table.ranks) if exact else mine).view_as(x))
     return means
 
 

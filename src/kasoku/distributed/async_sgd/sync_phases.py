@@ -1,40 +1,15 @@
-"""Changes to the optimizers of an asynchronous training: synchronous phases at its start and end, and lower momentum.
+"""Synchronous phases at the start and the end of an asynchronous training.
 
 Note: optimizer states. Synchronous ranks need equal optimizer states, or their weights drift apart; asynchronous ranks
 each have their own. So the states are averaged over all ranks when a synchronous phase begins.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from kasoku.core import InputError, Job
+from kasoku.core import Job
 from kasoku.distributed.ddp.bucket_plan import Policy
 from kasoku.distributed.ddp.overlap import Engine, Overlap
-
-
-@dataclass(frozen=True)
-class Remedies:
-    """Corrections for stale updates.
-
-    Args:
-        predict: computes gradients at the weights' predicted position: any multiple of the other ranks' last movement
-            ahead; 0: no prediction. Below 0: 2 with hidden=True, where the weights read are that many exchanges old,
-            else 0 (chosen by measurement: RECORDS.md).
-        momentum: the optimizers' momentum between sync points, below 1, as several workers act like momentum
-            themselves; rates are scaled so that a gradient moves the weights as far as before. Below 0: unchanged.
-
-    Ref: predict: Sato 2017 (the [001] team). momentum: Mitliagkas et al. 2016 (arXiv 1605.09774).
-    """
-
-    predict: float = -1.0
-    momentum: float = -1.0
-
-    def __post_init__(self) -> None:
-        if self.momentum >= 1:
-            raise InputError(f"momentum={self.momentum}: from 0 to below 1, or below 0 to leave it as it is")
 
 
 class SyncPhases:
@@ -85,30 +60,3 @@ class SyncPhases:
         with torch.no_grad():
             for _, _, x in tensors:
                 job.comm.all_reduce(x, op="mean").wait()
-
-
-class Momentum:
-    """Sets another momentum during each optimizer step; between steps the optimizer has the user's own."""
-
-    def __init__(self, job: Job, momentum: float) -> None:
-        self._job, self._momentum = job, momentum
-        self._own: list[float] = []
-
-    def lower(self) -> None:
-        groups = self._job.optimizer.param_groups
-        if any("momentum" not in group for group in groups):
-            kind = type(self._job.optimizer).__name__
-            raise InputError(f"momentum={self._momentum}: optimizer {kind} has none: leave it out")
-        self._own = [group["momentum"] for group in groups]
-        for group in groups:
-            group["momentum"] = self._momentum
-
-    def restore(self) -> None:
-        for group, own in zip(self._job.optimizer.param_groups, self._own, strict=False):
-            group["momentum"] = own
-
-    def factors(self, params: Sequence[Tensor]) -> list[float]:
-        """Factors of the updates, so that a gradient moves the weights as far as with the user's momentum."""
-        groups = zip(self._job.optimizer.param_groups, self._own, strict=False)
-        factors = {p: (1 - self._momentum) / (1 - own) for group, own in groups for p in group["params"]}
-        return [factors.get(p, 1.0) for p in params]

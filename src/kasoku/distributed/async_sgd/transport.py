@@ -41,7 +41,7 @@ class InProcess:
     def start(self) -> None:
         pass  # there are no threads
 
-    def set_server(self, server: ParameterServer, owners: Sequence[int]) -> None:
+    def set_server(self, server: ParameterServer) -> None:
         self._servers = self._comm.gather_objects(server)
 
     def ask(self, to: int, head: Head, body: Tensor, out: Tensor) -> Reply:
@@ -71,14 +71,14 @@ class NetworkTransport:
         self.peers = Peers(comm, leaders, lambda rank: self._server.rank_died(rank))
         self.dead = self.peers.dead
 
-    def set_server(self, server: ParameterServer, owners: Sequence[int]) -> None:
-        """Sets what answers requests from the next `start` on, and the owners to send them to.
+    def set_server(self, server: ParameterServer) -> None:
+        """Sets what answers requests from the next `start` on.
 
-        Workers send their updates to all owners; every rank that trains asks the first owner on the small channel.
+        Workers, which own the weights, send their updates to each other; all ranks ask the first on the small channel.
         """
-        self._server, rank, workers, trains = server, self._comm.rank, server.clocks, server.leaders
-        pairs = [(caller, owner, self._comm) for caller in workers for owner in owners]
-        pairs += [(caller, owners[0], self.peers.small) for caller in trains]
+        self._server, rank, workers = server, self._comm.rank, sorted(server.clocks)
+        pairs = [(caller, owner, self._comm) for caller in workers for owner in workers]
+        pairs += [(caller, workers[0], self.peers.small) for caller in server.leaders]
         self._callers = [(caller, x) for caller, owner, x in pairs if owner == rank != caller]
         self._callees = [(owner, x) for caller, owner, x in pairs if caller == rank != owner]
 

@@ -171,8 +171,8 @@ class WorkerGroup:
         """This rank's summand of the weights: its owned piece, its rounding errors and its share of the dead's pieces.
 
         A dead rank's piece becomes the mean of the workers' copies, as each worker has updated its own. `owned`: this
-        rank's piece, by its rank, if any; `living`: the ranks at the sync point; `workers`: how many of them train; 0
-        if this rank does not train.
+        rank's piece, by its rank, if any; `living`: the ranks at the sync point; `workers`: how many of them are
+        workers; 0 if this rank is none.
         """
         for owner in [rank for rank in self.pieces if rank not in living]:
             self.drop_owner(owner)
@@ -186,24 +186,22 @@ class WorkerGroup:
             whole[self.pieces[rank]] += weights
         return whole
 
-    def write_request(self, share: float, factors: Sequence[float] | None) -> None:
-        """Writes this worker's update into `request`, and adds `share` of it to `base`; inexact codecs send that share.
+    def write_request(self, share: float) -> None:
+        """Writes this worker's update into `request`, and adds `share` of it to `base`.
 
-        `factors`: of each parameter's update; None: 1.
+        Inexact codecs send that share.
         """
-        if not self._by_parameter or factors:
-            self._write_request(share, factors)
+        if not self._by_parameter:
+            self._write_request(share)
             return
         for p, base, request in zip(self.params, self.base.views, self._request.views, strict=True):
             torch.sub(p, base, out=request)
             if not self._blocking:
                 p.copy_(base.add_(request, alpha=share))
 
-    def _write_request(self, share: float, factors: Sequence[float] | None) -> None:
+    def _write_request(self, share: float) -> None:
         """The general case, with flat copies."""
         update = self.current.load().sub_(self.base.flat)
-        if factors:
-            torch._foreach_mul_(self.current.views, list(factors))
         if self.request is self.base.flat:
             for piece in self.orphans:
                 update[piece] += self.base.flat[piece]
