@@ -115,3 +115,10 @@ def test_imagenet_photos_train_from_the_real_folders(real_data, tmp_path):
     result = json.loads((out / "result.json").read_text())
     assert 0 < result["top1"] < 1
     assert json.loads((out / "data.json").read_text())["classes"][0].startswith("n0")
+
+
+def test_synchronous_steps_beside_a_technique_that_averages_are_its_own():
+    apart = "{use='kasoku.distributed.Asynchronous', max_staleness=0}"
+    for name in ("Overlap", "AllReduce"):
+        recipe = load(DIGITS, [f"techniques=[{apart}, {{use='kasoku.distributed.{name}'}}]"])
+        assert [type(technique).__name__ for technique in recipe.scaled_techniques] == [name]

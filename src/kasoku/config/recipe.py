@@ -1,5 +1,6 @@
 """A recipe: what to train, to which accuracy. Read from strict TOML, written back resolved beside every result."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -212,7 +213,14 @@ class Recipe:
     @cached_property
     def scaled_techniques(self) -> tuple[Technique, ...]:
         """The techniques that `kasoku train` applies, with times that follow `epochs`."""
-        return tuple(technique.over(self.epochs) for technique in self.techniques)
+        scaled = [technique.over(self.epochs) for technique in self.techniques]
+        averaged = any(technique.averages_gradients for technique in self.techniques)
+        # Asynchronous(max_staleness=0), which becomes Overlap, leaves this to a technique beside it
+        own = [
+            not (averaged and new.averages_gradients) or new is old
+            for new, old in zip(scaled, self.techniques, strict=True)
+        ]
+        return tuple(itertools.compress(scaled, own))
 
     def parts(self, ranks: int) -> int:
         """The number of parts in which each rank takes its share of a batch."""
