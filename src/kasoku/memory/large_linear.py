@@ -44,7 +44,7 @@ class LinearInBackward(BoundToModel):
         job, exchange = updates.job, updates.exchange
         foreign = any(getattr(hook, "__self__", None) is not job for hook in gradient_hooks(layer.weight))
         ours = vars(layer).get("saved_memory") is self and not foreign
-        alone = ours and updates.active and job.accumulate == 1 and layer.training and layer.weight.requires_grad
+        alone = ours and updates.active() and job.accumulate == 1 and layer.training and layer.weight.requires_grad
         if not alone or type(job.optimizer) is not torch.optim.SGD:
             return None
         if exchange is not None and exchange.bucket_bytes(layer.weight) > layer.weight.nbytes:

@@ -69,13 +69,8 @@ def gradients(
 ) -> tuple[list[Any], list[Tensor | None]]:
     """Gradients of a node's inputs, and of its weights that learn.
 
-    Args:
-        node: the operation.
-        step: says whether the first input needs a gradient, and whether it is written over another tensor.
-        dy: incoming gradient.
-        value: that the node's backward reads, if any.
-        extra: from `compute`.
-        how: precision.
+    `step` says whether the first input needs a gradient, and whether it is written over another tensor; `value`: that
+    the node's backward reads; `extra`: from `compute`.
     """
     layer = node.layer
     if node.op == "add":
