@@ -55,12 +55,10 @@ class Compile(Technique, stage=Stage.COMPILE, refuses=_REFUSED, compiles_model=T
         job.patches.enter_context(recompile_limit(_LIMIT))
         compiled: dict[type, Callable[..., Any]] = {}
         learning = [block for _, block in blocks(job.model) or [("", job.model)] if [*block.parameters()]]
-        left = [block for block in learning if any(is_in_place(module) for module in block.modules())]
-        if left and job.comm.rank == 0:
-            say(f"Compile: {len(left)} of {len(learning)} blocks are not compiled, since SavedMemory runs their layers")
-        for block in learning:
-            if block in left:
-                continue
+        free = [block for block in learning if not any(is_in_place(module) for module in block.modules())]
+        if (left := len(learning) - len(free)) and job.comm.rank == 0:
+            say(f"Compile: {left} of {len(learning)} blocks are not compiled, since SavedMemory runs their layers")
+        for block in free:
             if "forward" in vars(block):
                 job.patch(block, "forward", self._compile(block.forward))
             else:

@@ -17,9 +17,7 @@ from kasoku.memory.ops import Numerics
 from kasoku.memory.solver import MemoryPlan
 
 BUDGET_SHARE = 0.98  # that is planned for: the smallest ratio of predicted to measured bytes was 0.983
-_REFUSED = {
-    "captures_graph": "a graph keeps the memory of its whole step; leave Graphs out where memory is short",
-}
+_REFUSED = {"captures_graph": "a graph keeps the memory of its whole step; leave Graphs out where memory is short"}
 _UNITS = {None: 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
