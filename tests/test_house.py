@@ -23,13 +23,13 @@ LAYERS = [
     {"__main__"},
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
-    "core": 2020,
+    "core": 2010,
     "optim": 1180,
     "models": 830,
-    "device": 615,
+    "device": 610,
     "data": 5240,
-    "distributed": 5825,
-    "memory": 2275,
+    "distributed": 5815,
+    "memory": 2245,
     "config": 1405,
     "tune": 2030,
     "simulate": 1840,

@@ -178,7 +178,6 @@ def install(job: Job) -> list[LayerProxy]:
     return proxies
 
 
-@stays_in_place
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs the segment that begins with this layer, passes on the output of one that has run, or runs the layer."""
     proxy: LayerProxy = module.saved_memory
@@ -227,7 +226,7 @@ def without_side_effects(model: nn.Module, x: Tensor) -> Iterator[None]:
         for module in model.modules():
             if any(True for _ in module.buffers(recurse=False)):
                 changes.set(module, "training", False)
-            if "saved_memory" in vars(module):
+            if stays_in_place(module):
                 changes.set(module.saved_memory, "inspected", True)
         yield
 

@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 
 from kasoku.core import InputError, Job
 from kasoku.core.backward_updates import BackwardUpdates
-from kasoku.core.blocks import stays_in_place
 from kasoku.core.torch_internals import accumulates, gradient_hooks, version
 from kasoku.memory.inspection import BoundToModel, autocast_type
 
@@ -114,7 +113,6 @@ def install_linears(job: Job, updates: BackwardUpdates) -> list[LinearInBackward
     return linears
 
 
-@stays_in_place
 def _forward(layer: Any, x: Tensor) -> Tensor:
     owner: LinearInBackward = layer.saved_memory
     own = owner.layer is layer  # not a deep copy's
