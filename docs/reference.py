@@ -28,7 +28,6 @@ SECTION = re.compile(r"^(?:Args|Attributes|Saves|Costs|Maths|Ref|Seen|Raises):",
 RANKS = {  # class attribute: when its techniques communicate
     "exchanges_gradients": "`apply` copies rank 0's weights to all ranks; steps and `job.drain()` communicate",
     "groups_span_ranks": "each update communicates, and a forward in which a group of images spans ranks",
-    "needs_ranks_in_step": "each step communicates, between the ranks that make it together",
     "renews_statistics": "`job.evaluation()` communicates",
 }
 USED_BY = 3  # commands that have the same option, so that it is described once

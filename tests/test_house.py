@@ -24,13 +24,13 @@ LAYERS = [
 ]
 BUDGETS = {  # lines of Python; a commit that needs more raises its line here and says why
     "core": 2075,
-    "optim": 1170,
+    "optim": 1180,
     "models": 830,
-    "device": 615,
+    "device": 610,
     "data": 5240,
-    "distributed": 5765,
+    "distributed": 5815,
     "memory": 2295,
-    "config": 1400,
+    "config": 1405,
     "tune": 2030,
     "simulate": 1840,
     "report": 2465,

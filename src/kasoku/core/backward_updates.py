@@ -45,14 +45,12 @@ class BackwardUpdates:
             job.on_drain(lambda: self.land(wait=True))
             job.on_close(self.clear)
 
-    @property
-    def active(self) -> bool:
-        """Whether gradients are used as they arrive; known after all techniques are applied. Says why not, once."""
-        return self.is_possible(exchanged=self.exchange is not None)
+    def active(self, *, exchanged: bool = False) -> bool:
+        """Whether gradients are used as they arrive; known after all techniques are applied. Says why not, once.
 
-    def is_possible(self, *, exchanged: bool) -> bool:
-        """The same, as if an exchange took part or did not."""
-        job, rule = self.job, type(self.job.optimizer)
+        `exchanged`: as if an exchange took part already.
+        """
+        job, rule, exchanged = self.job, type(self.job.optimizer), exchanged or self.exchange is not None
         reason = ""
         if job.needs_whole_gradients or job.vetoes_steps:
             reason = "a technique needs all gradients before any update"
@@ -67,14 +65,14 @@ class BackwardUpdates:
 
     def update(self, p: Tensor) -> None:
         """Updates a parameter whose gradient is complete, unless its layer or the exchange does so."""
-        if self.exchange is None and self.active and p.grad is not None and p not in self.stand_ins:
+        if self.exchange is None and self.active() and p.grad is not None and p not in self.stand_ins:
             self.job.update([p])
             self.free_gradient(p)
 
     def free_gradient(self, p: Tensor) -> None:
         """Puts a stand-in in place of the gradient of a parameter."""
         if not self.stand_ins:
-            self._settings = _optimizer_settings(self.job)
+            self._settings = self.job.hyper()
         p.grad = self.stand_ins[p] = p.new_full((), float("nan")).expand(p.shape)
 
     # ---- in flight
@@ -121,7 +119,7 @@ class BackwardUpdates:
         changed = ""
         if any(p.grad is not None and p.grad is not stand_in for p, stand_in in self.stand_ins.items()):
             changed = "a gradient was replaced"
-        elif self.stand_ins and self._settings != _optimizer_settings(self.job):
+        elif self.stand_ins and self._settings != self.job.hyper():
             changed = "a rate, or another setting of the optimizer, was changed"
         if changed:
             when = "between backward and optimizer.step(), after parameters were updated in backward"
@@ -134,7 +132,3 @@ class BackwardUpdates:
             if p.grad is stand_in:
                 p.grad = None
         self.stand_ins.clear()
-
-
-def _optimizer_settings(job: Job) -> list[dict[str, Any]]:
-    return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in job.hyper()]

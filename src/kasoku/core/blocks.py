@@ -31,18 +31,9 @@ def ignores_values(hook: F) -> F:
     return hook
 
 
-def stays_in_place(forward: F) -> F:
-    """Declares that a forward, which replaces the one of a module until the job is closed, is not replaced itself.
-
-    `Compile` leaves out the blocks that contain one. For a BatchNorm it obeys `steering`.
-    """
-    forward.stays_in_place = True  # type: ignore[attr-defined]
-    return forward
-
-
-def is_in_place(module: nn.Module) -> bool:
-    """Whether the module's forward is one that stays in place."""
-    return bool(getattr(vars(module).get("forward"), "stays_in_place", False))
+def stays_in_place(module: nn.Module) -> bool:
+    """Whether `SavedMemory` has replaced the module's forward: no other may. For a BatchNorm it obeys `steering`."""
+    return "saved_memory" in vars(module)
 
 
 def steering(norm: nn.Module) -> Any:

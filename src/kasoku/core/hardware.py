@@ -58,10 +58,7 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 def resident_bytes() -> int:
     """Bytes that this process has in memory; 0 where the system does not say (outside Linux)."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
+    return memory_in_use(torch.device("cpu"))[0]
 
 
 def memory_in_use(device: torch.device) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from kasoku.core.comm import Comm, default_comm
 from kasoku.core.errors import InputError
 from kasoku.core.hardware import laid_out_like
-from kasoku.core.job_state import Batch, Batches, EpochProgress, KeptState, Patches, Stateful
+from kasoku.core.job_state import Batch, Batches, Patches, Stateful
 from kasoku.core.technique import Technique
 from kasoku.core.torch_internals import remove_step_hooks
 from kasoku.core.trace import Trace
@@ -49,6 +49,7 @@ class Job:
         accumulate: backward passes before each `optimizer.step()`.
 
     Attributes:
+        steps: optimizer steps so far.
         needs_whole_gradients: an applied technique reads all gradients before the first parameter is updated.
         in_backward: the `BackwardUpdates` of a technique that uses gradients as they arrive; None without one.
         vetoes_steps: an applied technique decides at each step whether any parameter changes.
@@ -83,13 +84,14 @@ class Job:
         self.patches = Patches()
         self.applied: list[Technique] = []
         self.documents: dict[str, Callable[[], object]] = {}
+        self.steps = 0
+        self._since: tuple[float, ...] = (0, 0.0)  # steps and epochs when the length of an epoch changed last
         self._make_optimizer = optimizer
         self._optimizer: Optimizer | None = None
         self._depth = 0
         self._stepping: list[Tensor] = []
         self._backwards: dict[Tensor, int] = {}  # how many each parameter has had since the last step
-        self._progress = EpochProgress()
-        self._kept = KeptState()
+        self._kept: dict[str, Stateful] = {}
         self._hooks: defaultdict[str, list[Callable[..., object]]] = defaultdict(list)  # by the name of their moment
         self._around_evaluation: list[tuple[bool, Around]] = []
         if hasattr(loader, "trace"):
@@ -113,14 +115,11 @@ class Job:
         return getattr(self.loader, "plain", self.loader)
 
     @property
-    def steps(self) -> int:
-        """Optimizer steps so far."""
-        return self._progress.steps
-
-    @property
     def progress(self) -> float:
         """Epochs so far, by the number of steps: the argument of every Schedule."""
-        return self._progress.epochs(self.accumulate, len(self.loader))  # type: ignore[arg-type]
+        steps, epochs = self._since
+        batches = len(self.loader)  # type: ignore[arg-type]
+        return epochs + (self.steps - steps) * self.accumulate / max(1, batches)
 
     def state_of(self, p: Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter, to be changed in place; empty while there is no optimizer or state."""
@@ -185,11 +184,10 @@ class Job:
 
     def apply(self, *techniques: Technique) -> Job:
         """Applies techniques, sorted by stage. Raises InputError for two that cannot be combined."""
-        for technique in techniques:
-            if isinstance(technique, type):
-                raise InputError(f"{technique.__name__} is a class: give {technique.__name__}(...), with its settings")
         ordered = sorted(techniques, key=lambda t: t.stage)
         for i, technique in enumerate(ordered):
+            if isinstance(technique, type):
+                raise InputError(f"{technique.__name__} is a class: give {technique.__name__}(...), with its settings")
             for other in [*self.applied, *ordered[:i]]:
                 if conflict := technique.conflict(other):
                     raise InputError(conflict)
@@ -262,15 +260,19 @@ class Job:
             f(steps)
 
     def hyper(self) -> Hyper:
-        """The settings of each parameter group as they are now: rate, momentum, weight decay."""
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        """The settings of each parameter group as they are now (a scheduler may change a tensor of them in place)."""
+        return [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
 
     def set_progress(self, epochs: float, steps: int | None = None) -> None:
         """Sets `progress`, or keeps it: call it after changing the loader's length or `accumulate`.
 
         `steps`: sets the number of steps, too, where other ranks made some of them.
         """
-        self._progress.set(epochs, self.steps if steps is None else steps)
+        self.steps = self.steps if steps is None else steps
+        self._since = (self.steps, epochs)
 
     def drain(self) -> None:
         """Finishes all pending updates; call it before reading parameters."""
@@ -295,7 +297,9 @@ class Job:
 
     def keep(self, name: str, stateful: Stateful) -> None:
         """Puts the state of an object into every checkpoint, as `name`."""
-        self._kept.add(name, stateful)
+        if name in self._kept:
+            raise ValueError(f"keep({name!r}): the name is taken; give the part another one")
+        self._kept[name] = stateful
         self.on_close(lambda: self._kept.pop(name))
 
     def document(self, name: str, build: Callable[[], object]) -> None:
@@ -327,12 +331,12 @@ class Job:
     def state_dict(self) -> dict[str, Any]:
         """Everything that resuming needs besides the weights: optimizer, loader, progress, state of techniques."""
         self.drain()
-        loader = self.plain_loader
         return {
-            **self._progress.state_dict(),
+            "steps": self.steps,
+            "since": list(self._since),
             "optimizer": self.optimizer.state_dict(),
-            "loader": loader.state_dict() if hasattr(loader, "state_dict") else {},
-            "kept": self._kept.state_dict(),
+            "loader": getattr(self.plain_loader, "state_dict", dict)(),
+            "kept": {name: part.state_dict() for name, part in self._kept.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -349,8 +353,9 @@ class Job:
         self.optimizer.load_state_dict(state["optimizer"])
         for p, values in self.optimizer.state.items():
             values.update({k: laid_out_like(p, x) for k, x in values.items()})
-        self._progress.load_state_dict(state)
-        self._kept.load_state_dict(state["kept"])
+        self.steps, self._since = state["steps"], tuple(state["since"])
+        for name, part in self._kept.items():
+            part.load_state_dict(state["kept"][name])
         if state["loader"]:  # after the techniques, which may set its length
             self.plain_loader.load_state_dict(state["loader"])
 
@@ -388,7 +393,7 @@ class Job:
     def _end_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._progress.steps += 1
+            self.steps += 1
             self.run_after_update(self._stepping)
             for f in self._hooks["after_step"]:
                 f()

@@ -1,4 +1,4 @@
-"""The parts of a job: its progress, its changes to other objects, and the state that its checkpoints hold."""
+"""The parts of a job: its changes to other objects, its loader, and what has a state that checkpoints hold."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -18,35 +18,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
         """Restores the state that `state_dict` returned."""
-
-
-class EpochProgress:
-    """The steps of a training, and the epochs that they make where the length of an epoch changes.
-
-    Attributes:
-        steps: optimizer steps so far.
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._since = (0, 0.0)  # steps and epochs when the length of an epoch changed last
-
-    def epochs(self, accumulate: int, batches: int) -> float:
-        """Epochs so far, if a step takes `accumulate` batches and an epoch has `batches` of them."""
-        steps, epochs = self._since
-        return epochs + (self.steps - steps) * accumulate / max(1, batches)
-
-    def set(self, epochs: float, steps: int) -> None:
-        """Counts on from here."""
-        self.steps = steps
-        self._since = (steps, epochs)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "since": list(self._since)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
-        self._since = (int(state["since"][0]), float(state["since"][1]))
 
 
 class Patches(ExitStack):
@@ -72,23 +43,6 @@ class Patches(ExitStack):
         else:
             self.callback(delattr, thing, name)
         setattr(thing, name, value)
-
-
-class KeptState(dict[str, Stateful]):
-    """The objects whose state is in every checkpoint, by name."""
-
-    def add(self, name: str, stateful: Stateful) -> None:
-        """Adds an object under a name of its own."""
-        if name in self:
-            raise ValueError(f"keep({name!r}): the name is taken; give the part another one")
-        self[name] = stateful
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, part in self.items():
-            part.load_state_dict(state[name])
 
 
 class Batches:

@@ -158,16 +158,10 @@ class _ThreadComm(Comm):
         comm.block = self.block  # type: ignore[method-assign]  # the turn goes to a rank of any group
         return comm
 
-    def _objects(self, what: str, thing: T) -> list[T]:
-        things: list[T] = []
-        self._start(what, thing, list, things.extend).wait()
-        return things
-
     def gather_objects(self, thing: T) -> list[T]:
-        return self._objects("gather_objects", thing)
-
-    def broadcast_object(self, thing: T, *, root: int = 0) -> T:
-        return self._objects(f"broadcast_object from rank {root}", thing)[root]
+        things: list[T] = []
+        self._start("gather_objects", thing, list, things.extend).wait()
+        return things
 
 
 def _reduced(parts: list[Tensor], op: str = "sum") -> Tensor:

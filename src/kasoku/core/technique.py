@@ -43,7 +43,6 @@ class Technique:
     exchanges_gradients: ClassVar[bool] = False  # sends gradients or updates to the other ranks
     averages_gradients: ClassVar[bool] = False  # replaces gradients by their means over the ranks of `job.step_comm`
     overlaps_backward: ClassVar[bool] = False  # sends gradients in buckets while backward runs
-    needs_ranks_in_step: ClassVar[bool] = False  # communicates at every step, with the ranks of `job.step_comm`
     channels: ClassVar[int] = 0  # communicators of its own, opened while the training starts
     averages_weights: ClassVar[bool] = False  # evaluates with other weights than those that are trained
     moves_weights: ClassVar[bool] = False  # changes weights by more than the optimizer's updates

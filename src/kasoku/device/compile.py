@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kasoku.core import InputError, Job, Stage, Technique, say
-from kasoku.core.blocks import blocks, is_in_place
+from kasoku.core.blocks import blocks, stays_in_place
 from kasoku.core.torch_internals import recompile_limit
 
 _LIMIT = 64  # compiled forms a function may have: blocks of one class, in training and in evaluation
@@ -55,12 +55,10 @@ class Compile(Technique, stage=Stage.COMPILE, refuses=_REFUSED, compiles_model=T
         job.patches.enter_context(recompile_limit(_LIMIT))
         compiled: dict[type, Callable[..., Any]] = {}
         learning = [block for _, block in blocks(job.model) or [("", job.model)] if [*block.parameters()]]
-        left = [block for block in learning if any(is_in_place(module) for module in block.modules())]
-        if left and job.comm.rank == 0:
-            say(f"Compile: {len(left)} of {len(learning)} blocks are not compiled, since SavedMemory runs their layers")
-        for block in learning:
-            if block in left:
-                continue
+        free = [block for block in learning if not any(stays_in_place(module) for module in block.modules())]
+        if (left := len(learning) - len(free)) and job.comm.rank == 0:
+            say(f"Compile: {left} of {len(learning)} blocks are not compiled, since SavedMemory runs their layers")
+        for block in free:
             if "forward" in vars(block):
                 job.patch(block, "forward", self._compile(block.forward))
             else:

@@ -118,16 +118,12 @@ class _Scaler:
     def unscale(self) -> None:
         params = list(self.job.model.parameters())
         grads = [p.grad for p in params if p.grad is not None]
-        if not grads or self.decided:
-            self.decided = False
-            return
-        device = grads[0].device
-        overflow = torch.zeros(1, device=device)
-        inverse = torch.full((1,), 1 / self.scale, device=device)
-        unscale_and_check(grads, overflow, inverse)
-        if self.decide(overflow) is None:
-            for p in params:
-                p.grad = None  # the optimizer then leaves them where they are
+        if grads and not self.decided:
+            overflow = torch.zeros(1, device=grads[0].device)
+            unscale_and_check(grads, overflow, torch.full_like(overflow, 1 / self.scale))
+            if self.decide(overflow) is None:
+                for p in params:
+                    p.grad = None  # the optimizer then leaves them where they are
         self.decided = False
 
     def state_dict(self) -> dict[str, Any]:

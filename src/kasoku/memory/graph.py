@@ -115,8 +115,6 @@ class Instruction(NamedTuple):
     """One step: "compute" a node's value, or take the "grad" of a node.
 
     Args:
-        kind: one of the two.
-        at: the node.
         inplace: the result takes the memory of the first input (compute), of the incoming gradient (grad of a ReLU) or
             of the input (grad of a norm).
         joins: for "grad", how the gradient of each input is added to the gradient of the same value from another

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from kasoku.core import InputError, Job
 from kasoku.core.blocks import stays_in_place, steering
+from kasoku.core.job_state import Patches
 from kasoku.core.torch_internals import module_hooks
 from kasoku.memory.graph import LayerGraph, attributes_of, changed_attribute, decides, graph_of, with_own_forward
 from kasoku.memory.segment import Segment
@@ -177,7 +178,6 @@ def install(job: Job) -> list[LayerProxy]:
     return proxies
 
 
-@stays_in_place
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs the segment that begins with this layer, passes on the output of one that has run, or runs the layer."""
     proxy: LayerProxy = module.saved_memory
@@ -222,35 +222,23 @@ def autocast_type(x: Tensor) -> torch.dtype | None:
 @contextmanager
 def without_side_effects(model: nn.Module, x: Tensor) -> Iterator[None]:
     """Puts modules with buffers in eval mode, with gradients on; restores modes and random state afterwards."""
-    modes = [(m, m.training) for m in model.modules()]
-    owners = [vars(m)["saved_memory"] for m, _ in modes if "saved_memory" in vars(m)]
-    for owner in owners:
-        owner.inspected = True
-    try:
-        with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
-            for module, _ in modes:
-                if any(True for _ in module.buffers(recurse=False)):
-                    module.training = False
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for owner in owners:
-            owner.inspected = False
+    with Patches() as changes, torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
+        for module in model.modules():
+            if any(True for _ in module.buffers(recurse=False)):
+                changes.set(module, "training", False)
+            if stays_in_place(module):
+                changes.set(module.saved_memory, "inspected", True)
+        yield
 
 
 def record_forward(model: nn.Module, proxies: Sequence[LayerProxy], x: Tensor) -> CallLog:
     """Runs the model on x. Raises InputError if it returns no tensor."""
     log = CallLog(model, x)
-    for proxy in proxies:
-        proxy.log = log
-    try:
-        hooks = torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept)
-        with without_side_effects(model, x), hooks, log:
-            outputs = model.forward(x)
-    finally:
+    hooks = torch.autograd.graph.saved_tensors_hooks(log.keep, lambda kept: kept)
+    with Patches() as changes, without_side_effects(model, x), hooks, log:
         for proxy in proxies:
-            proxy.log = None
+            changes.set(proxy, "log", log)
+        outputs = model.forward(x)
     log.outputs = tensors_in(outputs)
     if not log.outputs:
         log.clear()

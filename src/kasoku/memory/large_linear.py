@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kasoku.core import InputError, Job, Work
+from kasoku.core import InputError, Job
 from kasoku.core.backward_updates import BackwardUpdates
-from kasoku.core.blocks import stays_in_place
 from kasoku.core.torch_internals import accumulates, gradient_hooks, version
 from kasoku.memory.inspection import BoundToModel, autocast_type
 
@@ -44,7 +43,7 @@ class LinearInBackward(BoundToModel):
         job, exchange = updates.job, updates.exchange
         foreign = any(getattr(hook, "__self__", None) is not job for hook in gradient_hooks(layer.weight))
         ours = vars(layer).get("saved_memory") is self and not foreign
-        alone = ours and updates.active and job.accumulate == 1 and layer.training and layer.weight.requires_grad
+        alone = ours and updates.active() and job.accumulate == 1 and layer.training and layer.weight.requires_grad
         if not alone or type(job.optimizer) is not torch.optim.SGD:
             return None
         if exchange is not None and exchange.bucket_bytes(layer.weight) > layer.weight.nbytes:
@@ -65,13 +64,6 @@ class LinearInBackward(BoundToModel):
         if ranks == 1 or own * ranks >= 2 * weight.nbytes:
             return 0
         return round(own * (ranks if weight.is_cuda else 2 * ranks + 1))
-
-    def agree_on_rows(self, x: Tensor) -> tuple[Work, Tensor] | None:
-        """Starts to find the largest number of rows that a rank has in this forward; None on one rank."""
-        if self.updates.exchange is None or self.inspected:
-            return None
-        rows = torch.tensor(x.numel() // x.shape[-1], device=x.device)
-        return self.updates.exchange.factors.all_reduce(rows, op="max"), rows
 
     def use(self, group: dict[str, Any], dy_NK: Tensor, x_NC: Tensor, rows: int) -> None:
         """Updates the weight, on several ranks when the factors of all ranks have arrived."""
@@ -121,7 +113,6 @@ def install_linears(job: Job, updates: BackwardUpdates) -> list[LinearInBackward
     return linears
 
 
-@stays_in_place
 def _forward(layer: Any, x: Tensor) -> Tensor:
     owner: LinearInBackward = layer.saved_memory
     own = owner.layer is layer  # not a deep copy's
@@ -139,7 +130,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, owner: LinearInBackward, half: Any) -> Tensor:
         ctx.owner, ctx.half, ctx.version = owner, half, version(weight)
-        ctx.rows = owner.agree_on_rows(x)
+        exchange = None if owner.inspected else owner.updates.exchange
+        ctx.rows = exchange and torch.tensor(x.numel() // x.shape[-1], device=x.device)
+        ctx.largest = exchange and exchange.factors.all_reduce(ctx.rows, op="max")  # the largest number of a rank
         owner.passes.add(ctx)
         for each in owner.passes:
             each.shared = len(owner.passes) > 1 or getattr(each, "shared", False)
@@ -163,9 +156,9 @@ class _Linear(torch.autograd.Function):
         db = flat.sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None
         adds, group = accumulates(ctx.next_functions[1][0]), owner.group
         rows, large = len(x_NC), False
-        if ctx.rows is not None:
-            ctx.rows[0].wait()
-            rows = int(ctx.rows[1])
+        if ctx.largest is not None:
+            ctx.largest.wait()
+            rows = int(ctx.rows)
             large = not owner.bytes_in_flight(rows)
         if adds is None or ctx.shared or group is None or large:
             return dx, (flat.t() @ x_NC).to(weight.dtype), db, None, None

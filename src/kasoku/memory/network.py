@@ -46,9 +46,6 @@ class InspectedNetwork:
     """The record of a forward of a job's network on the first images of a batch, scaled to the batch.
 
     Args:
-        job: with the model.
-        proxies: of its layers.
-        x: the batch.
         how: whether recomputation is exact, and values may be held in bf16; precision is read from the forward.
         gradients_freed: gradients are freed as they arrive.
         linears: layers whose weights may have no gradient of their own.
@@ -57,7 +54,6 @@ class InspectedNetwork:
         units: of all chains, in order.
         choices: for each run of up to four units, the programs to choose from.
         outside: bytes outside the units; `plain_outside`: the same if gradients stay until the step.
-        outputs: of the model.
         optimizer_bytes: that the optimizer keeps, or will keep after its first step.
 
     Raises:

@@ -116,8 +116,7 @@ def _gradients(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Of one group."""
     layer = node.layer
-    learns = [p.requires_grad for p in node.params]
-    wanted = [bool(learns) and learns[0], bool(learns) and learns[-1]]
+    wanted = [*(p.requires_grad for p in node.params), False, False][:2]
     if statistics.across is not None:
         dx, dw, db = statistics.across.gradients(dy, x, statistics.mean, statistics.scale)
     else:
@@ -130,8 +129,7 @@ def _gradients(
         dx, dw, db = batch_norm_backward(kernel, x, dy, weight, *of_norm, layer.eps, mask, statistics.reserve)
         if inplace:
             dx = _gradient_in_place(layer, dy, x, statistics, (dw, db))
-    of_weights = [g if want else None for g, want in zip((dw, db), wanted, strict=True)]
-    return dx, of_weights[: len(learns)]
+    return dx, [g if p.requires_grad else None for p, g in zip(node.params, (dw, db), strict=False)]
 
 
 def _gradient_in_place(

@@ -48,10 +48,8 @@ def recompute(node: GraphNode, inputs: list[Tensor], extra: Any, *, how: Numeric
     """The node's value once more; its layer does not change. `extra`: from `compute`."""
     x, layer = inputs[0], node.layer
     if node.op == "conv":
-        weight, bias = _cast(layer.weight, how.half), layer.bias
-        bias = bias if bias is None else _cast(bias, how.half)
-        window = (layer.stride, layer.padding, layer.dilation, layer.groups)
-        return functional.conv2d(_cast(x, how.half), weight, bias, *window)
+        x, weight, bias = (_cast(t, how.half) for t in (x, layer.weight, layer.bias))
+        return functional.conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
     if node.op == "norm":
         return norms.recompute(node, x, extra, exact=how.exact)
     if node.op == "relu":
@@ -69,13 +67,8 @@ def gradients(
 ) -> tuple[list[Any], list[Tensor | None]]:
     """Gradients of a node's inputs, and of its weights that learn.
 
-    Args:
-        node: the operation.
-        step: says whether the first input needs a gradient, and whether it is written over another tensor.
-        dy: incoming gradient.
-        value: that the node's backward reads, if any.
-        extra: from `compute`.
-        how: precision.
+    `step` says whether the first input needs a gradient, and whether it is written over another tensor; `value`: that
+    the node's backward reads; `extra`: from `compute`.
     """
     layer = node.layer
     if node.op == "add":
@@ -102,7 +95,7 @@ def gradients(
     x, weight = _cast(x, how.half), _cast(layer.weight, how.half)
     dx, dw, db = _aten.convolution_backward(dy, x, weight, bias, *window, False, [0, 0], layer.groups, mask)
     of_weights = [dw, db][: len(learns)]
-    return [dx], [None if g is None else _cast(g, p.dtype) for g, p in zip(of_weights, node.params, strict=True)]
+    return [dx], [_cast(g, p.dtype) for g, p in zip(of_weights, node.params, strict=True)]
 
 
 def _run_layer(layer: Any, x: Tensor) -> Tensor:
@@ -111,8 +104,8 @@ def _run_layer(layer: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return x if dtype is None or x.dtype is dtype else x.to(dtype)
+def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+    return x if x is None or dtype is None or x.dtype is dtype else x.to(dtype)
 
 
 # ---- max-pools

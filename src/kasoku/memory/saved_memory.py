@@ -17,9 +17,7 @@ from kasoku.memory.ops import Numerics
 from kasoku.memory.solver import MemoryPlan
 
 BUDGET_SHARE = 0.98  # that is planned for: the smallest ratio of predicted to measured bytes was 0.983
-_REFUSED = {
-    "captures_graph": "a graph keeps the memory of its whole step; leave Graphs out where memory is short",
-}
+_REFUSED = {"captures_graph": "a graph keeps the memory of its whole step; leave Graphs out where memory is short"}
 _UNITS = {None: 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -143,7 +141,7 @@ class Planner(BoundToModel):
         images = (x.shape[1:], x.dtype, x.device, x.requires_grad, channels_last, autocast_type(x))
         hooked = tuple(proxy.hooked for proxy in self.proxies)
         linears = tuple(linear.group is not None for linear in self.linears)
-        steps = (self.job.needs_whole_gradients, self.job.accumulate, self.updates.active, linears)
+        steps = (self.job.needs_whole_gradients, self.job.accumulate, self.updates.active(), linears)
         return images, modes, learns, hooked, steps
 
     def _optimizer_grew(self) -> bool:
@@ -156,7 +154,7 @@ class Planner(BoundToModel):
     def _make_plan(self, x: Tensor) -> None:
         how = Numerics(exact=self.settings.lossless, bf16=self.settings.bf16)
         network = InspectedNetwork(
-            self.job, self.proxies, x, how=how, gradients_freed=self.updates.active, linears=self.linears
+            self.job, self.proxies, x, how=how, gradients_freed=self.updates.active(), linears=self.linears
         )
         if self.settings.budget:
             plan = network.choose(bytes_of(self.settings.budget), share=BUDGET_SHARE)

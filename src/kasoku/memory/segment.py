@@ -72,13 +72,9 @@ def backward_reads(node: GraphNode, at: int) -> tuple[int, ...]:
 def build_program(
     graph: LayerGraph, kept: Iterable[int], *, input_gradient: bool, bf16: frozenset[int] = frozenset()
 ) -> Program:
-    """The instructions for a choice of kept values.
+    """The instructions for a segment that keeps values, those of `bf16` in bf16, if its backward reads them.
 
-    Args:
-        graph: of the segment.
-        kept: values to hold from forward to backward; those that backward does not read are left out.
-        input_gradient: the segment's input needs a gradient.
-        bf16: values that are held in bf16 if they are kept.
+    `input_gradient`: the segment's input needs a gradient.
     """
     needs = [input_gradient]
     for node in graph.nodes:
@@ -321,14 +317,10 @@ def run_backward(segment: Segment, saved: SavedValues, dy: Tensor, gradients: di
                     gradients[p] = gradients[p].add_(g) if p in gradients else g
             for v, join, gradient in zip(node.inputs, step.joins, new, strict=True):
                 if join:
-                    arrived[v] = _join(arrived.get(v), gradient.to(saved.dtypes[v]), join)
+                    own = gradient.to(saved.dtypes[v])
+                    arrived[v] = own if join == "set" else arrived[v] + own if join == "fresh" else own.add_(arrived[v])
+                    del own
             del new, gradient
         for v in step.frees:
             values.pop(v, None)
     return arrived.get(0)
-
-
-def _join(old: Tensor | None, new: Tensor, how: str) -> Tensor:
-    if old is None:
-        return new
-    return old + new if how == "fresh" else new.add_(old)

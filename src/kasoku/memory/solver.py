@@ -119,13 +119,7 @@ def _remedies(graph: LayerGraph, input_gradient: bool) -> Iterator[tuple[str, fr
 
 
 def plan_within(choices: Sequence[SegmentChoice], outside: OutsideBytes, budget: float) -> MemoryPlan | None:
-    """The plan of the least work whose peak is within the budget, among equals the one of the lowest peak.
-
-    Args:
-        choices: for all runs of units in the chain.
-        outside: bytes outside the units.
-        budget: bytes of the device.
-    """
+    """The plan of the least work whose peak is within the budget, among equals the one of the lowest peak."""
     count = 1 + max(choice.last for choice in choices)  # units
     by_end: list[list[SegmentChoice]] = [[] for _ in range(count)]
     gradients = [0] * count

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kasoku.core import Comm, InputError, Trace
-from kasoku.core.blocks import is_in_place, steering
+from kasoku.core.blocks import stays_in_place, steering
 
 Take = Callable[[Tensor, Tensor, int], None]  # (mean_C, variance_C (biased), values a channel) of one group
 
@@ -46,7 +46,7 @@ class Steer:
     def install(self, patch: Callable[[nn.Module, str, object], object]) -> None:
         """Steers the module, by a function that sets an attribute."""
         patch(self.norm, "steer", self)
-        if not is_in_place(self.norm):
+        if not stays_in_place(self.norm):
             patch(self.norm, "forward", MethodType(steered, self.norm))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Steer:

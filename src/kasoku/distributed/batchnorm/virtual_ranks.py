@@ -41,7 +41,6 @@ class VirtualRanks(Technique):
     refuses: ClassVar[Mapping[str, str]] = {
         "captures_graph": "a graph runs no Python that could group the images; leave Graphs out, or norm_batch"
     }
-    needs_ranks_in_step: ClassVar[bool] = True
     groups_span_ranks: ClassVar[bool] = True
 
     norm_batch: int = 0

@@ -81,7 +81,7 @@ class Overlap(Technique):
             return
         start_equal(job, job.step_comm)
         updates = job.in_backward
-        frees = updates is not None and self.unused == "refuse" and updates.is_possible(exchanged=True)
+        frees = updates is not None and self.unused == "refuse" and updates.active(exchanged=True)
         engine = (FreeingEngine if frees else Engine)(job, self, job.step_comm)
         if frees and self.next_forward:
             engine.print_once("Overlap: gradients are freed in backward, so no update waits for the next forward")
@@ -224,8 +224,7 @@ class Engine:
         self.factor = self.job.decision(self.layout.overflow(self.largest)) if self.decides else 1.0
         late = late and self.factor is not None
         if late:
-            hyper = self.job.hyper()  # as they are now: a scheduler may change them in place
-            self.hyper = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items()} for g in hyper]
+            self.hyper = self.job.hyper()
         for bucket in self.layout.by_arrival:
             bucket.pending = late
             bucket.versions.clear()
@@ -365,14 +364,8 @@ class FreeingEngine(Engine):
             for p in bucket.views:
                 self.updates.free_gradient(p)
 
-    def step(self) -> None:
+    def finish_step(self, *, late: bool) -> None:
         """Waits for the buckets that are still under way, and updates them; the others were updated in backward."""
-        self.layout.refuse_unknown(self.job.optimizer)
-        for p in [p for p in self.layout.missing() if p.grad is not None]:  # not in the last accumulated pass
-            self.arrive(p)
-        if any(bucket.versions for bucket in self.layout.buckets):
-            self.layout.refuse_missing()
-            self.updates.land(wait=True)
+        self.updates.land(wait=True)
         for bucket in self.layout.buckets:
             bucket.versions.clear()
-        self.sent = 0
