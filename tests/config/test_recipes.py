@@ -120,5 +120,5 @@ def test_imagenet_photos_train_from_the_real_folders(real_data, tmp_path):
 def test_synchronous_steps_beside_a_technique_that_averages_are_its_own():
     apart = "{use='kasoku.distributed.Asynchronous', max_staleness=0}"
     for name in ("Overlap", "AllReduce"):
-        recipe = load(DIGITS, [f"techniques=[{apart}, {{use='kasoku.distributed.{name}'}}]"])
+        recipe = recipes.load("digits_cnn_98", [f"techniques=[{apart}, {{use='kasoku.distributed.{name}'}}]"])
         assert [type(technique).__name__ for technique in recipe.scaled_techniques] == [name]
