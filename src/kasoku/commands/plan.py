@@ -5,7 +5,6 @@ times that are expected, item by item. `kasoku plan --compare RUN` compares them
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,15 +48,11 @@ def run(arguments: PlanArguments) -> int:
     if len(goals) != 1:
         given = " beside ".join(goals) or "kasoku plan: what for?"
         raise InputError(f"{given}: give one of --deadline TIME, --budget USD, --fastest")
-    if arguments.noise_scale is not None and not 0 < arguments.noise_scale < math.inf:
-        raise InputError(f"--noise-scale {arguments.noise_scale:g}: images, above 0 and finite")
     trust.allow_beside(recipe)
     deadline_s = _amount("--deadline", arguments.deadline, _SECONDS, "a number with s, min, h or d is wanted, as 10min")
     budget_usd = _amount("--budget", arguments.budget, {"USD": 1.0}, "an amount is wanted, as 100USD")
-    recipes, remark = plan_search.candidates(recipe, arguments.set, arguments.noise_scale)
-    if remark:
-        say(remark)
     cluster = load_cluster(cluster_name)
+    recipes = plan_search.candidates(recipe, arguments.set)
     tried = plan_search.choices(recipes, cluster, [profile_of(profile) for profile in arguments.profile])
     chosen = plan_search.with_searched_groups(plan_search.best(tried, deadline_s, budget_usd))
     folder = unused_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])

@@ -31,12 +31,12 @@ def run(arguments: SimulateArguments) -> int:
     batch = [f"batch={arguments.batch}"] if arguments.batch is not None else []
     recipe, cluster = arguments.load(*batch), load_cluster(arguments.cluster)
     profiles = [profile_of(profile) for profile in arguments.profile]
-    case = scenario(recipe, cluster, algorithm=arguments.allreduce, profiles=profiles)
+    case = scenario(recipe, cluster, profiles=profiles)
     gpus = arguments.gpus if arguments.gpus is not None else min(cluster.node.gpus, recipe.batch)
-    what_if = ",".join(arguments.what_if)
-    changed = cluster.altered(what_if) if what_if else None
+    what_if = ", ".join(arguments.what_if)
+    changed = load_cluster(arguments.cluster, arguments.what_if) if what_if else None
     if changed and changed.device != cluster.device and profiles:
-        raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave gpu or --profile out")
+        raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave --profile out")
     over = sizes(cluster, *_range(arguments.sweep), fits=case.simulator.sharing.fits) if arguments.sweep else []
     techniques_for(recipe, max(over, default=1))  # raises for settings that asynchronous ranks refuse
     step = case.step(gpus)

@@ -21,7 +21,7 @@ from kasoku.distributed import OneBucket, Overlap, Planned, Policy
 from kasoku.distributed.ddp.bucket_plan import Graded
 from kasoku.distributed.ddp.cost_model import BucketPlan, Chunk, Sized
 from kasoku.simulate import Cluster, ModelCosts, Sharing, SimulatedStep, Simulator
-from kasoku.simulate.compressed import LowRankLink, exchanges, flat
+from kasoku.simulate.compressed import LowRankLink, flat
 from kasoku.simulate.compute_model import model_costs, profiled, remarks
 
 _SHOWN = 6  # kinds of steps, in a table
@@ -203,20 +203,19 @@ def scenario(
     recipe: Recipe,
     cluster: Cluster,
     *,
-    algorithm: str = "",
     profiles: Sequence[tuple[Path, int]] = (),
     like: Scenario | None = None,
 ) -> Scenario:
     """The recipe on the cluster. Raises InputError for settings that are not simulated.
 
-    `algorithm`: of the all-reduces; "": the fastest. `profiles`: folders of `kasoku profile`, and the images of the
-    steps profiled there. `like`: another recipe on this cluster; equal models and data are not inspected again.
+    `profiles`: folders of `kasoku profile`, and the images of the steps profiled there. `like`: another recipe on this
+    cluster; equal models and data are not inspected again.
     """
     if recipe.auto_batch:
         given = 'batch = "auto" is tuned on the machine that trains'
         raise InputError(f"{given}: give --set batch=B, or the recipe of a run that was tuned")
     precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
-    shared = sharing(recipe, algorithm)
+    shared = sharing(recipe)
     shared = replace(shared, needs_all=precision == "fp16" and not shared.reducer.largest(ranks=2))
     if like and (like.recipe.model, like.recipe.data) == (recipe.model, recipe.data):
         other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
@@ -235,7 +234,7 @@ def _inspect(model: Factory, facts: Facts) -> ModelCosts:
     return model_costs(model.use.rpartition(".")[2], module, shape)
 
 
-def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
+def sharing(recipe: Recipe) -> Sharing:
     """How a recipe's ranks share gradients. Raises InputError for techniques that are not simulated."""
     techniques = techniques_for(recipe, 1)
     exchanging = sorted((t for t in techniques if t.exchanges_gradients), key=lambda t: t.stage)
@@ -244,20 +243,14 @@ def sharing(recipe: Recipe, algorithm: str = "") -> Sharing:
         if len(exchanging) > 1:
             beside = type(exchanging[1]).__name__
             raise InputError(f"Asynchronous beside {beside}: nodes are not simulated; leave one of them out")
-        if algorithm:
-            raise InputError(f"--allreduce {algorithm}: asynchronous ranks send no all-reduces: leave it out")
         return Sharing(exchange.buckets, asynchronous=exchange)
     if not exchange.overlaps_backward:
-        return Sharing(AfterBackward(), algorithm=algorithm or "auto")
+        return Sharing(AfterBackward())
     policy, late = exchange.buckets, exchange.next_forward and not any(t.needs_whole_gradients for t in techniques)
     if recipe.device.graphs:  # for which Planned finds one bucket
         policy, late = AfterBackward(OneBucket() if isinstance(policy, Planned) else policy), False
-    between = flat(exchange.reducer)  # raises for a reducer that is not simulated
-    if algorithm not in ("", "auto") and exchanges(between):
-        wire = 'reducer Wire with sums="fp32" makes an all-to-all and an all-gather'
-        raise InputError(f'--allreduce {algorithm}: {wire}: leave it out, or give Wire sums="wire"')
-    reducer = between if algorithm else exchange.reducer
-    return Sharing(policy, late, algorithm=algorithm or "auto", reducer=reducer)
+    flat(exchange.reducer)  # raises for a reducer that is not simulated
+    return Sharing(policy, late, reducer=exchange.reducer)
 
 
 def sweep(

@@ -39,16 +39,14 @@ class Sharing:
 
     policy: Policy = field(default_factory=Graded)
     next_forward: bool = False
-    algorithm: str = "auto"
     asynchronous: Asynchronous | None = None
     reducer: Reducer = field(default_factory=Mean)
     needs_all: bool = False
 
     def fits(self, gpus: int) -> bool:
-        """Whether the all-reduce exists for this number of GPUs, and they fill whole nodes of Hierarchical."""
+        """Whether this number of GPUs fills whole nodes of Hierarchical."""
         node = self.reducer.node if isinstance(self.reducer, Hierarchical) else 0
-        power = gpus & (gpus - 1) == 0
-        return (power or self.algorithm != "halving-doubling") and (gpus == 1 or not node or gpus % node == 0)
+        return gpus == 1 or not node or gpus % node == 0
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,7 @@ class Simulator:
             inputs = StepInputs(units, tensors, plan, async_exchange.link(self.cluster, gpus), False, asynchronous)
             times_s = [inputs.link.seconds(size) for size in inputs.sizes()]
             return replace(inputs, asynchronous=async_exchange.settled(asynchronous, units, times_s))
-        link = compressed.link(self.cluster, gpus, sharing.reducer, sharing.algorithm)
+        link = compressed.link(self.cluster, gpus, sharing.reducer)
         tensors = self.net.tensors
         if isinstance(sharing.policy, Planned) and gpus > 1:
             plan, _, late = search(units, tensors, link, next_forward=late)
@@ -216,7 +214,7 @@ class Simulator:
         The time in the cluster's file was measured on many GPUs, so it is a lower bound.
         """
         forward = sum(u.forward_s for u in self.units(max(1, -(-images // gpus))))
-        shared = collectives.link(self.cluster, gpus, self.sharing.algorithm).seconds(8)
+        shared = collectives.link(self.cluster, gpus).seconds(8)
         return max(self.cluster.costs.evaluation_s, forward + shared)
 
 
