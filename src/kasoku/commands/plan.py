@@ -1,21 +1,22 @@
 """`kasoku plan`: how many GPUs and which batch for a deadline, a budget, or the least time, and a script for it.
 
 It writes the recipe with the chosen batch, groups and reducer; launch.sbatch, which trains it; and plan.json with the
-times that are expected, item by item. `kasoku plan --compare RUN` compares them with a run of that recipe.
+times that are expected, item by item.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kasoku.commands.arguments import CPUS_PER_GPU, PlanArguments
 from kasoku.config import trust
+from kasoku.config.batch_points import batches_of_points
 from kasoku.config.recipe import dumps
+from kasoku.config.toml import read
 from kasoku.config.updates import updates
 from kasoku.core import InputError, say
-from kasoku.core.files import check_regular, is_number, read_json, write_text
+from kasoku.core.files import write_text
 from kasoku.distributed import Hierarchical, Mean
 from kasoku.distributed.cluster_jobs import LaunchSpec, sbatch
 from kasoku.report import print_table
@@ -24,35 +25,24 @@ from kasoku.simulate import plan_search, profile_of
 from kasoku.simulate.cluster import Costs
 from kasoku.simulate.compressed import flat
 from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
-from kasoku.training.run_folder import create_folder, load_recipe, unused_folder
+from kasoku.training.run_folder import create_folder, unused_folder
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_BEFORE = "before the first step"  # the item of all other rows
-_ITEMS = {  # item of a comparison: rows of the plan and of the run's ledger
-    "input": ("input", "copy"),
-    "computing": ("forward", "backward", "update"),
-    "exposed communication": ("exposed",),
-    "evaluation": ("evaluate",),
-    "the rest": ("save", "other"),
-}
 
 
 def run(arguments: PlanArguments) -> int:
-    """Plans, or compares a run with its plan; returns the exit code."""
-    if arguments.compare:
-        return compare(arguments.compare)
-    recipe, cluster_name = arguments.recipe, arguments.cluster
-    if not recipe or not cluster_name:
-        raise InputError("kasoku plan: RECIPE and --cluster are wanted, or --compare RUN")
+    """Plans; returns the exit code."""
+    recipe = arguments.recipe
     goals = [f"--{goal}" for goal in ("deadline", "budget", "fastest") if getattr(arguments, goal)]
     if len(goals) != 1:
         given = " beside ".join(goals) or "kasoku plan: what for?"
         raise InputError(f"{given}: give one of --deadline TIME, --budget USD, --fastest")
-    trust.allow_beside(recipe)
     deadline_s = _amount("--deadline", arguments.deadline, _SECONDS, "a number with s, min, h or d is wanted, as 10min")
     budget_usd = _amount("--budget", arguments.budget, {"USD": 1.0}, "an amount is wanted, as 100USD")
-    cluster = load_cluster(cluster_name)
-    recipes = plan_search.candidates(recipe, arguments.set)
+    cluster = load_cluster(arguments.cluster)
+    of_batch = any(setting.partition("=")[0].strip() == "batch" for setting in arguments.set)
+    batches = [] if of_batch else batches_of_points(read(recipe, arguments.set))
+    recipes = [arguments.load(f"batch={batch}") for batch in batches] or [arguments.load()]
     tried = plan_search.choices(recipes, cluster, [profile_of(profile) for profile in arguments.profile])
     chosen = plan_search.with_searched_groups(plan_search.best(tried, deadline_s, budget_usd))
     folder = unused_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
@@ -129,56 +119,3 @@ def _write(chosen: Choice, folder: Path, original: Path) -> None:
     write_text(folder / "launch.sbatch", script)
     write_text(folder / "plan.json", json.dumps(expected, indent=1) + "\n")
     print(f"{folder}: {file.name}, launch.sbatch, plan.json")
-
-
-# ---- a run beside its plan
-
-
-def compare(run: Path) -> int:
-    """Prints the plan of a run beside its ledger, item by item, with the error of each."""
-    check_regular(run)
-    expected, batch = _expected(run), load_recipe(run).batch
-    ledger, result = read_json(run / "ledger.json"), read_json(run / "result.json")
-    took, of_ranks = _numbers(ledger.get("rows")), ledger.get("ranks")
-    if took is None:
-        raise InputError(f"{run}: its ledger.json has no rows; train it anew")
-    ranks = len(of_ranks) if isinstance(of_ranks, list) else 1
-    if (ranks, batch) != (expected["gpus"], expected["batch"]):
-        planned = f"the plan is of {expected['gpus']} and batch={expected['batch']}"
-        remedy = "train it as planned, or plan what was trained"
-        raise InputError(f"{run}: {ranks} ranks and batch={batch}, {planned}: {remedy}")
-    item_of = {row: item for item, rows in _ITEMS.items() for row in rows}
-    pairs = {item: [0.0, 0.0] for item in (_BEFORE, *_ITEMS)}
-    for side, seconds in enumerate((expected["rows"], took)):
-        for row, s in seconds.items():
-            pairs[item_of.get(row, _BEFORE)][side] += s
-    pairs["in all"] = [sum(side) for side in zip(*pairs.values(), strict=True)]
-    rows = {}
-    for item, (a, b) in pairs.items():
-        rows[item] = f"{a:,.2f} s expected, {b:,.2f} s taken" + (f": {a / b - 1:+.1%}" if b else "")
-    speed = result.get("images_per_s")
-    if is_number(speed) and speed:
-        rate = expected["images_per_s"]
-        rows["throughput"] = f"{rate:,.0f} images/s expected, {speed:,.0f} reached: {rate / speed - 1:+.1%}"
-    print_table(f"{run}", rows)
-    return 0
-
-
-def _expected(run: Path) -> dict[str, Any]:
-    """The plan of a run: in its folder, or beside the recipe that it was trained from."""
-    command = read_json(run / "environment.json").get("command")
-    words = command if isinstance(command, list) else []
-    recipe = next((Path(word) for word in words if isinstance(word, str) and word.endswith(".toml")), None)
-    for folder in (run, *([recipe.parent] if recipe else [])):
-        if (folder / "plan.json").is_file():
-            plan = read_json(folder / "plan.json")
-            numbers = [plan.get(key) for key in ("gpus", "batch", "images_per_s")]
-            if _numbers(plan.get("rows")) is not None and all(map(is_number, numbers)):
-                return plan
-            raise InputError(f"{folder / 'plan.json'}: not what kasoku plan writes: plan anew")
-    raise InputError(f"{run}: no plan.json there, nor beside its recipe: train a recipe that kasoku plan wrote")
-
-
-def _numbers(thing: Any) -> dict[str, float] | None:
-    """A table of numbers; None if it is anything else."""
-    return thing if isinstance(thing, dict) and all(map(is_number, thing.values())) else None

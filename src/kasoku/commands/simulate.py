@@ -6,7 +6,6 @@ sweep.html (throughput and efficiency over the number of GPUs).
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 from kasoku.commands.arguments import SimulateArguments
@@ -45,7 +44,7 @@ def run(arguments: SimulateArguments) -> int:
     document = case.document(step)
     _show(case, step, document, title=cluster.name)
     if changed:
-        other = replace(case, simulator=replace(case.simulator, cluster=changed))
+        other = scenario(recipe, changed, profiles=profiles)
         then = other.step(gpus)
         document["what_if"] = {what_if: other.document(then)}
         _show(other, then, document["what_if"][what_if], title=f"{cluster.name}, {what_if}")

@@ -17,7 +17,7 @@ from kasoku.distributed.startup import Start
 from kasoku.report import print_table
 from kasoku.training.auto_batch import plainly, show, tune
 from kasoku.training.trainer import build
-from kasoku.tune.lr_range_test import RangeTest, range_test, rates_of, reference_rate, try_alone
+from kasoku.tune.lr_range_test import RangeTest, range_test, rates_of, try_alone
 from kasoku.tune.measurement import write_tuning
 
 _LOW, _HIGH = 1e-3, 1e2  # of the range test: times the recipe's rates
@@ -101,7 +101,13 @@ def _tune_rate(arguments: TuneArguments, comm: Comm, start: Start) -> int:
     job = run_on_all_ranks(comm, lambda: build(recipe, comm, start=start)).job
     own = [float(group["lr"]) for group in job.kept("rate").own]
     rates = rates_of(recipe)
-    lr = run_on_all_ranks(comm, lambda: reference_rate(rates, own))
+
+    def reference() -> float:  # all rates are told as multiples of it
+        if not max(own) > 0:
+            raise InputError("optimizer.lr = 0: the recipe's rates are multiplied, so one above 0 is wanted")
+        return rates.get("optimizer.lr") or max(own)
+
+    lr = run_on_all_ranks(comm, reference)
     low, high = (bound / lr for bound in bounds) if bounds else (_LOW, _HIGH)
     scaled = [rate * recipe.rate_scale for rate in own]
     if comm.size > 1:  # an error that all ranks meet is printed once, while no rank waits for another

@@ -8,6 +8,7 @@ memory bandwidth. A third of it is forward. The total is measured; only the divi
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -233,10 +234,8 @@ def _at(profile: MeasuredTimes, block: str, way: int, images: float) -> float:
     points = [(n, times[block][way]) for n, times in profile.measured]
     if len({n for n, _ in points}) == 1:
         return sum(s for _, s in points) / len(points) * images / points[0][0]
-    mean_n = sum(n for n, _ in points) / len(points)
-    mean_s = sum(s for _, s in points) / len(points)
-    beta = sum((n - mean_n) * (s - mean_s) for n, s in points) / sum((n - mean_n) ** 2 for n, _ in points)
-    return float(max(0.0, mean_s + beta * (images - mean_n)))
+    beta, alpha = statistics.linear_regression(*zip(*points, strict=True))
+    return float(max(0.0, alpha + beta * images))
 
 
 def _block(layer: str, times: dict[str, Any]) -> str:

@@ -200,11 +200,7 @@ class Scenario:
 
 
 def scenario(
-    recipe: Recipe,
-    cluster: Cluster,
-    *,
-    profiles: Sequence[tuple[Path, int]] = (),
-    like: Scenario | None = None,
+    recipe: Recipe, cluster: Cluster, *, profiles: Sequence[tuple[Path, int]] = (), like: Scenario | None = None
 ) -> Scenario:
     """The recipe on the cluster. Raises InputError for settings that are not simulated.
 
@@ -214,9 +210,7 @@ def scenario(
     if recipe.auto_batch:
         given = 'batch = "auto" is tuned on the machine that trains'
         raise InputError(f"{given}: give --set batch=B, or the recipe of a run that was tuned")
-    precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
-    shared = sharing(recipe)
-    shared = replace(shared, needs_all=precision == "fp16" and not shared.reducer.largest(ranks=2))
+    shared = sharing(recipe, cluster)
     if like and (like.recipe.model, like.recipe.data) == (recipe.model, recipe.data):
         other = replace(like.simulator, sharing=shared, norm_batch=recipe.norm_batch)
         return replace(like, recipe=recipe, simulator=other)
@@ -234,8 +228,8 @@ def _inspect(model: Factory, facts: Facts) -> ModelCosts:
     return model_costs(model.use.rpartition(".")[2], module, shape)
 
 
-def sharing(recipe: Recipe) -> Sharing:
-    """How a recipe's ranks share gradients. Raises InputError for techniques that are not simulated."""
+def sharing(recipe: Recipe, cluster: Cluster) -> Sharing:
+    """How a recipe's ranks share gradients on a cluster. Raises InputError for techniques that are not simulated."""
     techniques = techniques_for(recipe, 1)
     exchanging = sorted((t for t in techniques if t.exchanges_gradients), key=lambda t: t.stage)
     exchange: Any = [*exchanging, Overlap()][0]
@@ -246,10 +240,14 @@ def sharing(recipe: Recipe) -> Sharing:
         return Sharing(exchange.buckets, asynchronous=exchange)
     if not exchange.overlaps_backward:
         return Sharing(AfterBackward())
-    policy, late = exchange.buckets, exchange.next_forward and not any(t.needs_whole_gradients for t in techniques)
+    flat(exchange.reducer)  # raises for a reducer that is not simulated
+    precision = cluster.device.precision if recipe.device.precision == "auto" else recipe.device.precision
+    # fp16's loss scaling waits for all gradients if the reducer may make a finite one infinite
+    whole = precision == "fp16" and not exchange.reducer.largest(ranks=2)
+    whole = whole or any(t.needs_whole_gradients for t in techniques)
+    policy, late = exchange.buckets, exchange.next_forward and not whole
     if recipe.device.graphs:  # for which Planned finds one bucket
         policy, late = AfterBackward(OneBucket() if isinstance(policy, Planned) else policy), False
-    flat(exchange.reducer)  # raises for a reducer that is not simulated
     return Sharing(policy, late, reducer=exchange.reducer)
 
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kasoku.config.batch_points import batches_of_points
 from kasoku.config.ranks import can_share
-from kasoku.config.recipe import Recipe, load
-from kasoku.config.toml import read
+from kasoku.config.recipe import Recipe
 from kasoku.config.updates import growth, updates
 from kasoku.core import InputError
 from kasoku.distributed import Graded, Hierarchical, Overlap, Planned
@@ -47,14 +45,6 @@ def choice(base: Scenario, gpus: int) -> Choice:
     step = base.step(gpus)
     seconds = sum(base.rows(step).values())
     return Choice(base, step, seconds, base.usd(step, seconds))
-
-
-def candidates(file: Path, settings: Sequence[str]) -> list[Recipe]:
-    """The recipe at each batch of its points, or at its own; with a setting (`path=value`) of the batch, only that."""
-    batches = batches_of_points(read(file, settings))
-    if not batches or any(setting.partition("=")[0].strip() == "batch" for setting in settings):
-        return [load(file, settings)]
-    return [load(file, [*settings, f"batch={batch}"]) for batch in batches]
 
 
 def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tuple[Path, int]] = ()) -> list[Choice]:
@@ -149,7 +139,7 @@ def with_searched_groups(graded: Choice) -> Choice:
     base = graded.scenario
     if not _has_groups(base):
         return graded
-    late = sharing(base.recipe).next_forward
+    late = sharing(base.recipe, base.simulator.cluster).next_forward
     planned = replace(base.simulator.sharing, policy=Planned(), next_forward=late)
     searched = choice(base.with_sharing(planned), graded.step.gpus)
     return searched if searched.step.step_s < _WORTH * graded.step.step_s else graded

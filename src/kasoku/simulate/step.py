@@ -33,15 +33,12 @@ class Sharing:
         next_forward: the next forward waits for groups; False: the step waits.
         asynchronous: the settings of asynchronous ranks, which exchange updates; None: ranks all-reduce gradients.
         reducer: Overlap's reducer, by which fewer bytes than those of the gradients may be sent; these plan the groups.
-        needs_all: the update needs all gradients, so the next forward never waits: with fp16's loss scaling, if the
-            reducer may make a finite gradient infinite.
     """
 
     policy: Policy = field(default_factory=Graded)
     next_forward: bool = False
     asynchronous: Asynchronous | None = None
     reducer: Reducer = field(default_factory=Mean)
-    needs_all: bool = False
 
     def fits(self, gpus: int) -> bool:
         """Whether this number of GPUs fills whole nodes of Hierarchical."""
@@ -184,7 +181,7 @@ class Simulator:
 
     def _inputs(self, units: Sequence[UnitTimes], gpus: int) -> StepInputs:
         """The inputs of the forecast: gradients, groups, link, and whether the next forward waits."""
-        sharing, late = self.sharing, self.sharing.next_forward and not self.sharing.needs_all
+        sharing, late = self.sharing, self.sharing.next_forward
         if asynchronous := sharing.asynchronous:
             tensors = self.net.with_gradients(CODECS[asynchronous.wire].dtype.itemsize).tensors
             plan = asynchronous.buckets.plan(self.net.defined)  # by the bytes in fp32, whatever type is sent
