@@ -32,7 +32,7 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "memory": 2275,
     "config": 1405,
     "tune": 2000,
-    "simulate": 1690,
+    "simulate": 1680,
     "report": 2465,
     "training": 2360,
     "commands": 1890,

@@ -21,7 +21,7 @@ from kasoku.distributed import Hierarchical, Mean
 from kasoku.distributed.cluster_jobs import LaunchSpec, sbatch
 from kasoku.report import print_table
 from kasoku.simulate import load as load_cluster
-from kasoku.simulate import plan_search, profile_of
+from kasoku.simulate import plan_search
 from kasoku.simulate.cluster import Costs
 from kasoku.simulate.compressed import flat
 from kasoku.simulate.plan_search import LEAST, MOST, Choice, planned_recipe
@@ -43,7 +43,7 @@ def run(arguments: PlanArguments) -> int:
     of_batch = any(setting.partition("=")[0].strip() == "batch" for setting in arguments.set)
     batches = [] if of_batch else batches_of_points(read(recipe, arguments.set))
     recipes = [arguments.load(f"batch={batch}") for batch in batches] or [arguments.load()]
-    tried = plan_search.choices(recipes, cluster, [profile_of(profile) for profile in arguments.profile])
+    tried = plan_search.choices(recipes, cluster, arguments.profile)
     chosen = plan_search.with_searched_groups(plan_search.best(tried, deadline_s, budget_usd))
     folder = unused_folder(arguments.out, recipe, "plan", written=[f"{recipe.stem}.toml"])
     create_folder(folder)

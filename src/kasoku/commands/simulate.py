@@ -17,7 +17,7 @@ from kasoku.distributed import Asynchronous
 from kasoku.distributed.ddp.bucket_plan import table
 from kasoku.report import print_table
 from kasoku.report.html import Panel, RunRecord
-from kasoku.simulate import SimulatedStep, profile_of, timeline
+from kasoku.simulate import SimulatedStep, timeline
 from kasoku.simulate import load as load_cluster
 from kasoku.simulate.from_recipe import Scenario, efficiency, scenario, sizes, sweep
 from kasoku.training.run_folder import create_folder, unused_folder
@@ -29,12 +29,11 @@ def run(arguments: SimulateArguments) -> int:
     """Simulates; returns the exit code."""
     batch = [f"batch={arguments.batch}"] if arguments.batch is not None else []
     recipe, cluster = arguments.load(*batch), load_cluster(arguments.cluster)
-    profiles = [profile_of(profile) for profile in arguments.profile]
-    case = scenario(recipe, cluster, profiles=profiles)
+    case = scenario(recipe, cluster, profiles=arguments.profile)
     gpus = arguments.gpus if arguments.gpus is not None else min(cluster.node.gpus, recipe.batch)
     what_if = ", ".join(arguments.what_if)
     changed = load_cluster(arguments.cluster, arguments.what_if) if what_if else None
-    if changed and changed.device != cluster.device and profiles:
+    if changed and changed.device != cluster.device and arguments.profile:
         raise InputError(f"--what-if {what_if}: a profile gives the GPU's times: leave --profile out")
     over = sizes(cluster, *_range(arguments.sweep), fits=case.simulator.sharing.fits) if arguments.sweep else []
     techniques_for(recipe, max(over, default=1))  # raises for settings that asynchronous ranks refuse
@@ -44,7 +43,7 @@ def run(arguments: SimulateArguments) -> int:
     document = case.document(step)
     _show(case, step, document, title=cluster.name)
     if changed:
-        other = scenario(recipe, changed, profiles=profiles)
+        other = scenario(recipe, changed, profiles=arguments.profile)
         then = other.step(gpus)
         document["what_if"] = {what_if: other.document(then)}
         _show(other, then, document["what_if"][what_if], title=f"{cluster.name}, {what_if}")

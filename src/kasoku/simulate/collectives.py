@@ -233,12 +233,6 @@ def tree(cluster: Cluster, gpus: int) -> AlgorithmCost:
     return AlgorithmCost(trees_within=2 * (each - 1), trees_between=2 * depth, byte_s=byte_s, trees=1)
 
 
-def rows(cluster: Cluster, gpus: int, width: int) -> AlgorithmCost:
-    """The reduce-scatter and the all-gather along rows of `width` GPUs."""
-    once = gather(cluster, gpus, width)
-    return once + once if width > 1 else AlgorithmCost(starts=0)
-
-
 def columns(cluster: Cluster, gpus: int, width: int, *, exchanged: bool = False) -> list[AlgorithmCost]:
     """The all-reduce of each part of a row by the GPUs at its place of all rows, for each byte of the whole.
 

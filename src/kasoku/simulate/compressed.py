@@ -85,7 +85,8 @@ def link(cluster: Cluster, gpus: int, reducer: Reducer) -> Fastest:
     share = 0.5 if isinstance(alike, Wire) else 1.0  # of the bytes of fp32 gradients
     inside = ALONE
     if 1 < node < gpus:
-        row = collectives.rows(cluster, gpus, node)
+        once = collectives.gather(cluster, gpus, node)
+        row = once + once  # a reduce-scatter and an all-gather
         name = "hierarchical" if node == cluster.node.gpus else f"hierarchical in rows of {node}"
         name += f", {_EXCHANGED} across" if exchanged else ""
         shapes = collectives.columns(cluster, gpus, node, exchanged=exchanged)

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -200,12 +199,12 @@ class Scenario:
 
 
 def scenario(
-    recipe: Recipe, cluster: Cluster, *, profiles: Sequence[tuple[Path, int]] = (), like: Scenario | None = None
+    recipe: Recipe, cluster: Cluster, *, profiles: Sequence[str] = (), like: Scenario | None = None
 ) -> Scenario:
     """The recipe on the cluster. Raises InputError for settings that are not simulated.
 
-    `profiles`: folders of `kasoku profile`, and the images of the steps profiled there. `like`: another recipe on this
-    cluster; equal models and data are not inspected again.
+    `profiles`: as `profiled` takes them. `like`: another recipe on this cluster; equal models and data are not
+    inspected again.
     """
     if recipe.auto_batch:
         given = 'batch = "auto" is tuned on the machine that trains'
@@ -294,13 +293,12 @@ def sizes(
     if not possible:
         each = cluster.node.gpus
         raise InputError(f"gpus={low}:{high}: nodes of {each}: none of these numbers fills them and shares the batch")
-    tries = count
-    while True:  # rounding makes some of them equal
+    for tries in (count << k for k in range(6)):  # rounding makes some of them equal
         wanted = [low * (high / low) ** (i / (tries - 1)) for i in range(tries)]
         numbers = sorted({min(possible, key=lambda n: abs(math.log(n / w))) for w in wanted})
-        if len(numbers) >= min(count, len(possible)) or tries > 16 * count:
-            return numbers
-        tries *= 2
+        if len(numbers) >= min(count, len(possible)):
+            break
+    return numbers
 
 
 def efficiency(steps: Sequence[SimulatedStep]) -> list[float]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from kasoku.config.ranks import can_share
@@ -47,7 +46,7 @@ def choice(base: Scenario, gpus: int) -> Choice:
     return Choice(base, step, seconds, base.usd(step, seconds))
 
 
-def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[tuple[Path, int]] = ()) -> list[Choice]:
+def choices(recipes: Iterable[Recipe], cluster: Cluster, profiles: Sequence[str] = ()) -> list[Choice]:
     """Simulates each recipe on numbers of GPUs that can share its batch, with graded groups.
 
     The images that surely fit on a GPU are those of its largest measured batch, scaled by the outputs of the network's
