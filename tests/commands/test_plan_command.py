@@ -104,6 +104,24 @@ def test_all_points_are_tried(small: str, tmp_path: Path) -> None:
     assert shown["batch"] in (1632, 3264, 4096, 8192, 13056, 32768, 49152, 58880, 65536, 67840)
 
 
+@pytest.mark.parametrize(
+    ("setting", "kinds"),
+    [
+        ("schedule={use='kasoku.core.ArcCotangent'}", False),
+        ("techniques=[{use='kasoku.data.LowResolution', side=6, until=0.5}]", True),
+        (
+            "techniques=[{use='kasoku.data.GrowBatch', schedule={use='kasoku.core.StepDecay', milestones=[10], "
+            "gamma=2.0}}]",
+            True,
+        ),
+    ],
+)
+def test_schedules_and_steps_that_change_are_planned(setting: str, kinds: bool, tmp_path: Path) -> None:
+    (tmp_path / "desk.toml").write_text(DESK)
+    found = planned(tmp_path / "p", DIGITS, "--cluster", str(tmp_path / "desk.toml"), "--fastest", "--set", setting)
+    assert ("steps" in found["shown"]) == kinds  # type: ignore[operator]
+
+
 def test_no_gpu_takes_more_images_at_once_than_it_surely_holds(
     small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
