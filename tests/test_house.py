@@ -32,10 +32,10 @@ BUDGETS = {  # lines of Python; a commit that needs more raises its line here an
     "memory": 2275,
     "config": 1405,
     "tune": 2000,
-    "simulate": 1680,
+    "simulate": 1745,
     "report": 2465,
     "training": 2360,
-    "commands": 1890,
+    "commands": 1950,
     "testing": 630,
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_NAMES, PARAMETERS = 400, 60, 200, 15, 6

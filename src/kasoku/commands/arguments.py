@@ -135,13 +135,15 @@ class SimulateArguments(RecipeArguments):
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-N)")
 
 
-class PlanArguments(RecipeArguments):
+class PlanArguments(OptionalRecipe):
     """The arguments of `kasoku plan`."""
 
-    cluster: str = option(required=True, metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
+    cluster: str | None = option(metavar="NAME|FILE", help="abci, mn2, dgx-a100, ..., or a file")
     deadline: str = option(default="", metavar="TIME", help="the cheapest within 90s, 10min, 2h")
     budget: str = option(default="", metavar="USD", help="the fastest within 100USD")
     fastest: bool = option(default=False, help="the fastest, whatever it costs")
+    compare: Path | None = option(metavar="RUN", help="instead: compare a run with the plan of its recipe")
+    noise_scale: float | None = option(metavar="B", help="of gradients, in images: try other batches too")
     profile: tuple[str, ...] = option(default=(), metavar="DIR:IMAGES", help="times of kasoku profile at a batch")
     out: Path | None = option(metavar="DIR", help="the folder for it all (default: runs/NAME-plan-N)")
 
